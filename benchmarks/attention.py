@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import machine
 
 from hjax.kernels import blockwise
-from hjax.models.attention import Causal, Form, Heads
+from hjax.models.attention_strategies import AttentionForm, AttentionInputs, Causal
 
 
 def main() -> None:
@@ -40,11 +40,14 @@ def main() -> None:
     mask = jnp.ones((o.rows, o.length), bool)
     programs: dict[str, Any] = {}
     found: dict[str, Any] = {}
-    for name, form in {"one_piece": Form(), "blocks": Form(blockwise.attend)}.items():
+    for name, form in {
+        "one_piece": AttentionForm(),
+        "blocks": AttentionForm(blockwise.attend),
+    }.items():
         attention = Causal(mask, form=form)
 
         def loss(q: jax.Array, k: jax.Array, v: jax.Array, attention: Causal = attention) -> Any:
-            return attention(Heads(0, q, k, v), None)[0].sum()
+            return attention(AttentionInputs(0, q, k, v), None)[0].sum()
 
         program = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(*arrays).compile()
         jax.block_until_ready(program(*arrays))

@@ -19,7 +19,7 @@ import machine
 
 from hjax.algorithms.losses import PolicyLoss
 from hjax.models.compute import Compute
-from hjax.models.config import ModelConfig
+from hjax.models.model_config import ModelConfig
 from hjax.sharding.layout import make_layouts
 from hjax.workers import Actor, OptimizerConfig, WorkerContext
 

@@ -24,7 +24,7 @@ from idle import Idle
 
 from hjax.controller import ResourcePool, Timeline, WorkerGroup
 from hjax.controller.messages import Call
-from hjax.controller.process import HostProcess, Posted, Setup, write
+from hjax.controller.process import HostProcess, ProcessSetup, QueuedMessage, write
 from hjax.controller.ray_calls import RayStore, end_here, start_here
 from hjax.controller.ray_cluster import RayCluster
 
@@ -99,7 +99,7 @@ def measure_dummies() -> dict[int, float]:
         store = RayStore()
         dummies = [HostProcess(store, "127.0.0.1") for _ in range(hosts)]
         for rank, dummy in enumerate(dummies):
-            dummy.prepare(Setup("dummy", rank, hosts, 0))
+            dummy.prepare(ProcessSetup("dummy", rank, hosts, 0))
             dummy.join("")
         found = []
         sequence = 0
@@ -108,7 +108,7 @@ def measure_dummies() -> dict[int, float]:
             outcomes = []
             for _ in range(CALLS // 4):
                 written = write(Call("idle", "nothing"), store)
-                parcel = [Posted(sequence, written)]
+                parcel = [QueuedMessage(sequence, written)]
                 outcomes += [d.submit(sequence, parcel)[0] for d in dummies]
                 sequence += 1
             spent = time.perf_counter() - start

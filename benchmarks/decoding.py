@@ -20,16 +20,16 @@ from hjax.dryrun.programs import StepProgram
 from hjax.dryrun.topologies import find_topology
 from hjax.kernels.int8_cache import AUTO, INT8, element_bytes
 from hjax.models.compute import Compute
-from hjax.models.config import ModelConfig
+from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import decoder_network
-from hjax.models.published import published
+from hjax.models.presets import published
 from hjax.rollout.engine import STEPS
 from hjax.rollout.generator import Generator
-from hjax.rollout.options import Sampling
-from hjax.rollout.slots import Size
-from hjax.rollout.work import GenerationConfig
+from hjax.rollout.rollout_job import GenerationConfig
+from hjax.rollout.sampling_params import SamplingParams
+from hjax.rollout.slot_state import SlotSizes
 from hjax.sharding.layout import fitted, make_layouts
-from hjax.xla.program import Program
+from hjax.xla.abstract_program import AbstractProgram
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,12 +118,12 @@ def decoding(
 
     def trace() -> Any:
         if case.slots:
-            size = Size(case.rows, case.rows, 1, 0, room)
-            return generator.engine.trace_decode(Sampling(stop=(1,)), params, size, STEPS)
-        config = GenerationConfig(case.response, case.samples, Sampling(stop=(1,)))
+            size = SlotSizes(case.rows, case.rows, 1, 0, room)
+            return generator.engine.trace_decode(SamplingParams(stop=(1,)), params, size, STEPS)
+        config = GenerationConfig(case.response, case.samples, SamplingParams(stop=(1,)))
         return generator.trace(params, prompts, case.prompt, config)
 
-    generate = Program("generate", trace, STEPS if case.slots else case.response - 1)
+    generate = AbstractProgram("generate", trace, STEPS if case.slots else case.response - 1)
     program = StepProgram("actor", 0, case.rows, 1, generate)
     order = list(layout.mesh.devices.ravel())
     found = compile_program(program, topology, len(devices), "", cache, order, READER)

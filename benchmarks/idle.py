@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 import hjax
-from hjax.sharding.arrays import to_numpy
+from hjax.sharding.global_arrays import to_numpy
 from hjax.sharding.protocols import control
 from hjax.workers import Reference
 

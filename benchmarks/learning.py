@@ -34,8 +34,8 @@ import machine
 
 from hjax.config import flatten
 from hjax.files import read_json, read_rows, replace_file, to_json
-from hjax.settings.reading import check_config, config_names, load_config
-from hjax.show.charts import Series, svg_file
+from hjax.settings.config_loading import check_config, config_names, load_config
+from hjax.show.charts import ChartSeries, svg_file
 from hjax.show.curves import points_of
 
 DONE, KEPT = "learning.json", "runs.jsonl"
@@ -240,7 +240,7 @@ def curve(config: str, seeds: Mapping[int, Run]) -> str:
         if measure.metric.startswith("eval/"):
             points[0] = (0, points[0][1])  # before the first update
         dots = measure.metric.startswith("eval/")
-        series.append(Series(f"seed {seed}", points, seed % 8, dots=dots))
+        series.append(ChartSeries(f"seed {seed}", points, seed % 8, dots=dots))
     aim = statistics.mean(measure.change(run.rows)[0] for run in seeds.values()) + measure.rise
     return svg_file(f"{config}.py: {measure.metric}", series, ("aim", aim))
 

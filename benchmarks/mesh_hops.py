@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from hjax.dryrun.topologies import listed
+from hjax.sharding.device_mesh import place_devices, ring_table
+from hjax.sharding.interconnect import ConcurrentRings
 from hjax.sharding.layout import make_layouts
-from hjax.sharding.placing import place_devices, ring_table
-from hjax.sharding.wires import Rings
 
 # Topology, layout of training, tensor size of generation.
 CASES: tuple[tuple[str, dict[str, int], int], ...] = tuple(
@@ -36,7 +36,7 @@ CASES: tuple[tuple[str, dict[str, int], int], ...] = tuple(
 
 def rings(
     name: str, train: dict[str, int], tensor: int
-) -> tuple[dict[str, Rings], dict[str, Rings]]:
+) -> tuple[dict[str, ConcurrentRings], dict[str, ConcurrentRings]]:
     """Rings of each axis, of devices as JAX lists them and as hjax places them."""
     devices = listed(name)
     generate = {"tensor": tensor, "pipe": train.get("pipe", 1)}
@@ -69,7 +69,7 @@ def hops_table() -> str:
     return "\n".join(lines)
 
 
-def _hops(found: Rings) -> str:
+def _hops(found: ConcurrentRings) -> str:
     if found.network == 1:
         return "network"
     share = f" ({100 * found.network:.0f} % network)" if found.network else ""

@@ -13,12 +13,12 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from hjax.models.counts import Mesh
-from hjax.planning import cost, generation
+from hjax.models.cost_inputs import MeshSizes
+from hjax.planning import cost, generation_cost
 from hjax.planning.constants import Constants
-from hjax.planning.options import role_options
+from hjax.planning.plan_types import Candidate
 from hjax.planning.problems import PAPER_SPACE, PAPER_WORK, paper_problem
-from hjax.planning.records import Candidate
+from hjax.planning.role_options import role_options
 from hjax.planning.search import Placement, search
 from hjax.planning.strategies import search_strategy
 
@@ -208,7 +208,7 @@ def transition_row(model: str, gpus: int, constants: Constants = ASSUMED) -> Tra
     posed = paper_problem("ppo", model, gpus, constants)
     (pipe, tensor), (generate_pipe, generate_tensor) = ACTORS[model]
     place = posed.place(posed.cluster.pools[0], gpus)
-    mesh = Mesh(
+    mesh = MeshSizes(
         data=gpus // (pipe * tensor),
         pipe=pipe,
         tensor=tensor,
@@ -222,7 +222,7 @@ def transition_row(model: str, gpus: int, constants: Constants = ASSUMED) -> Tra
         model,
         gpus,
         {
-            "hjax": generation.transition_seconds(place, actor, mesh),
+            "hjax": generation_cost.transition_seconds(place, actor, mesh),
             "deepspeed_chat": cost.all_gather(place, whole, gpus),
             "openrlhf": cost.transfer(half, actor),
         },

@@ -27,7 +27,7 @@ def build(stages: int, parts: int, devices: int) -> tuple[Any, Any]:
     import numpy as np
 
     from hjax.algorithms.losses import PolicyLoss
-    from hjax.models.config import ModelConfig
+    from hjax.models.model_config import ModelConfig
     from hjax.sharding.layout import make_layouts
     from hjax.workers import Actor, OptimizerConfig, WorkerContext
 

@@ -26,12 +26,12 @@ def search_times(sizes: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
     """Seconds of the search by models and GPUs."""
     from paper_experiments import PAPER_WORK
 
-    from hjax.models.counts import MASTERS, counts
-    from hjax.models.published import published
+    from hjax.models.cost_inputs import MASTERS, counts
+    from hjax.models.presets import published
     from hjax.planning.hardware import cluster
-    from hjax.planning.records import Dataflow, PlannedCall
-    from hjax.planning.search import Problem
-    from hjax.planning.space import SearchSpace
+    from hjax.planning.plan_types import Dataflow, PlannedCall
+    from hjax.planning.search import PlanProblem
+    from hjax.planning.search_space import SearchSpace
     from hjax.planning.strategies import search_strategy
 
     rows = []
@@ -43,7 +43,7 @@ def search_times(sizes: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
         for role in learned:
             calls += [PlannedCall(role, "update", "update", 1 / 8)] * 8
         shape = published("llama-70b")
-        problem = Problem(
+        problem = PlanProblem(
             Dataflow("ppo", roles, tuple(calls)),
             {r: counts(shape, r, scalar=r not in ("actor", "reference")) for r in roles},
             PAPER_WORK,

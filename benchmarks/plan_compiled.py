@@ -74,11 +74,11 @@ def judged(algorithm: str) -> tuple[str, ...]:
 
 def flags_of(asked: dict[str, Any]) -> list[str]:
     """As the command takes it; the shapes are published under names of their own."""
-    from hjax.models import published
+    from hjax.models import presets
 
     for name in ("actor", "judge"):
-        made = published.shape_of("llama", **asked[name], length=4096)
-        published.SHAPES[f"random-{name}"] = made
+        made = presets.shape_of("llama", **asked[name], length=4096)
+        presets.SHAPES[f"random-{name}"] = made
     roles = {role: "random-judge" for role in judged(asked["algorithm"])}
     if asked["algorithm"] == "safe_rlhf":
         roles["cost_critic"] = "random-judge"
@@ -144,7 +144,7 @@ def compiled(planned: Planned, console: Any) -> dict[str, Any]:
     from hjax.files import cache_folder
     from hjax.planning.hardware import cluster
     from hjax.planning.result import config_text
-    from hjax.settings.reading import load_config
+    from hjax.settings.config_loading import load_config
 
     flags_of(problem(planned.problem))  # publishes this problem's shapes
     topology = topology_name(cluster(problem(planned.problem)["cluster"]))

@@ -120,8 +120,8 @@ def times(steps: int = 6, calibrations: int = 2) -> dict[str, Any]:
     after they have learned from one run that is none of the cases."""
     devices = simulate()
     from hjax.planning.calibration import calibrate
-    from hjax.planning.learning import account, improved, lesson_of
-    from hjax.settings.reading import check_config
+    from hjax.planning.profile_correction import account, improved, lesson_of
+    from hjax.settings.config_loading import check_config
 
     profiles: dict[str, Any] = {}
     for number in range(1, calibrations + 1):
@@ -190,9 +190,9 @@ def one_memory(name: str) -> dict[str, Any]:
     import hjax
     from hjax.devices import DEVICES as CATALOGUE
     from hjax.planning.constants import Constants
-    from hjax.planning.learning import account
     from hjax.planning.profile import Profile
-    from hjax.settings.reading import check_config
+    from hjax.planning.profile_correction import account
+    from hjax.settings.config_loading import check_config
 
     trainer = hjax.Trainer(check_config({**LARGE, "steps": 3, **MEMORY[name]}))
     try:
@@ -235,8 +235,8 @@ def compilers() -> dict[str, Any]:
     from hjax.planning.constants import Constants
     from hjax.planning.hardware import cluster
     from hjax.run.placement import placed
-    from hjax.run.roles import describe_roles, planned_models
-    from hjax.settings.reading import load_config
+    from hjax.run.role_groups import describe_roles, planned_models
+    from hjax.settings.config_loading import load_config
     from hjax.show.tables import wide_console
 
     rows: list[dict[str, Any]] = []
@@ -297,7 +297,7 @@ def placed(devices: int, rounds: int, calibrations: int) -> dict[str, Any]:
     from hjax.errors import ConfigError
     from hjax.planning.calibration import calibrate
     from hjax.planning.profile import profile_path, write_profile
-    from hjax.settings.reading import check_config
+    from hjax.settings.config_loading import check_config
 
     os.environ["XDG_CACHE_HOME"] = str(pathlib.Path.cwd())  # the plans' profiles
     profiles = [calibrate(jax.devices()) for _ in range(calibrations)]

@@ -7,7 +7,7 @@ tensor 2 in one process of two, over Ray's object store. ``publish`` is hjax's w
 the train pool leaves its part of the plan in the store, the rollout's reads each into place.
 ``broadcast`` is the plain one: the train pool gathers the whole tree, its first process leaves that
 in the store, the rollout's fetches it and places it. In turns, medians. Prints one JSON line;
-``planned_bytes`` is what ``hjax.sharding.crossing`` plans, ``fetched_bytes`` what the rollout's
+``planned_bytes`` is what ``hjax.sharding.transfer_plan`` plans, ``fetched_bytes`` what the rollout's
 process has read (arrays below 32 KiB come with the message and are counted at their size).
 """
 
@@ -26,10 +26,10 @@ from hjax.controller import ResourcePool, Timeline, WorkerGroup
 from hjax.controller.process import LARGE
 from hjax.controller.ray_calls import end_here, start_here
 from hjax.controller.ray_cluster import RayCluster
-from hjax.models.config import ModelConfig
+from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import decoder_network
-from hjax.sharding.crossing import spread, tree_crossing
 from hjax.sharding.layout import make_layouts
+from hjax.sharding.transfer_plan import spread, tree_crossing
 from hjax.workers import WorkerContext
 
 MODEL = ModelConfig(

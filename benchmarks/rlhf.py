@@ -32,7 +32,7 @@ from hjax.controller import join
 from hjax.files import METRICS, read_json, read_rows
 from hjax.rewards import happy_stories
 from hjax.run.inputs import load_inputs
-from hjax.settings.reading import check_config
+from hjax.settings.config_loading import check_config
 from hjax.show.report import write_stages
 
 OPENINGS = pathlib.Path(hjax.__file__).parent / "launch" / "configs" / "stories_openings.jsonl"

@@ -50,17 +50,17 @@ import jax
 import machine
 import numpy as np
 
-from hjax.launch.machine import prepare_devices
+from hjax.launch.jax_setup import prepare_devices
 from hjax.models.compute import Compute
-from hjax.models.config import ModelConfig
 from hjax.models.export import export_weights
+from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import decoder_network
 from hjax.models.weights import load_params, read_config
 from hjax.rollout.generator import Generator
-from hjax.rollout.options import Sampling
-from hjax.rollout.requests import Piece, Request
-from hjax.rollout.service import Service
-from hjax.rollout.work import GenerationConfig
+from hjax.rollout.requests import Request, ResponseChunk
+from hjax.rollout.rollout_job import GenerationConfig
+from hjax.rollout.sampling_params import SamplingParams
+from hjax.rollout.service import GenerationService
 from hjax.sharding.layout import make_layouts
 
 W1 = ModelConfig(512, 256, 688, 6, 8, 4, 32, 1024)
@@ -138,7 +138,7 @@ def hjax_contestants(model: Model, sizes: dict[str, Any]) -> dict[str, Callable[
 
     def run(which: Generator) -> Callable[[int], int]:
         def generate(seed: int) -> int:
-            config = GenerationConfig(sizes["limit"], sizes["samples"], Sampling(stop=ends))
+            config = GenerationConfig(sizes["limit"], sizes["samples"], SamplingParams(stop=ends))
             rollout = which.generate(model.params, tokens, mask, sequence, config, seed=seed)
             return int(np.asarray(rollout["response_mask"]).sum())
 
@@ -291,11 +291,11 @@ def together(model: Model, answer: Callable[[np.ndarray, np.ndarray, int], list[
     return run
 
 
-def served_talks(model: Model, service: Service) -> Callable[[int], int]:
+def served_talks(model: Model, service: GenerationService) -> Callable[[int], int]:
     """A function of a seed that has the conversations by a service, each at its own pace."""
 
     def run(seed: int) -> int:
-        users, options = user_turns(model), Sampling(stop=model.ends)
+        users, options = user_turns(model), SamplingParams(stop=model.ends)
         talks = [system_of(model) for _ in users]
         left, drawn, failed = threading.Semaphore(0), [0] * len(users), []
 
@@ -304,7 +304,7 @@ def served_talks(model: Model, service: Service) -> Callable[[int], int]:
             asked = seed * len(users) * TURNS["turns"] + number * TURNS["turns"] + turn
             request = Request(tuple(talks[number]), TURNS["limit"], options, asked)
 
-            def hear(piece: Piece) -> None:
+            def hear(piece: ResponseChunk) -> None:
                 talks[number] += piece.tokens
                 drawn[number] += len(piece.tokens)
                 if piece.finish and piece.finish not in ("stop", "length"):
@@ -344,13 +344,13 @@ def talking_contestants(
     def by_program(tokens: np.ndarray, mask: np.ndarray, seed: int) -> list[list[int]]:
         rollout = static.generate(
             params, tokens, mask, np.arange(len(tokens), dtype=np.int32),
-            GenerationConfig(TURNS["limit"], sampling=Sampling(stop=ends)), seed=seed,
+            GenerationConfig(TURNS["limit"], sampling=SamplingParams(stop=ends)), seed=seed,
         )  # fmt: skip
         kept = np.asarray(rollout["response_mask"])
         rows = zip(np.asarray(rollout["responses"]), kept, strict=True)
         return [row[mask].tolist() for row, mask in rows]
 
-    service = Service(model, slots=TURNS["talks"])
+    service = GenerationService(model, slots=TURNS["talks"])
     service.warm_up()
     made = {"hjax": served_talks(ours, service), "static": together(ours, by_program)}
     if tunix is not None:

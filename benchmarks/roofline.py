@@ -21,7 +21,7 @@ from typing import Any
 from hjax.dryrun.topologies import prepare_environment
 from hjax.launch.command import answered
 from hjax.launch.compile import parse, report
-from hjax.launch.leaving import run_and_leave
+from hjax.launch.process_exit import run_and_leave
 from hjax.show.format import seconds
 from hjax.show.tables import wide_console
 

@@ -89,7 +89,7 @@ def run(args: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
     import jax
 
     import hjax
-    from hjax.launch.machine import prepare_jax
+    from hjax.launch.jax_setup import prepare_jax
 
     if args.devices:
         jax.config.update("jax_num_cpu_devices", args.devices)

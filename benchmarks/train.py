@@ -80,8 +80,8 @@ def write_weights(model: str, folder: str) -> None:
     """A model from scratch as a Hugging Face directory."""
     import jax
 
-    from hjax.models.config import ModelConfig
     from hjax.models.huggingface import save_weights
+    from hjax.models.model_config import ModelConfig
     from hjax.models.parameters import decoder_network, to_host
     from hjax.sharding.layout import make_layouts
 

@@ -100,10 +100,10 @@ def contestants(narrow: bool) -> tuple[dict[str, Contestant], dict[str, Any]]:
     import jax
     import jax.numpy as jnp
 
-    from hjax.dryrun.gather_and_cut import GatherAndCut
+    from hjax.dryrun.gather_all_baseline import GatherAndCut
     from hjax.dryrun.transition_groups import Table2Case, case_layouts, zero_sharding
-    from hjax.models import arithmetic
-    from hjax.models.config import ModelConfig
+    from hjax.models import parameter_counts
+    from hjax.models.model_config import ModelConfig
     from hjax.models.parameters import decoder_network
     from hjax.sharding.transition import BUCKET_BYTES, Transition
 
@@ -152,7 +152,7 @@ def contestants(narrow: bool) -> tuple[dict[str, Contestant], dict[str, Any]]:
         own = jax.tree.map(lambda x, s: jax.device_put(x, s, may_alias=False), params, zero)
         found["gather_all"] = Contestant(own, through(whole), whole.cost().received)
     return found, {
-        "model_bytes": 4 * arithmetic.parameters(model),
+        "model_bytes": 4 * parameter_counts.parameters(model),
         "buckets": cost.buckets,
         "bucket_bytes": BUCKET_BYTES,
         "train_shard_bytes": cost.source,

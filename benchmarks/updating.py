@@ -20,10 +20,10 @@ from hjax.dryrun.compilation import compile_program
 from hjax.dryrun.programs import StepProgram
 from hjax.dryrun.topologies import find_topology
 from hjax.errors import ConfigError
-from hjax.kernels.sets import AUTO, BLOCKS, CUDNN
+from hjax.kernels.registry import AUTO, BLOCKS, CUDNN
 from hjax.models.compute import Compute
-from hjax.models.config import ModelConfig
-from hjax.models.published import published
+from hjax.models.model_config import ModelConfig
+from hjax.models.presets import published
 from hjax.sharding.layout import make_layouts
 from hjax.workers import Actor, OptimizerConfig, Reference, WorkerContext
 from hjax.workers.memory import RoleMemory

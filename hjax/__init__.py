@@ -22,8 +22,8 @@ if TYPE_CHECKING:  # what type checkers and editors see of the table below
     from hjax.rollout.language_model import load_model as load_model
     from hjax.rules import Key as Key
     from hjax.run.trainer import Trainer as Trainer
+    from hjax.settings.config_loading import load_config as get_config
     from hjax.settings.keys import default_config as default_config
-    from hjax.settings.reading import load_config as get_config
     from hjax.sharding.protocols import protocol as protocol
 
 # Public name -> (module, attribute in it; "" is the module itself).
@@ -34,7 +34,7 @@ _LAZY = {
     "algorithms": ("hjax.algorithms", ""),
     "controller": ("hjax.controller", ""),
     "errors": ("hjax.errors", ""),
-    "get_config": ("hjax.settings.reading", "load_config"),
+    "get_config": ("hjax.settings.config_loading", "load_config"),
     "default_config": ("hjax.settings.keys", "default_config"),
     "load_model": ("hjax.rollout.language_model", "load_model"),
     "plan": ("hjax.planning.auto", "plan_run"),
@@ -63,7 +63,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
-        from hjax.wishes import NAMES
+        from hjax.config_aliases import NAMES
 
         if name in NAMES:
             raise AttributeError(f"module 'hjax' has no attribute {name!r}: {NAMES[name]}")

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict, FieldReference, FrozenConfigDict
 
+from hjax.config_aliases import wish
 from hjax.errors import ConfigError, written
-from hjax.wishes import wish
 
 AUTO = "auto"
 # What a switch may be that hjax sets where nobody does.

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from types import TracebackType
 
-# What modules of users' files are called (``hjax.user_files``).
+# What modules of users' files are called (``hjax.user_code``).
 USER_MODULE = "hjax_user_"
 
 

@@ -48,11 +48,13 @@ def main(folder, rank, processes, port):
     jax.config.update("jax_num_cpu_devices", DEVICES)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", processes, rank, initialization_timeout=15)
-    from hjax.pieces import region_of
-    from hjax.sharding.across import Arrival
+    from hjax.sharded_values import region_of
+    from hjax.sharding.cross_mesh_transfer import IncomingParameters
 
     sent = pickle.loads((folder / "sent.pickle").read_bytes())
-    arrival = Arrival(targets(jax.devices()), sent["shapes"], sent["dtypes"], BUCKET_BYTES)
+    arrival = IncomingParameters(
+        targets(jax.devices()), sent["shapes"], sent["dtypes"], BUCKET_BYTES
+    )
     params = arrival(sent["pieces"])
     fetched = arrival.fetched_bytes
     shards = {

@@ -15,7 +15,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 import hjax
-from hjax.settings.reading import check_config
+from hjax.settings.config_loading import check_config
 
 # 8 prompts x 2 samples = 16 sequences a step, of 4 prompt and at most 4 response tokens.
 TINY = {
@@ -79,7 +79,7 @@ def generated(
     generator: Any, params: Any, *arguments: Any, call: str = "generate", **options: Any
 ) -> Any:
     """What a ``Generator`` gives, the fields of its config among the options."""
-    from hjax.rollout.work import GenerationConfig
+    from hjax.rollout.rollout_job import GenerationConfig
 
     names = [f.name for f in dataclasses.fields(GenerationConfig) if f.name in options]
     config = GenerationConfig(**{name: options.pop(name) for name in names})
@@ -135,8 +135,8 @@ def save_model(
     import numpy as np
     from safetensors.numpy import load_file, save_file
 
-    from hjax.models.config import ModelConfig
     from hjax.models.huggingface import save_weights
+    from hjax.models.model_config import ModelConfig
     from hjax.models.parameters import decoder_network, to_host
     from hjax.sharding.layout import make_layouts
 

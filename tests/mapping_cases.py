@@ -8,13 +8,13 @@ import random
 
 import numpy as np
 
-from hjax.models.counts import MASTERS, ModelCounts, Numerics, Workload
+from hjax.models.cost_inputs import MASTERS, ModelCounts, Numerics, Workload
 from hjax.planning.constants import Constants
 from hjax.planning.hardware import legal_counts
-from hjax.planning.options import role_options
-from hjax.planning.records import Cluster, Dataflow, Device, PlannedCall, Pool
-from hjax.planning.search import Problem
-from hjax.planning.space import SearchSpace
+from hjax.planning.plan_types import Cluster, Dataflow, Device, DevicePool, PlannedCall
+from hjax.planning.role_options import role_options
+from hjax.planning.search import PlanProblem
+from hjax.planning.search_space import SearchSpace
 
 ROLES = ("actor", "critic", "reference", "reward", "cost")
 
@@ -80,7 +80,7 @@ def cluster(rng: random.Random, most: int) -> Cluster:
         shape = (hosts, per_host) if torus else ()
         slices = rng.choice([1, 2, 3]) if torus and not cores else 1
         slices = slices if slices * size <= left else 1
-        pools.append(Pool(device, slices * hosts, per_host, shape, slices=slices))
+        pools.append(DevicePool(device, slices * hosts, per_host, shape, slices=slices))
         left -= slices * size
     return Cluster(tuple(pools))
 
@@ -96,7 +96,7 @@ def dataflow(rng: random.Random, roles: tuple[str, ...]) -> Dataflow:
     return Dataflow("random", roles, tuple(calls))
 
 
-def random_problem(seed: int, devices: int, models: int, wide: bool) -> Problem:
+def random_problem(seed: int, devices: int, models: int, wide: bool) -> PlanProblem:
     """A random problem; ``wide`` ones have more layouts per model."""
     rng = random.Random(seed)
     roles = ROLES[: rng.randint(1, models)]
@@ -128,7 +128,7 @@ def random_problem(seed: int, devices: int, models: int, wide: bool) -> Problem:
     if rng.random() < 0.2:
         offload = {role: rng.choice(["none", "optimizer", "all", "any", "any"]) for role in roles}
     pools = cluster(rng, devices)
-    return Problem(flow, shapes, work, pools, constants, numerics, space, offload)
+    return PlanProblem(flow, shapes, work, pools, constants, numerics, space, offload)
 
 
 def groupings(items: tuple[str, ...]) -> set[frozenset[frozenset[str]]]:
@@ -163,7 +163,7 @@ def room_for(cluster: Cluster, chosen: list[tuple[int, int]]) -> bool:
     return True
 
 
-def brute_force(problem: Problem) -> float:
+def brute_force(problem: PlanProblem) -> float:
     """The least seconds of a step over every placement, allocation and layout, jointly."""
     pools = problem.cluster.pools
     spots = [(i, n) for i, pool in enumerate(pools) for n in legal_counts(pool)]

@@ -16,11 +16,10 @@ from typing import Any
 
 import jax
 
-from hjax.controller.executors import Messages, named
+from hjax.controller.executors import MessageQueue, named
 from hjax.controller.futures import Future
-from hjax.controller.host import Answer, WorkerHost
 from hjax.controller.messages import (
-    Build,
+    BuildWorker,
     Call,
     Message,
     ResultOf,
@@ -29,6 +28,7 @@ from hjax.controller.messages import (
     writable_error,
 )
 from hjax.controller.timeline import Timeline
+from hjax.controller.worker_host import CallResult, WorkerHost
 
 
 class ObjectStore:
@@ -108,14 +108,14 @@ class PicklingExecutor:
         ids = [device.id for device in devices]
         by_id = {device.id: device for device in jax.devices()} if ids else {}
         self._host = WorkerHost([by_id[i] for i in ids])
-        self._messages = Messages(self._run, name)
+        self._messages = MessageQueue(self._run, name)
 
     def submit(self, message: Message) -> Future:
         """Write a message down and queue it."""
         number, inner = self._store.new()
         arguments = self._referring(message.arguments), self._referring(dict(message.options))
-        if isinstance(message, Build):
-            written: Message = Build(message.role, message.worker, *arguments)
+        if isinstance(message, BuildWorker):
+            written: Message = BuildWorker(message.role, message.worker, *arguments)
         else:
             written = Call(message.role, message.method, *arguments, message.reads)
         # The message's own futures go along, so that their results stay until it is read.
@@ -177,11 +177,11 @@ class PicklingExecutor:
         except BaseException as error:
             store.fail(number, error)
 
-    def _answer(self, host: WorkerHost, message: Message) -> Answer:
+    def _answer(self, host: WorkerHost, message: Message) -> CallResult:
         reads = message.reads if isinstance(message, Call) else None
         arguments = tuple(self._fetched(value, reads) for value in message.arguments)
         options = {key: self._fetched(value, reads) for key, value in message.options.items()}
-        if isinstance(message, Build):
-            host.build(Build(message.role, message.worker, arguments, options))
-            return Answer(None)
+        if isinstance(message, BuildWorker):
+            host.build(BuildWorker(message.role, message.worker, arguments, options))
+            return CallResult(None)
         return host.call(Call(message.role, message.method, arguments, options, reads))

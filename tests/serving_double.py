@@ -15,12 +15,12 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, RunError
-from hjax.rollout.matching import Matchers
-from hjax.rollout.requests import Piece, QueueFull, Request
+from hjax.rollout.constrained_decoding import ConstraintCompiler
+from hjax.rollout.requests import QueueFull, Request, ResponseChunk
 from hjax.serving.address import address_of, bind
-from hjax.serving.limits import Limits
-from hjax.serving.reload import Reload
-from hjax.serving.served import Served
+from hjax.serving.limits import ServerLimits
+from hjax.serving.reload import WeightReload
+from hjax.serving.served_model import ServedModel
 from hjax.serving.server import Server
 
 END = "<|im_end|>"
@@ -127,11 +127,11 @@ class Scripted:
         self._closed = False
 
     def prepare(self, request: Request) -> Any:
-        matchers = Matchers(byte_tokenizer(), 260)
+        matchers = ConstraintCompiler(byte_tokenizer(), 260)
         return matchers.begin(request.constraint, request.options, request.prompt)
 
     def submit(
-        self, request: Request, on_piece: Callable[[Piece], None], matcher: Any = None
+        self, request: Request, on_piece: Callable[[ResponseChunk], None], matcher: Any = None
     ) -> Any:
         if self._closed:
             raise RunError("the service is closed")
@@ -148,7 +148,9 @@ class Scripted:
         threading.Thread(target=self._draw, args=arguments, daemon=True).start()
         return ticket
 
-    def _draw(self, request: Request, on_piece: Callable[[Piece], None], ticket: Ticket) -> None:
+    def _draw(
+        self, request: Request, on_piece: Callable[[ResponseChunk], None], ticket: Ticket
+    ) -> None:
         tokens = list(self._script(request))[: request.max_tokens]
         ended = bool(tokens) and tokens[-1] in request.options.stop
         for at in range(0, len(tokens), self._piece):
@@ -156,16 +158,16 @@ class Scripted:
                 pass
             if ticket.cancelled.wait(self._pause) if self._pause else ticket.cancelled.is_set():
                 self.cancelled.append(request)
-                on_piece(Piece(finish="cancelled"))
+                on_piece(ResponseChunk(finish="cancelled"))
                 break
             part = tuple(tokens[at : at + self._piece])
             self.drawn += len(part)
             last = at + self._piece >= len(tokens)
             finish = ("stop" if ended else "length") if last else ""
-            on_piece(Piece(part, tuple(-token / 256 for token in part), finish=finish))
+            on_piece(ResponseChunk(part, tuple(-token / 256 for token in part), finish=finish))
         else:
             if not tokens:
-                on_piece(Piece(finish="error: the script is empty"))
+                on_piece(ResponseChunk(finish="error: the script is empty"))
         with self._changed:
             self._running -= 1
             self._changed.notify_all()
@@ -198,11 +200,11 @@ class Scripted:
 @contextlib.contextmanager
 def served(
     service: Any,
-    limits: Limits = Limits(),
+    limits: ServerLimits = ServerLimits(),
     key: str = "",
     tokenizer: Tokenizer | None = None,
-    reload: Reload | None = None,
-    model: Served | None = None,
+    reload: WeightReload | None = None,
+    model: ServedModel | None = None,
 ) -> Iterator[tuple[str, Server, asyncio.AbstractEventLoop]]:
     """A server on a free port, its URL and its loop; stopped at the end."""
     bound = bind("127.0.0.1", 0)
@@ -211,7 +213,7 @@ def served(
 
     async def serve() -> None:
         loops.append(asyncio.get_running_loop())
-        about = model or Served("bytes", service, tokenizer, 260, (EOS,))
+        about = model or ServedModel("bytes", service, tokenizer, 260, (EOS,))
         servers.append(Server(about, bound, limits, key, up.set, reload))
         await servers[0].serve()
 

@@ -13,7 +13,7 @@ from pickling import ObjectStore, PicklingExecutor, StoredFuture
 
 import hjax
 from hjax.errors import ConfigError, RunError
-from hjax.run.ahead import Queue, Schedule, Ticket
+from hjax.run.async_rollout import BatchQueue, PendingBatch, StalenessSchedule
 
 EVENS = pathlib.Path(__file__).parent / "evens_reward.py"
 AHEAD = {
@@ -219,13 +219,13 @@ def test_what_was_on_its_way_is_drawn_again(tmp_path):
 
 
 def tickets(*oldest):
-    return [Ticket(number, {}, version, ready=True) for number, version in enumerate(oldest)]
+    return [PendingBatch(number, {}, version, ready=True) for number, version in enumerate(oldest)]
 
 
 @pytest.mark.extended
 def test_what_is_too_old_is_dropped_and_counted():
-    queue = Queue(staleness=1)
-    queue.tickets.extend([*tickets(0, 2, 3), Ticket(3, {})])
+    queue = BatchQueue(staleness=1)
+    queue.tickets.extend([*tickets(0, 2, 3), PendingBatch(3, {})])
     assert queue.take(1).oldest == 0  # one behind
     assert queue.take(4).oldest == 3 and queue.dropped == 1  # two behind: dropped
     assert queue.take(4) is None and len(queue.tickets) == 1  # not generated yet
@@ -236,7 +236,7 @@ def test_a_run_goes_on_with_the_next_where_a_batch_was_dropped():
         trainer.step()
         # As if the weights had moved on by more than the batch on its way may lag behind.
         trainer.ahead.queue.staleness = 0
-        trainer.ahead.schedule = Schedule(0, fixed=False, steps=9)
+        trainer.ahead.schedule = StalenessSchedule(0, fixed=False, steps=9)
         rows = [trainer.step() for _ in range(2)]
     assert [row["rollout/dropped"] for row in rows] == [1, 1]
     assert [row["rollout/staleness"] for row in rows] == [0, 0]
@@ -244,7 +244,7 @@ def test_a_run_goes_on_with_the_next_where_a_batch_was_dropped():
 
 def test_a_schedule_never_goes_back_and_never_passes_its_bound():
     for staleness, parts, every in [(1, 1, 0), (1, 4, 0), (4, 3, 0), (2, 2, 3), (3, 1, 5)]:
-        schedule = Schedule(staleness, True, every, parts)
+        schedule = StalenessSchedule(staleness, True, every, parts)
         found = [schedule.version(n, p) for n in range(20) for p in range(parts)]
         assert found == sorted(found)
         for n in range(20):

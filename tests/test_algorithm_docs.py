@@ -11,7 +11,7 @@ from algorithm_pages import configs, sections, source, written
 import hjax.algorithms
 from hjax.algorithms import ALGORITHMS, Algorithm
 from hjax.errors import ConfigError
-from hjax.settings.reading import config_names, load_config
+from hjax.settings.config_loading import config_names, load_config
 
 FOLDER = pathlib.Path(__file__).parent.parent / "docs" / "algorithms"
 PAGES = {path.name: path.read_text() for path in sorted(FOLDER.glob("*.md"))}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hjax.controller.hosts import SLICE, Room, rooms
+from hjax.controller.hosts import SLICE, ProcessPlacement, rooms
 from hjax.errors import ConfigError
 
 
@@ -18,10 +18,10 @@ def slices(**sizes):
 @pytest.mark.parametrize(
     "processes, each, expected",
     [
-        (1, 8, [Room("PACK")]),  # a host's GPUs are one process's
-        (2, 8, [Room("PACK")]),
-        (2, 4, [Room("STRICT_PACK"), Room("PACK")]),  # half a host each
-        (4, 4, [Room("PACK")]),
+        (1, 8, [ProcessPlacement("PACK")]),  # a host's GPUs are one process's
+        (2, 8, [ProcessPlacement("PACK")]),
+        (2, 4, [ProcessPlacement("STRICT_PACK"), ProcessPlacement("PACK")]),  # half a host each
+        (4, 4, [ProcessPlacement("PACK")]),
     ],
 )
 def test_processes_with_gpus_share_a_host_where_one_has_enough(processes, each, expected):
@@ -30,23 +30,30 @@ def test_processes_with_gpus_share_a_host_where_one_has_enough(processes, each, 
 
 def test_processes_on_cpus_take_a_host_each():
     two = [host("CPU", 8), host("CPU", 8)]
-    assert rooms(two, "p", "cpu", 2, 4) == [Room("SPREAD")]
-    assert rooms(two, "p", "cpu", 1, 4) == [Room("PACK")]
-    assert rooms(two[:1], "p", "cpu", 2, 4) == [Room("PACK")]
-    assert rooms([two[0], host("CPU", 8, alive=False)], "p", "cpu", 2, 4) == [Room("PACK")]
+    assert rooms(two, "p", "cpu", 2, 4) == [ProcessPlacement("SPREAD")]
+    assert rooms(two, "p", "cpu", 1, 4) == [ProcessPlacement("PACK")]
+    assert rooms(two[:1], "p", "cpu", 2, 4) == [ProcessPlacement("PACK")]
+    assert rooms([two[0], host("CPU", 8, alive=False)], "p", "cpu", 2, 4) == [
+        ProcessPlacement("PACK")
+    ]
 
 
 def test_a_pool_on_tpus_stays_in_one_slice_the_smallest_first():
     found = rooms(slices(a=4, b=2, c=1, d=2), "p", "tpu", 2, 4)
-    assert found == [Room("PACK", ((SLICE, "b"),)), Room("PACK", ((SLICE, "d"),))]
+    assert found == [
+        ProcessPlacement("PACK", ((SLICE, "b"),)),
+        ProcessPlacement("PACK", ((SLICE, "d"),)),
+    ]
     # A part of a host that is a slice: two processes of four of its eight chips.
     both = [host("TPU", 8, **{SLICE: "a"}), *slices(b=2)]
     found = rooms(both, "p", "tpu", 1, 4)
-    assert found == [Room("PACK", ((SLICE, "a"),))]
+    assert found == [ProcessPlacement("PACK", ((SLICE, "a"),))]
     # `none` is no way to stand on two slices.
     found = rooms(slices(a=2, b=2), "p", "tpu", 2, 4, "none")
     assert [room.labels for room in found] == [((SLICE, "a"),), ((SLICE, "b"),)]
-    assert rooms([host("TPU", 4)] * 2, "p", "tpu", 2, 4, "none") == [Room("PACK")]  # none is named
+    assert rooms([host("TPU", 4)] * 2, "p", "tpu", 2, 4, "none") == [
+        ProcessPlacement("PACK")
+    ]  # none is named
 
 
 @pytest.mark.parametrize("processes", [1, 3, 6])
@@ -58,13 +65,13 @@ def test_a_pool_that_spans_slices_or_takes_a_part_of_one_is_refused(processes, t
 
 
 def test_functions_stand_anywhere():
-    assert rooms(slices(a=1, b=1), "p", "tpu", 2, 0, "rack") == [Room("SPREAD")]
+    assert rooms(slices(a=1, b=1), "p", "tpu", 2, 0, "rack") == [ProcessPlacement("SPREAD")]
 
 
 def test_a_label_of_ones_own():
     racks = [host("GPU", 8, rack=rack) for rack in ("r1", "r1", "r2")]
-    assert rooms(racks, "p", "gpu", 2, 8, "rack") == [Room("PACK", (("rack", "r1"),))]
-    assert rooms(racks, "p", "gpu", 3, 8) == [Room("PACK")]
+    assert rooms(racks, "p", "gpu", 2, 8, "rack") == [ProcessPlacement("PACK", (("rack", "r1"),))]
+    assert rooms(racks, "p", "gpu", 3, 8) == [ProcessPlacement("PACK")]
 
 
 def test_where_labels_do_not_fit_the_error_says_what_does():
@@ -73,4 +80,6 @@ def test_where_labels_do_not_fit_the_error_says_what_does():
         rooms(racks, "p", "gpu", 5, 4, "rack")
     with pytest.raises(ConfigError, match=r"together='rack': no host has this label.*tpu-slice"):
         rooms(slices(a=4), "p", "tpu", 1, 4, "rack")
-    assert rooms([host("TPU", 4)] * 2, "p", "tpu", 2, 4) == [Room("PACK")]  # none is named
+    assert rooms([host("TPU", 4)] * 2, "p", "tpu", 2, 4) == [
+        ProcessPlacement("PACK")
+    ]  # none is named

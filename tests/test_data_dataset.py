@@ -58,7 +58,7 @@ def test_of_a_conversation_the_assistants_turns_are_demonstrations(tmp_path):
 def test_the_assistants_tokens_are_learned_and_no_others(tmp_path):
     """Of every turn, by the tokens that a run's demonstrations hold."""
     from hjax.run.inputs import load_inputs
-    from hjax.settings.checking import check_config
+    from hjax.settings.config_checks import check_config
 
     with_template(tmp_path)
     path = jsonl(tmp_path, {"prompt": "x", "messages": TALK})

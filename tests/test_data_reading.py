@@ -8,12 +8,12 @@ import pytest
 
 from hjax.data.dataset import Dataset
 from hjax.data.mixing import MixedSampler
-from hjax.data.reading import Reading, weights_of
+from hjax.data.read_options import ReadOptions, weights_of
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, DataError
 from hjax.run.inputs import load_inputs, prompt_order
-from hjax.settings.checking import check_config
-from hjax.settings.reading import load_config
+from hjax.settings.config_checks import check_config
+from hjax.settings.config_loading import load_config
 
 LETTERS = Tokenizer.characters("abcdefghijklmnopqrstuvwxyz:>/ ")
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }}/{% endfor %}{{ tone }}>"
@@ -37,7 +37,7 @@ def data(**changes):
 
 
 def test_columns_are_renamed_and_what_they_replace_gives_way(questions):
-    reading = Reading.of(data(columns="question = prompt, solution=answer"))
+    reading = ReadOptions.of(data(columns="question = prompt, solution=answer"))
     dataset = Dataset.from_file(questions, LETTERS, reading=reading)
     assert dataset.prompt_text == ["ab", "abcdef"]
     assert dataset.columns == {"prompt": ["ab", "abcdef"], "answer": ["x", None]}
@@ -51,7 +51,7 @@ def test_columns_are_renamed_and_what_they_replace_gives_way(questions):
     ],
 )
 def test_long_prompts(questions, overlong, prompts, said):
-    reading = Reading({"question": "prompt"}, overlong)
+    reading = ReadOptions({"question": "prompt"}, overlong)
     told = []
     dataset = Dataset.from_file(questions, LETTERS, 4, reading=reading, tell=told.append)
     assert dataset.prompt_text == prompts and said in told[0]
@@ -66,7 +66,9 @@ def test_texts_become_chats_with_the_templates_variables(tmp_path):
         tmp_path / "chats.jsonl",
         [{"prompt": "ab"}, {"prompt": [{"role": "user", "content": "cd"}]}],
     )
-    reading = Reading.of(data(chat=True, system="be kind", template_arguments='{"tone": "calm"}'))
+    reading = ReadOptions.of(
+        data(chat=True, system="be kind", template_arguments='{"tone": "calm"}')
+    )
     LETTERS.save(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     found = Dataset.from_file(path, Tokenizer.load(tmp_path), reading=reading).prompt_text

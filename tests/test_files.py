@@ -55,9 +55,9 @@ def test_everything_in_a_workdir_is_written_so(tmp_path, monkeypatch):
     import numpy as np
 
     from hjax.data.tasks import get_task
-    from hjax.models.config import ModelConfig
     from hjax.models.huggingface import write_config
-    from hjax.run.records import keep_for_inspection
+    from hjax.models.model_config import ModelConfig
+    from hjax.run.run_metadata import keep_for_inspection
 
     replaced = []
     replace = os.replace

@@ -13,17 +13,17 @@ from hjax.data.dataset import Dataset, PromptSampler
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, exit_status
 from hjax.files import read_json, read_rows
-from hjax.given import given_path
-from hjax.launch.machine import drop_torn
+from hjax.launch.jax_setup import drop_torn
 from hjax.models.families import from_hf
 from hjax.models.huggingface import read_config
 from hjax.models.peft_files import Adapter
-from hjax.models.tensor_files import TensorFile
+from hjax.models.safetensors_files import TensorFile
 from hjax.models.weights import model_directory
 from hjax.planning.profile import read_profile
 from hjax.run.placement import make_plan
-from hjax.settings.reading import find_config
-from hjax.user_files import load_object
+from hjax.settings.config_loading import find_config
+from hjax.user_code import load_object
+from hjax.user_input import given_path
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
 

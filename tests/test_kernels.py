@@ -22,7 +22,7 @@ from hjax.kernels import (
     reference,
     splash,
 )
-from hjax.kernels.sets import Kernels, choose, kernels_of
+from hjax.kernels.registry import KernelSet, choose, kernels_of
 from hjax.models.compute import Compute
 from hjax.sharding.layout import make_layouts
 
@@ -78,7 +78,7 @@ def test_products_are_torchs_einsum():
     for spec in SPECS:
         run, (x, weight) = arguments(spec)
         expected = torch.einsum(spec, torch.tensor(np.asarray(x)), torch.tensor(weight))
-        np.testing.assert_allclose(run(Kernels(), x, weight), expected, atol=1e-5)
+        np.testing.assert_allclose(run(KernelSet(), x, weight), expected, atol=1e-5)
 
 
 @pytest.mark.extended
@@ -94,7 +94,7 @@ def test_gated_mlp_and_its_gradients_are_transformers():
     g = random(BATCH, LENGTH, EMBED, seed=1)
     out = theirs(given)
     out.backward(torch.tensor(g))
-    ours, pull = jax.vjp(lambda *a: run(Kernels(), *a), x, gate_up, down)
+    ours, pull = jax.vjp(lambda *a: run(KernelSet(), *a), x, gate_up, down)
     np.testing.assert_allclose(ours, out.detach(), atol=1e-5)
     d_x, d_gate_up, d_down = pull(g)
     np.testing.assert_allclose(d_x, given.grad, atol=2e-5)
@@ -112,7 +112,7 @@ def test_rms_norm_and_its_gradients_are_transformers():
     g = random(BATCH, LENGTH, EMBED, seed=1)
     out = theirs(given)
     out.backward(torch.tensor(g))
-    ours, pull = jax.vjp(lambda *a: run(Kernels(), *a), x, weight)
+    ours, pull = jax.vjp(lambda *a: run(KernelSet(), *a), x, weight)
     np.testing.assert_allclose(ours, out.detach(), atol=1e-6)
     for mine, other in zip(pull(g), (given.grad, theirs.weight.grad), strict=True):
         np.testing.assert_allclose(mine, other, atol=1e-5)
@@ -124,14 +124,14 @@ def test_rotation_is_transformers():
     whole = [torch.tensor(np.tile(np.asarray(t)[:, :, 0], 2)) for t in (cos, sin)]
     heads_first = torch.tensor(np.asarray(x)).transpose(1, 2)
     expected, _ = modeling_llama.apply_rotary_pos_emb(heads_first, heads_first, *whole)
-    np.testing.assert_allclose(run(Kernels(), x, cos, sin), expected.transpose(1, 2), atol=1e-6)
+    np.testing.assert_allclose(run(KernelSet(), x, cos, sin), expected.transpose(1, 2), atol=1e-6)
 
 
 def test_rotary_tables_by_numpy():
     positions = np.array([[0, 1, 7], [3, 2, 900]], np.int32)
     frequencies = np.array([1.0, 0.1, 1e-4], np.float32)
     angles = positions[..., None, None] * frequencies
-    for name, k in {"reference": Kernels(), **SETS}.items():
+    for name, k in {"reference": KernelSet(), **SETS}.items():
         cos, sin = jax.jit(k.rotary_tables)(frequencies, positions)
         assert cos.shape == (2, 3, 1, 3) and cos.dtype == jnp.float32, name
         np.testing.assert_allclose(cos, np.cos(angles), atol=1e-5, err_msg=name)
@@ -142,7 +142,7 @@ def test_rotary_tables_by_numpy():
 @pytest.mark.extended
 def test_the_reference_has_derivatives_in_both_modes_and_of_second_order(name):
     run, arrays = arguments(name)
-    kernel = jax.jit(lambda *a: run(Kernels(), *a))
+    kernel = jax.jit(lambda *a: run(KernelSet(), *a))
     check_grads(kernel, arrays, 2, ["fwd", "rev"], atol=0.05, rtol=0.05)
 
 
@@ -158,13 +158,13 @@ def test_forward_and_gradients_are_the_references(name, dtype, kernel_set):
     @jax.jit
     def both(g, *arrays):
         pairs = []
-        for k in (Kernels(), SETS[kernel_set]):
+        for k in (KernelSet(), SETS[kernel_set]):
             out, pull = jax.vjp(lambda *a, k=k: run(k, *a), *arrays)
             # The tables' gradients are no one's business: they come from positions.
             pairs.append((out, pull(g.astype(out.dtype))[: 1 if name == "rotate" else None]))
         return pairs
 
-    shape = jax.eval_shape(lambda *a: run(Kernels(), *a), *arrays).shape
+    shape = jax.eval_shape(lambda *a: run(KernelSet(), *a), *arrays).shape
     expected, ours = both(random(*shape, seed=1), *arrays)
     chex.assert_trees_all_equal_dtypes(ours, expected)
     # Relative to the size of each array: single entries may cancel to nearly 0.
@@ -195,13 +195,13 @@ def test_a_platform_chooses_its_set():
     ]  # fmt: skip
     layout = make_layouts(jax.devices()[:2]).train
     assert layout.platform == "cpu"
-    assert Compute().kernels == Kernels()
+    assert Compute().kernels == KernelSet()
     assert Compute().on(layout).kernels.rotate is cpu.rotate
 
 
 def test_accelerators_get_no_detours_of_cpus():
     found = kernels_of("backward", whole=True, unrolled=True)
-    assert found == Kernels(
+    assert found == KernelSet(
         product=backward.product,
         gated_mlp=backward.gated_mlp,
         rms_norm=backward.rms_norm,
@@ -262,7 +262,7 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_shape_is_refused_when_traced(case, kernel_set):
     name, spec, shapes = WRONG[case]
-    kernel = getattr({"reference": Kernels(), **SETS}[kernel_set], name)
+    kernel = getattr({"reference": KernelSet(), **SETS}[kernel_set], name)
     given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
 
     def run(*arrays):
@@ -275,7 +275,7 @@ def test_a_wrong_shape_is_refused_when_traced(case, kernel_set):
 
 @pytest.mark.parametrize("kernel_set", ["reference", *SETS])
 def test_a_wrong_dtype_is_refused_when_traced(kernel_set):
-    k = {"reference": Kernels(), **SETS}[kernel_set]
+    k = {"reference": KernelSet(), **SETS}[kernel_set]
     tables = [jax.ShapeDtypeStruct((2, 5, 1, 2), jnp.bfloat16)] * 2
     with pytest.raises(AssertionError, match="bfloat16"):
         jax.eval_shape(k.rotate, jax.ShapeDtypeStruct((2, 5, 3, 4), jnp.bfloat16), *tables)

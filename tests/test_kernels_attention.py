@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 from hjax.kernels import attention, blockwise, splash
-from hjax.kernels.attention import Scoring, Sight
-from hjax.kernels.spread import Spread
+from hjax.kernels.attention import MaskSpec, ScoreOptions
+from hjax.kernels.kernel_sharding import KernelSharding
 
 # prompt, response, responses; without responses one sequence of the prompt's length
 ROWS = {"one sequence": (57, 0, 0), "shared prompt": (13, 11, 3), "long prompt": (40, 7, 5)}
@@ -29,7 +29,7 @@ TOLERANCE = {jnp.float32: 3e-5, jnp.bfloat16: 2e-2}
 def sight_of(rows, window=0):
     prompt, response, count = ROWS[rows]
     length = prompt + response * count
-    return Sight(prompt, response, window) if count else Sight(window=window), length
+    return MaskSpec(prompt, response, window) if count else MaskSpec(window=window), length
 
 
 def seen_by_hand(prompt, response, count, window):
@@ -78,7 +78,7 @@ def test_blocks_are_those_of_which_something_is_seen(rows, window, block):
 @pytest.mark.parametrize("rows,window", [*itertools.product(ROWS, WINDOWS)])
 def test_the_tpus_mask_says_the_same(rows, window):
     sight, length = sight_of(rows, window)
-    mask = splash.SightMask(sight, length)
+    mask = splash.SplashMask(sight, length)
     found = mask[slice(0, length), slice(0, length)]
     np.testing.assert_array_equal(found, sight.table(length))
 
@@ -112,14 +112,20 @@ def values_and_gradients(attend, arrays, weight, sinks):
 
 # window, softcap, scale, sinks, padding, dtype
 CASES = {
-    "plain": ("one sequence", Scoring(), False, False, jnp.float32),
-    "padding": ("one sequence", Scoring(), False, True, jnp.float32),
-    "shared prompt": ("shared prompt", Scoring(), False, True, jnp.float32),
-    "all at once": ("shared prompt", Scoring(0.3, 3.0, 20), True, True, jnp.float32),
-    "all at once, bfloat16": ("shared prompt", Scoring(0.3, 3.0, 20), True, True, jnp.bfloat16),
-    "narrow window": ("long prompt", Scoring(window=5), False, True, jnp.float32),
-    "softcap": ("long prompt", Scoring(softcap=2.0), False, False, jnp.float32),
-    "sinks": ("one sequence", Scoring(), True, True, jnp.float32),
+    "plain": ("one sequence", ScoreOptions(), False, False, jnp.float32),
+    "padding": ("one sequence", ScoreOptions(), False, True, jnp.float32),
+    "shared prompt": ("shared prompt", ScoreOptions(), False, True, jnp.float32),
+    "all at once": ("shared prompt", ScoreOptions(0.3, 3.0, 20), True, True, jnp.float32),
+    "all at once, bfloat16": (
+        "shared prompt",
+        ScoreOptions(0.3, 3.0, 20),
+        True,
+        True,
+        jnp.bfloat16,
+    ),
+    "narrow window": ("long prompt", ScoreOptions(window=5), False, True, jnp.float32),
+    "softcap": ("long prompt", ScoreOptions(softcap=2.0), False, False, jnp.float32),
+    "sinks": ("one sequence", ScoreOptions(), True, True, jnp.float32),
 }
 QUICK = "shared prompt"
 SLOW = {("splash", case) for case in CASES if case != QUICK}
@@ -201,11 +207,11 @@ def test_packs_see_their_own_sequence(kernel, packs, window):
     segments, prompts, positions = (jnp.asarray(x) for x in np.stack(marks, 1))
     seen = np.stack(seen)
     visible = (seen > 0) & (seen <= (window or length))
-    shared = attention.Shared(prompts, positions) if packs == "shared" else None
+    shared = attention.PackedPrompts(prompts, positions) if packs == "shared" else None
     dim = 8 if kernel == "blockwise" else 64
     _, (q, k, v, sinks), _, weight = inputs("one sequence", jnp.float32, dim=dim)
     weight = jnp.where((segments > 0)[..., None, None], weight, 0)
-    scoring = Scoring(softcap=3.0, window=window)
+    scoring = ScoreOptions(softcap=3.0, window=window)
 
     def by_hand(q, k, v, sink):
         kv_heads, heads = k.shape[2], q.shape[2]
@@ -220,7 +226,7 @@ def test_packs_see_their_own_sequence(kernel, packs, window):
         return out
 
     def fast(q, k, v, sink):
-        sight = Sight(packed=True)
+        sight = MaskSpec(packed=True)
         return attention.attend(
             KERNELS[kernel], q, k, v, segments, sink, scoring, sight, shared=shared
         )
@@ -263,8 +269,8 @@ def test_split_over_devices_it_is_the_same(kernel, split):
     sight, arrays, marks, weight = inputs(
         "shared prompt", jnp.float32, heads=8, kv_heads=kv_heads, dim=64, batch=4
     )
-    over = Spread(mesh, ("b",), ("c",), ("t",), ("t",) if by_head else ())
-    scoring = Scoring(softcap=3.0, window=20)
+    over = KernelSharding(mesh, ("b",), ("c",), ("t",), ("t",) if by_head else ())
+    scoring = ScoreOptions(softcap=3.0, window=20)
 
     def plain(q, k, v, sink):
         return attention.reference(q, k, v, marks, sink, scoring, sight)
@@ -279,7 +285,7 @@ def test_split_over_devices_it_is_the_same(kernel, split):
 
 def test_rows_that_do_not_divide_stay_whole():
     mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
-    spread = Spread(mesh, ("a", "b"))
+    spread = KernelSharding(mesh, ("a", "b"))
     assert [attention._fitting(spread, rows) for rows in (8, 6, 3)] == [("a", "b"), ("a",), ()]
 
 
@@ -322,18 +328,18 @@ def test_the_tpus_blocks_divide_a_row_or_pad_it_by_little():
     square = [(n, n) for n in (512, 640, 384, 384, 512)]
     assert found == [*square, (640, 256), (512, 512), (512, 512), (512, 512)]
     # 25 blocks of 256 keys: a block of 640 queries sees them up to its end.
-    pairs = Sight().blocks(6400, 640, 256)
+    pairs = MaskSpec().blocks(6400, 640, 256)
     assert len(pairs) == sum(-(-640 * (i + 1) // 256) for i in range(10))
 
 
 def test_recomputed_layers_keep_no_masks():
-    sight, block = Sight(), 16
+    sight, block = MaskSpec(), 16
     x = jnp.ones((1, 256, 2, 8))
     pairs = len(sight.blocks(256, block))
 
     def layer(x, weight):
         q = x * weight
-        return blockwise.attend(q, q, q, None, None, Scoring(), sight, block=block), None
+        return blockwise.attend(q, q, q, None, None, ScoreOptions(), sight, block=block), None
 
     def loss(weights):
         policy = jax.checkpoint_policies.save_only_these_names(attention.KEPT)
@@ -345,13 +351,13 @@ def test_recomputed_layers_keep_no_masks():
 
 
 def test_a_row_with_too_many_responses_is_computed_by_blocks():
-    takes = splash.SightMask.takes
-    assert takes(Sight(8, 1), 2**15) and not takes(Sight(8, 1), 2**16)
-    assert takes(Sight(), 2**22) and takes(Sight(512, 1024), 2**20)
+    takes = splash.SplashMask.takes
+    assert takes(MaskSpec(8, 1), 2**15) and not takes(MaskSpec(8, 1), 2**16)
+    assert takes(MaskSpec(), 2**22) and takes(MaskSpec(512, 1024), 2**20)
 
     def program(kernel):
         q = jax.ShapeDtypeStruct((1, 2**16, 2, 64), jnp.float32)
-        run = functools.partial(attention.attend, kernel, sight=Sight(8, 1))
+        run = functools.partial(attention.attend, kernel, sight=MaskSpec(8, 1))
         return str(jax.make_jaxpr(run)(q, q, q))
 
     found = program(splash.attend)
@@ -366,4 +372,8 @@ def test_wrong_shapes_are_refused():
         attention.attend(blockwise.attend, k, k, k, segments=jnp.zeros((1, 5), jnp.int32))
     with pytest.raises(AssertionError):
         attention.attend(blockwise.attend, k, k, k, sinks=jnp.zeros(3))
-    assert dataclasses.replace(Scoring(), scale=2.0).factor(4) == 2.0 == Scoring().factor(4) * 4
+    assert (
+        dataclasses.replace(ScoreOptions(), scale=2.0).factor(4)
+        == 2.0
+        == ScoreOptions().factor(4) * 4
+    )

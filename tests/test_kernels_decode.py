@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from hjax.kernels import decode, decode_block_tpu, decode_gpu, decode_tpu
-from hjax.kernels.attention import Scoring
+from hjax.kernels.attention import ScoreOptions
 from hjax.kernels.cache_axis import COLUMNS, ROWS, TILE, TILES, laid
-from hjax.kernels.decode import Seen
+from hjax.kernels.decode import CacheMask
 
 LAYERS = 2
 
@@ -104,8 +104,8 @@ def case_of(name):
         draw = np.random.default_rng(2)
         sinks = jnp.asarray(draw.normal(size=shape[1] * shape[3]), jnp.float32)
     where = places(shape[0], shape[2], prompt, length)
-    seen = Seen(*(jnp.asarray(x, jnp.int32) for x in where))
-    return arrays(shape, prompt, length, dtype), seen, (Scoring(**given), sinks), dtype
+    seen = CacheMask(*(jnp.asarray(x, jnp.int32) for x in where))
+    return arrays(shape, prompt, length, dtype), seen, (ScoreOptions(**given), sinks), dtype
 
 
 def wide(x):
@@ -165,8 +165,8 @@ def test_the_kernel_agrees_and_writes_one_token_per_row(name):
 def test_one_position_for_all_rows_is_that_of_each():
     given, seen, options, _ = case_of("plain")
     position = jnp.int32(4)
-    all_rows = Seen(seen.begin, seen.end, position)
-    each = Seen(seen.begin, seen.end, jnp.full((3, 2), 4))
+    all_rows = CacheMask(seen.begin, seen.end, position)
+    each = CacheMask(seen.begin, seen.end, jnp.full((3, 2), 4))
     for form in (decode.ROWS, decode.INTERPRETED):
         results = []
         for where in (all_rows, each):
@@ -188,7 +188,7 @@ def test_what_is_not_filled_is_not_read():
     shape, prompt, length = (2, 1, 2, 2, 16), 1100, 400
     q, k, v, *cache = arrays(shape, prompt, length, jnp.float32)
     prompt_k, prompt_v, own_k, own_v = cache
-    seen = Seen(jnp.array([0, 20]), jnp.array([500, 512]), jnp.array([[3, 130], [0, -1]]))
+    seen = CacheMask(jnp.array([0, 20]), jnp.array([500, 512]), jnp.array([[3, 130], [0, -1]]))
     prompt_k, prompt_v = (x.at[..., 512:, :].set(jnp.nan) for x in (prompt_k, prompt_v))
     own_k, own_v = (x.at[..., 256:, :].set(jnp.nan) for x in (own_k, own_v))
     out, own_k, _ = decode_tpu.decode(
@@ -211,7 +211,9 @@ def test_the_estimate_is_what_is_read_on_average():
     shape = (2, 1, 1, 8, 128)
     sizes = shape, (1, 2, 1, 512, 128), (1, 2, 1, 1, 1024, 128)
     q, prompt_k, own_k = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes)
-    estimate = decode_tpu._estimate(decode_block_tpu.Shape.of(q, prompt_k, own_k), 2, None)
+    estimate = decode_tpu._estimate(
+        decode_block_tpu.DecodeBlockShape.of(q, prompt_k, own_k), 2, None
+    )
     positions = np.arange(1024)
     read = 2 * 512 + 2 * np.mean((positions // 128 + 1) * 128)
     tiles, queries = 2 * 16, 2 * 2 * 8 * 128 * 4
@@ -220,9 +222,9 @@ def test_the_estimate_is_what_is_read_on_average():
 
 # Of the GPU's kernel: groups, kv_heads, samples, per_kv, new tokens, head_dim, columns.
 FILLED = {
-    "one token": ((3, 2, 1, 6, 1, 16), 333, Scoring()),
-    "new tokens, windows": ((3, 2, 2, 3, 4, 8), 200, Scoring(window=70, softcap=5.0)),
-    "many queries": ((1, 1, 1, 24, 2, 32), 130, Scoring(softcap=2.0)),
+    "one token": ((3, 2, 1, 6, 1, 16), 333, ScoreOptions()),
+    "new tokens, windows": ((3, 2, 2, 3, 4, 8), 200, ScoreOptions(window=70, softcap=5.0)),
+    "many queries": ((1, 1, 1, 24, 2, 32), 130, ScoreOptions(softcap=2.0)),
 }
 
 

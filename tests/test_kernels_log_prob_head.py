@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from hjax.kernels.log_prob_head import Head, token_scores, top_scores
-from hjax.kernels.spread import Spread
+from hjax.kernels.kernel_sharding import KernelSharding
+from hjax.kernels.log_prob_head import LogProbHead, token_scores, top_scores
 from hjax.sharding.layout import make_layouts
 from hjax.xla.collectives import collectives
 
@@ -69,7 +69,7 @@ def assert_equal(found, expected, atol=1e-4, rtol=1e-4):
 @pytest.mark.parametrize("columns", [VOCAB, 16, 20, 1])
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"softcap": 2.0, "temperature": 3}])
 def test_it_is_the_reference_whatever_the_chunks(columns, options):
-    head = Head(chunk_bytes=columns * 4 * ROWS * LENGTH, **options)
+    head = LogProbHead(chunk_bytes=columns * 4 * ROWS * LENGTH, **options)
     for arrays in (inputs(), several(inputs())):
         expected = both(lambda *a: reference(*a, **options), *arrays)
         assert_equal(both(lambda *a: token_scores(*a, head), *arrays), expected)
@@ -89,7 +89,7 @@ def most_probable(hidden, table, count, **options):
 def test_the_most_probable_come_in_the_same_pass(columns, count):
     hidden, table, tokens, _ = several(inputs())
     options = {"softcap": 2.0, "temperature": 3}
-    head = Head(chunk_bytes=columns * 4 * ROWS * LENGTH, **options)
+    head = LogProbHead(chunk_bytes=columns * 4 * ROWS * LENGTH, **options)
     logprobs, entropy, top, ids = top_scores(hidden, table, tokens, count, head)
     expected = reference(hidden, table, tokens, **options)
     np.testing.assert_allclose(logprobs, expected[0], atol=1e-4)
@@ -101,7 +101,7 @@ def test_the_most_probable_come_in_the_same_pass(columns, count):
 
 def test_of_equally_probable_tokens_the_lower_comes_first():
     table = jnp.ones((6, 1)) * jnp.array([[1.0], [2.0], [2.0], [1.0], [2.0], [0.0]])
-    head = Head(chunk_bytes=4)  # a column at a time
+    head = LogProbHead(chunk_bytes=4)  # a column at a time
     ids = top_scores(jnp.ones((1, 1, 1)), table, jnp.zeros((1, 1), int), 5, head)[3]
     assert ids.tolist() == [[[1, 2, 4, 0, 3]]]
 
@@ -110,13 +110,13 @@ def test_of_equally_probable_tokens_the_lower_comes_first():
 def test_it_distils_a_teacher():
     # The gradient of the cross entropy of a teacher's few tokens, renormalised, with the student.
     hidden, table, tokens, _ = inputs()
-    _, _, top, ids = top_scores(hidden * 2, table, tokens, 4, Head(chunk_bytes=999))
+    _, _, top, ids = top_scores(hidden * 2, table, tokens, 4, LogProbHead(chunk_bytes=999))
     weights = jax.nn.softmax(top)
 
     def loss(score):
         return lambda hidden: -jnp.sum(weights * score(hidden, table, ids)[0])
 
-    head = Head(chunk_bytes=999)
+    head = LogProbHead(chunk_bytes=999)
     ours = jax.grad(loss(lambda *a: token_scores(*a, head)))(hidden)
     np.testing.assert_allclose(ours, jax.grad(loss(reference))(hidden), atol=1e-4)
 
@@ -124,7 +124,7 @@ def test_it_distils_a_teacher():
 def test_by_hand():
     # Logits 0, ln 2 and ln 5: probabilities 1/8, 2/8, 5/8.
     table = jnp.log(jnp.array([[1.0], [2.0], [5.0]]))
-    head = Head(chunk_bytes=8)
+    head = LogProbHead(chunk_bytes=8)
     logprobs, entropy = token_scores(jnp.ones((1, 1, 1)), table, jnp.array([[2]]), head)
     p = np.array([1, 2, 5]) / 8
     assert float(logprobs[0, 0]) == pytest.approx(np.log(5 / 8))
@@ -133,7 +133,7 @@ def test_by_hand():
 
 def test_in_bfloat16_it_is_as_near_as_its_products():
     arrays = inputs(jnp.bfloat16)
-    head = Head(chunk_bytes=20 * 4 * ROWS * LENGTH)
+    head = LogProbHead(chunk_bytes=20 * 4 * ROWS * LENGTH)
     found = both(lambda *a: token_scores(*a, head), *arrays)
     exact = both(reference, arrays[0].astype(jnp.float32), *arrays[1:])
     assert_equal(found, exact, atol=0.12, rtol=0.03)
@@ -169,7 +169,7 @@ def placed(layout, hidden, table, tokens, weights):
 @pytest.mark.extended
 def test_it_is_the_reference_on_every_layout(name, length):
     layout = make_layouts(jax.devices(), LAYOUTS[name], None, name).train
-    head = Head(0.7, chunk_bytes=1000, spread=layout.spread)
+    head = LogProbHead(0.7, chunk_bytes=1000, spread=layout.spread)
     for arrays in (inputs(length=length), several(inputs(length=length))):
         expected = both(lambda *a: reference(*a, temperature=0.7), *arrays)
         found = both(lambda *a: token_scores(*a, head), *placed(layout, *arrays))
@@ -184,7 +184,7 @@ def test_it_is_the_reference_on_every_layout(name, length):
 def test_the_table_is_gathered_once_each_way_and_its_gradient_scattered_once():
     layout = make_layouts(jax.devices(), LAYOUTS["fsdp"], None, "fsdp").train
     hidden, table, tokens, weights = placed(layout, *inputs())
-    head = Head(chunk_bytes=100, spread=layout.spread)  # many chunks
+    head = LogProbHead(chunk_bytes=100, spread=layout.spread)  # many chunks
 
     def total(hidden, table):
         logprobs, entropy = token_scores(hidden, table, tokens, head)
@@ -212,11 +212,13 @@ def test_what_does_not_fit_is_refused_when_traced():
     for wrong in ((hidden[..., :3], table, tokens), (hidden, table, tokens[:2]),
                   (hidden, table, tokens * 1.0)):  # fmt: skip
         with pytest.raises(AssertionError):
-            jax.eval_shape(lambda *a: token_scores(*a, Head()), *wrong)
+            jax.eval_shape(lambda *a: token_scores(*a, LogProbHead()), *wrong)
     for count in (0, VOCAB + 1):
         with pytest.raises(AssertionError, match=f"{count} most probable of {VOCAB}"):
-            jax.eval_shape(lambda *a, n=count: top_scores(*a, n, Head()), hidden, table, tokens)
+            jax.eval_shape(
+                lambda *a, n=count: top_scores(*a, n, LogProbHead()), hidden, table, tokens
+            )
     layout = make_layouts(jax.devices(), {"data": 8}, None, "data").train
-    odd = Spread(layout.mesh, ("data",), embed=("tensor",))
+    odd = KernelSharding(layout.mesh, ("data",), embed=("tensor",))
     with pytest.raises(AssertionError, match="tensor.*splits the table's width"):
-        jax.eval_shape(lambda *a: token_scores(*a, Head(spread=odd)), hidden, table, tokens)
+        jax.eval_shape(lambda *a: token_scores(*a, LogProbHead(spread=odd)), hidden, table, tokens)

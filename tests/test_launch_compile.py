@@ -30,9 +30,9 @@ from hjax.dryrun.topologies import (
 )
 from hjax.errors import ConfigError
 from hjax.launch.compile import main, parse
-from hjax.models import arithmetic
-from hjax.models.published import published
-from hjax.settings.reading import config_names, load_config
+from hjax.models import parameter_counts
+from hjax.models.presets import published
+from hjax.settings.config_loading import config_names, load_config
 from hjax.show.memory_table import WIDTH, memory_table, verdict
 from hjax.xla.collectives import received_bytes
 
@@ -231,7 +231,7 @@ def test_an_fsdp_update_moves_parameters_and_gradients_not_activations():
     }  # fmt: skip
     programs, roles = programs_of("PPO", changes)
     text = programs["actor", "update"].program.trace().lower().compile().as_text()
-    model = 4 * arithmetic.parameters(roles.workers["actor"].network.config)
+    model = 4 * parameter_counts.parameters(roles.workers["actor"].network.config)
     # Gathered for the forward and for the backward pass; gradients summed (which counts twice).
     rule = (1 + 1 + 2) * 7 / 8 * model
     assert received_bytes(text) == pytest.approx(rule, rel=0.05)
@@ -341,7 +341,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from program_costs.account import limits_of
 from hjax.dryrun.compilation import way
-from hjax.sharding.placing import place_devices
+from hjax.sharding.device_mesh import place_devices
 from hjax.xla.collectives import collectives
 topology = find_topology("2xv5e:2x2")
 shape = {"data": 2, "tensor": 4}

@@ -12,11 +12,11 @@ from ml_collections import ConfigDict
 
 from hjax.errors import ConfigError
 from hjax.launch.__main__ import main, parse
-from hjax.launch.machine import dividing_devices
+from hjax.launch.jax_setup import dividing_devices
 from hjax.machine import available_cores
 from hjax.models.remat import POLICIES
 from hjax.settings import keys
-from hjax.settings.reading import check_config, config_names, default_config, load_config
+from hjax.settings.config_loading import check_config, config_names, default_config, load_config
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -360,7 +360,7 @@ def test_cpu_devices_divide_the_batches():
 
 def test_reading_a_config_starts_no_backend():
     code = (
-        "from hjax.settings.reading import load_config\n"
+        "from hjax.settings.config_loading import load_config\n"
         "load_config('ppo.py')\n"
         "from jax._src import xla_bridge\n"
         "assert not xla_bridge._backends\n"

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from hjax.settings.reading import default_config
+from hjax.settings.config_loading import default_config
 from hjax.show.format import (
     clock,
     count,
@@ -15,7 +15,7 @@ from hjax.show.format import (
     size,
     spread_samples,
 )
-from hjax.show.live import Display, State
+from hjax.show.live import Display, DisplayState
 from hjax.show.step_table import COLUMNS, IMPORTANCE, fitting_columns, row_cells, used_columns
 from hjax.show.tables import print_description
 
@@ -108,7 +108,7 @@ def test_a_closed_pipe_does_not_end_the_run():
 
 
 def test_time_left_ignores_the_first_step_which_compiles():
-    state = State(total_steps=10, sample_count=0)
+    state = DisplayState(total_steps=10, sample_count=0)
     state.add_step({"step": 1, "time/step": 60.0})
     assert state.seconds_left() is None
     for step, seconds in ((2, 1.0), (3, 3.0), (4, 2.0)):
@@ -117,7 +117,7 @@ def test_time_left_ignores_the_first_step_which_compiles():
 
 
 def test_phases_nest():
-    state = State(10, 0)
+    state = DisplayState(10, 0)
     state.enter("step", 0.0)
     state.enter("update", 1.0)
     state.leave("update", 2.0)

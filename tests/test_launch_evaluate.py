@@ -17,7 +17,7 @@ from hjax.errors import RunError
 from hjax.launch import evaluate
 from hjax.rewards.graders import load_grader, task_grader
 from hjax.rollout.language_model import Completion
-from hjax.run.questions import ask, measures
+from hjax.run.grading import ask, measures
 
 TOKENIZER = Tokenizer.characters("0123456789+=>")
 REWARDS = '''

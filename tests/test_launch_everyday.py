@@ -10,7 +10,13 @@ from helpers import TINY, command, read_rows, save_model, write_config
 import hjax
 from hjax.launch.__main__ import main
 from hjax.progress import shown
-from hjax.settings.reading import check_config, default_config, load_config, origins, without_effect
+from hjax.settings.config_loading import (
+    check_config,
+    default_config,
+    load_config,
+    origins,
+    without_effect,
+)
 from hjax.show.live import Display
 from hjax.show.memory_table import LEAVE, memory_table
 from hjax.show.notebook import in_notebook, small_curve
@@ -120,7 +126,7 @@ def test_the_memory_table_fits_with_whole_cells(width):
 def test_loading_says_how_far_it_is(tmp_path, monkeypatch):
     import io
 
-    from hjax.models.arithmetic import parameters
+    from hjax.models.parameter_counts import parameters
 
     config = save_model(tmp_path / "model", layers=2)
     told = []

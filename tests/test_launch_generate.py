@@ -63,7 +63,7 @@ def test_a_prompt_is_answered_as_the_model_answers_it(models, capsys):
 @pytest.mark.extended
 def test_responses_are_held_to_a_format(models, capsys, tmp_path, monkeypatch):
     model = hjax.load_model(models / "text")  # whose programs are compiled once for all formats
-    monkeypatch.setattr(generate.ModelFront, "load", lambda *_: model)
+    monkeypatch.setattr(generate.ModelInfo, "load", lambda *_: model)
     schema = {"type": "integer", "minimum": 20, "maximum": 29}
     (tmp_path / "s.json").write_text(json.dumps(schema))
     (tmp_path / "g.lark").write_text('start: "1" start | "1" "2"? end\nend: "3" end | "3"')

@@ -14,14 +14,14 @@ import jax
 import pytest
 
 import hjax.machine
-from hjax.launch import huge_pages, machine
+from hjax.launch import huge_pages, jax_setup
 
 # Prints the tunables it runs with, the pages that the kernel mapped during ten runs of a program
 # with a temporary array of 12 thousand small ones, its arguments and its XLA_FLAGS.
 PROGRAM = """
 import json, os, resource, sys
 from hjax.launch.huge_pages import use_huge_pages
-from hjax.launch.machine import compile_quickly
+from hjax.launch.jax_setup import compile_quickly
 if sys.argv[1] == "huge":
     use_huge_pages()
 compile_quickly()
@@ -209,7 +209,7 @@ def test_whether_only_cpus_are_there(machine_with, named, plugins, file, expecte
 def test_where_there_may_be_an_accelerator_the_compiler_is_left_alone(machine_with, monkeypatch):
     machine_with(["libtpu"], GOOGLE)
     monkeypatch.setenv("XLA_FLAGS", "")
-    machine.compile_quickly()
+    jax_setup.compile_quickly()
     assert os.environ["XLA_FLAGS"] == ""
 
 

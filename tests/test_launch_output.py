@@ -12,7 +12,7 @@ from hjax import launch
 # A command that prints much, with letters that ASCII has not, and in the end what became of it.
 SCRIPT = """
 import sys
-from hjax.launch.leaving import run_and_leave
+from hjax.launch.process_exit import run_and_leave
 def main():
     for i in range(20_000):
         print("10388> → 01388 ± …")

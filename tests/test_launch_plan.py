@@ -23,15 +23,15 @@ from hjax.dryrun import plan_programs as plan_compile
 from hjax.errors import ConfigError
 from hjax.launch import plan as command
 from hjax.launch import plan_flags
-from hjax.models.config import ModelConfig
-from hjax.models.counts import FLOAT32, Mesh, counts
-from hjax.planning import calibration, cost, generation
+from hjax.models.cost_inputs import FLOAT32, MeshSizes, counts
+from hjax.models.model_config import ModelConfig
+from hjax.planning import calibration, cost, generation_cost
 from hjax.planning.constants import Constants
-from hjax.planning.cost import Place
+from hjax.planning.cost import DeviceSet
 from hjax.planning.hardware import cluster as clusters
+from hjax.planning.plan_types import Candidate, DevicePool, PlannedSet
 from hjax.planning.problems import trace
-from hjax.planning.profile import METHOD, MadeOn, Profile, write_profile
-from hjax.planning.records import Candidate, PlannedSet, Pool
+from hjax.planning.profile import METHOD, MeasuredOn, Profile, write_profile
 from hjax.planning.search import search
 from hjax.planning.strategies import STRATEGIES, only_compiles
 from hjax.run.placement import make_plan
@@ -158,13 +158,13 @@ def test_rings_of_a_size_that_fills_no_slice_or_host_cross_the_network(cluster):
     """By hand: of four rings of three devices in a row, two have devices of two domains of four."""
     (pool,) = clusters(cluster).pools
     constants = Constants(link=1.0, network=0.001, link_latency=1e-6, network_latency=1e-3)
-    place = Place(pool, 12, constants)
+    place = DeviceSet(pool, 12, constants)
     network = pool.device.network_of(4) * 0.001
     assert cost.ring_bandwidth(place, 3, 1) == cost.ring_bandwidth(place, 12, 1) == network
     assert cost.latency(place, 3, 1) == 2e-3
     assert cost.ring_bandwidth(place, 2, 2) > network and cost.latency(place, 2, 2) == 1e-6
     # Four of a host are no fewer for having three or six in a row.
-    assert cost.latency(Place(clusters("1x6:h100").pools[0], 6, constants), 2, 2) == 1e-6
+    assert cost.latency(DeviceSet(clusters("1x6:h100").pools[0], 6, constants), 2, 2) == 1e-6
 
 
 # Three slices of a torus of four devices: copies on each of them.
@@ -294,10 +294,13 @@ def test_a_config_s_int8_cache_is_that_of_its_plan():
     for kept, element in (("auto", 2), ("int8", 1 + 4 / 128)):
         problem = plan_flags.parse([*CONFIG, f"--config.rollout.cache_dtype={kept}"]).problem
         (pool,), work, model = problem.cluster.pools, problem.work, problem.models["actor"]
-        place, mesh = problem.place(pool, 64), Mesh(generate_pipe=1, generate_tensor=2, tensor=2)
+        place, mesh = (
+            problem.place(pool, 64),
+            MeshSizes(generate_pipe=1, generate_tensor=2, tensor=2),
+        )
         token = 2 * 32 * 32 * 128 * element
         assert place.memory(model, mesh).cache(3, 7) == pytest.approx(3 * 7 * token / 2)
-        found[kept] = generation.decoding(place, model, mesh, 512, work).per_row, token
+        found[kept] = generation_cost.decoding(place, model, mesh, 512, work).per_row, token
     share = 1 / work.samples if problem.numerics.shared_prompt else 1
     read = (work.prompt_length * share + work.response_length / 2) / 2 / place.bandwidth
     saved = found["auto"][0] - found["int8"][0]
@@ -472,7 +475,7 @@ def test_calibration_stores_a_profile_that_plans_read(calibrated, capsys):
 def stored(path, kind="NVIDIA H100 80GB HBM3", versions=None, **figures):
     """A profile of 8 of these devices, made on a machine that is not this one."""
     versions = versions or {"calibration": METHOD, "jax": "0.1"}
-    made_on = MadeOn(kind, 8, "another processor", 64, tuple(sorted(versions.items())))
+    made_on = MeasuredOn(kind, 8, "another processor", 64, tuple(sorted(versions.items())))
     rates = {"memory": 6e10, "flops": {"bfloat16": 5e14}, "bandwidth": 2.5e12, "link": 3e11}
     device = Device("gpu", **(rates | figures), network=3e11, per_host=8, torus=0, source="")
     constants = Constants().with_values({"matmul": 0.7, "link": 1.0, "memory": 1.0}, measured=True)
@@ -587,7 +590,7 @@ CALIBRATED = ModelConfig(
 def test_a_calibration_counts_a_prompt_once_for_its_responses():
     """Of 16 sequences on 8 devices, two to each prompt of 32, as the cost model does: 48 tokens."""
     batch = {"responses": np.zeros((16, 32)), "prompts": np.zeros((16, 32))}
-    found = calibration._Probe(Mesh(data=8), None, CALIBRATED, {}, batch).account(forward=1.0)
+    found = calibration._Probe(MeshSizes(data=8), None, CALIBRATED, {}, batch).account(forward=1.0)
     layer = 4 * 32 * 32 + 3 * 32 * 64
     products = 2 * (2 * layer + 16 * 32) * 2 * 48
     assert found.flops == products + 2 * 32 * 2 * 2 * 48 * 48  # causal: half of the scores
@@ -603,7 +606,7 @@ def test_a_calibrated_rollout_takes_what_it_took():
     device = Device("d", 1e9, {"float32": 1e30}, read / 4, 1.0, 1.0, 1, 0, "by hand")
     values = {"memory": 1.0, "matmul": 1.0, "dispatch": 0.25, "rollout": 0.75,
               "decode_layer": 8.0, "decode_step": 0.0, "decode_row": 0.0}  # fmt: skip
-    place = Place(Pool(device, 1, 1), 1, Constants().with_values(values), FLOAT32)
+    place = DeviceSet(DevicePool(device, 1, 1), 1, Constants().with_values(values), FLOAT32)
     # Of 16 sequences half of a prompt of 32 and, in the middle, 16 of their own.
     cache = 16 * (16 + 16) * 2 * (2 * 2 * 16 * 4) / device.bandwidth
     taken = 1 + 32 * (2 * 8 + 10 + cache)
@@ -704,7 +707,7 @@ def shared_cores(load, faster=2.0):
         alone=((4, faster, load), (8, 1.0, 1.0)),
     )  # fmt: skip
     values = {"decode_row": 0.0, "decode_step": 0.0, "link_latency": 0.0, "network_latency": 0.0}
-    return Profile(device, Constants().with_values(values), {}, MadeOn.here(jax.devices()))
+    return Profile(device, Constants().with_values(values), {}, MeasuredOn.here(jax.devices()))
 
 
 @pytest.mark.parametrize("load, sets", [(0.97, 1), (0.5, 2)])

@@ -294,7 +294,7 @@ STUCK = """
 import threading
 from hjax.serving.address import bind
 from hjax.serving.limits import Limits
-from hjax.serving.served import Served
+from hjax.serving.served_model import Served
 from hjax.serving.server import Server, run
 from serving_double import HTTP, EOS, Scripted
 

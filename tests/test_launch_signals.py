@@ -152,8 +152,8 @@ def test_a_guest_knows_that_it_is_one(arguments, argv, expected, monkeypatch):
 # As a notebook's kernel does it; the process would be replaced if it took itself for the command.
 RUN_IN_KERNEL = """
 import os, signal, sys, time
-import hjax.launch.huge_pages, hjax.launch.leaving
-hjax.launch.leaving._LEAVE_SECONDS = 0.1
+import hjax.launch.huge_pages, hjax.launch.process_exit
+hjax.launch.process_exit._LEAVE_SECONDS = 0.1
 hjax.launch.huge_pages.huge_pages_wait = lambda: True
 os.execve = lambda *arguments: (print("replaced", flush=True), os._exit(9))
 from IPython.core.interactiveshell import InteractiveShell

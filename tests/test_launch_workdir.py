@@ -13,7 +13,7 @@ import pytest
 from hjax.errors import ConfigError, DataError, RunError
 from hjax.run.loggers import TensorBoard
 from hjax.run.workdir import CHANGEABLE, METRICS, SAMPLES, WARM_START, Workdir
-from hjax.settings.reading import default_config
+from hjax.settings.config_loading import default_config
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_a_file_is_no_workdir(tmp_path):
 def test_two_processes_do_not_share_a_workdir(workdir):
     code = (
         "import sys\n"
-        "from hjax.settings.reading import default_config\n"
+        "from hjax.settings.config_loading import default_config\n"
         "from hjax.run.workdir import Workdir\n"
         "Workdir(sys.argv[1]).open(default_config())\n"
     )

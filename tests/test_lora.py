@@ -16,10 +16,10 @@ from safetensors.numpy import load_file, save_file
 import hjax
 from hjax.errors import ConfigError
 from hjax.models import huggingface
-from hjax.models.attention import Causal
+from hjax.models.attention_strategies import Causal
 from hjax.models.dropout import Dropout, row_keys, token_keys
 from hjax.models.lora import TARGETS, Lora, targets_of
-from hjax.models.low_rank import merged
+from hjax.models.lora_compute import merged
 from hjax.models.parameters import decoder_network, scalar_network, to_host
 from hjax.models.peft_files import CONFIG, WEIGHTS, Adapter, save_adapter
 from hjax.models.weights import load_params

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import pytest
 
 from hjax.errors import ConfigError
-from hjax.models import arithmetic
-from hjax.models.attention import Causal
+from hjax.models import parameter_counts
+from hjax.models.attention_strategies import Causal
 from hjax.models.compute import Compute
-from hjax.models.config import LayerKind, ModelConfig
-from hjax.models.counts import counts
+from hjax.models.cost_inputs import counts
+from hjax.models.model_config import LayerKind, ModelConfig
 from hjax.models.parameters import decoder_network, scalar_network
-from hjax.models.published import planning_shape, published
+from hjax.models.presets import planning_shape, published
 from hjax.xla.flops import count_flops
 
 # Billions of parameters as their makers give them (papers, model cards).
@@ -36,7 +36,7 @@ ACTIVE = {"mixtral-8x7b": 12.9, "qwen3-30b-a3b": 3.35, "qwen3-235b-a22b": 22.2}
 @pytest.mark.parametrize("name, billions", PUBLISHED.items())
 def test_published_parameters(name, billions):
     shape = published(name)
-    assert arithmetic.parameters(shape) == pytest.approx(billions * 1e9, rel=0.01)
+    assert parameter_counts.parameters(shape) == pytest.approx(billions * 1e9, rel=0.01)
 
 
 @pytest.mark.parametrize("name, billions", ACTIVE.items())
@@ -53,7 +53,7 @@ def test_parameters_are_those_of_the_network(name):
     for network, scalar in ((decoder_network, False), (scalar_network, True)):
         leaves = jax.tree.leaves(network(shape).shapes)
         counted = sum(math.prod(leaf.shape) for leaf in leaves)
-        assert arithmetic.parameters(shape, scalar) == counted
+        assert parameter_counts.parameters(shape, scalar) == counted
         bias = 1 if scalar else 0  # which plans leave out
         assert counts(shape, scalar=scalar).parameters == counted - bias
 
@@ -62,7 +62,7 @@ def test_flops_by_hand():
     # One layer, hidden 4, MLP 8, one head of 4, vocabulary 10, 3 tokens:
     # products 2 * (4*4*4 attention + 3*4*8 MLP + 4*10 head) * 3; pairs 4 * 4 * 3 * 3 / 2.
     shape = published("llama-7b").__class__(10, 4, 8, 1, 1, 1, 4, 16)
-    assert arithmetic.forward_flops(shape, 3) == 2 * (64 + 96 + 40) * 3 + 4 * 4 * 4.5
+    assert parameter_counts.forward_flops(shape, 3) == 2 * (64 + 96 + 40) * 3 + 4 * 4 * 4.5
 
 
 def test_flops_of_a_window_by_hand():
@@ -70,9 +70,9 @@ def test_flops_of_a_window_by_hand():
     kinds = (LayerKind(2), LayerKind())
     shape = ModelConfig(10, 4, 8, 2, 1, 1, 4, 16, layer_kinds=kinds)
     products = 2 * (2 * (64 + 96) + 40) * 5
-    assert arithmetic.forward_flops(shape, 5) == products + 4 * 4 * (9 + 12.5)
+    assert parameter_counts.forward_flops(shape, 5) == products + 4 * 4 * (9 + 12.5)
     # Attended to in full, as by a program that masks: 5 tokens each.
-    assert arithmetic.forward_flops(shape, 5, context=5) == products + 4 * 4 * 2 * 25
+    assert parameter_counts.forward_flops(shape, 5, context=5) == products + 4 * 4 * 2 * 25
 
 
 def test_flops_are_those_of_the_traced_forward():
@@ -90,14 +90,14 @@ def test_flops_are_those_of_the_traced_forward():
 
     tokens = jax.ShapeDtypeStruct((2, length), jnp.int32)
     counted = count_flops(jax.make_jaxpr(forward)(network.shapes, tokens)).products
-    wanted = 2 * arithmetic.forward_flops(shape, length, context=length)
+    wanted = 2 * parameter_counts.forward_flops(shape, length, context=length)
     assert counted == pytest.approx(wanted, rel=1e-3)
 
 
 def test_cache_bytes_of_llama():
     # 32 layers * 2 * 4096 elements * 2 bytes = 512 KiB a token; 70B: 80 * 2 * 1024 * 2.
-    assert arithmetic.cache_bytes(published("llama-7b")) == 512 * 1024
-    assert arithmetic.cache_bytes(published("llama-70b")) == 320 * 1024
+    assert parameter_counts.cache_bytes(published("llama-7b")) == 512 * 1024
+    assert parameter_counts.cache_bytes(published("llama-70b")) == 320 * 1024
 
 
 def test_activations_by_hand():
@@ -110,7 +110,7 @@ def test_activations_by_hand():
 def test_parameters_of_experts_are_those_of_the_network():
     shape = published("mixtral-8x7b")
     counted = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(decoder_network(shape).shapes))
-    assert arithmetic.parameters(shape) == counted
+    assert parameter_counts.parameters(shape) == counted
 
 
 def test_a_config_json_of_another_family_is_read_for_planning(tmp_path):
@@ -123,7 +123,9 @@ def test_a_config_json_of_another_family_is_read_for_planning(tmp_path):
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     read = planning_shape(str(tmp_path))
-    assert arithmetic.parameters(read) == arithmetic.parameters(published("qwen3-30b-a3b"))
+    assert parameter_counts.parameters(read) == parameter_counts.parameters(
+        published("qwen3-30b-a3b")
+    )
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
     with pytest.raises(ConfigError, match="model_type 'mamba'"):
         planning_shape(str(tmp_path))

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from hjax.kernels import reference
-from hjax.kernels.reference import Fill
-from hjax.kernels.sets import Kernels
-from hjax.models import expert_pieces, experts
-from hjax.models.expert_pieces import Pieces, in_pieces, sorted_tokens
+from hjax.kernels.reference import GroupFill
+from hjax.kernels.registry import KernelSet
+from hjax.models import expert_dispatch, experts
+from hjax.models.expert_dispatch import ExpertDispatch, in_pieces, sorted_tokens
 from hjax.models.quantized import quantized as in_bytes
 from hjax.sharding.layout import make_layouts
 
@@ -23,7 +23,7 @@ PARTS = 4  # a device has two of the experts
 def given(load):
     keys = jax.random.split(jax.random.key(1), 8)
     here = EXPERTS // PARTS
-    weights = experts.Weights(
+    weights = experts.ExpertWeights(
         router=None,
         gate_up=jax.random.normal(keys[0], (here, WIDTH, 2, MLP)),
         down=jax.random.normal(keys[1], (here, MLP, WIDTH)),
@@ -113,15 +113,15 @@ def careless_backward(kept, given):
 careless.defvjp(lambda *given: (careless(*given), given), careless_backward)
 
 
-def careless_product(rows, weights, sizes, fill=Fill(), before=None):
+def careless_product(rows, weights, sizes, fill=GroupFill(), before=None):
     return careless(rows, weights, sizes, fill, before)
 
 
-CARELESS = Kernels(grouped=careless_product)
+CARELESS = KernelSet(grouped=careless_product)
 MULTIPLE = 16
 
 
-def product_of_filled(rows, weights, sizes, fill=Fill(), before=None):
+def product_of_filled(rows, weights, sizes, fill=GroupFill(), before=None):
     """One that takes no groups but those that were promised."""
     out = careless_product(rows, weights, sizes, fill, before)
     kept = jnp.all(sizes % MULTIPLE == 0) & (fill.multiple == MULTIPLE)
@@ -133,7 +133,7 @@ FILLED = dataclasses.replace(
 )
 
 
-SETS = {"plain": Kernels(), "careless": CARELESS, "filled": FILLED}
+SETS = {"plain": KernelSet(), "careless": CARELESS, "filled": FILLED}
 LOADS = [
     ("even", ""),
     ("all on one", ""),
@@ -177,7 +177,9 @@ def test_in_pieces_and_at_once_are_a_plain_sum(load, form, kernels, monkeypatch)
 
     def summed(rows, shares, weights, keep=False):
         weights = dataclasses.replace(weights, **frozen).joined()
-        pieces = Pieces(*made, kernels.multiple, (), PARTS, keep, tuple(frozen), experts._DOWN)
+        pieces = ExpertDispatch(
+            *made, kernels.multiple, (), PARTS, keep, tuple(frozen), experts._DOWN
+        )
         halves = zip(*(jnp.split(x, 2) for x in (rows, shares, chosen)), strict=True)
         sets = [sorted_tokens(*half, EXPERTS) for half in halves]
         tokens = jax.tree.map(lambda *x: jnp.concatenate(x), *sets)
@@ -196,7 +198,7 @@ def test_in_pieces_and_at_once_are_a_plain_sum(load, form, kernels, monkeypatch)
     size = 384  # of 1024 rows: all on one expert take two
     found = [gradients(summed), gradients(functools.partial(summed, keep=True))]
     size = 1024  # at once
-    monkeypatch.setattr(expert_pieces, "ROOM", float(PARTS))
+    monkeypatch.setattr(expert_dispatch, "ROOM", float(PARTS))
     found += [gradients(summed), gradients(functools.partial(summed, keep=True))]
     for several in zip(*found, expected, strict=True):
         for one in several[:-1]:
@@ -251,7 +253,7 @@ def test_tokens_that_travel_get_what_gathered_ones_get(train, count, form, monke
         "down_bias": (count, width),
     }
     drawn = {n: jax.random.normal(next(keys), s) / 4 for n, s in shapes.items()}
-    weights = experts.Weights(**drawn)
+    weights = experts.ExpertWeights(**drawn)
     if form == "adapters":
         parts = {"gate_up_a": (count, width, 2), "gate_up_b": (count, 2, 2, mlp)}
         drawn = {n: jax.random.normal(next(keys), s) / 4 for n, s in parts.items()}
@@ -289,7 +291,7 @@ def test_a_few_tokens_are_gathered(length, travels):
     device's."""
     layout = make_layouts(jax.devices(), {"data": 1, "expert": 8}).train
     width, mlp, count = 32, 16, 16
-    weights = experts.Weights(
+    weights = experts.ExpertWeights(
         router=jnp.ones((width, count)),
         gate_up=jnp.ones((count, width, 2, mlp)),
         down=jnp.ones((count, mlp, width)),

@@ -17,18 +17,18 @@ from safetensors.numpy import load_file
 import hjax
 from hjax.errors import ConfigError
 from hjax.launch import export, generate, serve
-from hjax.models import arithmetic, families, forward
+from hjax.models import families, forward, parameter_counts
 from hjax.models.compute import Compute
 from hjax.models.families import FAMILIES, from_hf, to_hf
 from hjax.models.forward import sequence_states, token_log_probs
 from hjax.models.huggingface import load_weights, read_config, save_weights
-from hjax.models.packed import arranged
 from hjax.models.parameters import decoder_network
-from hjax.models.published import published
+from hjax.models.presets import published
 from hjax.models.rotary import Rope
-from hjax.rollout.options import Sampling
+from hjax.models.sequence_packing import arranged
 from hjax.rollout.requests import Request
-from hjax.rollout.service import Service
+from hjax.rollout.sampling_params import SamplingParams
+from hjax.rollout.service import GenerationService
 from hjax.workers.packs import make_packing
 
 EVERY_DAY = {next(name for name, row in MODELS.items() if row[0] == f) for f, _ in MODELS.values()}
@@ -46,7 +46,7 @@ def test_logits_are_transformers_and_files_go_both_ways(name, tmp_path):
     expected = logits(theirs, TOKENS)
     ours = hjax.load_model(tmp_path / "theirs")
     np.testing.assert_allclose(ours.logits(TOKENS), expected, rtol=2e-5, atol=5e-5)
-    assert arithmetic.parameters(ours.config) == theirs.num_parameters()
+    assert parameter_counts.parameters(ours.config) == theirs.num_parameters()
 
     config, params = load_weights(tmp_path / "theirs")
     written = from_hf(to_hf(config))
@@ -98,9 +98,9 @@ def test_greedy_requests_get_what_transformers_generates(name, tmp_path):
     rng = np.random.default_rng(3)
     prompts = [tuple(rng.integers(1, 47, n).tolist()) for n in (7, 3, 12, 5, 9)]
     found = [[] for _ in prompts]
-    service = Service(ours, slots=2)
+    service = GenerationService(ours, slots=2)
     for prompt, pieces in zip(prompts, found, strict=True):
-        service.submit(Request(prompt, 8, Sampling(temperature=0.0)), pieces.append)
+        service.submit(Request(prompt, 8, SamplingParams(temperature=0.0)), pieces.append)
     service.close(300)
     for prompt, pieces in zip(prompts, found, strict=True):
         tokens = [token for piece in pieces for token in piece.tokens]
@@ -141,7 +141,7 @@ def test_packs_change_nothing(name, tmp_path, monkeypatch):
 
     batch["packing"] = make_packing(*lengths, (6, 11), 2, 24, 1)
     for whole, compute in ((512, Compute()), (0, Compute(kernel_set="backward"))):
-        monkeypatch.setattr("hjax.models.attention.WHOLE", whole)
+        monkeypatch.setattr("hjax.models.attention_strategies.WHOLE", whole)
         found = jax.jit(functools.partial(log_probs, compute=compute))(params, batch)
         order = batch["packing"].order[0]
         for row in range(4):
@@ -298,7 +298,7 @@ WRITTEN = {
 @pytest.mark.parametrize("name", WRITTEN)
 def test_config_json_as_its_makers_wrote_it_is_the_published_shape(name):
     read = from_hf(WRITTEN[name])
-    assert arithmetic.parameters(read) == arithmetic.parameters(published(name))
+    assert parameter_counts.parameters(read) == parameter_counts.parameters(published(name))
     # What a shape is counted and compiled for does not depend on.
     free = ("norm_epsilon", "router_loss", "normalize_router")
     same = {field: getattr(published(name), field) for field in free}
@@ -497,7 +497,7 @@ def test_a_run_trains_one_from_scratch(mine):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("class Mine: pass", "is no subclass of hjax.models.families.base.Family"),
+        ("class Mine: pass", "is no subclass of hjax.models.families.family.Family"),
         ("from hjax.models.families.llama import Llama as Mine", "its model_type is 'llama'"),
         ("Other = 1", "has no Mine"),
     ],

@@ -13,7 +13,6 @@ from references import LlamaConfig, LlamaForCausalLM, torch
 
 from hjax.models import forward
 from hjax.models.compute import Compute
-from hjax.models.config import ModelConfig
 from hjax.models.forward import (
     response_states,
     sequence_states,
@@ -21,6 +20,7 @@ from hjax.models.forward import (
     top_log_probs,
 )
 from hjax.models.huggingface import load_weights
+from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import decoder_network
 from hjax.sharding.layout import make_layouts
 from hjax.sharding.pipeline import plain

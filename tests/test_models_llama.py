@@ -13,10 +13,10 @@ from references import LlamaConfig, LlamaForCausalLM, torch
 import hjax
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError
-from hjax.models import arithmetic
-from hjax.models.config import ModelConfig
+from hjax.models import parameter_counts
 from hjax.models.families import from_hf
 from hjax.models.huggingface import load_weights, save_weights
+from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import decoder_network, to_host
 from hjax.models.weights import load_decoder, load_params, read_config
 from hjax.sharding.layout import make_layouts
@@ -121,7 +121,7 @@ def test_parameters_are_counted_as_torch_counts_them():
     for changes in FAMILY.values():
         theirs = llama(**changes)
         config = from_hf(theirs.config.to_dict())
-        assert arithmetic.parameters(config) == theirs.num_parameters()
+        assert parameter_counts.parameters(config) == theirs.num_parameters()
 
 
 def test_bfloat16_files_and_shards_load(tmp_path):
@@ -149,7 +149,7 @@ def test_one_parameter_at_a_time_is_in_memory_while_a_model_is_read(tmp_path):
     left, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     tensor = 4 * 4096 * 256
-    assert peak - left < largest + 1.5 * tensor < 0.6 * 4 * arithmetic.parameters(config)
+    assert peak - left < largest + 1.5 * tensor < 0.6 * 4 * parameter_counts.parameters(config)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
 
 

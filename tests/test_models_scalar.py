@@ -7,7 +7,7 @@ from references import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifica
 from safetensors.numpy import load_file, save_file
 
 from hjax.errors import ConfigError
-from hjax.models import arithmetic
+from hjax.models import parameter_counts
 from hjax.models.compute import Compute
 from hjax.models.forward import sequence_states
 from hjax.models.parameters import scalar_network
@@ -50,7 +50,9 @@ def test_scores_equal_a_sequence_classifier(tied, tmp_path):
     theirs = saved(LlamaForSequenceClassification, tmp_path, num_labels=1, tie_word_embeddings=tied)
     config, params = load_scalar(tmp_path)
     network = scalar_network(config)
-    assert arithmetic.parameters(config, scalar=True) == theirs.num_parameters() + 1  # and a bias
+    assert (
+        parameter_counts.parameters(config, scalar=True) == theirs.num_parameters() + 1
+    )  # and a bias
     tokens, mask = np.zeros((3, 8), np.int32), np.zeros((3, 8), bool)
     for i, row in enumerate(ROWS):
         tokens[i, : len(row)], mask[i, : len(row)] = row, True

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hjax.models import weight_ring
+from hjax.models import collective_matmul
 from hjax.models.compute import Compute
-from hjax.models.config import LayerKind, ModelConfig
-from hjax.models.counts import Mesh, counts
+from hjax.models.cost_inputs import MeshSizes, counts
 from hjax.models.forward import response_states, token_log_probs
 from hjax.models.lora import Lora
+from hjax.models.model_config import LayerKind, ModelConfig
 from hjax.models.parameters import decoder_network
 from hjax.models.quantized import quantized_params
 from hjax.sharding.layout import make_layouts
@@ -101,8 +101,8 @@ def test_loss_and_gradient_are_those_of_one_device(name, monkeypatch):
     plain = loss_and_gradient(network, params, batch, compute, SAMPLES)
     loss, gradient = plain.lower().compile()(learned, frozen, batch)
 
-    monkeypatch.setattr(weight_ring, "PLATFORMS", ("cpu",))
-    monkeypatch.setattr(weight_ring, "pays", lambda *_: True)
+    monkeypatch.setattr(collective_matmul, "PLATFORMS", ("cpu",))
+    monkeypatch.setattr(collective_matmul, "pays", lambda *_: True)
     layout = make_layouts(jax.devices()[:8], {"data": 1} | train, generate).train
     compute = dataclasses.replace(compute.on(layout), layout=layout)
     placed = network.place(params, layout)
@@ -121,7 +121,7 @@ def test_loss_and_gradient_are_those_of_one_device(name, monkeypatch):
 def test_activations_are_summed_where_weights_cannot_travel_or_are_more():
     def travels(sizes, **changes):
         model = counts(dataclasses.replace(LLAMA, **changes))
-        return weight_ring.travels(model, Mesh.of(make_layouts(8, sizes).train), 10_000)
+        return collective_matmul.travels(model, MeshSizes.of(make_layouts(8, sizes).train), 10_000)
 
     assert travels({"fsdp": 2, "tensor": 4}) and travels({"data": 2, "tensor": 4}, lora=LORA)
     assert not travels({"fsdp": 8})
@@ -133,4 +133,4 @@ def test_activations_are_summed_where_weights_cannot_travel_or_are_more():
     # received twice, or of 40 heads of 128 a quarter and back: from 218.1e6 / (16384 - 2560) on.
     llama = {"hidden_size": 4096, "mlp_size": 14336, "heads": 32, "kv_heads": 8, "head_dim": 128}
     large = counts(dataclasses.replace(LLAMA, **llama))
-    assert not weight_ring.pays(large, 15_700, 4) and weight_ring.pays(large, 15_900, 4)
+    assert not collective_matmul.pays(large, 15_700, 4) and collective_matmul.pays(large, 15_900, 4)

@@ -13,8 +13,8 @@ from hjax.algorithms import ALGORITHMS
 from hjax.algorithms.advantages import process_leave_one_out
 from hjax.algorithms.distillation import DistillationLoss
 from hjax.algorithms.kto import mismatched
-from hjax.algorithms.own_pairs import in_turn
-from hjax.algorithms.verdict_loss import ImplicitRewardLoss, VerdictLoss
+from hjax.algorithms.on_policy_pairs import in_turn
+from hjax.algorithms.unpaired_loss import ImplicitRewardLoss, UnpairedLoss
 from hjax.data.tasks import get_task
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, DataError
@@ -76,7 +76,7 @@ def check_gradient(loss, batch, policy, expected, mask):
 @pytest.mark.parametrize(
     "loss, formula",
     [
-        (VerdictLoss(beta=0.5, desirable=1.2, undesirable=0.7), kto),
+        (UnpairedLoss(beta=0.5, desirable=1.2, undesirable=0.7), kto),
         (ImplicitRewardLoss(beta=0.5), prime),
     ],
 )

@@ -22,7 +22,7 @@ from hjax.algorithms.kl import kl_estimate
 from hjax.algorithms.losses import ValueLoss
 from hjax.algorithms.pair_loss import PairLoss
 from hjax.algorithms.policy_loss import PolicyLoss
-from hjax.algorithms.verdict_loss import ImplicitRewardLoss, VerdictLoss
+from hjax.algorithms.unpaired_loss import ImplicitRewardLoss, UnpairedLoss
 
 STORED = json.loads((pathlib.Path(__file__).parent / "peer_values.json").read_text())
 GIVEN = {name: np.array(x, np.float32) for name, x in STORED["inputs"].items()}
@@ -160,7 +160,7 @@ LOSSES = {
         "dpo hinge": of(PairLoss(kind="hinge", beta=0.3)),
         "dpo ipo": of(PairLoss(kind="ipo", beta=0.3)),
         "dpo robust": of(PairLoss(kind="robust", beta=0.3, smoothing=0.1)),
-        "kto": of(VerdictLoss(beta=0.3, desirable=1.2, undesirable=0.7)),
+        "kto": of(UnpairedLoss(beta=0.3, desirable=1.2, undesirable=0.7)),
         "orpo odds": odds,
         "simpo": of(PairLoss(kind="margin", beta=2.0, margin=1.0)),
         **{f"jsd {beta}": distilled(beta) for beta in (0.0, 0.3, 1.0)},

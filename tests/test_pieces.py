@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from hjax.controller.host import WorkerHost
-from hjax.controller.messages import Build, Call
+from hjax.controller.messages import BuildWorker, Call
+from hjax.controller.worker_host import WorkerHost
 from hjax.errors import RunError
-from hjax.pieces import Pieces
-from hjax.sharding.arrays import pieces_of
+from hjax.sharded_values import ArrayRegions
+from hjax.sharding.global_arrays import pieces_of
 from hjax.sharding.protocols import control
 from hjax.workers import Worker, WorkerContext
 
@@ -21,7 +21,7 @@ NUMBERS = np.arange(80, dtype=np.int32).reshape(16, 5)
 
 def rows(*bounds):
     parts = tuple((((a, b), (0, 5)), NUMBERS[a:b]) for a, b in bounds)
-    return Pieces(NUMBERS.shape, NUMBERS.dtype, parts)
+    return ArrayRegions(NUMBERS.shape, NUMBERS.dtype, parts)
 
 
 def test_parts_make_a_whole_and_any_region_of_it():
@@ -56,7 +56,7 @@ def test_threads_that_read_a_result_at_once_find_each_shard_once():
     devices = jax.devices()[:2]
     mesh = jax.sharding.Mesh(np.array(devices), ("x",))
     host = WorkerHost(devices)
-    host.build(Build("many", Many, (WorkerContext("many"),)))
+    host.build(BuildWorker("many", Many, (WorkerContext("many"),)))
     interval, found = sys.getswitchinterval(), []
     sys.setswitchinterval(1e-6)
     try:

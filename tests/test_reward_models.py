@@ -13,7 +13,7 @@ from references import AutoModelForSequenceClassification, torch
 
 import hjax
 from hjax.algorithms import ALGORITHMS
-from hjax.algorithms.calibration import calibration_bins, prediction_metrics
+from hjax.algorithms.prediction_calibration import calibration_bins, prediction_metrics
 from hjax.algorithms.reward_model import StepLoss, at_end, with_end
 from hjax.controller import join
 from hjax.data.dataset import Dataset
@@ -25,7 +25,7 @@ from hjax.models.forward import sequence_states
 from hjax.models.huggingface import save_weights
 from hjax.models.parameters import scalar_network, to_host
 from hjax.models.weights import read_config
-from hjax.rollout.options import Sampling
+from hjax.rollout.sampling_params import SamplingParams
 from hjax.sharding.layout import make_layouts
 from hjax.show.report import write_report
 
@@ -367,7 +367,7 @@ def test_where_the_steps_of_a_text_end():
     end = tokenizer.eos_id
 
     def ends(text, steps, tail=()):
-        ended = {"sampling": Sampling(stop=(end,))}
+        ended = {"sampling": SamplingParams(stop=(end,))}
         context = WorkerContext("reward", tokenizer=tokenizer, steps=steps, **ended)
         prompt = tokenizer.encode("a;")
         return step_ends(prompt, [*tokenizer.encode(text, add_special=False), *tail], context)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hjax import pieces
+from hjax import sharded_values
 from hjax.rewards.function import RewardFunction
 from hjax.workers import WorkerContext
 from hjax.workers.reward import FunctionReward
@@ -36,7 +36,7 @@ def test_shares_make_up_the_whole(rows, processes):
     batch = batch_of(rows)
     alone = worker(0, 1).compute_reward(batch)
     shares = [worker(i, processes).compute_reward(batch) for i in range(processes)]
-    together = pieces.whole(pieces.merge(shares))
+    together = sharded_values.whole(sharded_values.merge(shares))
     np.testing.assert_array_equal(together["rewards"], alone["rewards"])
     assert together["reward_outcomes"] == alone["reward_outcomes"]
 

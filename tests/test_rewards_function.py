@@ -10,7 +10,7 @@ import pytest
 
 from hjax.errors import ConfigError, RunError
 from hjax.rewards.function import RewardFunction, check_unscored, load_function
-from hjax.rewards.judging import OUTCOMES, RewardResult
+from hjax.rewards.reward_results import OUTCOMES, RewardResult
 
 
 def judge(function, count=2, timeout_seconds=5.0, **columns):

@@ -6,8 +6,8 @@ from fractions import Fraction
 
 import pytest
 
-from hjax.apart import Apart
 from hjax.errors import DataError
+from hjax.isolated_process import IsolatedProcess
 from hjax.machine import descendants
 from hjax.rewards import math_answers
 from hjax.rewards.function import RewardFunction, load_function
@@ -131,7 +131,7 @@ def compared(tmp_path, monkeypatch):
     (tmp_path / "math_verify.py").write_text(STAND_IN)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(math_answers, "SECONDS", 0.5)
-    apart = Apart("hjax.rewards.math_answers:comparing", b"")
+    apart = IsolatedProcess("hjax.rewards.math_answers:comparing", b"")
     monkeypatch.setattr(math_answers, "_comparisons", apart)
     yield math_answers.same, apart
     apart.close()

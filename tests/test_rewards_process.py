@@ -12,11 +12,11 @@ import time
 import numpy as np
 import pytest
 
-from hjax import apart
+from hjax import isolated_process
 from hjax.machine import descendants
 from hjax.rewards.function import RewardFunction, load_function
-from hjax.rewards.judging import RewardResult
-from hjax.rewards.shipping import from_bytes, to_bytes
+from hjax.rewards.reward_results import RewardResult
+from hjax.rewards.reward_serialization import from_bytes, to_bytes
 
 SECONDS = 0.2
 # What is a thread's or a process's own: where it is, what it has started, what it keeps.
@@ -163,7 +163,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def little_grace(monkeypatch):
-    monkeypatch.setattr(apart, "_GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(isolated_process, "_GRACE_SECONDS", 0.2)
 
 
 @pytest.fixture

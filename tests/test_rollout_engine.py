@@ -10,16 +10,16 @@ import pytest
 from helpers import generated
 
 from hjax.kernels import cache_axis, decode
-from hjax.kernels.attention import Scoring
-from hjax.kernels.decode import Slots
+from hjax.kernels.attention import ScoreOptions
+from hjax.kernels.decode import SlotMask
 from hjax.models.compute import Compute
-from hjax.models.config import LayerKind, ModelConfig
+from hjax.models.model_config import LayerKind, ModelConfig
 from hjax.models.parameters import decoder_network
-from hjax.rollout import beginnings, shapes
+from hjax.rollout import bucketing, prefix_sharing
 from hjax.rollout.engine import STEPS
 from hjax.rollout.generator import Generator
-from hjax.rollout.options import Sampling
-from hjax.rollout.work import GenerationConfig
+from hjax.rollout.rollout_job import GenerationConfig
+from hjax.rollout.sampling_params import SamplingParams
 from hjax.sharding.layout import make_layouts, shard_bytes, without
 
 PLAIN = ModelConfig(
@@ -69,7 +69,7 @@ class Case:
     form: str = decode.TILES
     unroll: bool = False
     config: ModelConfig = PLAIN
-    sampling: Sampling = Sampling()
+    sampling: SamplingParams = SamplingParams()
     ends: int = 2
     seed: int = 0
     lookup: int = 0
@@ -140,7 +140,7 @@ def alone():
     return rollout
 
 
-PENALISED = Sampling(
+PENALISED = SamplingParams(
     0.9, min_p=0.01, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.1,
     logit_bias={5: 2.0, 9: -100}, min_tokens=8,
 )  # fmt: skip
@@ -211,7 +211,7 @@ SLOW = {
         sizes=(("data", 2), ("tensor", 4)), form=decode.INTERPRETED, prompts=8, cuts=(50,)),
     "in parts, kernel of filled columns": Case(
         form=decode.FILLED_INTERPRETED, slots=16, unroll=True, cuts=(20, 66)),
-    "in parts, truncated": Case(sampling=Sampling(0.8, 20, 0.9), slots=16, cuts=(33,)),
+    "in parts, truncated": Case(sampling=SamplingParams(0.8, 20, 0.9), slots=16, cuts=(33,)),
     "devices, penalties": Case(sizes=(("data", 2), ("tensor", 4)), sampling=PENALISED, slots=16),
     "stages, penalties": Case(sizes=(("pipe", 2),), sampling=PENALISED, slots=16),
     "guesses, penalties": Case(sampling=PENALISED, lookup=3),
@@ -227,7 +227,7 @@ SLOW = {
     "fsdp, all at once": Case(sizes=(("fsdp", 4), ("tensor", 2)), unroll=True),
     "kernel, devices": Case(
         sizes=(("data", 2), ("tensor", 4)), form=decode.INTERPRETED, slots=16, prompts=8),
-    "truncated": Case(sampling=Sampling(0.8, 20, 0.9), slots=16),
+    "truncated": Case(sampling=SamplingParams(0.8, 20, 0.9), slots=16),
     "windows": Case(config=ODD, slots=24),
     "windows, all at once": Case(config=ODD, samples=1, prompts=32),
     "windows, kernel": Case(config=ODD, form=decode.INTERPRETED, slots=8, prompts=8),
@@ -243,7 +243,7 @@ SLOW = {
     "guesses, devices": Case(sizes=(("data", 2), ("tensor", 4)), lookup=2, slots=16),
     "guesses where the kernel was": Case(
         prompts=4, slots=8, form=decode.INTERPRETED, lookup=2),
-    "guesses, truncated": Case(sampling=Sampling(0.8, 20, 0.9), lookup=3),
+    "guesses, truncated": Case(sampling=SamplingParams(0.8, 20, 0.9), lookup=3),
 }  # fmt: skip
 
 
@@ -287,7 +287,7 @@ def test_slots_change_nothing(case, alone):
 
 @pytest.mark.extended
 def test_prompts_that_do_not_fit_together_are_read_in_parts(alone, monkeypatch):
-    monkeypatch.setattr(beginnings, "READING", 3 * LENGTH)
+    monkeypatch.setattr(prefix_sharing, "READING", 3 * LENGTH)
     case = Case(samples=2, slots=8)
     generator, params, arguments, options = made_by(case)
     options |= {"slots": case.slots}
@@ -362,7 +362,7 @@ def test_groups_are_told_once_in_the_part_in_which_they_end(name, alone):
 def test_stages_in_one_program_tell_who_was_cut_off():
     generator, params, arguments, options = made_by(Case(samples=2, sizes=(("pipe", 2),)))
     ends = (5, 9)
-    options |= {"max_new_tokens": 30, "sampling": Sampling(stop=ends)}
+    options |= {"max_new_tokens": 30, "sampling": SamplingParams(stop=ends)}
     rollout = on_host(generated(generator, params, *arguments[:2], arguments[2][:32], **options))
     drawn = [row[mask] for row, mask in zip(rollout["responses"], rollout["response_mask"])]
     cut = [len(row) == 30 and row[-1] not in ends for row in drawn]
@@ -504,12 +504,12 @@ def test_rows_see_their_prompt_and_their_own_columns(window, softcap, sinks, sha
                 members[part * each + seat // samples, seat % samples] = row
                 place[part * local + row] = seat
                 prompt_of[part * local + row] = part * each + seat // samples
-    slots = Slots(
+    slots = SlotMask(
         *(None if x is None else jnp.asarray(x, jnp.int32)
           for x in (begin, end, start, column, members, place)),
         parts=parts,
     )  # fmt: skip
-    scoring = Scoring(None, softcap, window)
+    scoring = ScoreOptions(None, softcap, window)
     sink = draw.normal(size=kv_heads * per_kv) if sinks else None
     columns = np.broadcast_to(column, rows)
     expected = by_hand(q, prompt_k, prompt_v, own_k, own_v, begin, end, start, columns, prompt_of,
@@ -525,10 +525,10 @@ def test_rows_see_their_prompt_and_their_own_columns(window, softcap, sinks, sha
 
 
 def test_columns_and_rows_of_states():
-    assert shapes.lengths(64, False) == [64]
-    assert shapes.lengths(300, False) == [64, 128, 256, 300]
-    assert shapes.lengths(100, True) == [64, 128, 100 + 4 * STEPS]
-    assert shapes.halves(64, 1) == [64, 32, 16, 8]
-    assert shapes.halves(24, 1) == [24, 12]
-    assert shapes.halves(4, 8) == [4, 2, 1]
-    assert shapes.halves(5, 1) == [5]
+    assert bucketing.lengths(64, False) == [64]
+    assert bucketing.lengths(300, False) == [64, 128, 256, 300]
+    assert bucketing.lengths(100, True) == [64, 128, 100 + 4 * STEPS]
+    assert bucketing.halves(64, 1) == [64, 32, 16, 8]
+    assert bucketing.halves(24, 1) == [24, 12]
+    assert bucketing.halves(4, 8) == [4, 2, 1]
+    assert bucketing.halves(5, 1) == [5]

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from test_rollout_prefixes import PLAIN
 
-from hjax.models.config import LayerKind
+from hjax.models.model_config import LayerKind
 from hjax.models.parameters import decoder_network
-from hjax.models.rotary import Dynamic, Rope
+from hjax.models.rotary import DynamicNTKScaling, Rope
+from hjax.rollout.bucketing import ServiceBuckets
 from hjax.rollout.generator import Generator
-from hjax.rollout.options import Sampling
-from hjax.rollout.prefixes import Beginning, Prefixes, known_of
+from hjax.rollout.prefix_cache import CachedPrefix, PrefixCache, known_of
 from hjax.rollout.sampling import sequence_keys
-from hjax.rollout.shapes import Shapes
-from hjax.rollout.slots import Admission, Size
+from hjax.rollout.sampling_params import SamplingParams
+from hjax.rollout.slot_state import Admission, SlotSizes
 from hjax.sharding.layout import make_layouts
 
 ODD = dataclasses.replace(
@@ -50,9 +50,9 @@ def entering(lengths, columns, **more):
 
 def check_same(engine, params, asked, flat, blocks=None):
     """Read padded and without padding."""
-    padded, _, drawn = engine.prefill(Sampling(), params, asked, blocks=blocks)
+    padded, _, drawn = engine.prefill(SamplingParams(), params, asked, blocks=blocks)
     without = dataclasses.replace(asked, flat=flat)
-    found, _, same = engine.prefill(Sampling(), params, without, blocks=blocks)
+    found, _, same = engine.prefill(SamplingParams(), params, without, blocks=blocks)
     np.testing.assert_allclose(found.logits, padded.logits, atol=2e-6)
     np.testing.assert_array_equal(same.tokens, drawn.tokens)
     np.testing.assert_array_equal(found.tokens, padded.tokens)
@@ -82,14 +82,14 @@ def test_keys_and_values_in_int8_too():
 @pytest.mark.extended
 def test_what_is_known_of_them_stays_in_rows():
     engine, params = engine_of(ODD)
-    prefixes, draw = Prefixes(engine, 4096), np.random.default_rng(1)
+    prefixes, draw = PrefixCache(engine, 4096), np.random.default_rng(1)
     first = entering([80, 33, 50], 80)
-    state = engine.empty(Size(3, 3, 1, 0, 128), 80)
-    state, _ = engine.admit(Sampling(), params, state, first)
+    state = engine.empty(SlotSizes(3, 3, 1, 0, 128), 80)
+    state, _ = engine.admit(SamplingParams(), params, state, first)
     texts = [row[mask].tolist() for row, mask in zip(first.prompts, first.mask, strict=True)]
     prefixes.keep(state, list(enumerate(texts)))
     new = [draw.integers(0, 64, n).tolist() for n in (5, 16, 1, 9)]
-    known = [prefixes.find([*text, 0]) for text in texts] + [Beginning()]
+    known = [prefixes.find([*text, 0]) for text in texts] + [CachedPrefix()]
     whole = [[*text[: found.tokens], *more]
              for text, found, more in zip([*texts, []], known, new, strict=True)]  # fmt: skip
     assert [found.tokens for found in known] == [80, 32, 48, 0]
@@ -101,7 +101,7 @@ def test_what_is_known_of_them_stays_in_rows():
 @pytest.mark.parametrize("parts", [1, 2])
 def test_any_prompts_find_room_that_is_compiled_beforehand(parts):
     engine, _ = engine_of(PLAIN, parts)
-    shapes, draw = Shapes(engine, 16, 512, None), random.Random(0)
+    shapes, draw = ServiceBuckets(engine, 16, 512, None), random.Random(0)
     each, wide, used = shapes.together[-1], 0, 0
     for _ in range(500):
         known = draw.choice([0, 256, 512])
@@ -123,7 +123,7 @@ def test_any_prompts_find_room_that_is_compiled_beforehand(parts):
 
 
 def test_they_are_padded_where_positions_depend_on_lengths():
-    config = dataclasses.replace(PLAIN, ropes=(Rope(scaling=Dynamic(2.0, 512)),))
+    config = dataclasses.replace(PLAIN, ropes=(Rope(scaling=DynamicNTKScaling(2.0, 512)),))
     engine, _ = engine_of(config)
     assert not engine.reads_flat
-    assert Shapes(engine, 16, 512, None).flat(8, 32, 0) == [0]
+    assert ServiceBuckets(engine, 16, 512, None).flat(8, 32, 0) == [0]

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from hjax.kernels import decode
-from hjax.kernels.attention import Scoring
-from hjax.models.attention import Heads
+from hjax.kernels.attention import ScoreOptions
+from hjax.models.attention_strategies import AttentionInputs
 from hjax.models.compute import Compute
-from hjax.models.config import ModelConfig
 from hjax.models.decoding import Decode, KVCache
+from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import decoder_network
 from hjax.rollout.generator import Generator
-from hjax.rollout.options import Sampling
-from hjax.rollout.work import GenerationConfig
+from hjax.rollout.rollout_job import GenerationConfig
+from hjax.rollout.sampling_params import SamplingParams
 from hjax.sharding.layout import make_layouts, without
 
 CONFIG = ModelConfig(
@@ -53,7 +53,7 @@ def rollout_of(network, form, sizes, unroll=False, cut=None, cache="auto"):
     prompts = np.where(mask, draw.integers(1, CONFIG.vocab_size, mask.shape), 0).astype(np.int32)
     sequence = np.arange(2 * PROMPTS, dtype=np.int32)
     params = network.create(1, layout)
-    config = GenerationConfig(NEW, 2, Sampling(0.8, stop=(3, 5)), end=cut)
+    config = GenerationConfig(NEW, 2, SamplingParams(0.8, stop=(3, 5)), end=cut)
     rollout = generator.generate(params, prompts, mask, sequence, config, seed=0)
     if cut:
         config = dataclasses.replace(config, end=None)
@@ -144,10 +144,10 @@ def test_rows_have_positions_of_their_own_on_every_device(form):
     position = jnp.asarray(draw.integers(-1, length, (groups, samples)), jnp.int32)
     position = position.at[1, 0].set(-1)
     begin = jnp.asarray([0, 3, 12, 5], jnp.int32)
-    seen = decode.Seen(begin, jnp.asarray([12, 9, 12, 6], jnp.int32), position)
+    seen = decode.CacheMask(begin, jnp.asarray([12, 9, 12, 6], jnp.int32), position)
     q, k, v = (normal(groups * samples, 1, n, dim) for n in (heads, kv_heads, kv_heads))
     own = [normal(2, groups, kv_heads, samples, length, dim) for _ in range(2)]
-    scoring, sinks = Scoring(window=9, softcap=4.0), normal(heads)
+    scoring, sinks = ScoreOptions(window=9, softcap=4.0), normal(heads)
 
     def attend(form, copies, layout):
         def put(empty, x, columns):
@@ -160,7 +160,7 @@ def test_rows_have_positions_of_their_own_on_every_device(form):
             empty = KVCache.create(prompt, samples, length, form, copies)
             keys = put(empty.k, own[0], form == decode.TILES)
             cache = dataclasses.replace(empty, k=keys, v=put(empty.v, own[1], False))
-            return Decode(seen, layout)(Heads(1, q, k, v, scoring, sinks), cache)[0]
+            return Decode(seen, layout)(AttentionInputs(1, q, k, v, scoring, sinks), cache)[0]
 
         return np.asarray(run())
 

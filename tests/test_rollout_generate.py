@@ -11,8 +11,8 @@ from hjax.models.forward import response_states, token_log_probs
 from hjax.models.huggingface import load_weights
 from hjax.models.parameters import decoder_network
 from hjax.rollout.generator import Generator, bucket_length
-from hjax.rollout.options import Sampling
-from hjax.rollout.work import GenerationConfig
+from hjax.rollout.rollout_job import GenerationConfig
+from hjax.rollout.sampling_params import SamplingParams
 from hjax.sharding.layout import make_layouts
 
 PROMPTS = [[5, 9, 2], [40, 3, 17, 22, 1], [7], [11, 12, 13, 14]]
@@ -89,7 +89,7 @@ def generate_in_parts(generators, cuts, prompts=PROMPTS, devices=1, **options):
 @pytest.mark.extended
 def test_parts_are_the_whole_with_the_same_parameters(generators, devices):
     prompts = [PROMPTS[i % 4] for i in range(8)]
-    options = {"samples": 2, "sampling": Sampling(temperature=0.8, stop=(4, 31))}
+    options = {"samples": 2, "sampling": SamplingParams(temperature=0.8, stop=(4, 31))}
     whole = generate(generators, prompts, devices, **options)
     parts = generate_in_parts(generators, (3, 4, 8), prompts, devices, **options)
     assert 0 < whole["truncated"].sum() < 16  # some end in an early part, some never
@@ -112,7 +112,7 @@ def generate(generators, prompts=PROMPTS, devices=1, sequence=None, length=LENGT
 
 
 def test_greedy_tokens_equal_transformers_generate(torch_model, generators):
-    ours = generate(generators, sampling=Sampling(temperature=0.0))
+    ours = generate(generators, sampling=SamplingParams(temperature=0.0))
     for row, prompt in zip(ours["responses"], PROMPTS, strict=True):
         theirs = torch_model.generate(
             torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, eos_token_id=None
@@ -135,11 +135,11 @@ def test_greedy_tokens_with_options_equal_transformers_generate(
     options, theirs, torch_model, generators
 ):
     if "stop" in options:  # the token that would be the second, were it allowed
-        plain = generate(generators, sampling=Sampling(temperature=0.0))["responses"]
+        plain = generate(generators, sampling=SamplingParams(temperature=0.0))["responses"]
         options = options | {"stop": [int(plain[0, 1])]}
         theirs = theirs | {"eos_token_id": int(plain[0, 1]), "pad_token_id": 0}
-    ours = generate(generators, sampling=Sampling(temperature=0.0, **options))
-    plain = generate(generators, sampling=Sampling(temperature=0.0))["responses"]
+    ours = generate(generators, sampling=SamplingParams(temperature=0.0, **options))
+    plain = generate(generators, sampling=SamplingParams(temperature=0.0))["responses"]
     assert (ours["responses"] != plain).any()
     for row, kept, prompt in zip(ours["responses"], ours["response_mask"], PROMPTS, strict=True):
         asked = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None} | theirs
@@ -149,7 +149,9 @@ def test_greedy_tokens_with_options_equal_transformers_generate(
 
 @pytest.mark.extended
 def test_penalties_are_in_the_log_probs_sampled_and_not_in_the_policys(generators):
-    sampling = Sampling(0.8, repetition_penalty=1.5, frequency_penalty=0.5, presence_penalty=0.2)
+    sampling = SamplingParams(
+        0.8, repetition_penalty=1.5, frequency_penalty=0.5, presence_penalty=0.2
+    )
     penalised = generate(generators, samples=2, sampling=sampling)
     assert (penalised["logprobs"] != penalised["policy_logprobs"]).any()
     generator, params = generators[1]
@@ -188,7 +190,7 @@ def test_reported_log_probs_are_those_of_training(compute, network_and_params):
     network, params = network_and_params
     layout = make_layouts(jax.devices()[:1]).generate
     made = {1: (Generator(network, layout, compute), network.place(params, layout))}
-    sampling = Sampling(temperature=0.8, top_k=20, top_p=0.9, stop=(4, 8, 15))
+    sampling = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, stop=(4, 8, 15))
     batch = generate(made, samples=3, sampling=sampling)
 
     @jax.jit
@@ -212,13 +214,13 @@ def test_reported_log_probs_are_those_of_training(compute, network_and_params):
 @pytest.mark.parametrize(
     "sampling, keys",
     [
-        (Sampling(), ()),
-        (Sampling(temperature=0.0), ()),
-        (Sampling(temperature=0.5), ("untempered_logprobs",)),
-        (Sampling(top_k=3), ("policy_logprobs", "untempered_logprobs")),
-        (Sampling(logit_bias={1: 2.0}), ("policy_logprobs", "untempered_logprobs")),
-        (Sampling(min_p=0.1), ("policy_logprobs", "untempered_logprobs")),
-        (Sampling(stop=(1,)), ()),
+        (SamplingParams(), ()),
+        (SamplingParams(temperature=0.0), ()),
+        (SamplingParams(temperature=0.5), ("untempered_logprobs",)),
+        (SamplingParams(top_k=3), ("policy_logprobs", "untempered_logprobs")),
+        (SamplingParams(logit_bias={1: 2.0}), ("policy_logprobs", "untempered_logprobs")),
+        (SamplingParams(min_p=0.1), ("policy_logprobs", "untempered_logprobs")),
+        (SamplingParams(stop=(1,)), ()),
     ],
     ids=str,
 )
@@ -263,7 +265,7 @@ def test_seed_step_and_sequence_each_change_the_draws(generators):
 def test_a_response_ends_with_its_stop_token(generators):
     free = generate(generators, samples=2)["responses"]
     stop = tuple({int(free[0, 3]), int(free[5, NEW - 1])})
-    ended = generate(generators, samples=2, sampling=Sampling(stop=stop))
+    ended = generate(generators, samples=2, sampling=SamplingParams(stop=stop))
     for row, tokens in enumerate(free.tolist()):
         end = next((t + 1 for t, token in enumerate(tokens) if token in stop), NEW)
         assert ended["responses"][row].tolist() == tokens[:end] + [0] * (NEW - end)
@@ -285,7 +287,7 @@ def test_one_program_serves_all_seeds_steps_and_parameters(generators):
     generator, params = generators[1]
     generate(generators)
     program = generator._program(
-        next(s for s in generator._programs if s.samples == 1 and s.sampling == Sampling())
+        next(s for s in generator._programs if s.samples == 1 and s.sampling == SamplingParams())
     )
     before = program._cache_size()
     generator_params = jax.tree.map(lambda x: x * 1.01, params)

@@ -9,8 +9,8 @@ import pytest
 import hjax
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError
-from hjax.models.config import ModelConfig
 from hjax.models.huggingface import save_weights
+from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import decoder_network, to_host
 from hjax.sharding.layout import make_layouts
 

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hjax.models.config import ModelConfig
+from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import decoder_network
-from hjax.rollout import lookup
+from hjax.rollout import prompt_lookup
 from hjax.rollout.language_model import LanguageModel
-from hjax.rollout.options import Sampling
 from hjax.rollout.requests import Request
-from hjax.rollout.service import Service
+from hjax.rollout.sampling_params import SamplingParams
+from hjax.rollout.service import GenerationService
 from hjax.sharding.layout import make_layouts
 from tests.test_rollout_prefixes import answers, same
 
@@ -26,7 +26,7 @@ CONFIG = ModelConfig(
 def by_hand(text, count):
     """The longest match of up to three last tokens, of equally long ones the latest."""
     best = None
-    for size in range(1, lookup.LONGEST + 1):
+    for size in range(1, prompt_lookup.LONGEST + 1):
         for end in range(len(text) - 1):
             if end + 1 >= size and text[end + 1 - size : end + 1] == text[len(text) - size :]:
                 if best is None or (size, end) > best:
@@ -45,7 +45,7 @@ def test_what_followed_before_is_guessed():
     for row, text in zip(room, texts, strict=True):
         row[: len(text)] = text
     lengths = jnp.array([len(text) for text in texts])
-    found = np.asarray(lookup.guesses(jnp.asarray(room), lengths, 4))
+    found = np.asarray(prompt_lookup.guesses(jnp.asarray(room), lengths, 4))
     expected = [by_hand(text, 4) for text in texts]
     matched = [i for i, guess in enumerate(expected) if guess is not None]
     assert 100 < len(matched) < 200
@@ -65,7 +65,7 @@ def test_requests_of_all_kinds_get_the_same_with_guesses(count, model):
     draw = random.Random(count)
 
     def options():
-        return Sampling(
+        return SamplingParams(
             temperature=draw.choice([0, 0.3, 1.0]), top_k=draw.choice([0, 3]),
             repetition_penalty=draw.choice([1.0, 1.2]), frequency_penalty=draw.choice([0, 0.4]),
             stop=tuple(draw.sample(range(8), draw.choice([0, 1]))), min_tokens=draw.choice([0, 9]),
@@ -83,7 +83,7 @@ def test_requests_of_all_kinds_get_the_same_with_guesses(count, model):
         raise AssertionError("no options")
 
     requests = [asked(seed) for seed in range(count)]
-    guesses, plain = Service(model, slots=4, lookup=3), Service(model, slots=4)
+    guesses, plain = GenerationService(model, slots=4, lookup=3), GenerationService(model, slots=4)
     try:
         same(answers(guesses, requests), answers(plain, requests))
         stats = guesses.stats()
@@ -95,7 +95,7 @@ def test_requests_of_all_kinds_get_the_same_with_guesses(count, model):
 
 
 def test_a_text_that_repeats_itself_takes_fewer_steps(model, monkeypatch):
-    service = Service(model, slots=1, lookup=4)
+    service = GenerationService(model, slots=1, lookup=4)
     steps, decode = [], service._engine.decode
 
     def counted(*arguments):
@@ -106,7 +106,7 @@ def test_a_text_that_repeats_itself_takes_fewer_steps(model, monkeypatch):
     monkeypatch.setattr(service._engine, "decode", counted)
     try:
         # A bias that leaves one token to draw: after two of them all guesses are right.
-        request = Request((1, 2), 101, Sampling(temperature=0, logit_bias={5: 100.0}))
+        request = Request((1, 2), 101, SamplingParams(temperature=0, logit_bias={5: 100.0}))
         tokens, _, _ = answers(service, [request])
         assert tokens == [[5] * 101]
         assert 20 <= sum(steps) <= 23  # of 100 tokens, five at a time
@@ -129,9 +129,11 @@ def test_draws_with_guesses_have_the_exact_frequencies(model):
     two = probabilities([(*prompt, i) for i in range(8)])
     three = probabilities([(*prompt, i, j) for i in range(8) for j in range(8)])
     exact = np.einsum("i,ij,ijk->jk", one, two, three.reshape(8, 8, 8)).ravel()
-    service = Service(model, slots=16, lookup=2)
+    service = GenerationService(model, slots=16, lookup=2)
     try:
-        requests = [Request(prompt, 3, Sampling(temperature=temperature), s) for s in range(count)]
+        requests = [
+            Request(prompt, 3, SamplingParams(temperature=temperature), s) for s in range(count)
+        ]
         tokens, _, _ = answers(service, requests)
         assert service.stats()["right_tokens"] > count / 16
     finally:

@@ -14,12 +14,12 @@ import sys
 import jax
 import numpy as np
 
-from hjax.models.config import ModelConfig
+from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import decoder_network
 from hjax.models.compute import Compute
-from hjax.models.counts import FLOAT32, Mesh, Workload, counts
+from hjax.models.cost_inputs import FLOAT32, Mesh, Workload, counts
 from hjax.rollout.generator import Generator
-from hjax.rollout.work import GenerationConfig
+from hjax.rollout.rollout_job import GenerationConfig
 from hjax.sharding.layout import make_layouts, shard_bytes
 from hjax.workers.memory import Decoded, Memory, Programs
 

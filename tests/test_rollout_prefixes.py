@@ -12,18 +12,18 @@ import pytest
 from hjax import machine
 from hjax.errors import ConfigError
 from hjax.kernels import decode
-from hjax.kernels.attention import Scoring
-from hjax.models import continuing
-from hjax.models.config import LayerKind, ModelConfig
-from hjax.models.continuing import BLOCK
+from hjax.kernels.attention import ScoreOptions
+from hjax.models import append_attention
+from hjax.models.append_attention import BLOCK
+from hjax.models.model_config import LayerKind, ModelConfig
 from hjax.models.parameters import decoder_network
-from hjax.models.rotary import Dynamic, Rope
+from hjax.models.rotary import DynamicNTKScaling, Rope
 from hjax.rollout import service as services
 from hjax.rollout.language_model import LanguageModel
-from hjax.rollout.options import Sampling
-from hjax.rollout.prefix_tree import PrefixTree
+from hjax.rollout.radix_tree import RadixTree
 from hjax.rollout.requests import Request
-from hjax.rollout.service import Service
+from hjax.rollout.sampling_params import SamplingParams
+from hjax.rollout.service import GenerationService
 from hjax.sharding.layout import make_layouts
 
 PLAIN = ModelConfig(
@@ -43,7 +43,7 @@ SECONDS = 120
 
 
 def test_a_tree_finds_the_longest_beginning_in_whole_blocks():
-    tree = PrefixTree(8, 2)
+    tree = RadixTree(8, 2)
     path, new = tree.add([1, 2, 3, 4, 5])
     assert len(path) == 2 and new == path
     tree.release(path)
@@ -60,7 +60,7 @@ def test_a_tree_finds_the_longest_beginning_in_whole_blocks():
 
 
 def test_what_is_longest_unused_makes_room_last_blocks_first():
-    tree = PrefixTree(4, 1)
+    tree = RadixTree(4, 1)
     for tokens in ([1, 2], [3, 4]):
         tree.release(tree.add(tokens)[0])
     tree.find([1, 2])
@@ -80,7 +80,7 @@ def test_what_is_longest_unused_makes_room_last_blocks_first():
 def test_a_tree_never_tells_of_what_it_has_given_away(seed):
     """Against a table of what each block holds."""
     draw = random.Random(seed)
-    tree = PrefixTree(6, 2)
+    tree = RadixTree(6, 2)
     holds: dict[int, tuple] = {}
     for _ in range(400):
         tokens = tuple(draw.choices((1, 2), k=draw.randint(0, 9)))
@@ -121,8 +121,8 @@ def test_new_tokens_see_their_row_and_no_column_before_it(window, softcap, sinks
         total = weights.sum() + (np.exp(sink[h]) if sinks else 0)
         expected[r, i, h] = weights @ v[r, h // per_kv, seen] / total
     single = [jnp.asarray(x, jnp.float32) for x in (q, k, v)]
-    found = continuing.attend(
-        *single, jnp.asarray(begin), Scoring(None, softcap, window),
+    found = append_attention.attend(
+        *single, jnp.asarray(begin), ScoreOptions(None, softcap, window),
         jnp.asarray(sink, jnp.float32) if sinks else None, piece,
     )  # fmt: skip
     real = np.arange(columns - new, columns) >= begin[:, None]
@@ -133,7 +133,7 @@ def test_pieces_in_which_no_row_has_a_token_are_not_looked_at():
     q = jnp.ones((2, 3, 2, 8))
     k, v = np.ones((2, 2, 1, 21, 8), np.float32)
     k[:, :, :10], v[:, :, :10] = np.nan, np.nan
-    found = continuing.attend(q, jnp.asarray(k), jnp.asarray(v), jnp.array([14, 11]), piece=5)
+    found = append_attention.attend(q, jnp.asarray(k), jnp.asarray(v), jnp.array([14, 11]), piece=5)
     np.testing.assert_allclose(found, 1, rtol=1e-6)
 
 
@@ -210,14 +210,17 @@ def test_a_conversation_is_answered_as_if_nothing_were_kept(name, monkeypatch):
     model = language_model(config, form, cache)
     near = 1e-5 if cache == "auto" else 5e-3  # a sum in another order may round to the next step
     monkeypatch.setattr(services, "CHUNK", 2 * BLOCK)
-    keeps, forgets = Service(model, slots=4), Service(model, slots=4, prefix_tokens=0)
+    keeps, forgets = (
+        GenerationService(model, slots=4),
+        GenerationService(model, slots=4, prefix_tokens=0),
+    )
     draw = random.Random(1)
     prompts, said = turns(draw, tuple(draw.choices(range(64), k=5 * BLOCK)))
     before: list[int] = []
     try:
         for turn in range(3):
             requests = [
-                Request(prompt, 20, Sampling(temperature=draw.choice([0, 1])), seed=i)
+                Request(prompt, 20, SamplingParams(temperature=draw.choice([0, 1])), seed=i)
                 for i, prompt in enumerate(prompts)
             ]
             found = answers(keeps, requests)
@@ -243,7 +246,7 @@ def test_a_conversation_is_answered_as_if_nothing_were_kept(name, monkeypatch):
 @pytest.mark.extended
 def test_others_go_on_while_a_long_prompt_is_read(model, monkeypatch):
     monkeypatch.setattr(services, "CHUNK", BLOCK)
-    service = Service(model, slots=2)
+    service = GenerationService(model, slots=2)
     order = []
     read, drawn = service._prefixes.read, model.engine.decode
     monkeypatch.setattr(service._prefixes, "read", lambda *a: order.append("read") or read(*a))
@@ -262,7 +265,7 @@ def test_others_go_on_while_a_long_prompt_is_read(model, monkeypatch):
 
 
 def test_several_answers_to_a_prompt_read_it_once(model):
-    service = Service(model, slots=8)
+    service = GenerationService(model, slots=8)
     prompt = tuple(random.Random(3).choices(range(64), k=70))
     try:
         _, _, cached = answers(service, [Request(prompt, 8, choice=i) for i in range(6)])
@@ -280,8 +283,8 @@ def test_little_room_means_more_reading_and_the_same_answers(model, monkeypatch)
         Request(tuple(draw.choices(range(4), k=draw.choice([10, 60, 200]))), 12, seed=i)
         for i in range(8)
     ]
-    little = Service(model, slots=3, prefix_tokens=10 * BLOCK)
-    none = Service(model, slots=3, prefix_tokens=0)
+    little = GenerationService(model, slots=3, prefix_tokens=10 * BLOCK)
+    none = GenerationService(model, slots=3, prefix_tokens=0)
     try:
         expected = answers(none, requests)
         for _ in range(3):
@@ -301,11 +304,11 @@ def test_little_room_means_more_reading_and_the_same_answers(model, monkeypatch)
 
 @pytest.mark.extended
 def test_positions_that_depend_on_the_length_are_not_kept():
-    scaled = dataclasses.replace(PLAIN, ropes=(Rope(10000.0, Dynamic(2.0, 64)),))
+    scaled = dataclasses.replace(PLAIN, ropes=(Rope(10000.0, DynamicNTKScaling(2.0, 64)),))
     model = language_model(scaled)
     with pytest.raises(ConfigError, match=r"prefix_tokens=99: .*depend on a sequence's length"):
-        Service(model, prefix_tokens=99)
-    service = Service(model)
+        GenerationService(model, prefix_tokens=99)
+    service = GenerationService(model)
     try:
         assert answers(service, [Request((1, 2, 3), 4)])[2] == [0]
         assert service.stats()["kept_room"] == 0
@@ -317,11 +320,11 @@ def test_positions_that_depend_on_the_length_are_not_kept():
 def test_what_is_kept_leaves_memory_free(model, monkeypatch):
     each = 2 * PLAIN.layers * PLAIN.kv_heads * PLAIN.head_dim * 4
     monkeypatch.setattr(machine, "free_bytes", lambda device: 4 * 100 * each)
-    service = Service(model)
+    service = GenerationService(model)
     assert service.stats()["kept_room"] == 100 // BLOCK * BLOCK
     service.close(0)
     monkeypatch.setattr(machine, "free_bytes", lambda device: 0)
-    service = Service(model)
+    service = GenerationService(model)
     try:
         assert service.stats()["kept_room"] == 0
         assert answers(service, [Request((1, 2, 3), 4)])[2] == [0]

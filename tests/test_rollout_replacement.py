@@ -11,14 +11,14 @@ import pytest
 
 from hjax.errors import ConfigError, RunError
 from hjax.kernels import decode
-from hjax.models.config import ModelConfig
-from hjax.models.continuing import BLOCK
+from hjax.models.append_attention import BLOCK
+from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import decoder_network
 from hjax.rollout import service as services
 from hjax.rollout.language_model import LanguageModel
-from hjax.rollout.options import Sampling
 from hjax.rollout.requests import Request
-from hjax.rollout.service import Service
+from hjax.rollout.sampling_params import SamplingParams
+from hjax.rollout.service import GenerationService
 from hjax.sharding.layout import make_layouts
 
 CONFIG = ModelConfig(
@@ -59,7 +59,7 @@ def model(weights):
 
 @pytest.fixture
 def service(model):
-    made = Service(model, slots=3)
+    made = GenerationService(model, slots=3)
     yield made
     made.close(0)
 
@@ -70,7 +70,7 @@ class Asked:
     def __init__(self, service, prompt):
         self.tokens, self.finish = [], ""
         self.begun, self.ended = threading.Event(), threading.Event()
-        options = Sampling(temperature=0)
+        options = SamplingParams(temperature=0)
         self.ticket = service.submit(Request(prompt, TOKENS, options), self._hear)
 
     def _hear(self, piece):
@@ -197,7 +197,7 @@ def test_several_devices_answer_as_one(form, weights, greedy, monkeypatch):
     tensor = 4  # more than key-value heads
     if form:
         monkeypatch.setattr(decode, "choose", lambda *_: form)
-    service = Service(LanguageModel(CONFIG, weights[1], tensor=tensor), slots=2)
+    service = GenerationService(LanguageModel(CONFIG, weights[1], tensor=tensor), slots=2)
     try:
         for seed in weights:
             service.replace(weights[seed])

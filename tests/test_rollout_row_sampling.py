@@ -23,12 +23,12 @@ from references import (
 from scipy.stats import chi2
 
 from hjax.errors import ConfigError
-from hjax.kernels.sets import kernels_of
-from hjax.rollout import vocabulary
-from hjax.rollout.counts import Counts, counted
-from hjax.rollout.options import Sampling
-from hjax.rollout.row_sampling import RowSampling, Sizes
+from hjax.kernels.registry import kernels_of
+from hjax.rollout import vocab_parallel
+from hjax.rollout.row_sampling import RowSampling, SamplingSizes
 from hjax.rollout.sampling import draw, sequence_keys
+from hjax.rollout.sampling_params import SamplingParams
+from hjax.rollout.token_counts import TokenCounts, counted
 from hjax.sharding.layout import make_layouts
 from hjax.xla.collectives import received_bytes
 
@@ -93,24 +93,24 @@ def keys_of(rows):
 LOGITS = np.array([1.5, 0.3, -0.4, 0.9, -2.0, 0.0, 0.6, -1.0, 1.2, -0.2], np.float32)
 PROMPT, RESPONSE = (0, 8, 8, 4), (3, 2, 3, 3, 7)
 DRAWS = 20000
-SIZES = Sizes(vocab=LOGITS.size, penalties=True)
+SIZES = SamplingSizes(vocab=LOGITS.size, penalties=True)
 
 CASES = {
-    "plain": Sampling(),
-    "temperature": Sampling(temperature=0.7),
-    "top-k": Sampling(top_k=4),
-    "top-p": Sampling(top_p=0.8),
-    "min-p": Sampling(min_p=0.3),
-    "repetition": Sampling(repetition_penalty=1.5),
-    "repetition-wanted": Sampling(repetition_penalty=0.6),
-    "presence": Sampling(presence_penalty=1.1),
-    "frequency": Sampling(frequency_penalty=0.7),
-    "frequency-wanted": Sampling(frequency_penalty=-0.5),
-    "bias": Sampling(logit_bias={4: 3.0, 0: -2.0, 9: -100}),
-    "bad": Sampling(bad=(0, 3)),
-    "min-tokens": Sampling(stop=(0, 6), min_tokens=6),
-    "min-tokens-reached": Sampling(stop=(0, 6), min_tokens=5),
-    "all": Sampling(
+    "plain": SamplingParams(),
+    "temperature": SamplingParams(temperature=0.7),
+    "top-k": SamplingParams(top_k=4),
+    "top-p": SamplingParams(top_p=0.8),
+    "min-p": SamplingParams(min_p=0.3),
+    "repetition": SamplingParams(repetition_penalty=1.5),
+    "repetition-wanted": SamplingParams(repetition_penalty=0.6),
+    "presence": SamplingParams(presence_penalty=1.1),
+    "frequency": SamplingParams(frequency_penalty=0.7),
+    "frequency-wanted": SamplingParams(frequency_penalty=-0.5),
+    "bias": SamplingParams(logit_bias={4: 3.0, 0: -2.0, 9: -100}),
+    "bad": SamplingParams(bad=(0, 3)),
+    "min-tokens": SamplingParams(stop=(0, 6), min_tokens=6),
+    "min-tokens-reached": SamplingParams(stop=(0, 6), min_tokens=5),
+    "all": SamplingParams(
         temperature=1.3,
         top_k=7,
         top_p=0.9,
@@ -144,7 +144,7 @@ SIX = (1, 3, 4, 6, 7, 8)
 def test_frequencies_and_log_probs_follow_the_distribution(options, allowed):
     rows = jax.tree.map(lambda x: np.repeat(x, DRAWS, 0), RowSampling.of([options], SIZES))
     prompt, response = np.asarray([PROMPT]), np.asarray([RESPONSE])
-    counts = Counts.of(prompt, prompt >= 0, LOGITS.size, response, response >= 0)
+    counts = TokenCounts.of(prompt, prompt >= 0, LOGITS.size, response, response >= 0)
     counts = jax.tree.map(lambda x: jnp.repeat(x, DRAWS, axis=0), counts)
     logits = jnp.broadcast_to(LOGITS, (DRAWS, LOGITS.size))
     bits = {} if allowed is None else {"allowed": np.tile(bits_of(allowed, 1), (DRAWS, 1))}
@@ -189,7 +189,7 @@ def random_options(source, vocab):
     def tokens(most):
         return tuple(source.choice(vocab, source.integers(1, most), replace=False).tolist())
 
-    return Sampling(
+    return SamplingParams(
         temperature=maybe(source.uniform(0.3, 2), 1.0),
         top_k=maybe(int(source.integers(1, vocab)), 0),
         top_p=maybe(source.uniform(0.2, 1), 1.0),
@@ -212,7 +212,7 @@ def random_batch(seed, rows, vocab):
     prompts = source.integers(0, vocab, (rows, 6))
     responses = source.integers(0, vocab, (rows, 9))
     prompt_lengths, positions = source.integers(1, 7, rows), source.integers(0, 10, rows)
-    counts = Counts.of(
+    counts = TokenCounts.of(
         prompts,
         np.arange(6) < prompt_lengths[:, None],
         vocab,
@@ -230,7 +230,7 @@ def random_batch(seed, rows, vocab):
 
 def check_random_batch(seed, rows, vocab):
     logits, options, counts, positions, truth = random_batch(seed, rows, vocab)
-    sampling = RowSampling.of(options, Sizes(vocab, penalties=True))
+    sampling = RowSampling.of(options, SamplingSizes(vocab, penalties=True))
     drawn = program()(logits, keys_of(rows), positions, sampling, counts)
     check_log_probs(drawn, logits, options, truth)
     # The same noise on the true distribution draws the same tokens.
@@ -253,18 +253,18 @@ def test_many_more_rows_draw_from_their_own_distributions(seed):
 
 
 SAMPLINGS = [
-    Sampling(0.0),
-    Sampling(),
-    Sampling(temperature=0.6),
-    Sampling(top_k=5),
-    Sampling(top_k=5000),
-    Sampling(top_p=0.05),
-    Sampling(temperature=1.7, top_p=0.9),
-    Sampling(min_p=0.2),
-    Sampling(temperature=0.7, top_k=9, top_p=0.8),
-    Sampling(stop=(7,), min_tokens=4),
-    Sampling(logit_bias={9: 8.0, 300: -100}, top_k=20),
-    Sampling(0.8, repetition_penalty=1.7, presence_penalty=1.0, frequency_penalty=-0.5),
+    SamplingParams(0.0),
+    SamplingParams(),
+    SamplingParams(temperature=0.6),
+    SamplingParams(top_k=5),
+    SamplingParams(top_k=5000),
+    SamplingParams(top_p=0.05),
+    SamplingParams(temperature=1.7, top_p=0.9),
+    SamplingParams(min_p=0.2),
+    SamplingParams(temperature=0.7, top_k=9, top_p=0.8),
+    SamplingParams(stop=(7,), min_tokens=4),
+    SamplingParams(logit_bias={9: 8.0, 300: -100}, top_k=20),
+    SamplingParams(0.8, repetition_penalty=1.7, presence_penalty=1.0, frequency_penalty=-0.5),
 ]
 
 
@@ -283,7 +283,7 @@ def test_a_row_of_a_mixed_batch_draws_what_a_program_of_its_sampling_does(kernel
     logits[:3, [7, 300]] = 12.0  # equals
     keys, positions = keys_of(each), jnp.arange(each) % 7
     begun = np.random.default_rng(3).integers(0, 5000, (each, 6))
-    counts = Counts.of(begun[:, :3], begun[:, :3] >= 0, vocab, begun[:, 3:], begun[:, 3:] >= 0)
+    counts = TokenCounts.of(begun[:, :3], begun[:, :3] >= 0, vocab, begun[:, 3:], begun[:, 3:] >= 0)
     wanted = [
         draw(
             logits, keys, positions, sampling, counts if sampling.penalised else None, kernels
@@ -297,7 +297,7 @@ def test_a_row_of_a_mixed_batch_draws_what_a_program_of_its_sampling_does(kernel
         np.tile(logits, (many, 1)),
         jnp.tile(keys, many),
         jnp.tile(positions, many),
-        RowSampling.of(mixed, Sizes(vocab, penalties=True)),
+        RowSampling.of(mixed, SamplingSizes(vocab, penalties=True)),
         jax.tree.map(lambda x: jnp.tile(x, (many, 1)), counts),
     )
     names = ("token", *LOG_PROBS)
@@ -317,8 +317,8 @@ def subprograms(jaxpr):
 
 
 def test_work_that_no_row_asks_for_stands_under_a_condition():
-    rows = RowSampling.of([Sampling()], SIZES)
-    counts = Counts.of(np.zeros((1, 1), int), np.ones((1, 1), bool), LOGITS.size)
+    rows = RowSampling.of([SamplingParams()], SIZES)
+    counts = TokenCounts.of(np.zeros((1, 1), int), np.ones((1, 1), bool), LOGITS.size)
     traced = jax.make_jaxpr(draw)(LOGITS[None], keys_of(1), jnp.int32(0), rows, counts)
     parts = subprograms(traced.jaxpr)
     always = {equation.primitive.name for part in parts for equation in part.eqns}
@@ -328,15 +328,19 @@ def test_work_that_no_row_asks_for_stands_under_a_condition():
 
 
 SPLIT = {
-    "greedy": [Sampling(temperature=0.0)],
-    "plain": [Sampling(), Sampling(temperature=0.7)],
-    "truncating": [Sampling(top_k=9, top_p=0.8), Sampling(min_p=0.2), Sampling()],
-    "constrained": [Sampling(), Sampling(temperature=0.0), Sampling(top_p=0.9, bad=(40,))],
+    "greedy": [SamplingParams(temperature=0.0)],
+    "plain": [SamplingParams(), SamplingParams(temperature=0.7)],
+    "truncating": [SamplingParams(top_k=9, top_p=0.8), SamplingParams(min_p=0.2), SamplingParams()],
+    "constrained": [
+        SamplingParams(),
+        SamplingParams(temperature=0.0),
+        SamplingParams(top_p=0.9, bad=(40,)),
+    ],
     "altering": [
-        Sampling(logit_bias={0: 3.0, 1023: -100, 1024: 40.0}, stop=(7,), min_tokens=9),
-        Sampling(temperature=0.0, presence_penalty=2.0, frequency_penalty=1.0, bad=(4000, 2)),
-        Sampling(forced=(1, 2, 3, 4, 4095)),
-        Sampling(temperature=1.4, top_p=0.9, repetition_penalty=1.5),
+        SamplingParams(logit_bias={0: 3.0, 1023: -100, 1024: 40.0}, stop=(7,), min_tokens=9),
+        SamplingParams(temperature=0.0, presence_penalty=2.0, frequency_penalty=1.0, bad=(4000, 2)),
+        SamplingParams(forced=(1, 2, 3, 4, 4095)),
+        SamplingParams(temperature=1.4, top_p=0.9, repetition_penalty=1.5),
     ],
 }
 
@@ -350,12 +354,13 @@ def test_parts_of_the_vocabulary_draw_the_same_tokens_for_a_few_numbers_per_row(
     logits[3, 70] = logits[3, 4000] = 50.0  # equals, on two devices
     keys, position = keys_of(rows), np.arange(rows) % 6
     sampling = RowSampling.of(
-        [SPLIT[asked][i % len(SPLIT[asked])] for i in range(rows)], Sizes(vocab, penalties=True)
+        [SPLIT[asked][i % len(SPLIT[asked])] for i in range(rows)],
+        SamplingSizes(vocab, penalties=True),
     )
     tokens = [source.integers(0, vocab, (rows, length)) for length in (7, 5)]
     masks = [source.random(each.shape) < 0.8 for each in tokens]
     known = tokens[0], masks[0], vocab, tokens[1], masks[1]
-    counts = Counts.of(*known)
+    counts = TokenCounts.of(*known)
     bits = source.integers(0, 2**32, (rows, vocab // 32), dtype=np.uint32)
     bits[:, 0] |= 4  # token 2 at least
     bits[5] = 2**32 - 1
@@ -368,7 +373,7 @@ def test_parts_of_the_vocabulary_draw_the_same_tokens_for_a_few_numbers_per_row(
 
     layout = make_layouts(jax.devices(), {"data": 2, "tensor": 4}, {"tensor": -1}).generate
     placed = jax.device_put(logits, layout.sharding("batch", "vocab"))
-    parted = jax.jit(lambda: Counts.of(*known, layout=layout))()
+    parted = jax.jit(lambda: TokenCounts.of(*known, layout=layout))()
     jax.tree.map(np.testing.assert_array_equal, parted, counts)
     parted = jax.device_put(parted, layout.sharding("batch", "vocab"))
     sampling = jax.device_put(sampling, layout.sharding("batch"))
@@ -389,15 +394,15 @@ def test_parts_of_the_vocabulary_draw_the_same_tokens_for_a_few_numbers_per_row(
 
 def test_the_smallest_and_largest_of_options_leave_a_distribution():
     asked = [
-        Sampling(temperature=1e-5),
-        Sampling(temperature=1e5, bad=(2,)),
-        Sampling(top_p=1e-300),
-        Sampling(min_p=1e-300, logit_bias={0: -100}),
-        Sampling(repetition_penalty=1e5, presence_penalty=2, frequency_penalty=2, bad=(0, 1)),
+        SamplingParams(temperature=1e-5),
+        SamplingParams(temperature=1e5, bad=(2,)),
+        SamplingParams(top_p=1e-300),
+        SamplingParams(min_p=1e-300, logit_bias={0: -100}),
+        SamplingParams(repetition_penalty=1e5, presence_penalty=2, frequency_penalty=2, bad=(0, 1)),
     ]
     rows = len(asked)
-    counts = Counts.of(np.tile([0, 2], (rows, 1)), np.ones((rows, 2), bool), 4)
-    sampling = RowSampling.of(asked, Sizes(4, penalties=True))
+    counts = TokenCounts.of(np.tile([0, 2], (rows, 1)), np.ones((rows, 2), bool), 4)
+    sampling = RowSampling.of(asked, SamplingSizes(4, penalties=True))
     logits = np.tile(np.array([-30.0, 1.0, 30.0, 7.0], np.float32), (rows, 1))
     drawn = program()(logits, keys_of(rows), jnp.int32(0), sampling, counts)
     assert all(np.isfinite(getattr(drawn, name)).all() for name in LOG_PROBS)
@@ -408,11 +413,11 @@ def test_the_smallest_and_largest_of_options_leave_a_distribution():
 def test_greedy_takes_the_likeliest_token_of_the_altered_logits_and_reports_it_untempered():
     logits = np.array([[0.0, 1.0, 3.0]] * 3, np.float32)
     asked = [
-        Sampling(temperature=0.0, top_k=1),
-        Sampling(temperature=0.0, logit_bias={2: -2.5}),
-        Sampling(temperature=0.0, bad=(2,)),
+        SamplingParams(temperature=0.0, top_k=1),
+        SamplingParams(temperature=0.0, logit_bias={2: -2.5}),
+        SamplingParams(temperature=0.0, bad=(2,)),
     ]
-    drawn = draw(logits, keys_of(3), jnp.int32(0), RowSampling.of(asked, Sizes(3)))
+    drawn = draw(logits, keys_of(3), jnp.int32(0), RowSampling.of(asked, SamplingSizes(3)))
     assert drawn.token.tolist() == [2, 1, 1]
     plain = 3 - np.log(1 + np.e + np.e**3)
     sampled = [plain, 1 - np.log(1 + np.e + np.e**0.5), 1 - np.log(1 + np.e)]
@@ -424,8 +429,8 @@ def test_greedy_takes_the_likeliest_token_of_the_altered_logits_and_reports_it_u
 def test_forced_tokens_come_first_then_stop_tokens_wait_until_they_may():
     # Token 3 would end at once, were it allowed to.
     logits = np.tile(np.array([0.0, 1.0, -1.0, 9.0], np.float32), (2, 1))
-    asked = Sampling(temperature=0.0, forced=(2, 0), stop=(3,), min_tokens=4), None
-    rows = RowSampling.of(asked, Sizes(4))
+    asked = SamplingParams(temperature=0.0, forced=(2, 0), stop=(3,), min_tokens=4), None
+    rows = RowSampling.of(asked, SamplingSizes(4))
     drawn = [program()(logits, keys_of(2), jnp.int32(at), rows) for at in range(6)]
     tokens = jnp.stack([each.token for each in drawn])
     assert tokens[:, 0].tolist() == [2, 0, 1, 1, 3, 3]
@@ -437,7 +442,7 @@ def test_forced_tokens_come_first_then_stop_tokens_wait_until_they_may():
 
 
 def test_counts_follow_what_live_rows_draw():
-    counts = Counts.of(
+    counts = TokenCounts.of(
         np.array([[0, 5, 5], [1, 2, 3]]), np.array([[False, True, True], [True, True, False]]), 6
     )
     assert counts.prompt.astype(int).tolist() == [[0, 0, 0, 0, 0, 1], [0, 1, 1, 0, 0, 0]]
@@ -452,19 +457,21 @@ def test_counts_follow_what_live_rows_draw():
 
 
 def test_only_penalties_need_the_tokens_so_far():
-    assert not Sampling(temperature=0.3, logit_bias={1: 2.0}, bad=(3,), min_tokens=2).penalised
+    assert not SamplingParams(
+        temperature=0.3, logit_bias={1: 2.0}, bad=(3,), min_tokens=2
+    ).penalised
     for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
-        assert Sampling(**{name: 0.5}).penalised
-    rows = RowSampling.of([Sampling()], SIZES)
+        assert SamplingParams(**{name: 0.5}).penalised
+    rows = RowSampling.of([SamplingParams()], SIZES)
     with pytest.raises(ValueError, match="counts are missing"):
         draw(LOGITS[None], keys_of(1), jnp.int32(0), rows)
-    counts = Counts.of(np.zeros((1, 1), int), np.ones((1, 1), bool), LOGITS.size)
+    counts = TokenCounts.of(np.zeros((1, 1), int), np.ones((1, 1), bool), LOGITS.size)
     with pytest.raises(ValueError, match="counts are given"):
         draw(
             LOGITS[None],
             keys_of(1),
             jnp.int32(0),
-            RowSampling.of([Sampling()], Sizes(LOGITS.size)),
+            RowSampling.of([SamplingParams()], SamplingSizes(LOGITS.size)),
             counts,
         )
 
@@ -503,7 +510,7 @@ def test_only_penalties_need_the_tokens_so_far():
 )
 def test_impossible_options_are_refused(asked, line):
     with pytest.raises(ConfigError, match=line):
-        Sampling(**asked)
+        SamplingParams(**asked)
 
 
 @pytest.mark.parametrize(
@@ -521,14 +528,16 @@ def test_impossible_options_are_refused(asked, line):
 )
 def test_options_that_rows_have_no_room_for_are_refused(asked, line):
     with pytest.raises(ConfigError, match=line):
-        RowSampling.of([None, Sampling(**asked)], Sizes(vocab=10, biases=3, stops=2, forced=2))
+        RowSampling.of(
+            [None, SamplingParams(**asked)], SamplingSizes(vocab=10, biases=3, stops=2, forced=2)
+        )
 
 
 def test_a_token_is_left_to_draw():
-    one_left = Sampling(bad=(0, 1), stop=(2,))
-    RowSampling.of([one_left], Sizes(vocab=3))
+    one_left = SamplingParams(bad=(0, 1), stop=(2,))
+    RowSampling.of([one_left], SamplingSizes(vocab=3))
     with pytest.raises(ConfigError, match="all 3 tokens are banned: leave one to draw"):
-        RowSampling.of([dataclasses.replace(one_left, min_tokens=1)], Sizes(vocab=3))
+        RowSampling.of([dataclasses.replace(one_left, min_tokens=1)], SamplingSizes(vocab=3))
 
 
 @pytest.mark.parametrize("vocab", [8, 200, 264])
@@ -539,11 +548,11 @@ def test_bits_of_a_part_that_begins_within_a_word(vocab):
     packed = np.packbits(np.pad(allowed, ((0, 0), (0, -vocab % 32))), -1, "little").view("<u4")
     logits = source.normal(size=(rows, vocab)).astype(np.float32)
     expected = np.where(allowed, logits, -np.inf)
-    np.testing.assert_array_equal(vocabulary.only(logits, jnp.asarray(packed)), expected)
+    np.testing.assert_array_equal(vocab_parallel.only(logits, jnp.asarray(packed)), expected)
     layout = make_layouts(jax.devices(), {"data": 2, "tensor": 4}, {"tensor": -1}).generate
     split = layout.spec(["batch", "vocab"])
     parts = jax.shard_map(
-        lambda table, bits: vocabulary.only(table, bits, vocabulary.axes_of(layout)),
+        lambda table, bits: vocab_parallel.only(table, bits, vocab_parallel.axes_of(layout)),
         mesh=layout.mesh,
         in_specs=(split, layout.spec(["batch"])),
         out_specs=split,
@@ -561,10 +570,10 @@ def test_the_likeliest_of_a_vocabulary_in_parts_or_whole(vocab):
     layout = make_layouts(jax.devices(), {"data": 2, "tensor": 4}, {"tensor": -1}).generate
     split, by_row = layout.spec(["batch", "vocab"]), layout.spec(["batch"])
     parts = jax.shard_map(
-        lambda table: vocabulary.likeliest(table, count, vocabulary.axes_of(layout)),
+        lambda table: vocab_parallel.likeliest(table, count, vocab_parallel.axes_of(layout)),
         mesh=layout.mesh, in_specs=(split,), out_specs=by_row, check_vma=False,
     )  # fmt: skip
-    for tokens, values in (vocabulary.likeliest(jnp.asarray(logits), count), parts(logits)):
+    for tokens, values in (vocab_parallel.likeliest(jnp.asarray(logits), count), parts(logits)):
         assert tokens.shape == values.shape == (rows, count)
         np.testing.assert_array_equal(tokens[:, : order.shape[1]], order)
         np.testing.assert_array_equal(

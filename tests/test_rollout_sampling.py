@@ -16,28 +16,28 @@ from references import (
 )
 
 from hjax.errors import ConfigError
-from hjax.rollout.options import Sampling
 from hjax.rollout.sampling import draw, gumbel, sequence_keys
+from hjax.rollout.sampling_params import SamplingParams
 from hjax.sharding.layout import make_layouts
 from hjax.xla.collectives import received_bytes
 
 SETTINGS = [
-    Sampling(),
-    Sampling(temperature=0.6),
-    Sampling(temperature=1.7),
-    Sampling(top_k=1),
-    Sampling(top_k=5),
-    Sampling(top_k=500),  # more than there are tokens: all
-    Sampling(top_p=0.9),
-    Sampling(top_p=0.05),  # less than any token's probability: one stays
-    Sampling(temperature=0.7, top_k=9, top_p=0.8),
-    Sampling(temperature=2.0, top_k=3, top_p=0.5),
-    Sampling(min_p=0.1),
-    Sampling(temperature=1.5, top_k=30, top_p=0.95, min_p=0.2),
+    SamplingParams(),
+    SamplingParams(temperature=0.6),
+    SamplingParams(temperature=1.7),
+    SamplingParams(top_k=1),
+    SamplingParams(top_k=5),
+    SamplingParams(top_k=500),  # more than there are tokens: all
+    SamplingParams(top_p=0.9),
+    SamplingParams(top_p=0.05),  # less than any token's probability: one stays
+    SamplingParams(temperature=0.7, top_k=9, top_p=0.8),
+    SamplingParams(temperature=2.0, top_k=3, top_p=0.5),
+    SamplingParams(min_p=0.1),
+    SamplingParams(temperature=1.5, top_k=30, top_p=0.95, min_p=0.2),
 ]
 
 
-def warped(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
+def warped(logits: np.ndarray, sampling: SamplingParams) -> np.ndarray:
     """Probabilities as transformers' generate makes them: temperature, top-k, top-p, min-p."""
     scores = torch.tensor(logits)
     if sampling.temperature != 1:
@@ -73,17 +73,17 @@ def test_a_draw_reports_the_log_probs_of_its_token(sampling):
     logits = np.random.default_rng(1).normal(size=(50, 12)).astype(np.float32)
     keys = sequence_keys(jnp.uint32(3), jnp.uint32(1), jnp.arange(50))
     drawn = draw(logits, keys, jnp.int32(4), sampling)
-    tempered = Sampling(temperature=sampling.temperature)
+    tempered = SamplingParams(temperature=sampling.temperature)
     for field, distribution in (
         ("sampled", sampling),
         ("policy", tempered),
-        ("untempered", Sampling()),
+        ("untempered", SamplingParams()),
     ):
         picked = warped(logits, distribution)[range(50), drawn.token]
         np.testing.assert_allclose(np.exp(getattr(drawn, field)), picked, rtol=1e-5)
 
 
-SPLIT = [Sampling(0.0), Sampling(), Sampling(temperature=0.7, top_k=9, top_p=0.8)]
+SPLIT = [SamplingParams(0.0), SamplingParams(), SamplingParams(temperature=0.7, top_k=9, top_p=0.8)]
 
 
 @pytest.mark.parametrize("sampling", SPLIT, ids=str)
@@ -117,7 +117,7 @@ def test_parts_of_the_vocabulary_draw_the_same_tokens_for_a_few_numbers_per_row(
 def test_greedy_takes_the_likeliest_token_and_reports_it_untempered():
     logits = np.array([[0.0, 1.0, 3.0], [2.0, 2.0, -1.0]], np.float32)
     keys = sequence_keys(jnp.uint32(0), jnp.uint32(0), jnp.arange(2))
-    drawn = draw(logits, keys, jnp.int32(0), Sampling(temperature=0.0, top_k=2, top_p=0.5))
+    drawn = draw(logits, keys, jnp.int32(0), SamplingParams(temperature=0.0, top_k=2, top_p=0.5))
     assert drawn.token.tolist() == [2, 0]  # of equals the first
     expected = [3 - np.log(1 + np.e + np.e**3), -np.log(2 + np.exp(-3))]
     for field in (drawn.sampled, drawn.policy, drawn.untempered):
@@ -141,7 +141,7 @@ def drawn_tokens(sampling, sequences, position):
 
 @pytest.mark.parametrize(
     "sampling, limit",  # 99.9 % quantiles of chi-square with (kept tokens - 1) degrees of freedom
-    [(Sampling(), 24.32), (Sampling(0.7), 24.32), (Sampling(1.0, 4), 16.27)],
+    [(SamplingParams(), 24.32), (SamplingParams(0.7), 24.32), (SamplingParams(1.0, 4), 16.27)],
     ids=["plain", "temperature", "top-k"],
 )
 @pytest.mark.parametrize("over", ["sequences", "positions"])
@@ -158,7 +158,7 @@ def test_frequencies_follow_the_distribution(sampling, limit, over):
 
 def test_neighbouring_draws_are_independent():
     index = jnp.arange(DRAWS, dtype=jnp.int32)
-    top = Sampling(top_k=3)
+    top = SamplingParams(top_k=3)
     probability = warped(LOGITS[None], top)[0]
     pairs = np.outer(probability, probability).ravel()
     here = drawn_tokens(top, index, jnp.int32(0))
@@ -180,7 +180,7 @@ def test_neighbouring_draws_are_independent():
 )
 def test_impossible_settings_are_refused(options, line):
     with pytest.raises(ConfigError, match=line):
-        Sampling(**options)
+        SamplingParams(**options)
 
 
 def test_a_run_draws_with_the_options_of_its_config():

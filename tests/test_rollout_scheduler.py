@@ -12,16 +12,16 @@ import types
 import numpy as np
 import pytest
 
-from hjax.models.continuing import BLOCK
-from hjax.rollout import beginnings, scheduler
+from hjax.models.append_attention import BLOCK
+from hjax.rollout import prefix_sharing, scheduler
 from hjax.rollout import service as services
-from hjax.rollout.options import Sampling
-from hjax.rollout.prefixes import Prefixes
+from hjax.rollout.prefix_cache import PrefixCache
 from hjax.rollout.requests import Request
-from hjax.rollout.scheduler import Schedule
-from hjax.rollout.service import Service
-from hjax.rollout.slots import Drawn
-from hjax.rollout.work import Begun, GenerationConfig, Work
+from hjax.rollout.rollout_job import GenerationConfig, ResumedResponses, RolloutJob
+from hjax.rollout.sampling_params import SamplingParams
+from hjax.rollout.scheduler import RolloutScheduler
+from hjax.rollout.service import GenerationService
+from hjax.rollout.slot_state import DecodedTokens
 
 STOP = (0, 5)
 NOWHERE = 10**6  # blocks beyond it are none
@@ -127,7 +127,7 @@ class Engine:
 
     def told(self, tokens, mask, done, steps):
         logprobs = {name: -tokens.astype(np.float32) for name in ("logprobs", "policy_logprobs")}
-        return Drawn(tokens, mask, logprobs, done, steps)
+        return DecodedTokens(tokens, mask, logprobs, done, steps)
 
     def share(self, state, members, place):
         return state
@@ -151,7 +151,7 @@ class Engine:
 def small(monkeypatch):
     sizes = {"SHORT": 32, "CHUNK": 64, "NEW": (32, 64), "READING": 400, "PAYS": 64}
     for name, value in sizes.items():
-        monkeypatch.setattr(beginnings, name, value)
+        monkeypatch.setattr(prefix_sharing, name, value)
     monkeypatch.setattr(scheduler, "CHUNK", 64)
 
 
@@ -178,7 +178,7 @@ def test_each_sequence_draws_what_it_does_alone(seed):
     engine = Engine(parts, by_kernel, 0 if by_kernel else int(draw.choice([0, 0, 2])))
     surplus = int(samples > 1 and draw.random() < 0.3)
     config = GenerationConfig(
-        int(draw.choice([20, 90, 200])), samples - surplus, Sampling(stop=STOP),
+        int(draw.choice([20, 90, 200])), samples - surplus, SamplingParams(stop=STOP),
         slots=int(draw.choice([0, 4, 8, 16])), surplus=surplus,
     )  # fmt: skip
     count, limit = len(prompts[0]), config.max_new_tokens
@@ -192,13 +192,13 @@ def test_each_sequence_draws_what_it_does_alone(seed):
 
     begun = None
     for end in (*cuts, None):
-        work = Work(*prompts, keys, dataclasses.replace(config, end=end), begun)
-        schedule = Schedule(engine, work, on_ended=hear)
+        work = RolloutJob(*prompts, keys, dataclasses.replace(config, end=end), begun)
+        schedule = RolloutScheduler(engine, work, on_ended=hear)
         made = schedule.run(None)
         last = made["responses"][
             np.arange(len(made["responses"])), made["response_mask"].sum(axis=1) - 1
         ]
-        begun = Begun(end or limit, np.isin(last, STOP), made)
+        begun = ResumedResponses(end or limit, np.isin(last, STOP), made)
     expected = []
     for prompt in range(count):
         each = [alone(prompt * samples + i, limit) for i in range(samples)]
@@ -224,8 +224,8 @@ def test_a_text_s_end_is_a_response_s(seed):
     def ends(number, tokens):
         return next((i + 1 for i, t in enumerate(tokens) if (number + t) % 11 == 3), None)
 
-    config = GenerationConfig(limit, samples, Sampling(stop=STOP), slots=6)
-    made = Schedule(Engine(1), Work(*prompts, keys, config), ends).run(None)
+    config = GenerationConfig(limit, samples, SamplingParams(stop=STOP), slots=6)
+    made = RolloutScheduler(Engine(1), RolloutJob(*prompts, keys, config), ends).run(None)
     for number, (row, mask) in enumerate(zip(made["responses"], made["response_mask"])):
         whole = alone(number, limit)
         assert row[mask].tolist() == whole[: ends(number, whole)]
@@ -236,13 +236,15 @@ def number_of(prompt, key=None):
 
 
 def serving(monkeypatch, engine, **options):
-    monkeypatch.setattr(Service, "_every_token", lambda self, rows: np.zeros((rows, 2), np.uint32))
+    monkeypatch.setattr(
+        GenerationService, "_every_token", lambda self, rows: np.zeros((rows, 2), np.uint32)
+    )
     config = types.SimpleNamespace(max_length=256, vocab_size=64)
     model = types.SimpleNamespace(
         config=config, params=None, tokenizer=None, engine_for=lambda lookup: engine,
         held=lambda params: params,
     )  # fmt: skip
-    return Service(model, **options)
+    return GenerationService(model, **options)
 
 
 @pytest.mark.parametrize("chunk", [2 * BLOCK, 512])
@@ -254,7 +256,7 @@ def test_requests_find_what_earlier_ones_and_their_answers_left(chunk, monkeypat
             if where < prefixes.room // BLOCK:
                 prefixes.blocks[0, int(where)] = state.text[0, row][first : first + BLOCK]
 
-    monkeypatch.setattr(Prefixes, "_write", write)
+    monkeypatch.setattr(PrefixCache, "_write", write)
     monkeypatch.setattr(services, "CHUNK", chunk)
     engine, draw = Engine(1, number=number_of), random.Random(1)
     service = serving(monkeypatch, engine, slots=4, prefix_tokens=4096)
@@ -269,7 +271,7 @@ def test_requests_find_what_earlier_ones_and_their_answers_left(chunk, monkeypat
                 if piece.finish:
                     ended.set()
 
-            tickets.append(service.submit(Request(talk, 20, Sampling(stop=STOP)), hear))
+            tickets.append(service.submit(Request(talk, 20, SamplingParams(stop=STOP)), hear))
         assert all(ended.wait(60) for ended in heard)
         cached = [ticket.cached for ticket in tickets]
         for talk, ticket in zip(talks, tickets, strict=True):
@@ -295,7 +297,7 @@ def test_requests_are_answered_as_alone_whoever_comes_and_goes(parts, way, monke
     heard, ended = {}, {}
     for i in range(60):
         prompt = tuple(draw.choices(range(1, 64), k=draw.randint(1, 120)))
-        request = Request(prompt, draw.randint(1, 100), Sampling(stop=STOP), seed=i)
+        request = Request(prompt, draw.randint(1, 100), SamplingParams(stop=STOP), seed=i)
         heard[request], ended[request] = [], threading.Event()
 
         def hear(piece, request=request):

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from hjax.errors import ConfigError, RunError
-from hjax.models.config import ModelConfig
+from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import decoder_network
 from hjax.rollout.generator import Generator
 from hjax.rollout.language_model import LanguageModel
-from hjax.rollout.options import OPTIONS, Sampling
-from hjax.rollout.requests import Piece, QueueFull, Request, Ticket
-from hjax.rollout.service import Service
+from hjax.rollout.requests import QueueFull, Request, RequestHandle, ResponseChunk
+from hjax.rollout.sampling_params import OPTIONS, SamplingParams
+from hjax.rollout.service import GenerationService
 from hjax.sharding.layout import make_layouts
 
 CONFIG = ModelConfig(
@@ -34,7 +34,7 @@ def model():
 
 @pytest.fixture
 def service(model):
-    made = Service(model, slots=4)
+    made = GenerationService(model, slots=4)
     yield made
     made.close(0)
 
@@ -42,8 +42,8 @@ def service(model):
 def test_its_thread_ends_before_the_interpreter(model, monkeypatch):
     at_exit = []
     monkeypatch.setattr("atexit.register", lambda *call, **named: at_exit.append((call, named)))
-    service = Service(model, slots=1)
-    answer = Answer(service, Request((1, 2, 3), 40, Sampling(temperature=0)))
+    service = GenerationService(model, slots=1)
+    answer = Answer(service, Request((1, 2, 3), 40, SamplingParams(temperature=0)))
     [((close, *values), named)] = at_exit
     close(*values, **named)
     assert not service._thread.is_alive()
@@ -73,7 +73,7 @@ class Answer:
 
 def plain(draw):
     """A request with few options."""
-    options = Sampling(
+    options = SamplingParams(
         temperature=draw.choice([0, 0.7, 1.0, 1.3]),
         top_k=draw.choice([0, 0, 5]),
         top_p=draw.choice([1.0, 0.8]),
@@ -165,8 +165,8 @@ def test_neighbours_change_nothing(count, sizes, model, monkeypatch):
         return prefill(how, params, new, *given)
 
     monkeypatch.setattr(model.engine, "prefill", read)
-    service = Service(Spread(model, sizes) if sizes else model, slots=8 if sizes else 4)
-    single = Service(model, slots=1)
+    service = GenerationService(Spread(model, sizes) if sizes else model, slots=8 if sizes else 4)
+    single = GenerationService(model, slots=1)
     try:
         check(service, requests, lambda request: Answer(single, request).whole())
         stats = service.stats()
@@ -179,7 +179,7 @@ def test_neighbours_change_nothing(count, sizes, model, monkeypatch):
 
 
 def test_log_probs_are_those_of_the_draw_and_of_the_policy(model, service):
-    options = Sampling(temperature=0.7, top_k=5, min_p=0.05, presence_penalty=0.4)
+    options = SamplingParams(temperature=0.7, top_k=5, min_p=0.05, presence_penalty=0.4)
     answer = Answer(service, Request((5, 9, 2), 30, options, seed=4))
     tokens, sampled, _ = answer.whole()
     policy = [x for piece in answer.pieces for x in piece.policy_logprobs]
@@ -204,7 +204,7 @@ def test_a_request_that_is_cancelled_makes_room(service):
 
 
 def test_one_that_is_cancelled_at_any_moment_is_told(service, monkeypatch):
-    class Later(Ticket):
+    class Later(RequestHandle):
         """Cancelled between the second look of the engine's thread at it and the third."""
 
         looks = 0
@@ -223,7 +223,7 @@ def test_one_that_is_cancelled_at_any_moment_is_told(service, monkeypatch):
 
 
 def test_a_listener_that_fails_is_dropped_and_logged_and_no_other(service, caplog):
-    def fails(piece: Piece):
+    def fails(piece: ResponseChunk):
         raise ValueError("gone")
 
     service.submit(Request((1,), 200), fails)
@@ -244,7 +244,7 @@ def test_a_listener_that_fails_is_dropped_and_logged_and_no_other(service, caplo
         (Request((1,), 0), "max_tokens=0: 1 or more"),
         (Request((1,) * 200, 57), "prompt of 200 and max_tokens=57 exceed the 256 tokens"),
         (Request((1,), 5, seed=2**32), "seeds are 0 to"),
-        (Request((1,), 5, Sampling(bad=(99,))), "99"),
+        (Request((1,), 5, SamplingParams(bad=(99,))), "99"),
     ],
 )
 def test_what_can_never_be_answered_is_refused(request_, message, service):
@@ -253,7 +253,7 @@ def test_what_can_never_be_answered_is_refused(request_, message, service):
 
 
 def test_a_full_queue_and_a_closed_service_refuse(model):
-    service = Service(model, slots=1, max_queue=1)
+    service = GenerationService(model, slots=1, max_queue=1)
     running = Answer(service, Request((1,), 250))
     while not running.pieces:
         time.sleep(0.01)
@@ -267,7 +267,7 @@ def test_a_full_queue_and_a_closed_service_refuse(model):
 
 
 def test_closing_lets_those_end_that_are_there(model):
-    service = Service(model, slots=2)
+    service = GenerationService(model, slots=2)
     answers = [Answer(service, Request((i,), 40)) for i in range(5)]
     service.close(SECONDS)
     assert [answer.whole()[2] for answer in answers] == ["length"] * 5
@@ -275,7 +275,7 @@ def test_closing_lets_those_end_that_are_there(model):
 
 @pytest.mark.extended
 def test_an_engine_that_fails_tells_everybody(model, monkeypatch):
-    service = Service(model, slots=1)
+    service = GenerationService(model, slots=1)
 
     def broken(*_):
         raise MemoryError("no room")
@@ -300,7 +300,7 @@ def test_after_the_warm_up_nothing_is_compiled_whatever_comes(limit, sizes, opti
     config = dataclasses.replace(CONFIG, max_length=limit)
     layout = make_layouts(jax.devices()[:1]).generate
     model = LanguageModel(config, decoder_network(config).create(1, layout))
-    service = Service(Spread(model, sizes) if sizes else model, slots=4, **options)
+    service = GenerationService(Spread(model, sizes) if sizes else model, slots=4, **options)
     draw, compiled, told = random.Random(5), [], []
 
     def heard(name, *_, **__):

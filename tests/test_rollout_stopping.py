@@ -8,8 +8,8 @@ from helpers import trainer_of
 
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError
-from hjax.rollout.stopping import StopStrings
-from hjax.rollout.texts import Stops
+from hjax.rollout.prompt_encoding import StopConditions
+from hjax.rollout.stop_strings import StopStrings
 
 
 def searched(text: str, strings: list[str]) -> tuple[str, str | None]:
@@ -154,10 +154,10 @@ def test_a_string_ends_a_response_from_min_tokens_on():
     tokenizer = Tokenizer.characters("ab")
     tokens = tokenizer.encode("ababab", add_special=False)
     for least, text in ((0, "ab"), (1, "abab"), (2, "abab"), (3, "ababab"), (4, "ababab")):
-        stops = Stops(["ab"], tokenizer, min_tokens=least)
+        stops = StopConditions(["ab"], tokenizer, min_tokens=least)
         kept, found = stops.cut(tokenizer, [], tokens)
         assert (found, len(kept)) == (text, len(text))
-    assert Stops(["ab"], tokenizer, min_tokens=5).cut(tokenizer, [], tokens) is None
+    assert StopConditions(["ab"], tokenizer, min_tokens=5).cut(tokenizer, [], tokens) is None
 
 
 def test_by_slots_a_row_is_left_behind_once_its_text_has_ended():

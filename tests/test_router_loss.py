@@ -20,9 +20,9 @@ from test_models_layouts import batch_of as answered
 from hjax.algorithms.losses import PolicyLoss, SupervisedLoss, ValueLoss
 from hjax.data.tasks import get_task
 from hjax.errors import ConfigError
-from hjax.models.balance import Routed, balance_loss, balance_metrics
 from hjax.models.compute import Compute
 from hjax.models.huggingface import load_weights
+from hjax.models.load_balancing import RoutingStats, balance_loss, balance_metrics
 from hjax.models.lora import Lora
 from hjax.models.parameters import to_host
 from hjax.models.weights import read_config
@@ -143,14 +143,14 @@ def test_loss_and_metrics_by_hand():
     chosen = [[4.0, 3.0, 1.0], [4.0, 4.0, 0.0]]
     entropy = [[1.2, 0.8, 0.4], [0.8, 0.4, 0.4]]
     sums = jnp.asarray([list(rows) for rows in zip(probabilities, chosen, entropy)])
-    routed = Routed(sums, jnp.float32(4))
+    routed = RoutingStats(sums, jnp.float32(4))
     # f = (8, 7, 1) / 8, P = (5, 1.5, 1.5) / 8.
     assert float(balance_loss(routed)) == pytest.approx(3 * (40 + 10.5 + 1.5) / 64)
     found = {key: float(x) for key, x in balance_metrics(routed).items()}
     # Eight choices over three experts: an even share is 8 / 3.
     wanted = {"router_entropy": 4 / 8, "expert_load_max": 4 / (8 / 3), "experts_unused": 1 / 6}
     assert found == pytest.approx(wanted)
-    nothing = Routed(jnp.zeros((2, 3, 3)), jnp.float32(0))
+    nothing = RoutingStats(jnp.zeros((2, 3, 3)), jnp.float32(0))
     assert float(balance_loss(nothing)) == 0
     assert all(np.isfinite(float(x)) for x in balance_metrics(nothing).values())
 
@@ -201,7 +201,7 @@ def test_the_kernels_of_long_sequences_change_nothing(name, saved, monkeypatch):
     path, batch = saved(row, **changes), batch_of(advantages=1.0)
     options = {"devices": 8, "train": train, "micro_batch": micro_batch}
     expected = update(path, batch, **options)
-    monkeypatch.setattr("hjax.models.attention.WHOLE", 0)  # any length is long
+    monkeypatch.setattr("hjax.models.attention_strategies.WHOLE", 0)  # any length is long
     same(update(path, batch, **options), expected)
 
 

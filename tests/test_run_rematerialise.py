@@ -11,11 +11,11 @@ from hjax.algorithms.losses import PolicyLoss
 from hjax.dryrun.programs import memory_of
 from hjax.dryrun.shape_inputs import read_shape, shape_inputs
 from hjax.models.compute import Compute
-from hjax.models.config import ModelConfig
-from hjax.models.counts import counts
+from hjax.models.cost_inputs import counts
+from hjax.models.model_config import ModelConfig
+from hjax.run.memory_check import choose
 from hjax.run.placement import placed
-from hjax.run.roles import describe_roles
-from hjax.run.room import choose
+from hjax.run.role_groups import describe_roles
 from hjax.sharding.layout import make_layouts
 from hjax.workers import Actor, OptimizerConfig, WorkerContext
 from hjax.workers.memory import RoleMemory

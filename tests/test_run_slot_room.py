@@ -75,7 +75,7 @@ def test_the_programs_of_so_many_fit(monkeypatch):
         "model.hidden_size": 128, "actor.micro_batch": 8,
     }  # fmt: skip
     memory = 24 * 2**20
-    monkeypatch.setattr("hjax.run.base.device_memory", lambda device: memory)
+    monkeypatch.setattr("hjax.run.training_run.device_memory", lambda device: memory)
     with trainer_of("GRPO", keys) as trainer:
         told = describe(trainer)
     slots = told["slots"]["slots"]

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from helpers import tiny_config
 
-from hjax.run.watches import (
-    Watches,
+from hjax.run.health_checks import (
+    HealthChecks,
     equal_groups,
     held_out_remark,
     idle_remark,
@@ -14,7 +14,7 @@ from hjax.run.watches import (
 
 def told(rows, changes=None, algorithm="GRPO", token_seconds=0.0):
     """The names of what is told, with the steps, of (metrics, batch) pairs from step 1 on."""
-    watches = Watches(tiny_config(algorithm, changes), token_seconds)
+    watches = HealthChecks(tiny_config(algorithm, changes), token_seconds)
     found = []
     for step, (metrics, batch) in enumerate(rows, 1):
         for line in watches.messages({"step": step, **metrics}, batch):

@@ -10,7 +10,7 @@ from hjax.config import flatten
 from hjax.launch import serve
 from hjax.launch.sampling_flags import UNSET, options_help
 from hjax.rollout.language_model import LanguageModel
-from hjax.rollout.options import OPTIONS, Sampling
+from hjax.rollout.sampling_params import OPTIONS, SamplingParams
 
 DOCS = pathlib.Path(hjax.__file__).parents[1] / "docs"
 
@@ -38,8 +38,8 @@ def test_every_option_is_a_key_an_argument_a_flag_and_a_field():
 
 
 def test_defaults_change_nothing():
-    sampling = Sampling(**{name: key.default for name, key in OPTIONS.items()})
-    assert sampling == Sampling()
+    sampling = SamplingParams(**{name: key.default for name, key in OPTIONS.items()})
+    assert sampling == SamplingParams()
     assert not (sampling.greedy or sampling.tempered or sampling.truncates or sampling.alters)
 
 
@@ -48,4 +48,4 @@ def test_defaults_change_nothing():
     [("", {}), ("5:-100", {5: -100.0}), ("5:-100,7:2.5", {5: -100.0, 7: 2.5})],
 )
 def test_biases_may_be_text(text, biases):
-    assert Sampling(logit_bias=text).logit_bias == biases
+    assert SamplingParams(logit_bias=text).logit_bias == biases

@@ -11,10 +11,10 @@ import pydantic
 import pytest
 from serving_double import EOS, HTTP, byte_tokenizer, served
 
-from hjax.models.config import ModelConfig
+from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import decoder_network
 from hjax.rollout.language_model import LanguageModel
-from hjax.rollout.service import Service
+from hjax.rollout.service import GenerationService
 from hjax.sharding.layout import make_layouts
 
 pytestmark = pytest.mark.extended  # one engine serves them all, and is made first
@@ -39,7 +39,7 @@ def url():
     layout = make_layouts(jax.devices()[:1]).generate
     params = decoder_network(CONFIG).create(1, layout)
     model = LanguageModel(CONFIG, params, byte_tokenizer(), eos_ids=(EOS,))
-    with served(Service(model, slots=4), tokenizer=byte_tokenizer()) as (url, _, _):
+    with served(GenerationService(model, slots=4), tokenizer=byte_tokenizer()) as (url, _, _):
         yield url
 
 
@@ -159,7 +159,7 @@ def test_a_pattern_that_outgrows_its_matcher_ends_its_request_alone(url, client,
 def test_a_model_without_tokenizer_has_no_formats():
     layout = make_layouts(jax.devices()[:1]).generate
     model = LanguageModel(CONFIG, decoder_network(CONFIG).create(1, layout))
-    with served(Service(model, slots=1)) as (url, _, _):
+    with served(GenerationService(model, slots=1)) as (url, _, _):
         body = {"prompt": [1], "structured_outputs": {"regex": "a"}}
         answer = HTTP.post(f"{url}/v1/completions", json=body)
     error = answer.json()["error"]

@@ -15,7 +15,7 @@ import pytest
 from serving_double import EOS, HTTP, Scripted, answers, byte_tokenizer, served, wait_until
 
 from hjax.data.tokenizer import Tokenizer
-from hjax.serving.limits import Limits
+from hjax.serving.limits import ServerLimits
 
 LONG = 4000
 
@@ -72,7 +72,7 @@ def closed(connection: socket.socket) -> bool:
 
 def test_bodies_that_are_too_large():
     service = Scripted(lambda request: [EOS])
-    with served(service, Limits(body_bytes=1000)) as (url, _, _):
+    with served(service, ServerLimits(body_bytes=1000)) as (url, _, _):
         body = asked(prompt=[1] * 300)
         assert len(body) < 1000
         assert HTTP.post(f"{url}/v1/completions", content=body).status_code == 200
@@ -84,7 +84,7 @@ def test_bodies_that_are_too_large():
 
 
 def test_a_body_that_does_not_come():
-    limits = Limits(body_seconds=0.2, header_seconds=0.2)
+    limits = ServerLimits(body_seconds=0.2, header_seconds=0.2)
     with served(Scripted(endless), limits) as (url, _, _), connected(url) as connection:
         connection.sendall(posted(asked())[:-3])
         assert heard(connection, b"was not there after 0.2 s").startswith(b"HTTP/1.1 408 ")
@@ -93,7 +93,7 @@ def test_a_body_that_does_not_come():
 def test_headers_that_do_not_come():
     sent = [b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: x\r\n"]
     with (
-        served(Scripted(endless), Limits(header_seconds=0.3)) as (url, _, _),
+        served(Scripted(endless), ServerLimits(header_seconds=0.3)) as (url, _, _),
         contextlib.ExitStack() as stack,
         httpx.Client() as client,
     ):
@@ -149,7 +149,7 @@ def test_of_a_text_that_is_much_too_long_the_beginning_is_read(path, field, monk
 
 
 def test_more_connections_than_are_taken():
-    with served(Scripted(endless), Limits(connections=2)) as (url, _, _):
+    with served(Scripted(endless), ServerLimits(connections=2)) as (url, _, _):
         first, second = connected(url), connected(url)
         first.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         assert heard(first, b'"ok"}').startswith(b"HTTP/1.1 200 ")
@@ -223,7 +223,7 @@ def test_a_client_that_goes_away_ends_its_responses(stream):
 
 def test_a_client_that_does_not_read_is_cut_off_and_hinders_nobody():
     service = Scripted(endless, piece=1, pause=0.0005)
-    limits = Limits(idle_seconds=1.0)
+    limits = ServerLimits(idle_seconds=1.0)
     with served(service, limits, tokenizer=byte_tokenizer()) as (url, _, _):
         with connected(url) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -316,7 +316,7 @@ class Stuck(Scripted):
 @pytest.mark.parametrize("engine", [Scripted, Stuck])
 def test_what_runs_too_long_is_told_so_when_the_server_stops(engine):
     service = engine(endless, piece=1, pause=0.01)
-    limits = Limits(drain_seconds=0.3)
+    limits = ServerLimits(drain_seconds=0.3)
     with served(service, limits, tokenizer=byte_tokenizer()) as (url, server, loop):
         with concurrent.futures.ThreadPoolExecutor() as pool:
             ask = [

@@ -10,15 +10,15 @@ from references import AutoModelForCausalLM, torch
 from serving_double import HTTP, byte_tokenizer, served, wait_until
 
 import hjax
-from hjax.models.config import ModelConfig
+from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import decoder_network
 from hjax.rollout.engine import Engine
 from hjax.rollout.language_model import LanguageModel
-from hjax.rollout.options import MOST_TOP, Sampling
+from hjax.rollout.prompt_log_probs import PromptScorer
 from hjax.rollout.requests import Request
-from hjax.rollout.scoring import Scorer
-from hjax.rollout.service import Service
-from hjax.serving.served import Served
+from hjax.rollout.sampling_params import MOST_TOP, SamplingParams
+from hjax.rollout.service import GenerationService
+from hjax.serving.served_model import ServedModel
 from hjax.sharding.layout import make_layouts
 
 pytestmark = pytest.mark.extended  # one engine serves them all, and is made first
@@ -51,7 +51,7 @@ def exact(test_data):
 
 @pytest.fixture(scope="module")
 def service(stories):
-    made = Service(stories, slots=4)
+    made = GenerationService(stories, slots=4)
     yield made
     made.close(0)
 
@@ -60,7 +60,7 @@ def service(stories):
 def client(stories, service):
     # The end token as any other: responses have as many tokens as are asked for.
     about = stories.tokenizer, stories.config.vocab_size, ()
-    with served(service, tokenizer=stories.tokenizer, model=Served("s", service, *about)) as (
+    with served(service, tokenizer=stories.tokenizer, model=ServedModel("s", service, *about)) as (
         url, _, _,
     ):  # fmt: skip
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as made:
@@ -182,7 +182,7 @@ def test_they_are_of_the_distribution_that_is_sampled(client, exact, stories, op
 def test_chats_tell_up_to_twenty():
     layout = make_layouts(jax.devices()[:1]).generate
     model = LanguageModel(CONFIG, decoder_network(CONFIG).create(1, layout), byte_tokenizer())
-    with served(Service(model, slots=2), tokenizer=byte_tokenizer()) as (url, _, _):
+    with served(GenerationService(model, slots=2), tokenizer=byte_tokenizer()) as (url, _, _):
         body = {
             "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "seed": 2,
             "logprobs": True, "return_token_ids": True,
@@ -211,7 +211,7 @@ def test_who_does_not_ask_is_told_nothing_and_no_program_is_made_for_who_does(st
     heard = {}
 
     def ask(name, **options):
-        request = Request((1, 5, 9), 12, Sampling(**options), seed=4)
+        request = Request((1, 5, 9), 12, SamplingParams(**options), seed=4)
         heard[name] = []
         service.submit(request, heard[name].append)
 
@@ -241,7 +241,10 @@ def test_over_several_devices_scores_are_the_same(sizes, stories):
     engine = Engine(network, layout, alone.compute.on(layout), alone.form)
     params = network.place(stories.params, layout)
     ids = tuple(stories.tokenizer.encode(TEXT))
-    found, expected = Scorer(engine)(params, ids, 32), Scorer(alone)(stories.params, ids, 64)
+    found, expected = (
+        PromptScorer(engine)(params, ids, 32),
+        PromptScorer(alone)(stories.params, ids, 64),
+    )
     np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=5e-5)
     assert [len(top) for top in found.top] == [MOST_TOP] * (len(ids) - 1)
     for ours, theirs in zip(found.top, expected.top, strict=True):
@@ -253,7 +256,7 @@ def test_a_prompt_that_was_scored_is_scored_again_by_new_weights():
     layout = make_layouts(jax.devices()[:1]).generate
     model = LanguageModel(CONFIG, decoder_network(CONFIG).create(1, layout))
     other = decoder_network(CONFIG).create(2, layout)
-    service, pieces = Service(model, slots=1), []
+    service, pieces = GenerationService(model, slots=1), []
     scored, replacing = threading.Event(), threading.Event()
     tickets = []
 

@@ -16,8 +16,8 @@ import hjax
 from hjax.errors import ConfigError, RunError
 from hjax.models.checkpoint import write_state
 from hjax.models.weights import load_decoder
-from hjax.rollout.service import Service
-from hjax.serving.reload import Reload
+from hjax.rollout.service import GenerationService
+from hjax.serving.reload import WeightReload
 
 pytestmark = pytest.mark.extended  # one engine serves them all, and is made first
 
@@ -55,8 +55,8 @@ def models(tmp_path_factory):
 class Serving:
     def __init__(self, path):
         self.model = hjax.load_model(path)
-        self.service = Service(self.model, slots=2)
-        reload = Reload(self.model, self.service)
+        self.service = GenerationService(self.model, slots=2)
+        reload = WeightReload(self.model, self.service)
         self._served = served(self.service, key=KEY, reload=reload)
 
     def __enter__(self):

@@ -10,7 +10,7 @@ from tokenizers import decoders, models
 
 from hjax.data.response_text import WAITING, ResponseText
 from hjax.data.tokenizer import Tokenizer
-from hjax.serving.tool_calls import BARE, TAGGED, CallPart, Calls, call_form, read_calls
+from hjax.serving.tool_calls import BARE, TAGGED, AllowedCalls, CallPart, call_form, read_calls
 
 TEXT = "Zwölf Boxkämpfer, 😀😀 日本語 e\u0301 \u200d🏳️\u200d🌈  two  spaces\n\ttab Ωmega."
 
@@ -121,7 +121,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "</x>"}}\n</tool
     ],
 )
 def test_calls_are_read_only_where_all_is_calls(text, names):
-    assert [call.name for call in read_calls(text, Calls(TAGGED, NAMES))] == names
+    assert [call.name for call in read_calls(text, AllowedCalls(TAGGED, NAMES))] == names
 
 
 @pytest.mark.parametrize(
@@ -136,11 +136,11 @@ def test_calls_are_read_only_where_all_is_calls(text, names):
     ],
 )
 def test_bare_calls_are_read_where_they_are_the_answer(text, names):
-    assert [call.name for call in read_calls(text, Calls(BARE, NAMES))] == names
+    assert [call.name for call in read_calls(text, AllowedCalls(BARE, NAMES))] == names
 
 
 def test_arguments_are_json_text():
-    [call] = read_calls(CALL, Calls(TAGGED, NAMES))
+    [call] = read_calls(CALL, AllowedCalls(TAGGED, NAMES))
     assert json.loads(call.arguments) == {"a": 1, "b": "</x>"}
     assert call.index == 0 and call.id.startswith("call_")
 
@@ -164,7 +164,7 @@ def read(calls, said, size):
     ],
 )
 def test_text_is_parted_from_calls_however_it_comes(said, text, calls, size):
-    shown, found, _ = read(Calls(TAGGED, NAMES), said, size)
+    shown, found, _ = read(AllowedCalls(TAGGED, NAMES), said, size)
     assert (shown, len(found)) == (text, calls)
 
 
@@ -175,7 +175,7 @@ ARGUMENTS = ['{"a": "</tool_call> {\\"}", "b": [{}, "\\\\"]}', "{}"]
 @pytest.mark.parametrize("form", [TAGGED, BARE], ids=["tagged", "bare"])
 @pytest.mark.parametrize("forced", [True, False])
 def test_calls_that_are_held_to_a_form_are_told_as_they_come(form, forced, size):
-    calls = Calls(form, NAMES, held=True, forced=forced)
+    calls = AllowedCalls(form, NAMES, held=True, forced=forced)
     tight, loose = (
         f'{{"name":{space}"f",{space}"{form.arguments}":{space}' for space in ("", " ")
     )

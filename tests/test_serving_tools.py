@@ -10,12 +10,12 @@ import openai
 import pytest
 from serving_double import EOS, byte_tokenizer, served
 
-from hjax.models.config import ModelConfig
+from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import decoder_network
+from hjax.rollout.constrained_decoding import ConstraintCompiler
 from hjax.rollout.language_model import LanguageModel
-from hjax.rollout.matching import Matchers
-from hjax.rollout.options import Sampling
-from hjax.rollout.service import Service
+from hjax.rollout.sampling_params import SamplingParams
+from hjax.rollout.service import GenerationService
 from hjax.serving.tool_calls import BARE, TAGGED
 from hjax.serving.tool_choice import ToolFields
 from hjax.sharding.layout import make_layouts
@@ -54,7 +54,7 @@ def client(request):
     tokenizer = byte_tokenizer(*[BARE_TEMPLATE][: request.param == "bare"])
     params = decoder_network(CONFIG).create(1, layout)
     model = LanguageModel(CONFIG, params, tokenizer, eos_ids=(EOS,))
-    with served(Service(model, slots=4), tokenizer=tokenizer) as (url, _, _):
+    with served(GenerationService(model, slots=4), tokenizer=tokenizer) as (url, _, _):
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as made:
             made.several = request.param == "tagged"
             yield made
@@ -191,8 +191,8 @@ def test_strict_functions_hold_calls_and_leave_text(text, several, whole):
             if text.startswith("So: ") or "\n" in said:
                 continue  # where there is but one call, and nothing before it
         constraint = read_tools(given).format(form).constraint
-        options = Sampling(stop=(EOS,))
-        matcher = Matchers(byte_tokenizer(), 260).begin(constraint, options, (65,))
+        options = SamplingParams(stop=(EOS,))
+        matcher = ConstraintCompiler(byte_tokenizer(), 260).begin(constraint, options, (65,))
 
         def may(token, matcher=matcher):
             return bool(matcher.allowed[token // 32] >> (token % 32) & 1)

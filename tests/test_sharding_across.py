@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hjax.sharding.across import PoolTransition
+from hjax.sharding.cross_mesh_transfer import PoolTransition
 from hjax.sharding.layout import make_layouts
 
 LEAVES = {

@@ -16,10 +16,10 @@ import pytest
 from arrival_process import AXES, BUCKET_BYTES, DEVICES, File, targets
 
 from hjax.errors import RunError
-from hjax.pieces import Pieces, merge, overlap
-from hjax.sharding.across import Arrival, lend
-from hjax.sharding.crossing import regions, spread, tree_crossing
+from hjax.sharded_values import ArrayRegions, merge, overlap
+from hjax.sharding.cross_mesh_transfer import IncomingParameters, lend
 from hjax.sharding.layout import make_layouts
+from hjax.sharding.transfer_plan import regions, spread, tree_crossing
 
 SIZES = {"q": (4, 16, 8), "table": (8, 16), "norm": (4, 16), "pair": (2,), "scale": ()}
 BF16 = np.dtype(jnp.bfloat16)
@@ -83,7 +83,7 @@ def test_parts_that_are_lent_by_a_plan_are_fetched_once(truth, sender):
         for name, x in lend(sender[0], crossing, process).items():
             own = {s.region for s in crossing.by_name[name] if s.from_process == process}
             assert {region for region, _ in x.parts} == own
-    arrival = Arrival(target, SHAPES, DTYPES, BUCKET_BYTES)
+    arrival = IncomingParameters(target, SHAPES, DTYPES, BUCKET_BYTES)
     params = arrival(handles)
     for name, value in expected(truth).items():
         assert params[name].dtype == value.dtype
@@ -102,9 +102,9 @@ def test_parts_that_are_lent_by_a_plan_are_fetched_once(truth, sender):
 def test_parts_cut_otherwise_arrive_too_and_are_counted_in_full(truth):
     """Whole arrays, as a sender without a plan has them, and one that is at hand already."""
     cast = {name: value.astype(SHAPES[name].dtype) for name, value in truth.items()}
-    handles = {name: counted(Pieces.of(x)) for name, x in cast.items()}
-    handles["norm"] = Pieces.of(cast["norm"])
-    arrival = Arrival(targets(jax.devices()[:4]), SHAPES)
+    handles = {name: counted(ArrayRegions.of(x)) for name, x in cast.items()}
+    handles["norm"] = ArrayRegions.of(cast["norm"])
+    arrival = IncomingParameters(targets(jax.devices()[:4]), SHAPES)
     params = arrival(handles)
     for name, value in cast.items():
         np.testing.assert_array_equal(np.asarray(params[name]), value)
@@ -113,23 +113,23 @@ def test_parts_cut_otherwise_arrive_too_and_are_counted_in_full(truth):
 
 def test_nothing_is_fetched_of_parameters_that_are_not_the_expected(truth):
     cast = {name: value.astype(SHAPES[name].dtype) for name, value in truth.items()}
-    handles = {name: counted(Pieces.of(x)) for name, x in cast.items()}
+    handles = {name: counted(ArrayRegions.of(x)) for name, x in cast.items()}
     handles["table"] = dataclasses.replace(handles["table"], dtype=np.dtype(np.float32))
-    arrival = Arrival(targets(jax.devices()[:4]), SHAPES)
+    arrival = IncomingParameters(targets(jax.devices()[:4]), SHAPES)
     with pytest.raises(RunError, match="table comes as float32, but must be bfloat16"):
         arrival(handles)
     assert arrival.fetched_bytes == 0
     assert not any(part.fetches for x in handles.values() for _, part in x.parts)
     with pytest.raises(RunError, match=r"a ndarray \[2\] is among parameters that come in pieces"):
-        arrival(handles | {"table": Pieces.of(cast["table"]), "pair": cast["pair"]})
+        arrival(handles | {"table": ArrayRegions.of(cast["table"]), "pair": cast["pair"]})
 
 
 def test_a_part_of_another_size_than_was_said_is_refused(truth):
-    handles = {n: Pieces.of(x.astype(SHAPES[n].dtype)) for n, x in truth.items()}
+    handles = {n: ArrayRegions.of(x.astype(SHAPES[n].dtype)) for n, x in truth.items()}
     [(region, numbers)] = handles["q"].parts
     handles["q"] = dataclasses.replace(handles["q"], parts=((region, Counted(numbers[:, :8])),))
     with pytest.raises(RunError, match=r"came as float32\[4, 8, 8\], not as \[4, 16, 8\]"):
-        Arrival(targets(jax.devices()[:4]), SHAPES)(handles)
+        IncomingParameters(targets(jax.devices()[:4]), SHAPES)(handles)
 
 
 def test_only_what_the_plan_was_made_for_is_lent(sender):

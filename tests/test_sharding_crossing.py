@@ -10,9 +10,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hjax.errors import ConfigError, RunError
-from hjax.pieces import within
-from hjax.sharding.crossing import Cargo, plan_crossing, regions, spread, tree_crossing
+from hjax.sharded_values import within
 from hjax.sharding.layout import make_layouts
+from hjax.sharding.transfer_plan import TransferArray, plan_crossing, regions, spread, tree_crossing
 
 
 def mesh_of(**sizes):
@@ -101,8 +101,8 @@ def test_replicas_share_the_sending(seed):
 def test_what_one_alone_has_is_given_out_first():
     """Device 0 must send the first array whole, so 1 sends the second, which both have."""
     whole, none = ((0, 4),), ((0, 0),)
-    alone = Cargo("a", (4,), np.dtype("f4"), (whole, none), (whole,))
-    both = Cargo("b", (4,), np.dtype("f4"), (whole, whole), (whole,))
+    alone = TransferArray("a", (4,), np.dtype("f4"), (whole, none), (whole,))
+    both = TransferArray("b", (4,), np.dtype("f4"), (whole, whole), (whole,))
     for order in ([alone, both], [both, alone]):
         plan = plan_crossing(order)
         assert {send.name: send.sender for send in plan.sends} == {"a": 0, "b": 1}
@@ -163,11 +163,11 @@ def test_layouts_that_make_no_plan_are_refused():
     half, rest, whole = ((0, 2),), ((2, 4),), ((0, 4),)
     f4 = np.dtype("f4")
     with pytest.raises(RunError, match=r"q \[4\]: no part holds the region \(\(2, 4\),\)"):
-        plan_crossing([Cargo("q", (4,), f4, (half, half), (whole,))])
+        plan_crossing([TransferArray("q", (4,), f4, (half, half), (whole,))])
     with pytest.raises(RunError, match=r"q \[4\]: the regions .* overlap in \(\(0, 2\),\)"):
-        plan_crossing([Cargo("q", (4,), f4, (half, rest), (half, whole))])
+        plan_crossing([TransferArray("q", (4,), f4, (half, rest), (half, whole))])
     with pytest.raises(ConfigError, match="source_processes has 3 entries, but .* 2 devices"):
-        plan_crossing([Cargo("q", (4,), f4, (half, rest), (whole,))], [0, 0, 1])
+        plan_crossing([TransferArray("q", (4,), f4, (half, rest), (whole,))], [0, 0, 1])
     with pytest.raises(ConfigError, match=r"dimension 0 of an array \[6\] .* over data=4"):
         regions(NamedSharding(mesh_of(data=4), P("data")), (6,))
     with pytest.raises(ConfigError, match="lay it out by a NamedSharding"):

@@ -10,8 +10,8 @@ from jax.sharding import Mesh, PartitionSpec
 from hjax.kernels import blockwise, splash
 from hjax.kernels.attention import attend, cost_label
 from hjax.models.compute import Compute
-from hjax.models.config import ModelConfig
 from hjax.models.forward import sequence_states, token_log_probs
+from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import decoder_network
 from hjax.xla.flops import Flops, count_flops, told_cost
 from hjax.xla.hlo import parse

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from hjax.errors import RunError
-from hjax.pieces import Pieces
+from hjax.sharded_values import ArrayRegions
 from hjax.sharding.layout import make_layouts
-from hjax.sharding.manifest import check, check_regions, manifest_of
+from hjax.sharding.parameter_manifest import check, check_regions, manifest_of
 
 
 class Unread:
@@ -20,7 +20,7 @@ class Unread:
 
 
 def pieces(shape, regions, dtype="float32"):
-    return Pieces(shape, np.dtype(dtype), tuple((region, Unread()) for region in regions))
+    return ArrayRegions(shape, np.dtype(dtype), tuple((region, Unread()) for region in regions))
 
 
 TOP, BOTTOM = ((0, 2), (0, 6)), ((2, 4), (0, 6))

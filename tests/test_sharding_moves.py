@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from hjax.sharding.moves import plan_moves, received, spec_of, split_of
+from hjax.sharding.reshard_plan import plan_moves, received, spec_of, split_of
 
 SIZES = {"a": 2, "b": 2, "c": 4}
 

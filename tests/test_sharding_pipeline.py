@@ -142,7 +142,7 @@ def test_stages_in_different_branches_exchange_nothing_with_neighbours(sizes, pa
     """Only the two hand-overs of a tick may shift between devices: branches differ by stage."""
     from test_workers_layouts import DESCENT, LOSS
 
-    from hjax.models.config import ModelConfig
+    from hjax.models.model_config import ModelConfig
     from hjax.workers import Actor, WorkerContext
 
     context = WorkerContext(

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from hjax.show.charts import Series, line_chart, stacked_bar, timeline, value_text
+from hjax.show.charts import ChartSeries, line_chart, stacked_bar, timeline, value_text
 from hjax.show.format import ticks
 from hjax.show.pages import render
 
@@ -78,7 +78,7 @@ def test_ticks_of_any_range_are_distinct_and_say_their_values():
 
 def heights(*values, spread=None, limit=None):
     points = list(enumerate(values, start=1))
-    return line_chart([Series("x", points, spread=spread)], limit)
+    return line_chart([ChartSeries("x", points, spread=spread)], limit)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def drawn(macro, chart):
 
 
 def test_long_curves_are_averaged_down():
-    chart = line_chart([Series("x", [(i, i % 2) for i in range(100_000)])])
+    chart = line_chart([ChartSeries("x", [(i, i % 2) for i in range(100_000)])])
     kept = json.loads(chart.data)["series"][0]
     assert len(kept["steps"]) == 400
     assert (kept["steps"][0], kept["values"][0]) == (249, 0.5)  # the mean of 250 steps
@@ -143,7 +143,7 @@ def test_long_curves_are_averaged_down():
 
 def test_steps_that_are_clipped_do_not_widen_the_chart():
     points = [(1, 90.0), (2, 1.0), (3, 2.0)]
-    chart = line_chart([Series("time", points)], clipped=[1])
+    chart = line_chart([ChartSeries("time", points)], clipped=[1])
     assert max(float(text) for _, text in chart.heights) <= 2.5
     first = chart.curves[0]["line"].split()[0]
     assert float(first.split(",")[1]) == chart.top  # along the edge
@@ -158,7 +158,7 @@ def test_values_have_the_digits_that_tell_them_apart():
 
 
 def test_names_in_charts_are_escaped():
-    svg = drawn("line_chart", line_chart([Series('"><b>', [(1, 1.0)])], ("<limit>", 2.0)))
+    svg = drawn("line_chart", line_chart([ChartSeries('"><b>', [(1, 1.0)])], ("<limit>", 2.0)))
     assert "<b>" not in svg and "<limit>" not in svg
     assert svg.index("&lt;limit&gt;</text>") > svg.index("<polyline")  # above what may cross it
     assert "&lt;limit&gt;" in svg and json.dumps('"><b>') in html.unescape(svg)

@@ -4,8 +4,8 @@ import io
 
 import pytest
 
-from hjax.show import parts_display
-from hjax.show.parts_display import PartsDisplay
+from hjax.show import progress_bar
+from hjax.show.progress_bar import PartsDisplay
 
 
 class Terminal(io.StringIO):
@@ -24,7 +24,7 @@ class Clock:
 
 def test_lines_come_at_the_ends_and_every_five_seconds(monkeypatch):
     clock, stream = Clock(), io.StringIO()
-    monkeypatch.setattr(parts_display, "time", clock)
+    monkeypatch.setattr(progress_bar, "time", clock)
     with PartsDisplay("calibrating", stream=stream) as progress:
         for done, seconds in ((0, 0), (1, 2), (2, 6), (3, 9), (9, 75), (10, 76)):
             clock.now = 100.0 + seconds

@@ -12,9 +12,9 @@ import hjax
 from hjax.data.tasks import get_task
 from hjax.errors import ConfigError
 from hjax.launch.__main__ import main
-from hjax.launch.machine import prepare_jax
-from hjax.run import room
-from hjax.settings.checking import divisors
+from hjax.launch.jax_setup import prepare_jax
+from hjax.run import memory_check
+from hjax.settings.config_checks import divisors
 
 
 @pytest.mark.parametrize("n", [1, 2, 12, 97, 144, 360])
@@ -67,15 +67,15 @@ def test_sizes_are_held_against_memory_before_anything_is_allocated(tmp_path, mo
     # once; and 17 bytes of each token of a batch.
     sequences = (8 * 5 + 16 * 4) * 2 * 4 * 8 * 4 + 16 * 9 * 17
     needed = weights + sequences
-    monkeypatch.setattr(room, "free_bytes", lambda device: needed - 1)
+    monkeypatch.setattr(memory_check, "free_bytes", lambda device: needed - 1)
     with pytest.raises(ConfigError, match="16 sequences of 9 tokens .*this machine has") as caught:
         hjax.Trainer(config, tmp_path / "run")
     assert "\n" not in str(caught.value) and "model.hidden_size" in str(caught.value)
     assert not (tmp_path / "run").exists()
-    monkeypatch.setattr(room, "free_bytes", lambda device: needed)
+    monkeypatch.setattr(memory_check, "free_bytes", lambda device: needed)
     hjax.Trainer(config, tmp_path / "run").close()
     # What is only described needs none of it.
-    monkeypatch.setattr(room, "free_bytes", lambda device: 1)
+    monkeypatch.setattr(memory_check, "free_bytes", lambda device: 1)
     trainer = hjax.Trainer(config)
     with pytest.raises(ConfigError, match="this machine has 1 B left"):
         trainer.step()

@@ -7,7 +7,7 @@ from helpers import tiny_config, trainer_of
 
 import hjax
 from hjax.errors import RunError
-from hjax.run.watches import SamplerWatch, TruncationWarning
+from hjax.run.health_checks import SamplerCheck, TruncationWarning
 
 
 def told(warning, *shares):
@@ -30,7 +30,7 @@ def test_a_limit_that_leaves_room_for_the_answer_is_meant():
 
 
 def errors_of(changes, *errors):
-    watch = SamplerWatch(tiny_config("GRPO", changes))
+    watch = SamplerCheck(tiny_config("GRPO", changes))
     rows = [{"rollout/token_prob_error": error} for error in errors]
     return [message for row in rows if (message := watch.message(row))]
 

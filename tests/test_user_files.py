@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from hjax.errors import ConfigError
-from hjax.user_files import import_file, load_object, origin
+from hjax.user_code import import_file, load_object, origin
 
 TEXT = """
 import dataclasses

@@ -7,9 +7,9 @@ import pytest
 import hjax
 from hjax.algorithms import ALGORITHMS
 from hjax.config import flatten
+from hjax.config_aliases import WISHES, wish
 from hjax.errors import ConfigError
-from hjax.settings.reading import load_config
-from hjax.wishes import WISHES, wish
+from hjax.settings.config_loading import load_config
 
 # As it is typed (after the command), and the key or the words that the one line has to have.
 # TRL's arguments and habits, then verl's, OpenRLHF's, Tunix's and slips of anybody's.

@@ -12,12 +12,12 @@ from flax import nnx
 from references import torch
 
 from hjax.errors import ConfigError
-from hjax.models.config import ModelConfig
-from hjax.models.declaration import Kind, matrix, vector
+from hjax.models.model_config import ModelConfig
+from hjax.models.parameter_spec import ParameterKind, matrix, vector
 from hjax.models.parameters import decoder_network, network_of, scalar_network
 from hjax.sharding.layout import make_layouts
 from hjax.workers import OptimizerConfig, Updater
-from hjax.workers.passes import Passes
+from hjax.workers.micro_batching import MicroBatches
 
 ROWS, STEPS = 8, 12
 NO_CONFIG = ModelConfig(1, 1, 1, 1, 1, 1, 2, 1)  # of a network that reads none
@@ -76,7 +76,7 @@ def updater(config, micro_batch=0, devices=1):
 
 def make(objective, config, micro_batch=0, devices=1):
     layout = make_layouts(jax.devices()[:devices]).train
-    passes = Passes(layout, {}, micro_batch)
+    passes = MicroBatches(layout, {}, micro_batch)
     return Updater(objective, prepare, config, passes, network_of(Affine, NO_CONFIG))
 
 
@@ -235,7 +235,7 @@ def test_stacked_biases_are_neither_decayed_nor_cast():
             self.bias = vector(0, layers=2, mlp=4).create()
 
     network = network_of(Biased, NO_CONFIG)
-    assert network.kinds == {"weight": Kind.MATRIX, "bias": Kind.VECTOR}
+    assert network.kinds == {"weight": ParameterKind.MATRIX, "bias": ParameterKind.VECTOR}
     assert network.read_dtypes(jnp.bfloat16) == {"weight": jnp.bfloat16, "bias": jnp.float32}
     # Without a gradient AdamW takes rate * decay of what is decayed, and nothing else.
     optimizer = OptimizerConfig(0.5, weight_decay=0.1, max_grad_norm=0.0).build(network.declared)

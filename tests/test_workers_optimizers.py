@@ -10,14 +10,14 @@ import pytest
 from helpers import computed, tiny_config, trainer_of
 
 from hjax.errors import ConfigError
-from hjax.models.config import ModelConfig
 from hjax.models.lora import Lora
+from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import decoder_network
 from hjax.roles import OPTIMIZERS
 from hjax.sharding.layout import make_layouts
 from hjax.workers import OptimizerConfig, Updater
+from hjax.workers.micro_batching import MicroBatches
 from hjax.workers.optimizer import load_optimizer
-from hjax.workers.passes import Passes
 
 SHAPE = ModelConfig(
     vocab_size=160,
@@ -120,7 +120,7 @@ def update_all(name, layout):
     """Parameters and state after the updates."""
     train = make_layouts(jax.devices(), LAYOUTS[layout]).train
     network = decoder_network(SHAPE)
-    updater = Updater(waves, lambda batch: batch, settings(name), Passes(train, {}), network)
+    updater = Updater(waves, lambda batch: batch, settings(name), MicroBatches(train, {}), network)
     params = network.create(0, train)
     state = updater.init(params)
     for batch in batches():

@@ -14,12 +14,12 @@ from hjax.algorithms.losses import PolicyLoss, SupervisedLoss, ValueLoss
 from hjax.algorithms.pair_loss import PairLoss
 from hjax.algorithms.reward_model import ScoreLoss, with_end
 from hjax.models.compute import Compute
-from hjax.models.config import ModelConfig
+from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import to_host
 from hjax.sharding.layout import make_layouts
 from hjax.workers import Actor, Critic, ModelReward, OptimizerConfig, Reference, WorkerContext
-from hjax.workers.packer import Packer, Padded
-from hjax.workers.scalar import Scorer
+from hjax.workers.packer import Packer, PaddedBatch
+from hjax.workers.scalar import RewardTrainer
 
 DESCENT = OptimizerConfig(learning_rate=1e9, epsilon=1e6, max_grad_norm=0.0)
 SCALE = 1e3
@@ -100,7 +100,7 @@ def batch():
 def update(worker, batch, **more):
     """Metrics of one public update, and its gradient."""
     before = to_host(worker.params)
-    calls = {Actor: "update_actor", Critic: "update_critic", Scorer: "update_scores"}
+    calls = {Actor: "update_actor", Critic: "update_critic", RewardTrainer: "update_scores"}
     call = getattr(worker, calls[type(worker)])
     metrics = {key: float(x) for key, x in call(batch, **more).items()}
     return metrics, jax.tree.map(lambda a, b: (a - b) / SCALE, before, to_host(worker.params))
@@ -202,7 +202,7 @@ def test_packs_go_together_with(name, batch, padded, monkeypatch):
     loss_name, shared, changes = TOGETHER[name]
     changes = {"packing": 40} | changes
     if changes.pop("blocks", False):
-        monkeypatch.setattr("hjax.models.attention.WHOLE", 0)
+        monkeypatch.setattr("hjax.models.attention_strategies.WHOLE", 0)
     kind, loss, stage = LOSSES[loss_name]
     given = batch if shared else {key: x for key, x in batch.items() if key != "prompt_id"}
     worker = start(kind, loss, stage, **changes)
@@ -214,7 +214,7 @@ def test_packs_go_together_with(name, batch, padded, monkeypatch):
 PAIRED = {
     "sigmoid": (Actor, PairLoss(nll_coef=0.1)),
     "odds": (Actor, PairLoss(kind="odds")),
-    "scores": (Scorer, ScoreLoss(margin=0.5, centring=0.01, label_coef=0.2)),
+    "scores": (RewardTrainer, ScoreLoss(margin=0.5, centring=0.01, label_coef=0.2)),
 }
 # A pack of 52 holds the longest pair; 4 rows with a prompt that they share are two pairs.
 PAIRS = {
@@ -236,7 +236,7 @@ def test_pairs_are_never_cut_apart(name, how, batch):
     changes = {"samples": 1, "unit": 2} | PAIRS[how]
     shared = changes["samples"] > 1
     given = {key: x for key, x in batch.items() if shared or key != "prompt_id"}
-    if kind is Scorer:
+    if kind is RewardTrainer:
         given = with_end(given)
         rng = np.random.default_rng(3)
         labels = rng.integers(0, 2, given["response_mask"].shape).astype(np.float32)
@@ -394,7 +394,7 @@ def test_experts_that_are_balanced_by_pass_have_no_choice():
 def test_cudnn_s_attention_has_no_long_packs(batch):
     """It has no mask of several sequences, but those of up to 512 places go in one piece."""
     layout = make_layouts(jax.devices()[:1]).train
-    padded = Padded(ROWS, (PROMPT, LENGTH), SAMPLES, 1)
+    padded = PaddedBatch(ROWS, (PROMPT, LENGTH), SAMPLES, 1)
     short = {key: batch[key] for key in ("prompt_mask", "response_mask")}
     long = {**short, "response_mask": np.pad(short["response_mask"], ((0, 0), (0, 600)))}
     for longest, there in ((0, True), (512, False)):

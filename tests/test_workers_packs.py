@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from hjax.workers.packer import Padded, shape_beside
+from hjax.workers.packer import PaddedBatch, shape_beside
 from hjax.workers.packs import fill, first_fit, make_packing, rounded
 
 
@@ -136,7 +136,7 @@ def test_every_token_finds_its_sequence_in_packs_of_one_shape(rows, share, parts
     rng = np.random.default_rng(rows)
     for _ in range(8):
         prompts, responses, tokens = batch_of(rng, rows, share, widths)
-        shape = shape_beside(Padded(rows, (40, 56), 1, 1), parts, unit, least=1)
+        shape = shape_beside(PaddedBatch(rows, (40, 56), 1, 1), parts, unit, least=1)
         shape = shape._replace(answers=8 * unit, slots=shape.height * 4 * unit)
         shape = shape._replace(capacity=14 * unit, passes=-(-rows // (unit * parts)))
         packing = fill(prompts, responses, widths, share, shape, parts, unit)
@@ -196,7 +196,7 @@ def check_places(packing, prompts, responses, tokens, share, parts, unit):
 def test_packs_are_chosen_by_hand():
     """Eight rows of a prompt of 2 and up to 30, padded 8 x 32 = 256 places; a pack holds 32, a
     sequence of n response tokens n + 1. Packs of a third less: at most 5 of them."""
-    padded = Padded(8, (2, 30), 1, 1)
+    padded = PaddedBatch(8, (2, 30), 1, 1)
     shape = shape_beside(padded, parts=1, least=1)
     assert (shape.passes, shape.height, shape.capacity) == (5, 1, 32)
     prompts = np.full(8, 2)
@@ -218,7 +218,7 @@ def test_packs_are_chosen_by_hand():
 
 
 def test_a_response_to_no_prompt_is_not_packed():
-    padded = Padded(4, (3, 9), 1, 1)
+    padded = PaddedBatch(4, (3, 9), 1, 1)
     shape = shape_beside(padded, parts=1, least=1)
     prompts, responses = np.array([3, 0, 2, 1]), np.array([1, 1, 2, 1])
     assert fill(prompts, responses, padded.widths, 1, shape, 1) is None

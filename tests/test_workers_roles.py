@@ -13,14 +13,14 @@ from hjax.controller import ResourcePool, WorkerGroup
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, RunError
 from hjax.models.compute import Compute
-from hjax.models.config import ModelConfig
+from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import to_host
 from hjax.models.weights import read_config
-from hjax.pieces import Pieces
 from hjax.rewards.function import RewardFunction
-from hjax.rollout.options import Sampling
+from hjax.rollout.sampling_params import SamplingParams
+from hjax.sharded_values import ArrayRegions
 from hjax.sharding.layout import make_layouts
-from hjax.sharding.manifest import manifest_of
+from hjax.sharding.parameter_manifest import manifest_of
 from hjax.workers import (
     Actor,
     Critic,
@@ -49,7 +49,7 @@ def context(role, devices=1, **changes):
         "max_response_length": 6,
         "optimizer": DESCENT,
         "tokenizer": CHARACTERS,
-        "sampling": Sampling(stop=ENDS),
+        "sampling": SamplingParams(stop=ENDS),
         "compute": Compute(unroll_layers=True),
     }
     return WorkerContext(role=role, **(options | changes))
@@ -102,7 +102,7 @@ def actor():
         Actor,
         "actor",
         loss=PolicyLoss(),
-        sampling=Sampling(temperature=0.7, stop=ENDS),
+        sampling=SamplingParams(temperature=0.7, stop=ENDS),
     )
 
 
@@ -252,7 +252,7 @@ def test_abstract_state_is_the_state():
 
 
 def test_the_reference_is_a_copy_that_does_not_change(actor, batch):
-    reference = Reference(context("reference", sampling=Sampling(temperature=0.7, stop=ENDS)))
+    reference = Reference(context("reference", sampling=SamplingParams(temperature=0.7, stop=ENDS)))
     worker = start(Actor, "actor", loss=PolicyLoss())
     worker.take_weights(actor.params)
     reference.take_weights(worker.params)
@@ -294,10 +294,10 @@ def in_pieces(params):
     def cut(x):
         x = np.asarray(x)
         if x.ndim == 0 or x.shape[0] % 2:
-            return Pieces.of(x)
+            return ArrayRegions.of(x)
         half, rest = x.shape[0] // 2, tuple((0, n) for n in x.shape[1:])
         parts = (((0, half), *rest), x[:half]), (((half, x.shape[0]), *rest), x[half:])
-        return Pieces(x.shape, x.dtype, parts)
+        return ArrayRegions(x.shape, x.dtype, parts)
 
     return jax.tree.map(cut, params)
 

@@ -26,7 +26,7 @@ def update_on(devices, train):
 
     from hjax.algorithms.losses import ValueLoss
     from hjax.models.compute import Compute
-    from hjax.models.config import ModelConfig
+    from hjax.models.model_config import ModelConfig
     from hjax.sharding.layout import make_layouts
     from hjax.workers import Critic, OptimizerConfig, WorkerContext
 

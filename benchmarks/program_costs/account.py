@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from hjax.devices import DEVICES
-from hjax.dryrun.compilation import Reader
+from hjax.dryrun.compilation import ProgramReader
 from hjax.dryrun.programs import StepProgram, phase_of
 from hjax.dryrun.topologies import Topology, parse_topology
-from hjax.sharding.wires import wires_of
+from hjax.sharding.interconnect import wires_of
 from program_costs.limits import Limits, Torus
 from program_costs.lower_bound import minimum
 from program_costs.roofline import Operation, Turn, roofline
@@ -95,7 +95,7 @@ def _read(
     return {"roofline": account(text, topology, loop_trips, placed)}
 
 
-READER = Reader("roofline 1", _read)
+READER = ProgramReader("roofline 1", _read)
 
 
 def beside_minimum(

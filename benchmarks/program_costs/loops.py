@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hjax.xla.collectives import KINDS
-from hjax.xla.hlo import ArrayShape, Computation, Instruction, Module, arrays_of, entry_shape
+from hjax.xla.hlo import ArrayShape, Computation, HloModule, Instruction, arrays_of, entry_shape
 from program_costs.sources import source_of
 
 LARGE = 2**20  # bytes from which on an array counts
@@ -37,7 +37,7 @@ class Copy:
     bytes: int
 
 
-def copies(module: Module, loop: Instruction, at_least: int = LARGE) -> list[Copy]:
+def copies(module: HloModule, loop: Instruction, at_least: int = LARGE) -> list[Copy]:
     """Arrays of ``at_least`` bytes that a turn of a ``while`` makes in main memory of one that it
     carries, with as many elements as that, or as an entry of its first dimension (a layer), without
     multiplying.
@@ -61,7 +61,7 @@ _Given = Mapping[int, "ArrayShape | Mapping[int, ArrayShape] | None"]
 
 
 def _follow(
-    module: Module,
+    module: HloModule,
     computation: Computation,
     given: _Given,
     at_least: int,
@@ -151,7 +151,7 @@ def _inner(instruction: Instruction) -> list[str]:
     return [name for attribute in attributes for name in instruction.called(attribute)]
 
 
-def written_over(module: Module, inner: Computation, result: Instruction) -> str | None:
+def written_over(module: HloModule, inner: Computation, result: Instruction) -> str | None:
     """Of a result that is an array with a part written over, that part."""
     while result.opcode in ("bitcast", "reshape") and result.operands:
         result = inner.instructions[result.operands[0]]
@@ -168,7 +168,7 @@ def written_over(module: Module, inner: Computation, result: Instruction) -> str
     return None
 
 
-def _makes_new(module: Module, computation: Computation, instruction: Instruction) -> bool:
+def _makes_new(module: HloModule, computation: Computation, instruction: Instruction) -> bool:
     """Whether an instruction copies nothing, whatever it has written."""
     opcode = instruction.opcode
     if opcode in _PASSING or opcode.endswith("-done"):
@@ -183,7 +183,7 @@ def _makes_new(module: Module, computation: Computation, instruction: Instructio
     )
 
 
-def _multiplies(module: Module, instruction: Instruction) -> bool:
+def _multiplies(module: HloModule, instruction: Instruction) -> bool:
     if instruction.opcode in ("dot", "convolution"):
         return True
     return instruction.opcode == "fusion" and any(
@@ -194,7 +194,7 @@ def _multiplies(module: Module, instruction: Instruction) -> bool:
 
 
 def _in_place(
-    module: Module, computation: Computation, instruction: Instruction, number: int
+    module: HloModule, computation: Computation, instruction: Instruction, number: int
 ) -> bool:
     """Whether result ``number`` is an array of which only a part is written."""
     if instruction.opcode in ("dynamic-update-slice", "scatter"):

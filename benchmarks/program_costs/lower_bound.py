@@ -14,10 +14,10 @@ import jax
 import numpy as np
 
 from hjax.dryrun.programs import StepProgram, phase_of
-from hjax.models import arithmetic
-from hjax.models.config import ModelConfig
-from hjax.models.counts import Mesh, counts
-from hjax.models.weight_ring import travels
+from hjax.models import parameter_counts
+from hjax.models.collective_matmul import travels
+from hjax.models.cost_inputs import MeshSizes, counts
+from hjax.models.model_config import ModelConfig
 from hjax.sharding.layout import Layout, shard_bytes
 from program_costs.limits import Limits
 
@@ -43,7 +43,7 @@ def minimum(
     tokens = Tokens(program.rows, samples, prompt_length, context.max_response_length)
     element = np.dtype(context.compute.dtype).itemsize
     # Of the parameters, of which each device needs all that passes it.
-    held = _held(arithmetic.parameters(model, worker.scalar), model, layout) * element
+    held = _held(parameter_counts.parameters(model, worker.scalar), model, layout) * element
     parts = layout.ways("embed")
     gather = held * (parts - 1) / parts
     forward = tokens.forward_flops(model, worker.scalar) / layout.mesh.size
@@ -51,7 +51,7 @@ def minimum(
     if generates and program.program.tokens == 0:
         # Prompts alone: as many of them as a run reads.
         tokens = Tokens(program.rows // program.runs, samples, prompt_length, 0)
-        moved = _held(arithmetic.parameters(model), model, layout) * element
+        moved = _held(parameter_counts.parameters(model), model, layout) * element
         passed = tokens.all
         flops, received = tokens.forward_flops(model, False) / layout.mesh.size, 0.0
     elif generates and program.program.tokens is not None:
@@ -68,7 +68,7 @@ def minimum(
         flops, received = forward, 0.0
     elif phase == "update":
         state = sum(shard_bytes(tree) for tree in worker.abstract_state().values())
-        passes = arithmetic.update_passes(model, worker.scalar)
+        passes = parameter_counts.update_passes(model, worker.scalar)
         moved, flops = 2.0 * state, passes * forward
         copies = layout.ways("batch") // parts
         # In each micro-batch gathered for the forward and the backward pass, and its gradients
@@ -83,12 +83,12 @@ def minimum(
         rows = passed / layout.ways("batch")
         both = 2 if phase == "update" else 1
         pieces = 1 if generates else worker.passes.pieces_of(program.rows)
-        if not generates and travels(counts(model), Mesh.of(layout), rows / pieces):
+        if not generates and travels(counts(model), MeshSizes.of(layout), rows / pieces):
             # Of every layer the other parts of its weights, and of their gradients; queries, keys,
             # values and what attention makes of them.
-            times = arithmetic.update_passes(model, worker.scalar) if phase == "update" else 1
+            times = parameter_counts.update_passes(model, worker.scalar) if phase == "update" else 1
             exchanged = 2 * (model.heads + model.kv_heads) * model.head_dim * rows / t
-            moves = times * pieces * arithmetic.layer_parameters(model) + both * exchanged
+            moves = times * pieces * parameter_counts.layer_parameters(model) + both * exchanged
         else:
             # Of every layer's two sums over its parts, a reduce-scatter and an all-gather each.
             moves = both * 2 * 2 * rows * model.hidden_size
@@ -119,15 +119,17 @@ def decoding_bytes(
       cache_element: of an entry of the cache, see ``hjax.kernels.int8_cache.element_bytes``.
     """
     looked_up = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size
-    weights = _held(arithmetic.parameters(model) - looked_up, model, layout) * element
-    cache = arithmetic.cache_elements(model) * cache_element * tokens.read_while_decoding(model)
+    weights = _held(parameter_counts.parameters(model) - looked_up, model, layout) * element
+    cache = (
+        parameter_counts.cache_elements(model) * cache_element * tokens.read_while_decoding(model)
+    )
     return tokens.response * weights + cache / layout.mesh.size
 
 
 def _held(parameters: int, model: ModelConfig, layout: Layout) -> float:
     """Of so many parameters those that multiply what passes one device: its part of the heads and
     layers, and of experts its own."""
-    experts = arithmetic.expert_parameters(model) * model.layers
+    experts = parameter_counts.expert_parameters(model) * model.layers
     held = parameters - experts + experts / layout.ways("experts")
     return held / (layout.ways("heads") * layout.ways("layers"))
 
@@ -154,19 +156,19 @@ class Tokens:
         """Tokens whose keys and values are read, over all steps and layers: each prompt's once a
         step for all its samples, of each response those before; of a layer with a window those
         within it."""
-        own = arithmetic.attended(model, self.response)
+        own = parameter_counts.attended(model, self.response)
         return self.groups * (self._responding(model) - own) + self.rows * own
 
     def _responding(self, model: ModelConfig) -> float:
         """Pairs of a response's token and one that it attends to, in all layers."""
-        whole = arithmetic.attended(model, self.prompt + self.response)
-        return whole - arithmetic.attended(model, self.prompt)
+        whole = parameter_counts.attended(model, self.prompt + self.response)
+        return whole - parameter_counts.attended(model, self.prompt)
 
     def forward_flops(self, model: ModelConfig, scalar: bool) -> float:
         """Matrix products of a forward pass; the head's of the responses alone."""
-        layers = 2.0 * model.layers * arithmetic.active_layer_parameters(model) * self.all
+        layers = 2.0 * model.layers * parameter_counts.active_layer_parameters(model) * self.all
         head = 2.0 * model.hidden_size * (1 if scalar else model.vocab_size)
-        pairs = self.groups * arithmetic.attended(model, self.prompt)
+        pairs = self.groups * parameter_counts.attended(model, self.prompt)
         pairs += self.rows * self._responding(model)
         attention = 4.0 * model.heads * model.head_dim * pairs
         return math.fsum([layers, head * self.rows * self.response, attention])

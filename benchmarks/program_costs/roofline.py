@@ -25,7 +25,7 @@ from hjax.xla.collectives import (
     kind_in,
 )
 from hjax.xla.flops import told_cost
-from hjax.xla.hlo import ArrayShape, Computation, Instruction, Module, arrays_of, parse
+from hjax.xla.hlo import ArrayShape, Computation, HloModule, Instruction, arrays_of, parse
 from program_costs.limits import NO_WAY, Limits, Way, Wire
 from program_costs.loops import Copy, copies, written_over
 from program_costs.products import (
@@ -249,7 +249,7 @@ class _Transfer:
 
 
 class _Account:
-    def __init__(self, module: Module, limits: Limits, loop_trips: int | None):
+    def __init__(self, module: HloModule, limits: Limits, loop_trips: int | None):
         self.module, self.limits, self.loop_trips = module, limits, loop_trips
         self.opaque: list[str] = []
         self._owners = chain_owners(module)

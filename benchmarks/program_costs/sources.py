@@ -6,10 +6,10 @@ import functools
 import re
 from collections.abc import Mapping
 
-from hjax.xla.hlo import Instruction, Module
+from hjax.xla.hlo import HloModule, Instruction
 
 
-def source_of(module: Module, instruction: Instruction) -> str:
+def source_of(module: HloModule, instruction: Instruction) -> str:
     """``FILE:LINE`` that an instruction comes from: the innermost that is no library's.
 
     Empty where the program says none.

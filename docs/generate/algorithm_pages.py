@@ -27,7 +27,7 @@ from hjax.algorithms import ALGORITHMS, Algorithm
 from hjax.config import flatten
 from hjax.errors import ConfigError
 from hjax.rules import Key
-from hjax.settings.reading import config_names, load_config
+from hjax.settings.config_loading import config_names, load_config
 
 _BLOCK = re.compile(
     r"(<!-- (source|keys|sets|curve|index)(?: ([^\s>]+))? -->\n).*?(<!-- end -->)", re.S

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hjax.wishes import ARGUMENTS, NAMES, WISHES
+from hjax.config_aliases import ARGUMENTS, NAMES, WISHES
 
 
 def dictionary_markdown() -> str:

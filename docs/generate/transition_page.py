@@ -52,7 +52,7 @@ devices are simulated and everything is compiled; above that the planned moves a
 - For each array the cheapest sequence of moves (slice, all-to-all, all-gather, permute) is searched
   and run as explicit collectives, so the bytes are the planned ones. Parameters sharded by rows
   over (fsdp, tensor) reach columns over tensor by an all-to-all and an all-gather; XLA alone takes
-  a full replica of them (`hjax/sharding/moves.py`).
+  a full replica of them (`hjax/sharding/reshard_plan.py`).
 - Arrays go in **buckets** (`rollout.transition_bucket_bytes`, at least one array), largest first;
   an array stacked over layers goes in slices. A source is **freed when its target stands**: no
   second copy of the model is ever there, the peak is M / (t_g p_g) and a bucket.
@@ -64,8 +64,8 @@ devices are simulated and everything is compiled; above that the planned moves a
   training's parameters come back all the same.
 - Between **disjoint pools** every byte crosses once, to one device of the other pool, which then
   gathers by the same moves; the source stays. The plan of who sends what is made of the two layouts
-  alone (`hjax/sharding/crossing.py`); arrays of one process, or pieces of another world's, take it
-  (`hjax/sharding/across.py`).
+  alone (`hjax/sharding/transfer_plan.py`); arrays of one process, or pieces of another world's, take it
+  (`hjax/sharding/cross_mesh_transfer.py`).
 - `Transition.cost()` says what it will cost before it runs: bytes received per device, read off the
   compiled programs (loops times their trips), peak, temporaries, what is redundant. What no move
   does is left to the compiler and named.
@@ -99,7 +99,7 @@ than the bucket that is being moved.
 
 **Which programs know the formulas.** hybridflow's are the transition that a run takes: its moves
 are searched from the two layouts. Vanilla's and gather_all's were written to do what the formulas
-say (`hjax/dryrun/gather_and_cut.py`): they gather all of the model, hold it and a bucket, and cut
+say (`hjax/dryrun/gather_all_baseline.py`): they gather all of the model, hold it and a bucket, and cut
 it. That these agree with the formulas is no evidence of other systems. So what a program receives
 that knows no method stands beside, as "plain": the identity from the same shards to the same
 shards, laid out by the compiler, one program for all arrays. It is compiled and not run; what it

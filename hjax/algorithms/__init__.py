@@ -3,7 +3,7 @@
 import difflib
 import inspect
 
-from hjax.algorithms.base import Algorithm, Batch
+from hjax.algorithms.algorithm import Algorithm, Batch
 from hjax.algorithms.critic_free import (
     CISPO,
     DAPO,
@@ -24,7 +24,7 @@ from hjax.algorithms.distillation import Distillation
 from hjax.algorithms.dpo import CDPO, DPO, IPO, ORPO, HingeDPO, RobustDPO, SimPO
 from hjax.algorithms.grpo import GRPO
 from hjax.algorithms.kto import KTO
-from hjax.algorithms.own_pairs import SPIN, OnlineDPO
+from hjax.algorithms.on_policy_pairs import SPIN, OnlineDPO
 from hjax.algorithms.ppo import PPO, VAPO
 from hjax.algorithms.prime import PRIME
 from hjax.algorithms.remax import ReMax
@@ -32,7 +32,7 @@ from hjax.algorithms.reward_model import CostModel, ProcessRewardModel, RewardMo
 from hjax.algorithms.safe_rlhf import SafeRLHF
 from hjax.algorithms.sft import SFT
 from hjax.errors import ConfigError
-from hjax.user_files import load_object
+from hjax.user_code import load_object
 
 __all__ = [
     "PPO",

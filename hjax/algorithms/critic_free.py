@@ -10,7 +10,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms.advantages import group_advantages, rewards_differ
-from hjax.algorithms.base import Batch
+from hjax.algorithms.algorithm import Batch
 from hjax.algorithms.grpo import GRPO
 from hjax.errors import ConfigError, RunError
 from hjax.rules import Key

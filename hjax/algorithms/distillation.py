@@ -15,7 +15,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms.aggregation import Stats, TokenLoss
-from hjax.algorithms.base import Algorithm, Batch
+from hjax.algorithms.algorithm import Algorithm, Batch
 from hjax.algorithms.losses import SupervisedLoss
 from hjax.algorithms.masks import keep
 from hjax.controller import join

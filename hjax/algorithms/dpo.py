@@ -5,9 +5,9 @@ from typing import Any, ClassVar
 import numpy as np
 from ml_collections import ConfigDict
 
-from hjax.algorithms.base import Algorithm, Batch
-from hjax.algorithms.calibration import Predictions
+from hjax.algorithms.algorithm import Algorithm, Batch
 from hjax.algorithms.pair_loss import NLL_OVER, PAIR_LOSSES, REFERRED, PairLoss
+from hjax.algorithms.prediction_calibration import Predictions
 from hjax.controller import join
 from hjax.rules import Key, above, at_least, one_of
 

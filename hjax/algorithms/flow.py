@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hjax.algorithms.base import Batch
+from hjax.algorithms.algorithm import Batch
 from hjax.controller import Future, join
 from hjax.controller.futures import DEADLINE_SECONDS
 from hjax.errors import ConfigError, RunError

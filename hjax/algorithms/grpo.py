@@ -18,7 +18,7 @@ from hjax.algorithms.advantages import (
     token_rewards,
     whiten,
 )
-from hjax.algorithms.base import Algorithm, Batch, old_logprobs, reference_kl
+from hjax.algorithms.algorithm import Algorithm, Batch, old_logprobs, reference_kl
 from hjax.algorithms.masks import by_switches
 from hjax.algorithms.policy_loss import RATIOS, SURROGATES
 from hjax.algorithms.ppo import CLIP_KEYS, PPO, policy_loss

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from hjax.algorithms.base import Algorithm, Batch
-from hjax.algorithms.verdict_loss import VerdictLoss
+from hjax.algorithms.algorithm import Algorithm, Batch
+from hjax.algorithms.unpaired_loss import UnpairedLoss
 from hjax.controller import join
 from hjax.errors import ConfigError
 from hjax.rules import Key, above, at_least
@@ -43,7 +43,7 @@ class KTO(Algorithm):
     def losses(cls, config: ConfigDict, max_response_length: int) -> dict[str, Any]:
         """The loss of verdicts."""
         names = ("beta", "desirable", "undesirable")
-        return {"actor": VerdictLoss(**{name: config[name] for name in names})}
+        return {"actor": UnpairedLoss(**{name: config[name] for name in names})}
 
     def learn(self, batch: Any) -> Batch:
         """One update, against what responses to other prompts have gained."""

@@ -8,7 +8,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms.advantages import gae, length_adaptive_lambda, token_rewards, whiten
-from hjax.algorithms.base import Algorithm, Batch, old_logprobs, reference_kl
+from hjax.algorithms.algorithm import Algorithm, Batch, old_logprobs, reference_kl
 from hjax.algorithms.losses import ValueLoss
 from hjax.algorithms.masks import by_switches
 from hjax.algorithms.policy_loss import PolicyLoss

@@ -8,11 +8,11 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms.advantages import discounted_returns, process_leave_one_out, whiten
-from hjax.algorithms.base import Algorithm, Batch, old_logprobs
+from hjax.algorithms.algorithm import Algorithm, Batch, old_logprobs
 from hjax.algorithms.masks import by_switches, last_places
 from hjax.algorithms.ppo import CLIP_KEYS, PPO, policy_loss
 from hjax.algorithms.resampling import Resampling
-from hjax.algorithms.verdict_loss import ImplicitRewardLoss
+from hjax.algorithms.unpaired_loss import ImplicitRewardLoss
 from hjax.controller import join
 from hjax.errors import ConfigError
 from hjax.rules import Key, above, at_least, between, finite, one_of

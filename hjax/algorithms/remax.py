@@ -8,7 +8,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms.advantages import remax_advantages, whiten
-from hjax.algorithms.base import Algorithm, Batch, old_logprobs, reference_kl
+from hjax.algorithms.algorithm import Algorithm, Batch, old_logprobs, reference_kl
 from hjax.algorithms.masks import by_switches
 from hjax.algorithms.ppo import PPO, policy_loss
 from hjax.controller import join

@@ -13,7 +13,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms.advantages import rewards_differ
-from hjax.algorithms.base import Algorithm, Batch
+from hjax.algorithms.algorithm import Algorithm, Batch
 from hjax.controller import join
 from hjax.errors import ConfigError
 from hjax.rules import Key, at_least

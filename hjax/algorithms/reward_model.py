@@ -17,9 +17,9 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms.aggregation import Loss, SequenceLoss, Stats, at_first
-from hjax.algorithms.base import Algorithm, Batch
-from hjax.algorithms.calibration import Predictions
+from hjax.algorithms.algorithm import Algorithm, Batch
 from hjax.algorithms.masks import keep
+from hjax.algorithms.prediction_calibration import Predictions
 from hjax.controller import join
 from hjax.errors import ConfigError
 from hjax.roles import SCORER
@@ -170,7 +170,7 @@ class StepLoss(Loss):
         return keep(-jax.nn.log_sigmoid(signed), known), jax.lax.stop_gradient(stats)
 
 
-class Scored(Algorithm):
+class ScoredAlgorithm(Algorithm):
     """What they share: the actor has a scalar head and learns from labelled data."""
 
     roles = ("actor",)
@@ -195,7 +195,7 @@ class Scored(Algorithm):
         return batch, np.asarray(join(self.actor.compute_scores(batch))["scores"])
 
 
-class RewardModel(Scored):
+class RewardModel(ScoredAlgorithm):
     """Bradley-Terry: the chosen response is to score higher than the rejected one."""
 
     source = "pairs"
@@ -254,7 +254,7 @@ class CostModel(RewardModel):
     defaults = {"label_coef": 1.0}
 
 
-class ProcessRewardModel(Scored):
+class ProcessRewardModel(ScoredAlgorithm):
     """Each step of a response is right or wrong (arXiv 2305.20050)."""
 
     source = "steps"

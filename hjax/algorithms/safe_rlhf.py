@@ -11,7 +11,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms.advantages import gae, lagrangian_advantages, token_rewards, whiten
-from hjax.algorithms.base import Batch, old_logprobs, reference_kl
+from hjax.algorithms.algorithm import Batch, old_logprobs, reference_kl
 from hjax.algorithms.losses import ValueLoss
 from hjax.algorithms.masks import by_switches
 from hjax.algorithms.ppo import PPO

@@ -4,7 +4,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from hjax.algorithms.base import Algorithm, Batch
+from hjax.algorithms.algorithm import Algorithm, Batch
 from hjax.algorithms.losses import SupervisedLoss
 
 

@@ -2,12 +2,12 @@
 
 from hjax.controller.executors import Executor, ThreadExecutor
 from hjax.controller.futures import Future, join, resolve
-from hjax.controller.messages import Build, Call
+from hjax.controller.messages import BuildWorker, Call
 from hjax.controller.pool import ResourcePool, WorkerGroup, check_disjoint
 from hjax.controller.timeline import Span, Timeline
 
 __all__ = [
-    "Build",
+    "BuildWorker",
     "Call",
     "Executor",
     "Future",

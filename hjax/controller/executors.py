@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import jax
 
 from hjax.controller.futures import Future, resolve
-from hjax.controller.host import Answer, WorkerHost
-from hjax.controller.messages import Build, Call, Message
+from hjax.controller.messages import BuildWorker, Call, Message
 from hjax.controller.timeline import Timeline
+from hjax.controller.worker_host import CallResult, WorkerHost
 from hjax.errors import RunError
 from hjax.roles import binding
 
@@ -29,7 +29,7 @@ class Executor(Protocol):
     """Carries out a pool's messages in their order: here, in a Ray actor, wherever."""
 
     def submit(self, message: Message) -> Future:
-        """Queue a message; returns at once. The future of a ``Build`` has no value."""
+        """Queue a message; returns at once. The future of a ``BuildWorker`` has no value."""
 
     def close(self) -> None:
         """Let the message under way finish, and what goes on in the background; then stop.
@@ -66,7 +66,7 @@ class ThreadExecutor:
     def __init__(self, name: str, devices: Sequence[jax.Device], timeline: Timeline):
         self.host = WorkerHost(devices)
         self._name, self._timeline = name, timeline
-        self._messages = Messages(self._run, name)
+        self._messages = MessageQueue(self._run, name)
 
     def submit(self, message: Message) -> Future:
         """Queue a message on the pool's thread."""
@@ -99,17 +99,17 @@ class ThreadExecutor:
         except BaseException as error:
             done.set_exception(error)
 
-    def _answer(self, message: Message) -> Answer:
+    def _answer(self, message: Message) -> CallResult:
         # A future of an earlier call is waited for here: the dataflow's only synchronisation.
         arguments, options = resolve(message.arguments), resolve(dict(message.options))
-        if isinstance(message, Build):
-            self.host.build(Build(message.role, message.worker, arguments, options))
-            return Answer(None)
+        if isinstance(message, BuildWorker):
+            self.host.build(BuildWorker(message.role, message.worker, arguments, options))
+            return CallResult(None)
         call = Call(message.role, message.method, arguments, options, message.reads)
         return self.host.call(call)
 
 
-class Messages:
+class MessageQueue:
     """Runs what is queued in one thread, in its order, until it is closed.
 
     Args:
@@ -194,7 +194,7 @@ class DebuggingExecutor(ThreadExecutor):
         self._role = role
         super().__init__(name, devices, timeline)
 
-    def _answer(self, message: Message) -> Answer:
+    def _answer(self, message: Message) -> CallResult:
         if not isinstance(message, Call) or message.role != self._role:
             return super()._answer(message)
         worker = self.host.workers.get(message.role)
@@ -205,7 +205,7 @@ class DebuggingExecutor(ThreadExecutor):
         code = getattr(worker, message.method).__code__
         debugger.set_break(code.co_filename, first_line(code))
         debugger.rcLines.append("continue")  # up to there
-        answer: Callable[[Message], Answer] = super()._answer
+        answer: Callable[[Message], CallResult] = super()._answer
         try:
             answered = debugger.runcall(answer, message)
             if answered is None:

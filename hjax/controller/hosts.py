@@ -18,7 +18,7 @@ TOPOLOGY = "ray.io/tpu-topology"
 
 
 @dataclasses.dataclass(frozen=True)
-class Room:
+class ProcessPlacement:
     """Where a pool's processes may stand.
 
     Attributes:
@@ -38,7 +38,7 @@ def rooms(
     each: int,
     together: str = "auto",
     labels: Mapping[str, str] = MappingProxyType({}),
-) -> list[Room]:
+) -> list[ProcessPlacement]:
     """Where a pool may stand, best first: its processes as near to each other as they can be.
 
     Processes with GPUs or TPUs share a host where one has enough of them; those that compute on
@@ -66,13 +66,17 @@ def rooms(
     alive = _labelled(alive, pool, labels)
     capacity = [room_for(node, platform, each) for node in alive]
 
-    def near(chosen: Sequence[int], more: tuple[tuple[str, str], ...] = ()) -> list[Room]:
+    def near(
+        chosen: Sequence[int], more: tuple[tuple[str, str], ...] = ()
+    ) -> list[ProcessPlacement]:
         needed = tuple(sorted({*labels.items(), *more}))
         if platform == "cpu":
             several = len(chosen) > 1 and processes > 1
-            return [Room("SPREAD" if several else "PACK", needed)]
+            return [ProcessPlacement("SPREAD" if several else "PACK", needed)]
         one = processes > 1 and any(capacity[i] >= processes for i in chosen)
-        return [Room(way, needed) for way in (("STRICT_PACK", "PACK") if one else ("PACK",))]
+        return [
+            ProcessPlacement(way, needed) for way in (("STRICT_PACK", "PACK") if one else ("PACK",))
+        ]
 
     groups = _by_value(alive, key) if key else {}
     if not groups and together not in ("auto", "none") and key:

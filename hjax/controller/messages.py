@@ -15,12 +15,12 @@ import jax
 import numpy as np
 
 from hjax.errors import RunError
-from hjax.pieces import Rows
-from hjax.user_files import by_name
+from hjax.sharded_values import ShardedRows
+from hjax.user_code import by_name
 
 
 @dataclasses.dataclass(frozen=True)
-class Build:
+class BuildWorker:
     """Make a role's worker.
 
     Attributes:
@@ -63,7 +63,7 @@ class Call:
         return f"{self.role}.{self.method}"
 
 
-Message = Build | Call
+Message = BuildWorker | Call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +102,7 @@ class MiniBatch(MutableMapping[str, Any]):
             return select(self._changed, reads)
         if (role, reads) not in self._held:
             self._held[role, reads] = hold(select(self._whole, reads))
-        return Rows(self._held[role, reads], self._rows)
+        return ShardedRows(self._held[role, reads], self._rows)
 
     def __getitem__(self, key: str) -> Any:
         if self._changed is not None:

@@ -13,7 +13,7 @@ import jax
 
 from hjax.controller.executors import Executor, ExecutorFactory, ThreadExecutor
 from hjax.controller.futures import Future
-from hjax.controller.messages import Build, Call, MiniBatch, select
+from hjax.controller.messages import BuildWorker, Call, MiniBatch, select
 from hjax.controller.timeline import Timeline
 from hjax.errors import ConfigError, RunError
 from hjax.roles import bound_methods
@@ -71,7 +71,7 @@ class WorkerGroup:
     Args:
       pool: where it stands.
       worker: its class.
-      arguments, options: what the class is called with, see ``Build``.
+      arguments, options: what the class is called with, see ``BuildWorker``.
       role: its name; that of the class if it is not given.
     """
 
@@ -89,7 +89,7 @@ class WorkerGroup:
             reads = getattr(method, "reads", None)
             reads = reads(worker, *arguments) if callable(reads) else reads
             self._methods[name] = None if reads is None else frozenset(reads)
-        self._build = Build(self.role, worker, arguments, options)
+        self._build = BuildWorker(self.role, worker, arguments, options)
         self.built: Future = pool.executor.submit(self._build)
 
     def rebuild(self) -> None:

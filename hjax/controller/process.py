@@ -24,11 +24,10 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from hjax import pieces
-from hjax.controller.executors import Messages, named
-from hjax.controller.host import Answer, WorkerHost
+from hjax import sharded_values
+from hjax.controller.executors import MessageQueue, named
 from hjax.controller.messages import (
-    Build,
+    BuildWorker,
     Call,
     Message,
     ResultOf,
@@ -37,20 +36,21 @@ from hjax.controller.messages import (
     to_bytes,
     writable_error,
 )
+from hjax.controller.worker_host import CallResult, WorkerHost
 from hjax.errors import RunError
 from hjax.machine import enough_threads
-from hjax.pieces import Pieces
-from hjax.user_files import provide
+from hjax.sharded_values import ArrayRegions
+from hjax.user_code import provide
 
 # Arrays from so many bytes on go into the store by themselves, smaller ones with what is around.
 LARGE = 32 << 10
 KEPT_LINES = 20
 
 
-class Store(Protocol):
+class ObjectStore(Protocol):
     """Where processes leave arrays for each other."""
 
-    def put(self, value: np.ndarray) -> pieces.Handle:
+    def put(self, value: np.ndarray) -> sharded_values.ArrayHandle:
         """Leave an array; the handle gives it in any process."""
 
     def get(self, references: Sequence[Any]) -> list[Any]:
@@ -61,7 +61,7 @@ class Store(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Setup:
+class ProcessSetup:
     """What a process is told before it starts.
 
     Attributes:
@@ -72,7 +72,7 @@ class Setup:
       options: of ``jax.config``, by name.
       environment: variables to set.
       log: file that takes what it prints; empty: none.
-      files: of the user's, as the controller has them, see ``hjax.user_files``.
+      files: of the user's, as the controller has them, see ``hjax.user_code``.
       probe: made once the devices are there; its ``read()`` tells of the machine.
       seconds: that starting the world may take.
     """
@@ -91,7 +91,7 @@ class Setup:
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
+class ProcessInfo:
     """What a process says of itself.
 
     Attributes:
@@ -107,11 +107,11 @@ class Facts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class MessageOutcome:
     """How a message went.
 
     Attributes:
-      phase, start, end: as of ``Answer``, by this process's clock.
+      phase, start, end: as of ``CallResult``, by this process's clock.
       error: written down; None: all is well.
     """
 
@@ -122,7 +122,7 @@ class Outcome:
 
 
 @dataclasses.dataclass(frozen=True)
-class Written:
+class SerializedValue:
     """A value written down.
 
     Attributes:
@@ -139,7 +139,7 @@ class Written:
 
 
 @dataclasses.dataclass(frozen=True)
-class Posted:
+class QueuedMessage:
     """A message on its way.
 
     Attributes:
@@ -149,30 +149,30 @@ class Posted:
     """
 
     number: int
-    message: Written
+    message: SerializedValue
     dropped: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
-class Elsewhere:
+class RemoteResult:
     """Stands in a message for a result of another pool: what each of its processes wrote.
 
     Attributes:
-      references: of a dict of ``Written`` by entry, in rank order.
+      references: of a dict of ``SerializedValue`` by entry, in rank order.
     """
 
     references: tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Pulse:
+class Heartbeat:
     """A sign of life: the process's clock, and lines that somebody should see."""
 
     clock: float
     lines: tuple[str, ...]
 
 
-def write(value: Any, store: Store) -> Written:
+def write(value: Any, store: ObjectStore) -> SerializedValue:
     """A value or message written down, its large arrays in the store."""
 
     beside = 0
@@ -181,30 +181,31 @@ def write(value: Any, store: Store) -> Written:
         nonlocal beside
         if isinstance(x, jax.Array):
             # Imported here: the controller itself knows no devices.
-            from hjax.sharding.arrays import pieces_of
+            from hjax.sharding.global_arrays import pieces_of
 
             x = pieces_of(x)
         elif isinstance(x, np.ndarray) and x.nbytes >= LARGE and x.dtype.kind not in "OUSMm":
-            x = Pieces(x.shape, x.dtype, ((tuple((0, n) for n in x.shape), x),))
-        if isinstance(x, Pieces):
+            x = ArrayRegions(x.shape, x.dtype, ((tuple((0, n) for n in x.shape), x),))
+        if isinstance(x, ArrayRegions):
             beside += sum(data.nbytes for _, data in x.parts if is_large(data))
             parts = tuple((region, stored(data, store)) for region, data in x.parts)
             return dataclasses.replace(x, parts=parts)
         return x
 
     kept: list[Any] = []
-    if isinstance(value, Build | Call):
+    if isinstance(value, BuildWorker | Call):
         arguments, options = (
-            pieces.map_leaves(leaf, values) for values in (value.arguments, dict(value.options))
+            sharded_values.map_leaves(leaf, values)
+            for values in (value.arguments, dict(value.options))
         )
         value = dataclasses.replace(value, arguments=arguments, options=options)
     else:
-        value = pieces.map_leaves(leaf, value)
+        value = sharded_values.map_leaves(leaf, value)
     data = to_bytes(value, kept, store.is_reference)
-    return Written(data, tuple(kept), beside=beside)
+    return SerializedValue(data, tuple(kept), beside=beside)
 
 
-def stored(data: Any, store: Store) -> Any:
+def stored(data: Any, store: ObjectStore) -> Any:
     """An array as it is if it is small; else left in the store."""
     if is_large(data):
         return store.put(np.ascontiguousarray(data))
@@ -216,7 +217,7 @@ def is_large(data: Any) -> bool:
     return isinstance(data, np.ndarray) and data.nbytes >= LARGE
 
 
-def read(written: Written) -> Any:
+def read(written: SerializedValue) -> Any:
     """What was written; an error is raised."""
     value = from_bytes(written.data, written.kept)
     if written.failed:
@@ -224,12 +225,12 @@ def read(written: Written) -> Any:
     return value
 
 
-def read_all(exports: Sequence[Mapping[Any, Written]]) -> Any:
+def read_all(exports: Sequence[Mapping[Any, SerializedValue]]) -> Any:
     """One value out of what every process of a pool wrote of a result."""
     first = exports[0]
     if None in first:
-        return pieces.merge([read(export[None]) for export in exports])
-    return {key: pieces.merge([read(export[key]) for export in exports]) for key in first}
+        return sharded_values.merge([read(export[None]) for export in exports])
+    return {key: sharded_values.merge([read(export[key]) for export in exports]) for key in first}
 
 
 class HostProcess:
@@ -240,7 +241,7 @@ class HostProcess:
       address: of this host, at which the pool's other processes reach it.
     """
 
-    def __init__(self, store: Store, address: str):
+    def __init__(self, store: ObjectStore, address: str):
         self._store, self._address = store, address
         self._results: dict[int, concurrent.futures.Future] = {}
         self._lock = threading.Lock()
@@ -250,13 +251,13 @@ class HostProcess:
         self._exports: dict[tuple[int, Any], concurrent.futures.Future] = {}
         self._lines: collections.deque[str] = collections.deque(maxlen=KEPT_LINES)
         self._host: WorkerHost | None = None
-        self._messages: Messages | None = None
+        self._messages: MessageQueue | None = None
         self._probe: Any = None
         self._given = 0
 
     # Starting and stopping
 
-    def prepare(self, setup: Setup) -> Facts:
+    def prepare(self, setup: ProcessSetup) -> ProcessInfo:
         """Take the settings; before JAX starts a backend."""
         self._setup = setup
         if setup.log:
@@ -276,7 +277,7 @@ class HostProcess:
             options.update("jax_num_cpu_devices", max(setup.devices, 1))
             enough_threads(setup.devices)
         address = free_address(self._address)
-        return Facts(socket.gethostname(), os.getpid(), address, versions())
+        return ProcessInfo(socket.gethostname(), os.getpid(), address, versions())
 
     def join(self, coordinator: str) -> dict[str, Any]:
         """Start the world that rank 0 leads; returns what its devices are like.
@@ -302,7 +303,7 @@ class HostProcess:
                     "every process has"
                 )
         self._host = WorkerHost(devices, (setup.rank, setup.processes))
-        self._messages = Messages(self._run, setup.pool)
+        self._messages = MessageQueue(self._run, setup.pool)
         self._probe = setup.probe() if setup.probe is not None else None
         if not devices:
             return {"platform": "cpu", "memories": ()}
@@ -318,8 +319,10 @@ class HostProcess:
 
     # Messages
 
-    def submit(self, sequence: int, parcel: Sequence[Posted]) -> list[concurrent.futures.Future]:
-        """Queue messages; the futures have their ``Outcome``.
+    def submit(
+        self, sequence: int, parcel: Sequence[QueuedMessage]
+    ) -> list[concurrent.futures.Future]:
+        """Queue messages; the futures have their ``MessageOutcome``.
 
         Args:
           sequence: the parcel's place among the pool's, from 0.
@@ -337,7 +340,7 @@ class HostProcess:
                     self._messages.put(unread, item, item[1].set_exception)
         return outcomes
 
-    def _run(self, item: tuple[Posted, concurrent.futures.Future]) -> None:
+    def _run(self, item: tuple[QueuedMessage, concurrent.futures.Future]) -> None:
         posted, outcome = item
         for old in posted.dropped:
             self._drop(old)
@@ -345,7 +348,7 @@ class HostProcess:
         try:
             message: Message = read(posted.message)
             answer = named(message, lambda: self._answer(message))
-            ends = Outcome(answer.phase, answer.start, answer.end)
+            ends = MessageOutcome(answer.phase, answer.start, answer.end)
             if not answer.background:
                 result.set_result(answer.value)
                 outcome.set_result(ends)
@@ -362,15 +365,15 @@ class HostProcess:
         except BaseException as error:
             _fail(result, outcome, error)
 
-    def _answer(self, message: Message) -> Answer:
+    def _answer(self, message: Message) -> CallResult:
         host = self._host
         assert host is not None
         reads = message.reads if isinstance(message, Call) else None
         arguments = self._filled(message.arguments, reads)
         options = self._filled(dict(message.options), reads)
-        if isinstance(message, Build):
-            host.build(Build(message.role, message.worker, arguments, options))
-            return Answer(None)
+        if isinstance(message, BuildWorker):
+            host.build(BuildWorker(message.role, message.worker, arguments, options))
+            return CallResult(None)
         return host.call(Call(message.role, message.method, arguments, options, reads))
 
     def _filled(self, value: Any, reads: frozenset[str] | None) -> Any:
@@ -379,11 +382,11 @@ class HostProcess:
         def leaf(x: Any) -> Any:
             if isinstance(x, ResultOf):
                 return self.result(x.number).result()
-            if isinstance(x, Elsewhere):
+            if isinstance(x, RemoteResult):
                 return read_all(self._store.get(x.references))
             return x
 
-        return pieces.map_leaves(leaf, value)
+        return sharded_values.map_leaves(leaf, value)
 
     # Results
 
@@ -397,24 +400,24 @@ class HostProcess:
         found: list[concurrent.futures.Future] = []
 
         def leaf(x: Any) -> None:
-            if isinstance(x, pieces.Later) and x.coming is not None:
+            if isinstance(x, sharded_values.PendingValue) and x.coming is not None:
                 found.append(x.coming)
 
-        pieces.map_leaves(leaf, select(self.result(number).result(0), reads))
+        sharded_values.map_leaves(leaf, select(self.result(number).result(0), reads))
         return found
 
-    def export(self, number: int, reads: frozenset[str] | None) -> dict[Any, Written]:
+    def export(self, number: int, reads: frozenset[str] | None) -> dict[Any, SerializedValue]:
         """Write down a result that is there, of a dict the entries that are asked for."""
         try:
             value = self.result(number).result(0)
         except BaseException as error:
-            return {None: Written(to_bytes(writable_error(error)), failed=True)}
+            return {None: SerializedValue(to_bytes(writable_error(error)), failed=True)}
         if not isinstance(value, Mapping):
             return {None: self._exported(number, None, value)}
         keys = [key for key in value if reads is None or key in reads]
         return {key: self._exported(number, key, value[key]) for key in keys}
 
-    def _exported(self, number: int, key: Any, value: Any) -> Written:
+    def _exported(self, number: int, key: Any, value: Any) -> SerializedValue:
         """An entry written down, once for all who ask."""
         with self._lock:
             known = self._exports.get((number, key))
@@ -424,8 +427,9 @@ class HostProcess:
         try:
             if self._setup.rank:
                 # What every process has is taken from the first; the others give their parts.
-                value = pieces.map_leaves(
-                    lambda x: x if isinstance(x, jax.Array | pieces.Partial) else None, value
+                value = sharded_values.map_leaves(
+                    lambda x: x if isinstance(x, jax.Array | sharded_values.PartialValue) else None,
+                    value,
                 )
             written.set_result(write(value, self._store))
         except BaseException as error:
@@ -445,12 +449,12 @@ class HostProcess:
 
     # What the cluster asks
 
-    def pulse(self) -> Pulse:
+    def pulse(self) -> Heartbeat:
         """A sign of life."""
         lines = []
         while self._lines:
             lines.append(self._lines.popleft())
-        return Pulse(time.perf_counter(), tuple(lines))
+        return Heartbeat(time.perf_counter(), tuple(lines))
 
     def machine(self) -> dict[str, Any]:
         """What the probe reads, and ``given_bytes`` of results that others asked for."""
@@ -460,7 +464,7 @@ class HostProcess:
 
 def _fail(result: Any, outcome: Any, error: BaseException) -> None:
     result.set_exception(error)
-    outcome.set_result(Outcome(error=to_bytes(writable_error(error))))
+    outcome.set_result(MessageOutcome(error=to_bytes(writable_error(error))))
 
 
 class _Notices(logging.Handler):

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from hjax.controller.futures import DEADLINE_SECONDS
-from hjax.controller.hosts import Room
+from hjax.controller.hosts import ProcessPlacement
 from hjax.errors import ConfigError, ProcessLost, RunError
 from hjax.machine import available_cores, children, descendants, end_all, name_of, state
 
@@ -158,7 +158,7 @@ def resources() -> str:
 # Rooms and actors
 
 
-def ask_for(bundles: Sequence[Mapping[str, float]], room: Room) -> Any:
+def ask_for(bundles: Sequence[Mapping[str, float]], room: ProcessPlacement) -> Any:
     """Ask for a place for processes, by what each takes; it may be given later."""
     labels = [dict(room.labels)] * len(bundles) if room.labels else None
     return placement_group(

@@ -21,20 +21,20 @@ import jax
 from hjax.controller import ray_calls
 from hjax.controller.futures import DEADLINE_SECONDS
 from hjax.controller.hosts import devices_of_a_host
-from hjax.controller.process import Setup, Written, versions, write
+from hjax.controller.process import ProcessSetup, SerializedValue, versions, write
 from hjax.controller.ray_calls import Servers
 from hjax.controller.ray_executor import RayExecutor
 from hjax.controller.ray_pool import (
     START_SECONDS,
     STOP_SECONDS,
-    Handle,
+    ProcessHandle,
     ProcessPool,
     again,
 )
 from hjax.controller.timeline import Timeline
 from hjax.errors import ConfigError, ProcessLost, RunError
 from hjax.machine import available_cores
-from hjax.user_files import imported
+from hjax.user_code import imported
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ class RayCluster:
       heartbeat_seconds: without a sign of life after which a process counts as lost.
       call_seconds: that a call may take; then its pool counts as lost.
       together: label that the hosts of a pool agree in, see ``hjax.controller.hosts``.
-      probe: read in every process, see ``Setup``.
+      probe: read in every process, see ``ProcessSetup``.
       say: told what a person should see.
 
     Attributes:
@@ -157,11 +157,11 @@ class RayCluster:
             )
         return self.each, devices // self.each
 
-    def setup(self, executor: ProcessPool, rank: int) -> Written:
+    def setup(self, executor: ProcessPool, rank: int) -> SerializedValue:
         """What a process is told before it starts, written down."""
         log = self.log_of(executor.name, rank)
         platform = self.platform if executor.devices else "cpu"
-        setup = Setup(
+        setup = ProcessSetup(
             pool=executor.name,
             rank=rank,
             processes=executor.processes,
@@ -301,7 +301,7 @@ class RayCluster:
                     if not self._ended.is_set() and self.down is None:
                         self.say(f"the cluster does not answer: {error}")
 
-    def end(self, handle: Handle) -> None:
+    def end(self, handle: ProcessHandle) -> None:
         """End a process that may not hear any more; not waited for where it is another host's."""
         if handle.facts is None:
             return
@@ -361,7 +361,7 @@ _OPTIONS = (
 )
 
 
-def _end_there(handle: Handle) -> None:
+def _end_there(handle: ProcessHandle) -> None:
     """Have a process of another host ended."""
     assert handle.facts is not None
     with contextlib.suppress(Exception):  # its host may be gone

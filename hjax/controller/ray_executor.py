@@ -19,15 +19,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from hjax import pieces
+from hjax import sharded_values
 from hjax.controller import ray_calls
 from hjax.controller.futures import DEADLINE_SECONDS, Future
-from hjax.controller.messages import Build, Call, Message, ResultOf, from_bytes
-from hjax.controller.process import LARGE, Elsewhere, Posted, read_all, write
-from hjax.controller.ray_pool import STOP_SECONDS, Handle, ProcessPool, again
+from hjax.controller.messages import BuildWorker, Call, Message, ResultOf, from_bytes
+from hjax.controller.process import LARGE, QueuedMessage, RemoteResult, read_all, write
+from hjax.controller.ray_pool import STOP_SECONDS, ProcessHandle, ProcessPool, again
 from hjax.controller.timeline import Timeline
 from hjax.errors import ProcessLost, RunError
-from hjax.pieces import Pieces
+from hjax.sharded_values import ArrayRegions
 
 # Parcels of messages to a pool that have not been answered; later messages wait and go together.
 UNDER_WAY = 8
@@ -69,7 +69,7 @@ class RayExecutor(ProcessPool):
         self._in_vain = (-1, 0.0)  # call that takes what was lost, and since when that is known
         self._oldest = (-1, 0.0)  # call that was not answered, and since when it is the oldest
         self._dropped: list[int] = []
-        self._outbox: list[tuple[Posted, Message, list[Any]]] = []
+        self._outbox: list[tuple[QueuedMessage, Message, list[Any]]] = []
         self._under_way = 0
         self._start()
 
@@ -97,8 +97,8 @@ class RayExecutor(ProcessPool):
             used: list[Any] = []  # results that must stay until this message has run
             arguments = self._sent(message.arguments, message, used)
             options = self._sent(dict(message.options), message, used)
-            if isinstance(message, Build):
-                sent: Message = Build(message.role, message.worker, arguments, options)
+            if isinstance(message, BuildWorker):
+                sent: Message = BuildWorker(message.role, message.worker, arguments, options)
             else:
                 sent = Call(message.role, message.method, arguments, options, message.reads)
             written = write(sent, ray_calls.RayStore())
@@ -106,7 +106,7 @@ class RayExecutor(ProcessPool):
             self._cluster.sent_bytes += len(written.data) * len(self._handles)
             sources = frozenset((x.executor, x.start) for x in used if x.executor is not self)
             self._waiting[number] = _Waiting(inner, message.label, sources)
-            self._outbox.append((Posted(number, written, tuple(dropped)), message, used))
+            self._outbox.append((QueuedMessage(number, written, tuple(dropped)), message, used))
             self._send()
         return future
 
@@ -133,7 +133,7 @@ class RayExecutor(ProcessPool):
             if isinstance(x, RayFuture):
                 used.append(x)
                 if x.executor is not self:
-                    return Elsewhere(tuple(x.executor.export(x, reads)))
+                    return RemoteResult(tuple(x.executor.export(x, reads)))
                 self._check_start(x)
                 return ResultOf(x.number)
             if isinstance(x, Future):
@@ -144,10 +144,10 @@ class RayExecutor(ProcessPool):
                 return by_rows(x, self.processes)
             return x
 
-        return pieces.map_leaves(leaf, value)
+        return sharded_values.map_leaves(leaf, value)
 
     def gathered(
-        self, sent: Sequence[_Sent], answers: Sequence[Any], handles: Sequence[Handle]
+        self, sent: Sequence[_Sent], answers: Sequence[Any], handles: Sequence[ProcessHandle]
     ) -> None:
         """All processes have answered to messages that went together, or failed to."""
         for handle, answer in zip(handles, answers, strict=True):
@@ -163,7 +163,11 @@ class RayExecutor(ProcessPool):
             self._ended(number, message, outcomes, handles)
 
     def _ended(
-        self, number: int, message: Message, outcomes: Sequence[Any], handles: Sequence[Handle]
+        self,
+        number: int,
+        message: Message,
+        outcomes: Sequence[Any],
+        handles: Sequence[ProcessHandle],
     ) -> None:
         with self._lock:
             call = self._waiting.pop(number, None)
@@ -213,7 +217,7 @@ class RayExecutor(ProcessPool):
             references = self.export(future, None)
         late = f"{future.label} has not been brought here within {seconds:g} seconds"
         try:
-            value = pieces.whole(read_all(self._get(references, seconds, late)))
+            value = sharded_values.whole(read_all(self._get(references, seconds, late)))
         except ray_calls.Died as error:
             self._cluster.check()
             raise again(self._lost or ProcessLost(f"pool {self.name}: {error}")) from None
@@ -308,7 +312,7 @@ class _Gather:
         executor: RayExecutor,
         sent: Sequence[_Sent],
         references: Sequence[Any],
-        handles: Sequence[Handle],
+        handles: Sequence[ProcessHandle],
     ):
         self._executor, self._sent, self._handles = executor, sent, handles
         self._outcomes: list[Any] = [None] * len(references)
@@ -342,7 +346,7 @@ def by_rows(x: np.ndarray, parts: int) -> Any:
     ends = [x.shape[0] * i // parts for i in range(parts + 1)]
     rest = tuple((0, n) for n in x.shape[1:])
     cut = zip(ends[:-1], ends[1:], strict=True)
-    return Pieces(x.shape, x.dtype, tuple((((a, b), *rest), x[a:b]) for a, b in cut))
+    return ArrayRegions(x.shape, x.dtype, tuple((((a, b), *rest), x[a:b]) for a, b in cut))
 
 
 def size_of(value: Any) -> int:
@@ -353,5 +357,5 @@ def size_of(value: Any) -> int:
         nonlocal total
         total += getattr(x, "nbytes", 0)
 
-    pieces.map_leaves(leaf, value)
+    sharded_values.map_leaves(leaf, value)
     return total

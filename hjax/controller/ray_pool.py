@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hjax.controller import ray_calls
-from hjax.controller.hosts import RESOURCE, Room, rooms
-from hjax.controller.process import Facts
+from hjax.controller.hosts import RESOURCE, ProcessPlacement, rooms
+from hjax.controller.process import ProcessInfo
 from hjax.controller.ray_process import RayProcess
 from hjax.errors import LOG_FOLLOWS, ConfigError, ProcessLost, RunError
 
@@ -23,14 +23,14 @@ LOG_LINES = 12
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class DeviceMemory:
     """Of a device, known by its kind."""
 
     kind: str
 
 
 @dataclasses.dataclass
-class Handle:
+class ProcessHandle:
     """The controller's end of a process.
 
     Attributes:
@@ -45,7 +45,7 @@ class Handle:
     name: str
     actor: Any
     log: Path | None
-    facts: Facts | None = None
+    facts: ProcessInfo | None = None
     node: str = ""
     offset: float = 0.0
     beating: tuple[Any, float] | None = None
@@ -73,7 +73,7 @@ class ProcessPool:
         self.devices, self.processes, self.planned = each, count, count
         self._lock = threading.RLock()
         self._looking = threading.Lock()
-        self._handles: list[Handle] = []
+        self._handles: list[ProcessHandle] = []
         self._group: Any = None
         self._wishes: list[Any] = []  # rooms for processes that are missing
         self._granted = 0
@@ -106,7 +106,7 @@ class ProcessPool:
             joining = [handle.actor.join.remote(address) for handle in self._handles]
             joined = self._all(joining, "joining", watched=True)
             if self.devices:
-                cluster.memories[:] = [Memory(kind) for kind in joined[0]["memories"]]
+                cluster.memories[:] = [DeviceMemory(kind) for kind in joined[0]["memories"]]
             self._measure_clocks()
         except BaseException as error:
             self._kill()
@@ -152,7 +152,7 @@ class ProcessPool:
             if not places:
                 time.sleep(1)
 
-    def _rooms(self, processes: int, least: int, last: bool) -> list[Room]:
+    def _rooms(self, processes: int, least: int, last: bool) -> list[ProcessPlacement]:
         """Where so many processes may stand; nowhere, if fewer would do and these do not fit.
 
         Where processes are replaced a host may be missing that comes back, unless this is the last
@@ -174,7 +174,9 @@ class ProcessPool:
                 raise
             return []
 
-    def _room(self, bundle: Mapping[str, float], count: int, room: Room, seconds: float) -> bool:
+    def _room(
+        self, bundle: Mapping[str, float], count: int, room: ProcessPlacement, seconds: float
+    ) -> bool:
         """Ask for a place and wait for it a while; whether it was given."""
         self._group = ray_calls.ask_for([bundle] * count, room)
         if self._group.wait(seconds):
@@ -183,11 +185,11 @@ class ProcessPool:
         self._group = None
         return False
 
-    def _make(self, rank: int, bundle: Mapping[str, float]) -> Handle:
+    def _make(self, rank: int, bundle: Mapping[str, float]) -> ProcessHandle:
         cluster = self._cluster
         environment = cluster.environment
         actor = ray_calls.start_process(RayProcess, bundle, self._group, rank, environment)
-        return Handle(f"{self.name}:{rank}", actor, cluster.log_of(self.name, rank))
+        return ProcessHandle(f"{self.name}:{rank}", actor, cluster.log_of(self.name, rank))
 
     def _all(self, references: Sequence[Any], doing: str, watched: bool = False) -> list[Any]:
         """Results of one call of every process; an error says who was late or gone.
@@ -213,7 +215,7 @@ class ProcessPool:
                 raise ProcessLost(f"{late}: not done with {doing} within {START_SECONDS} seconds")
         return [self._one(r, h) for r, h in zip(references, self._handles, strict=True)]
 
-    def _one(self, reference: Any, handle: Handle) -> Any:
+    def _one(self, reference: Any, handle: ProcessHandle) -> Any:
         """A result that is there."""
         try:
             return ray_calls.get(reference)
@@ -258,7 +260,7 @@ class ProcessPool:
                 room = f"given up the room of pool {self.name}"
                 self._cluster.ask(functools.partial(ray_calls.give_up, each), room)
 
-    def leave(self) -> tuple[list[Handle], list[Any]]:
+    def leave(self) -> tuple[list[ProcessHandle], list[Any]]:
         """Let go of the processes and their rooms, which are returned."""
         handles, groups = self._handles, [g for g in (self._group, *self._wishes) if g is not None]
         self._handles, self._group, self._wishes, self._granted = [], None, [], 0
@@ -289,7 +291,7 @@ class ProcessPool:
         if wishes is self._wishes:
             self._granted = granted
 
-    def handles(self) -> list[Handle]:
+    def handles(self) -> list[ProcessHandle]:
         """Of its processes, in rank order."""
         return list(self._handles)
 
@@ -307,7 +309,7 @@ class ProcessPool:
         """Why its processes are of no use any more; None: they are."""
         return self._lost
 
-    def lose(self, handle: Handle, how: str, error: Any = None) -> None:
+    def lose(self, handle: ProcessHandle, how: str, error: Any = None) -> None:
         """A process is gone, and with it the pool's world; calls under way fail."""
         if handle in self._handles:
             self.fail(ProcessLost(self._told(handle, how, error)))
@@ -327,7 +329,7 @@ class ProcessPool:
     def _abandon(self, error: ProcessLost) -> None:
         """What waits for the processes waits in vain."""
 
-    def _told(self, handle: Handle, how: str, error: Any) -> str:
+    def _told(self, handle: ProcessHandle, how: str, error: Any) -> str:
         where = f" (pid {handle.facts.pid} on {handle.facts.host})" if handle.facts else ""
         lines = last_lines(handle.log)
         if not lines and "creation task" in str(error):  # it never came so far as to have a log

@@ -10,7 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hjax.controller.messages import from_bytes
-from hjax.controller.process import Facts, HostProcess, Outcome, Posted, Pulse, Written
+from hjax.controller.process import (
+    Heartbeat,
+    HostProcess,
+    MessageOutcome,
+    ProcessInfo,
+    QueuedMessage,
+    SerializedValue,
+)
 from hjax.controller.ray_calls import RayStore, host_address, host_id
 from hjax.machine import children, end_all
 
@@ -23,7 +30,7 @@ class RayProcess:
         self._process = HostProcess(RayStore(), host_address())
         self._threads = concurrent.futures.ThreadPoolExecutor(4)
 
-    async def prepare(self, setup: Written) -> tuple[Facts, str]:
+    async def prepare(self, setup: SerializedValue) -> tuple[ProcessInfo, str]:
         """See ``HostProcess``; what it says of itself, and Ray's id of its host."""
         facts = await self._beside(lambda: self._process.prepare(from_bytes(setup.data)))
         return facts, host_id()
@@ -32,12 +39,12 @@ class RayProcess:
         """See ``HostProcess``."""
         return await self._beside(lambda: self._process.join(coordinator))
 
-    async def run(self, sequence: int, parcel: Sequence[Posted]) -> list[Outcome]:
+    async def run(self, sequence: int, parcel: Sequence[QueuedMessage]) -> list[MessageOutcome]:
         """Run messages; how each of them went."""
         outcomes = self._process.submit(sequence, parcel)
         return [await asyncio.wrap_future(outcome) for outcome in outcomes]
 
-    async def export(self, number: int, reads: frozenset[str] | None) -> dict[Any, Written]:
+    async def export(self, number: int, reads: frozenset[str] | None) -> dict[Any, SerializedValue]:
         """Write a result down once it is there; see ``HostProcess``."""
         # An error is written down like any result.
         with contextlib.suppress(BaseException):
@@ -47,7 +54,7 @@ class RayProcess:
                 await asyncio.shield(asyncio.wrap_future(coming))
         return await self._beside(lambda: self._process.export(number, reads))
 
-    async def pulse(self) -> Pulse:
+    async def pulse(self) -> Heartbeat:
         """A sign of life."""
         return self._process.pulse()
 

@@ -11,8 +11,8 @@ import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hjax.apart import Apart, Died, Failed, Late
 from hjax.errors import DataError
+from hjax.isolated_process import DeadlineExceeded, IsolatedProcess, ProcessDied, TaskFailed
 
 # Of one rendering: time, and characters. Of the process: memory.
 SECONDS, CHARACTERS, MEMORY_BYTES = 10.0, 16 * 2**20, 2**30
@@ -35,9 +35,9 @@ def render(template: str, values: Mapping[str, Any]) -> str:
         raise DataError(f"cannot be given this ({type(error).__name__}: {error})") from None
     try:
         said = json.loads(_apart(template).call(request, SECONDS))
-    except Late:
+    except DeadlineExceeded:
         raise DataError(f"takes longer than {SECONDS:g} s") from None
-    except (Died, Failed) as error:
+    except (ProcessDied, TaskFailed) as error:
         raise DataError(f"could not be rendered ({error})") from None
     if "error" in said:
         raise DataError(f"refuses this: {' '.join(said['error'].split())[:500]}")
@@ -45,8 +45,8 @@ def render(template: str, values: Mapping[str, Any]) -> str:
 
 
 @functools.lru_cache(maxsize=16)
-def _apart(template: str) -> Apart:
-    return Apart("hjax.data.chat_templates:answers", template.encode())
+def _apart(template: str) -> IsolatedProcess:
+    return IsolatedProcess("hjax.data.chat_templates:answers", template.encode())
 
 
 def answers(given: bytes) -> Callable[[bytes], bytes]:

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from hjax.data.conversations import assistant_turns, with_prompt
 from hjax.data.labels import labelled_pairs
-from hjax.data.reading import Reading
+from hjax.data.preference_pairs import assistant_turns, with_prompt
+from hjax.data.read_options import ReadOptions
 from hjax.data.sources import read_all
 from hjax.data.tasks import Task
 from hjax.data.tokenizer import Tokenizer
@@ -82,7 +82,7 @@ class Dataset:
         *,
         vocab_size: int | None = None,
         wording: Callable[[str], str | list[dict[str, Any]]] | None = None,
-        reading: Reading | None = None,
+        reading: ReadOptions | None = None,
         tell: Callable[[str], None] | None = None,
         labelled: bool = False,
         demonstrated: bool = False,
@@ -94,7 +94,7 @@ class Dataset:
         list of token ids. verl's files (`prompt`, `data_source`, `reward_model`, `extra_info`) and
         GSM8K's (`question`, `answer`) work unchanged; so do preference pairs whose prompt is what
         `chosen` and `rejected` begin with (hh-rlhf). A conversation in the column `messages` makes
-        a row for each turn of the assistant (`hjax.data.conversations`). Every column is kept; one
+        a row for each turn of the assistant (`hjax.data.preference_pairs`). Every column is kept; one
         that a row lacks is None there.
 
         Args:
@@ -112,7 +112,7 @@ class Dataset:
 
         Raises DataError, one line with the file and the line (jsonl) or row (parquet, from 1).
         """
-        reading = reading or Reading()
+        reading = reading or ReadOptions()
         rows = _rows_of(path, reading, labelled, demonstrated)
         if vocab_size is None and tokenizer is not None:
             vocab_size = tokenizer.vocab_size
@@ -153,7 +153,7 @@ class Dataset:
 
 
 def _rows_of(
-    path: str | Path, reading: Reading, labelled: bool, demonstrated: bool
+    path: str | Path, reading: ReadOptions, labelled: bool, demonstrated: bool
 ) -> list[tuple[str, dict[str, Any]]]:
     """Rows that each have a prompt, and where they stand; arguments as of ``from_file``."""
     read = read_all(path)
@@ -296,7 +296,7 @@ def _prompt_of(
     where: str,
     tokenizer: Tokenizer | None,
     wording: Callable[[str], str | list[dict[str, Any]]] | None,
-    reading: Reading,
+    reading: ReadOptions,
 ) -> tuple[list[int], str | None]:
     """Token ids and the text they were made of; None where the row gives ids."""
     prompt = next((row[name] for name in _PROMPT_COLUMNS if row.get(name) is not None), None)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hjax.data.conversations import SIDES
+from hjax.data.preference_pairs import SIDES
 from hjax.errors import DataError
 
 # Where a row without a pair has its text.

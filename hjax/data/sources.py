@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hjax.errors import DataError, short
-from hjax.given import given_path, parse_json
+from hjax.user_input import given_path, parse_json
 
 SUFFIXES = (".jsonl", ".parquet", ".txt")
 # owner/name, with a configuration and a split: owner/name/main:train.

@@ -11,7 +11,7 @@ from hjax.data.chat_templates import render
 from hjax.data.token_bytes import TokenBytes
 from hjax.errors import ConfigError, DataError, short
 from hjax.files import replace_file
-from hjax.given import given_path, read_object, read_text
+from hjax.user_input import given_path, read_object, read_text
 
 if TYPE_CHECKING:
     import tokenizers

@@ -20,22 +20,22 @@ from typing import Any
 import jax
 import numpy as np
 
-from hjax.dryrun.programs import Rehearsal, StepProgram, memory_of
+from hjax.dryrun.programs import AbstractWorkers, StepProgram, memory_of
 from hjax.dryrun.topologies import Topology, parse_memory_error
 from hjax.errors import DataError, RunError
-from hjax.given import read_object
-from hjax.sharding.placing import ring_table
-from hjax.sharding.wires import Wires, wires_of
+from hjax.sharding.device_mesh import ring_table
+from hjax.sharding.interconnect import Interconnect, wires_of
+from hjax.user_input import read_object
 from hjax.xla.collectives import Collective, collectives
+from hjax.xla.compiler_flags import OPTIONS
 from hjax.xla.flops import count_flops
-from hjax.xla.options import OPTIONS
 
 FORMAT = 12  # of the kept results; a change makes older ones be compiled again
 TPU_DUMP = {"xla_dump_hlo_as_text": True}
 
 
 @dataclasses.dataclass(frozen=True)
-class Reader:
+class ProgramReader:
     """What else is read off compiled programs, such as by a study of what they cost.
 
     Attributes:
@@ -55,7 +55,7 @@ def compile_program(
     level: str,
     cache: Path | None,
     placed: Sequence[Any] = (),
-    reader: Reader | None = None,
+    reader: ProgramReader | None = None,
 ) -> dict[str, Any]:
     """Compile a program of a step.
 
@@ -112,7 +112,7 @@ def _key(
     topology: Topology,
     level: str,
     placed: Sequence[Any],
-    reader: Reader | None,
+    reader: ProgramReader | None,
 ) -> str:
     order = [device.id for device in placed]
     options = {name: option.value for name, option in OPTIONS.get(topology.platform, {}).items()}
@@ -133,7 +133,7 @@ def _compile(
     program: StepProgram,
     topology: Topology,
     placed: Sequence[Any],
-    reader: Reader | None,
+    reader: ProgramReader | None,
 ) -> dict[str, Any]:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="hjax-compile-") as folder:
@@ -187,7 +187,7 @@ def _text(compiled: Any, folder: Path) -> str:
     return printed[-1].read_text() if printed else compiled.as_text()
 
 
-def placed_of(rehearsal: Rehearsal, role: str) -> list[Any]:
+def placed_of(rehearsal: AbstractWorkers, role: str) -> list[Any]:
     """A role's devices in the order of its mesh, by which its programs number them: those of
     several TPU slices slice by slice."""
     devices = list(rehearsal.workers[role].layouts.train.mesh.devices.ravel())
@@ -196,9 +196,9 @@ def placed_of(rehearsal: Rehearsal, role: str) -> list[Any]:
     return sorted(devices, key=lambda device: getattr(device, "slice_index", 0) or 0)
 
 
-def axis_rings(rehearsal: Rehearsal) -> dict[str, dict[str, dict[str, float]]]:
+def axis_rings(rehearsal: AbstractWorkers) -> dict[str, dict[str, dict[str, float]]]:
     """By role and mesh axis what its rings cost: ``hops``, ``network`` and ``busiest`` of
-    ``hjax.sharding.wires.Rings``; empty where devices do not say where they stand."""
+    ``hjax.sharding.interconnect.ConcurrentRings``; empty where devices do not say where they stand."""
     found = {}
     for role, worker in rehearsal.workers.items():
         mesh = worker.layouts.train.mesh
@@ -237,7 +237,7 @@ def way(found: Sequence[Collective], devices: Sequence[Any]) -> dict[str, float]
     return {"hop_bytes": hop_bytes, "network_bytes": network_bytes}
 
 
-def _mean_way(one: Collective, wires: Wires) -> tuple[float, float]:
+def _mean_way(one: Collective, wires: Interconnect) -> tuple[float, float]:
     """(links, share over the network) of a step, means over all groups."""
     steps = [_steps(np.array(group), one.kind) for group in one.groups if len(group) > 1]
     start, end = (np.concatenate([step[i] for step in steps]) for i in (0, 1))

@@ -11,8 +11,8 @@ from hjax.dryrun.programs import (
     step_programs,
 )
 from hjax.machine import device_memory
-from hjax.models import arithmetic
-from hjax.run.machines import local_devices
+from hjax.models import parameter_counts
+from hjax.run.backends import local_devices
 from hjax.run.reward_check import first_calls
 
 
@@ -28,10 +28,10 @@ def describe(trainer: Any) -> dict[str, Any]:
       ``placement``, ``parameters`` (by role), ``memory`` (of each program what
       ``programs.add_held`` says, bytes per device), ``resident_bytes`` (by role, kept between
       calls), ``device_memory_bytes``, with ``model.remat=auto`` ``remat`` (by role, of
-      ``Chosen.record``), with ``model.unroll_layers=auto`` ``unroll_layers`` (by role, whether
+      ``RematChoice.record``), with ``model.unroll_layers=auto`` ``unroll_layers`` (by role, whether
       they are), ``cache`` (by role that generates, ``dtype`` and ``bytes_per_token`` of
       its keys and values, over all devices that share the heads), with ``rollout.slots=-1``
-      ``slots`` (of ``SlotRoom.record``) and where something is offloaded ``offload`` (of
+      ``slots`` (of ``SlotBudget.record``) and where something is offloaded ``offload`` (of
       ``programs.offload_savings``).
     """
     config, roles = trainer.config, trainer.roles
@@ -68,11 +68,11 @@ def describe(trainer: Any) -> dict[str, Any]:
         "placement": placement,
         "host_roles": [r for r in roles.builds if r not in roles.layouts],
         "parameters": {
-            role: arithmetic.parameters(worker.network.config, worker.scalar)
+            role: parameter_counts.parameters(worker.network.config, worker.scalar)
             for role, worker in rehearsal.workers.items()
         },
         "learned": {
-            role: arithmetic.learned_parameters(worker.network.config, worker.scalar)
+            role: parameter_counts.learned_parameters(worker.network.config, worker.scalar)
             if hasattr(worker, "optimizer_state")
             else 0
             for role, worker in rehearsal.workers.items()

@@ -11,9 +11,9 @@ from hjax.dryrun.programs import phase_of
 from hjax.dryrun.step import CompileRequest, compile_step
 from hjax.errors import ConfigError
 from hjax.files import cache_folder, json_line
-from hjax.planning.records import Candidate, Cluster, PlannedSet
+from hjax.planning.plan_types import Candidate, Cluster, PlannedSet
 from hjax.planning.result import describe_candidate, describe_result
-from hjax.planning.search import Problem, SearchResult
+from hjax.planning.search import PlanProblem, SearchResult
 from hjax.roles import STAGES
 from hjax.show.format import duration, size
 
@@ -23,7 +23,7 @@ STAGE = dict(zip(("generate", "prepare", "update"), STAGES, strict=True))
 
 def compile_plan(
     found: SearchResult,
-    problem: Problem,
+    problem: PlanProblem,
     strategy: str,
     config: ConfigDict,
     name: str,
@@ -128,7 +128,7 @@ def stage_bytes(group: PlannedSet, role: str, stage: str) -> float:
 
 def _compile(
     candidate: Candidate,
-    problem: Problem,
+    problem: PlanProblem,
     config: ConfigDict,
     name: str,
     topology: str,

@@ -16,15 +16,15 @@ from ml_collections import ConfigDict
 from hjax.algorithms import Algorithm
 from hjax.errors import ConfigError
 from hjax.kernels.int8_cache import INT8
-from hjax.models import arithmetic
+from hjax.models import parameter_counts
 from hjax.run.dataflow import StepCall, step_calls
 from hjax.run.placement import set_name
-from hjax.run.roles import Roles
+from hjax.run.role_groups import RoleGroups
+from hjax.sharding.interconnect import cut
 from hjax.sharding.layout import shard_bytes
-from hjax.sharding.wires import cut
 from hjax.show.memory_table import largest
-from hjax.workers.generation import GeneratingWorker
-from hjax.xla.program import Program
+from hjax.workers.generating_worker import GeneratingWorker
+from hjax.xla.abstract_program import AbstractProgram
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class StepProgram:
     set_number: int
     rows: int
     runs: int
-    program: Program
+    program: AbstractProgram
 
     @property
     def name(self) -> str:
@@ -52,7 +52,7 @@ class StepProgram:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rehearsal:
+class AbstractWorkers:
     """The workers of a run that are made only to be asked about their programs.
 
     Attributes:
@@ -60,11 +60,11 @@ class Rehearsal:
       workers: by role with devices and programs; they hold no arrays.
     """
 
-    roles: Roles
+    roles: RoleGroups
     workers: dict[str, Any]
 
 
-def rehearse(roles: Roles, devices: Sequence[Any]) -> Rehearsal:
+def rehearse(roles: RoleGroups, devices: Sequence[Any]) -> AbstractWorkers:
     """Make the workers of a run on devices that may be abstract.
 
     Raises:
@@ -79,11 +79,11 @@ def rehearse(roles: Roles, devices: Sequence[Any]) -> Rehearsal:
             if hasattr(build.worker, "programs"):
                 workers[role] = build.worker(*arguments, **build.options)
     # In the order of the roles, however they are placed.
-    return Rehearsal(roles, {role: workers[role] for role in roles.builds if role in workers})
+    return AbstractWorkers(roles, {role: workers[role] for role in roles.builds if role in workers})
 
 
 def step_programs(
-    config: ConfigDict, algorithm: type[Algorithm], rehearsal: Rehearsal, prompt_length: int
+    config: ConfigDict, algorithm: type[Algorithm], rehearsal: AbstractWorkers, prompt_length: int
 ) -> tuple[list[StepProgram], str]:
     """Every program that a step of an algorithm runs on devices, in the order of its roles.
 
@@ -136,7 +136,7 @@ def step_programs(
     return found, remark
 
 
-def whose(call: StepCall, roles: Roles) -> str:
+def whose(call: StepCall, roles: RoleGroups) -> str:
     """The role whose worker a call reaches: a rollout that stands apart generates for the actor."""
     answers = call.role == "actor" and call.method == "generate_sequences"
     return roles.generates if answers else call.role
@@ -151,7 +151,7 @@ def program_of(call: StepCall) -> str:
     return call.method
 
 
-def resident_bytes(rehearsal: Rehearsal) -> dict[str, dict[str, int]]:
+def resident_bytes(rehearsal: AbstractWorkers) -> dict[str, dict[str, int]]:
     """Bytes per device that each role keeps between calls, by role and kind of state."""
     return {
         role: {kind: shard_bytes(tree) for kind, tree in worker.abstract_state().items()}
@@ -159,21 +159,21 @@ def resident_bytes(rehearsal: Rehearsal) -> dict[str, dict[str, int]]:
     }
 
 
-def cache_records(rehearsal: Rehearsal) -> dict[str, dict[str, Any]]:
+def cache_records(rehearsal: AbstractWorkers) -> dict[str, dict[str, Any]]:
     """Of the keys and values of each role that generates their ``dtype``, and ``bytes_per_token``
     of one token in all layers and heads."""
     found = {}
     for role, worker in rehearsal.workers.items():
         if isinstance(worker, GeneratingWorker):
             kept = worker.generator.kept_dtype
-            token = arithmetic.cache_bytes(worker.network.config, worker.cache_element)
+            token = parameter_counts.cache_bytes(worker.network.config, worker.cache_element)
             name = INT8 if kept is None else np.dtype(kept).name
             found[role] = {"dtype": name, "bytes_per_token": round(token)}
     return found
 
 
 def held_beside(
-    program: StepProgram, rehearsal: Rehearsal
+    program: StepProgram, rehearsal: AbstractWorkers
 ) -> tuple[dict[str, int], dict[str, int]]:
     """What else is kept while a program runs and is none of its arguments.
 
@@ -248,7 +248,9 @@ def memory_of(compiled: Any, by_peak: bool = False) -> dict[str, int]:
     return {**parts, "total_bytes": total, "peak_bytes": peak}
 
 
-def add_held(record: dict[str, Any], program: StepProgram, rehearsal: Rehearsal) -> dict[str, Any]:
+def add_held(
+    record: dict[str, Any], program: StepProgram, rehearsal: AbstractWorkers
+) -> dict[str, Any]:
     """The record of a program with what else its devices hold.
 
     Adds ``pool``, ``held_bytes`` (by whose), ``offloaded_bytes`` (in the host's memory, by whose)
@@ -262,7 +264,7 @@ def add_held(record: dict[str, Any], program: StepProgram, rehearsal: Rehearsal)
 
 
 def settings_records(
-    roles: Roles, rehearsal: Rehearsal, records: Sequence[Mapping[str, Any]]
+    roles: RoleGroups, rehearsal: AbstractWorkers, records: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Where there is something to say: what ``model.remat=auto`` chose (``remat``), which models
     are unrolled (``unroll_layers``), ``cache`` (``cache_records``), what ``rollout.slots=-1`` is

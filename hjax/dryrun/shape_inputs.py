@@ -8,8 +8,8 @@ from ml_collections import ConfigDict
 from hjax.data.dataset import Dataset
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError
-from hjax.models.config import ModelConfig
-from hjax.models.published import SHAPES, published
+from hjax.models.model_config import ModelConfig
+from hjax.models.presets import SHAPES, published
 from hjax.models.weights import read_config
 from hjax.run.inputs import Inputs, load_inputs, load_tokenizer
 

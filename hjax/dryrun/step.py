@@ -8,9 +8,9 @@ import jax
 from ml_collections import ConfigDict
 
 from hjax.algorithms import get_algorithm
-from hjax.dryrun.compilation import Reader, axis_rings, compile_program, placed_of
+from hjax.dryrun.compilation import ProgramReader, axis_rings, compile_program, placed_of
 from hjax.dryrun.programs import (
-    Rehearsal,
+    AbstractWorkers,
     StepProgram,
     add_held,
     rehearse,
@@ -22,7 +22,7 @@ from hjax.dryrun.programs import (
 from hjax.dryrun.shape_inputs import read_shape, shape_inputs
 from hjax.dryrun.topologies import Topology, find_topology
 from hjax.run.placement import Plan, placed
-from hjax.run.roles import Roles, describe_roles
+from hjax.run.role_groups import RoleGroups, describe_roles
 from hjax.show.format import duration, size
 from hjax.show.memory_table import largest, verdict
 
@@ -64,8 +64,8 @@ class PreparedStep:
     asked: CompileRequest
     topology: Topology
     plan: Plan
-    roles: Roles
-    rehearsal: Rehearsal
+    roles: RoleGroups
+    rehearsal: AbstractWorkers
     programs: list[StepProgram]
     remark: str
     prompt_length: int
@@ -101,7 +101,7 @@ def compile_step(asked: CompileRequest, console: Any) -> dict[str, Any]:
 
 
 def compile_prepared(
-    step: PreparedStep, console: Any, reader: Reader | None = None
+    step: PreparedStep, console: Any, reader: ProgramReader | None = None
 ) -> dict[str, Any]:
     """``compile_step``; ``reader`` reads each program's text too (see ``compile_program``)."""
     asked, topology, roles = step.asked, step.topology, step.roles
@@ -166,7 +166,7 @@ def _description(step: PreparedStep, records: list[dict[str, Any]]) -> dict[str,
     }
 
 
-def _transition(records: list[dict[str, Any]], rehearsal: Rehearsal) -> dict[str, Any]:
+def _transition(records: list[dict[str, Any]], rehearsal: AbstractWorkers) -> dict[str, Any]:
     """What the actor's parameters receive on their way to the generate layout, and the formula."""
     ways = [r for r in records if r["role"] == "actor" and r["program"].startswith("transition")]
     if not ways or any("refused_bytes" in record for record in ways):

@@ -305,7 +305,7 @@ MOST = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
-class StandIn:
+class AbstractDevice:
     """What a jax.Device says of itself."""
 
     platform: str
@@ -317,7 +317,7 @@ class StandIn:
     slice_index: int | None = None
 
 
-def listed(name: str) -> list[StandIn]:
+def listed(name: str) -> list[AbstractDevice]:
     """The devices of ``v5p:4x4x8`` (chips) or ``h100:2x8`` (hosts x GPUs), in JAX's order.
 
     Raises:
@@ -335,25 +335,25 @@ def listed(name: str) -> list[StandIn]:
         raise ConfigError(f"--topology={name}: of GPUs hosts x GPUs per host, such as h100:2x8")
     hosts, each = sizes
     return [
-        StandIn("gpu", kind.name, host * each + i, host)
+        AbstractDevice("gpu", kind.name, host * each + i, host)
         for host in range(hosts)
         for i in range(each)
     ]
 
 
-def _slice(name: str, kind: Device, sides: tuple[int, ...]) -> list[StandIn]:
+def _slice(name: str, kind: Device, sides: tuple[int, ...]) -> list[AbstractDevice]:
     if len(sides) != kind.torus:
         raise ConfigError(f"--topology={name}: a {kind.name} slice has {kind.torus} sides")
     x, y, z = (*sides, *(1,) * (3 - len(sides)))
     # Host after host, x fastest; in each its chips, x fastest.
     hosts = itertools.product(range(0, z, HOST[2]), range(0, y, HOST[1]), range(0, x, HOST[0]))
-    found: list[StandIn] = []
+    found: list[AbstractDevice] = []
     for process, (z0, y0, x0) in enumerate(hosts):
         chips = itertools.product(range(HOST[2]), range(HOST[1]), range(HOST[0]))
         for dz, dy, dx in chips:
             at = (x0 + dx, y0 + dy, z0 + dz)
             if at[0] < x and at[1] < y and at[2] < z:
                 for core in range(kind.cores):
-                    made = StandIn("tpu", KINDS[kind.name], len(found), process, at, core)
+                    made = AbstractDevice("tpu", KINDS[kind.name], len(found), process, at, core)
                     found.append(made)
     return found

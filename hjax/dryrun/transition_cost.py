@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hjax.dryrun.gather_and_cut import GatherAndCut
+from hjax.dryrun.gather_all_baseline import GatherAndCut
 from hjax.dryrun.transition_groups import (
     Table2Case,
     case_layouts,
@@ -25,11 +25,11 @@ from hjax.dryrun.transition_groups import (
 )
 from hjax.errors import ConfigError
 from hjax.machine import device_memory, free_bytes
-from hjax.models.config import ModelConfig
+from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import decoder_network
-from hjax.sharding.buckets import Leaf, plan_leaf
 from hjax.sharding.layout import RoleLayouts, fitted
 from hjax.sharding.live_memory import PeakWatch
+from hjax.sharding.transfer_buckets import ReshardLeaf, plan_leaf
 from hjax.sharding.transition import BUCKET_BYTES, Transition
 from hjax.xla.collectives import received_bytes
 
@@ -61,7 +61,7 @@ def built_in(case: Table2Case) -> ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Setup:
+class TransitionCase:
     """A case on devices: what moves, and the trees that say how.
 
     Attributes:
@@ -98,7 +98,9 @@ def model_leaves(model: ModelConfig) -> dict[str, tuple[tuple[str, ...], Any]]:
     return dict(zip(names, zip((a for _, a in axes), (x for _, x in shapes)), strict=True))
 
 
-def set_up(case: Table2Case, method: str, devices: Sequence[jax.Device], leaves: Leaves) -> Setup:
+def set_up(
+    case: Table2Case, method: str, devices: Sequence[jax.Device], leaves: Leaves
+) -> TransitionCase:
     """Lay parameters out for a case.
 
     Raises:
@@ -121,7 +123,7 @@ def set_up(case: Table2Case, method: str, devices: Sequence[jax.Device], leaves:
     def only(tree: Mapping[str, Any], wanted: bool) -> dict[str, Any]:
         return {name: x for name, x in tree.items() if (name in counted) == wanted}
 
-    return Setup(
+    return TransitionCase(
         source=only(before, True),
         target=only(after, True),
         shapes=only(shapes, True),
@@ -146,7 +148,7 @@ def _parts(sharding: Any, x: Any) -> int:
 
 
 def measure(
-    case: Table2Case, method: str, setup: Setup, bucket_bytes: int, dtype: str = "float32"
+    case: Table2Case, method: str, setup: TransitionCase, bucket_bytes: int, dtype: str = "float32"
 ) -> dict[str, Any]:
     """Compile a transition, run it there and back where it fits, and count.
 
@@ -242,7 +244,7 @@ def describe(
     return {"model": name, **found, "unsharded_received_bytes": others.received}
 
 
-def resharded(setup: Setup) -> dict[str, float]:
+def resharded(setup: TransitionCase) -> dict[str, float]:
     """The same arrays between the same shards by a program that knows no method: the identity, laid
     out anew by the compiler, one program for all arrays.
 
@@ -284,7 +286,7 @@ def resharded(setup: Setup) -> dict[str, float]:
 
 def run(
     transition: Any,
-    setup: Setup,
+    setup: TransitionCase,
     devices: Sequence[jax.Device],
     target: int,
     dtype: np.dtype | None = None,
@@ -353,7 +355,7 @@ def describe_counted(
     leaves = model_leaves(model)
     layouts = _fitted(case.layouts(case.devices), leaves)
     cast = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
-    counted: list[Leaf] = []
+    counted: list[ReshardLeaf] = []
     others: dict[str, int] = {}
     for leaf, (axes, x) in leaves.items():
         before, after = (way.sharding(*axes) for way in (layouts.train, layouts.generate))

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from hjax.kernels.spread import Axes, Spread
+from hjax.kernels.kernel_sharding import Axes, KernelSharding
 
 MASKED = -1e30  # in place of scores that must not be seen; finite, so that empty rows stay finite
 WHOLE = 512  # places of a sequence up to which scores [length, length] are held
@@ -51,7 +51,7 @@ def lengthened(x: jax.Array, more: int) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scoring:
+class ScoreOptions:
     """How scores are made; static when traced.
 
     Attributes:
@@ -74,13 +74,13 @@ class Scoring:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sight:
+class MaskSpec:
     """Which places of a row each place sees, before padding and packing are looked at.
 
     Attributes:
       prompt: places, from the first on, that all responses of the row share.
       response: places of each response after them; 0: the row is one sequence.
-      window: as of ``Scoring``, in tokens of prompt and response.
+      window: as of ``ScoreOptions``, in tokens of prompt and response.
       packed: the row holds several sequences, as its segments say; blocks that share none are
         left out where a kernel can.
     """
@@ -166,7 +166,7 @@ class Sight:
         return int(np.maximum(high - low, 0).sum() + (after - own).sum())
 
 
-class Shared(NamedTuple):
+class PackedPrompts(NamedTuple):
     """Prompts inside packs that stand there once for several responses.
 
     Attributes:
@@ -188,7 +188,7 @@ def check(
     v: jax.Array,
     segments: jax.Array | None,
     sinks: jax.Array | None,
-    shared: Shared | None = None,
+    shared: PackedPrompts | None = None,
 ) -> None:
     """Shapes as of ``attend``."""
     chex.assert_rank((q, k, v), 4)
@@ -212,9 +212,9 @@ def reference(
     v: jax.Array,
     segments: jax.Array | None = None,
     sinks: jax.Array | None = None,
-    scoring: Scoring = Scoring(),
-    sight: Sight = Sight(),
-    shared: Shared | None = None,
+    scoring: ScoreOptions = ScoreOptions(),
+    sight: MaskSpec = MaskSpec(),
+    shared: PackedPrompts | None = None,
 ) -> jax.Array:
     """The same as its mathematics reads; see ``attend``."""
     check(q, k, v, segments, sinks, shared)
@@ -233,7 +233,7 @@ def in_one_piece(
     k: jax.Array,
     v: jax.Array,
     visible: jax.Array,
-    scoring: Scoring,
+    scoring: ScoreOptions,
     sinks: jax.Array | None,
 ) -> jax.Array:
     """Attention with scores [length, length], in the dtype of v.
@@ -268,7 +268,7 @@ def merge_heads(out: jax.Array) -> jax.Array:
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, kv_heads * groups, dim)
 
 
-def meeting(segments: jax.Array, of_keys: jax.Array, shared: Shared | None = None) -> jax.Array:
+def meeting(segments: jax.Array, of_keys: jax.Array, shared: PackedPrompts | None = None) -> jax.Array:
     """bool [batch, queries, keys]: whether a key's segment is the query's, or its prompt's."""
     same = segments[:, :, None] == of_keys[:, None, :]
     return same if shared is None else same | (shared.prompts[:, :, None] == of_keys[:, None, :])
@@ -286,10 +286,10 @@ def attend(
     v: jax.Array,
     segments: jax.Array | None = None,
     sinks: jax.Array | None = None,
-    scoring: Scoring = Scoring(),
-    sight: Sight = Sight(),
-    spread: Spread = Spread(),
-    shared: Shared | None = None,
+    scoring: ScoreOptions = ScoreOptions(),
+    sight: MaskSpec = MaskSpec(),
+    spread: KernelSharding = KernelSharding(),
+    shared: PackedPrompts | None = None,
 ) -> jax.Array:
     """What each token makes of the values it sees; every device computes its own rows and heads.
 
@@ -364,7 +364,7 @@ def attend(
     return out[:, :length] if short else out
 
 
-def _fitting(spread: Spread, rows: int) -> Axes:
+def _fitting(spread: KernelSharding, rows: int) -> Axes:
     """The first axes of ``rows`` that divide a number of rows; over the others it is whole."""
     axes = spread.rows
     while axes and rows % spread.ways(axes):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from hjax.kernels import checks, reference
+from hjax.kernels import reference, shape_checks
 from hjax.kernels.reference import GATES
 
 
@@ -27,7 +27,7 @@ def product(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
     The weight is kept as it was given and cast once more in the backward pass: a scan over layers
     would keep the cast ones of all layers at once.
     """
-    checks.check_product(spec, x, weight)
+    shape_checks.check_product(spec, x, weight)
     return _product(spec, x, weight, None)
 
 
@@ -45,7 +45,7 @@ def scaled_product(spec: str, x: jax.Array, weight: jax.Array, scale: jax.Array)
     Returns:
       [batch, length, made dimensions].
     """
-    checks.check_product(spec, x, weight)
+    shape_checks.check_product(spec, x, weight)
     chex.assert_shape(scale, weight.shape[x.ndim - 2 :])
     return _product(spec, x, weight, scale)
 
@@ -105,7 +105,7 @@ def gated_mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
     One product for gate and up, forward and backward: each would gather its weights and be summed
     over devices.
     """
-    checks.check_gated_mlp(x, gate_up, down)
+    shape_checks.check_gated_mlp(x, gate_up, down)
     return _gated_mlp(x, gate_up, down)
 
 
@@ -145,7 +145,7 @@ _gated_mlp.defvjp(_gated_mlp_forward, _gated_mlp_backward)
 
 def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
     """As ``reference.rms_norm``."""
-    checks.check_rms_norm(x, weight)
+    shape_checks.check_rms_norm(x, weight)
     return _rms_norm(x, weight, epsilon)
 
 
@@ -177,7 +177,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """As ``reference.rotate``. The halves change places by a product with a signed permutation,
     which is exact and stands in one pass with what surrounds it; cut, they would be two arrays,
     filled up to the width of a register, that are written and joined again."""
-    checks.check_rotate(x, cos, sin)
+    shape_checks.check_rotate(x, cos, sin)
     if x.shape[1] == 1:  # decoding: too little to be worth a product
         return reference.rotate(x, cos, sin)
     return _rotate(x, cos, sin)

@@ -19,16 +19,16 @@ from jax.ad_checkpoint import checkpoint_name
 from hjax.kernels.attention import (
     KEPT,
     MASKED,
-    Scoring,
-    Shared,
-    Sight,
+    MaskSpec,
+    PackedPrompts,
+    ScoreOptions,
     lengthened,
     meeting,
     merge_heads,
     split_heads,
     within,
 )
-from hjax.kernels.spread import Axes
+from hjax.kernels.kernel_sharding import Axes
 
 BLOCK = 512  # the largest; halved until a device's scores of a block are small enough
 TILE_BYTES = 8 * 2**20  # of scores: what a CPU's cache holds
@@ -41,8 +41,8 @@ class _Plan:
     ``axes`` split a row's length over ``around`` devices; ``travels``: keys go round them.
     """
 
-    scoring: Scoring
-    sight: Sight
+    scoring: ScoreOptions
+    sight: MaskSpec
     block: int
     length: int
     keys: int
@@ -66,13 +66,13 @@ def attend(
     v: jax.Array,
     segments: jax.Array | None,
     sinks: jax.Array | None,
-    scoring: Scoring,
-    sight: Sight,
+    scoring: ScoreOptions,
+    sight: MaskSpec,
     axes: Axes = (),
     around: int = 1,
     gather: bool = False,
     block: int = 0,
-    shared: Shared | None = None,
+    shared: PackedPrompts | None = None,
 ) -> jax.Array:
     """``hjax.kernels.attention.attend`` of what one device holds.
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from hjax.kernels import backward, checks, reference
+from hjax.kernels import backward, reference, shape_checks
 
 
 def product(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -21,7 +21,7 @@ def product(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
     pass XLA would exchange them first, in copies of activations and weights. Split dimensions
     cannot be joined without gathering them.
     """
-    checks.check_product(spec, x, weight)
+    shape_checks.check_product(spec, x, weight)
     return _product(x, weight)
 
 
@@ -67,7 +67,7 @@ def product_joined(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
 
     With two of them XLA copies the weights of unrolled layers, for every token that is decoded.
     """
-    checks.check_product(spec, x, weight)
+    shape_checks.check_product(spec, x, weight)
     if x.ndim == 3:
         return backward.product(spec, x, weight)
     summed, made = x.ndim - 2, weight.shape[x.ndim - 2 :]
@@ -84,7 +84,7 @@ def gated_mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
     The backward pass has a product for each of gate and up, whose gradients are never copied into
     one array.
     """
-    checks.check_gated_mlp(x, gate_up, down)
+    shape_checks.check_gated_mlp(x, gate_up, down)
     return _gated_mlp(x, gate_up, down)
 
 
@@ -132,7 +132,7 @@ def rotary_tables(
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """As ``reference.rotate``, its halves padded and added, forward and backward: XLA concatenates
     an element at a time, five times as slowly."""
-    checks.check_rotate(x, cos, sin)
+    shape_checks.check_rotate(x, cos, sin)
     half, wide = x.shape[-1] // 2, x.astype(jnp.float32)
     first, second = wide[..., :half], wide[..., half:]
 

@@ -20,8 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from hjax.errors import ConfigError
-from hjax.kernels.attention import Kernel, Scoring, Shared, Sight, cost_label, reference
-from hjax.kernels.spread import Axes
+from hjax.kernels.attention import (
+    Kernel,
+    MaskSpec,
+    PackedPrompts,
+    ScoreOptions,
+    cost_label,
+    reference,
+)
+from hjax.kernels.kernel_sharding import Axes
 
 HEAD_DIM = 256  # elements; on GPUs older than Hopper 128
 PLATFORMS = ("gpu", "cuda")
@@ -54,13 +61,13 @@ def attend(
     v: jax.Array,
     segments: jax.Array | None,
     sinks: jax.Array | None,
-    scoring: Scoring,
-    sight: Sight,
+    scoring: ScoreOptions,
+    sight: MaskSpec,
     axes: Axes = (),
     around: int = 1,
     gather: bool = False,
     implementation: str = "cudnn",
-    shared: Shared | None = None,
+    shared: PackedPrompts | None = None,
 ) -> jax.Array:
     """``hjax.kernels.attention.attend`` of what one device holds.
 
@@ -172,7 +179,7 @@ def _costs(rows: int, length: int, dim: int, window: int) -> str:
     """What the kernels do, which they do not say: products of blocks of which something is seen (2
     forward, 5 backward), queries, outputs and what comes back of them, read and written once."""
     short = -length % _TILE
-    pairs = len(Sight(window=window).blocks(length + short, _TILE))
+    pairs = len(MaskSpec(window=window).blocks(length + short, _TILE))
     product = 2.0 * rows * pairs * _TILE**2 * dim
     moved = 2.0 * rows * length * dim
     return cost_label(
@@ -238,8 +245,8 @@ def _off(kernel: Kernel, prompt: int, response: int, count: int, window: int) ->
     draw = np.random.default_rng(length)
     q, k, v, weight = (draw.normal(size=(3, length, heads, 64)) for heads in (4, 2, 2, 4))
     weight *= marks[:, :, None, None]
-    scoring, segments = Scoring(window=window), jnp.asarray(marks)
-    sight = Sight(prompt, response) if count else Sight()
+    scoring, segments = ScoreOptions(window=window), jnp.asarray(marks)
+    sight = MaskSpec(prompt, response) if count else MaskSpec()
     placed = dataclasses.replace(sight, window=window)
 
     def run(of: Callable[..., jax.Array], dtype: Any, *rest: Any) -> list[np.ndarray]:

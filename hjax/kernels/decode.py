@@ -5,7 +5,7 @@ The plain reference, and which form of cache and kernel a platform takes; ``deco
 head_dim], the heads of a key-value head together; the prompt's keys and values [groups, kv_heads,
 prompt, head_dim]; each row's own values [groups, kv_heads, samples, length, head_dim] and its keys
 like them, or with tokens along another axis (``cache_axis.laid``). Where they are kept in int8 a
-``Quantized`` stands for an array of them.
+``QuantizedCache`` stands for an array of them.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from hjax.kernels import cache_axis, int8_cache
-from hjax.kernels.attention import MASKED, Scoring
+from hjax.kernels.attention import MASKED, ScoreOptions
 from hjax.kernels.cache_axis import COLUMNS, TILE
 from hjax.kernels.int8_cache import Held
 
@@ -93,7 +93,7 @@ def bounds(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Seen:
+class CacheMask:
     """Where each row stands.
 
     Attributes:
@@ -110,7 +110,7 @@ class Seen:
 
     def prompt(self, size: int, window: int) -> jax.Array:
         """bool [groups, 1 or samples, size]: which of the prompt's keys a row sees; the window is
-        that of ``Scoring``."""
+        that of ``ScoreOptions``."""
         at = jnp.arange(size)
         seen = (at >= self.begin[:, None]) & (at < self.end[:, None])
         if not window:
@@ -132,7 +132,7 @@ def _by_row(position: jax.Array) -> jax.Array:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Slots:
+class SlotMask:
     """Where each row stands, of rows that began at different times and share prompts in any order.
 
     All rows write their token into one column of their caches, so that it is written in one piece,
@@ -140,7 +140,7 @@ class Slots:
     each has a column after the one before.
 
     Attributes:
-      begin, end: int32 [groups], as of ``Seen``.
+      begin, end: int32 [groups], as of ``CacheMask``.
       start: int32 [rows], the column of each row's first token.
       column: int32 [] or [rows], the new token's, or the first new one's.
       members: int32 [groups, samples], the rows that share a prompt; a number beyond the rows:
@@ -207,7 +207,7 @@ def shared_prompt(
     own_v: Held,
     prompt_seen: jax.Array,
     own_seen: jax.Array | None,
-    scoring: Scoring = Scoring(),
+    scoring: ScoreOptions = ScoreOptions(),
     sinks: jax.Array | None = None,
     axis: int = cache_axis.ROWS,
     met: tuple[jax.Array, ...] | None = None,
@@ -220,7 +220,7 @@ def shared_prompt(
     Args:
       q: [groups, kv_heads, samples, per_kv, tokens, head_dim].
       prompt_k, prompt_v: [groups, kv_heads, prompt, head_dim].
-      own_k, own_v: [groups, kv_heads, samples, length, head_dim]; ``Quantized`` as it may be.
+      own_k, own_v: [groups, kv_heads, samples, length, head_dim]; ``QuantizedCache`` as it may be.
       prompt_seen: bool [groups, samples, tokens, prompt], which of the prompt's keys a token sees.
       own_seen: bool [groups, samples, tokens, length], which of its own. Sizes of both but the
         last may be 1.
@@ -276,13 +276,13 @@ def attend_slots(
     prompt_v: Held,
     own_k: Held,
     own_v: Held,
-    slots: Slots,
-    scoring: Scoring = Scoring(),
+    slots: SlotMask,
+    scoring: ScoreOptions = ScoreOptions(),
     sinks: jax.Array | None = None,
     met: tuple[jax.Array, ...] | None = None,
     axis: int = cache_axis.ROWS,
 ) -> jax.Array:
-    """New tokens of each row, which are written already, as ``attend`` for ``Slots``.
+    """New tokens of each row, which are written already, as ``attend`` for ``SlotMask``.
 
     The queries that share a prompt meet it together; of each row a maximum, a sum and an output
     come back, never scores.
@@ -358,8 +358,8 @@ def attend(
     prompt_v: Held,
     own_k: Held,
     own_v: Held,
-    seen: Seen,
-    scoring: Scoring = Scoring(),
+    seen: CacheMask,
+    scoring: ScoreOptions = ScoreOptions(),
     sinks: jax.Array | None = None,
     met: tuple[jax.Array, ...] | None = None,
     axis: int = cache_axis.ROWS,
@@ -369,7 +369,7 @@ def attend(
     Args:
       q, prompt_k, prompt_v, own_k, own_v: of a layer.
       seen: where each row stands.
-      scoring, sinks: of the layer, as ``hjax.models.attention.Attention`` says.
+      scoring, sinks: of the layer, as ``hjax.models.attention_strategies.Attention`` says.
       met: as of ``shared_prompt``, of one token.
       axis: as of ``attend_slots``.
 
@@ -398,7 +398,7 @@ def write(
       part: [groups, kv_heads, samples, length, head_dim], or as ``axis`` says. With a position for
         all it may be without samples.
       new: [groups, kv_heads, samples, head_dim].
-      position: as of ``Seen``; a row of -1 stays.
+      position: as of ``CacheMask``; a row of -1 stays.
       axis: along which tokens lie, see ``hjax.kernels.cache_axis``.
     """
     if position.ndim == 0:

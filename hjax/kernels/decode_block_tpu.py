@@ -14,9 +14,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from hjax.kernels import int8_cache
-from hjax.kernels.attention import MASKED, Scoring
+from hjax.kernels.attention import MASKED, ScoreOptions
 from hjax.kernels.decode import KERNEL, OWN_BLOCK, PROMPT_BLOCK, SUBLANES, room, tile_of
-from hjax.kernels.int8_cache import Held, Quantized
+from hjax.kernels.int8_cache import Held, QuantizedCache
 
 LANES = 128
 BLOCK_BYTES = 2**20  # of a block of keys, or of values
@@ -36,14 +36,14 @@ def _most(count: int, bytes_each: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class DecodeBlockShape:
     """Sizes of a call.
 
     Attributes:
       heads: ``per_kv`` in whole tiles.
       rows, together: groups and key-value heads of a grid step.
       prompt_block, own_block: tokens of a grid step.
-      int8: whether keys and values are ``Quantized``.
+      int8: whether keys and values are ``QuantizedCache``.
     """
 
     layers: int
@@ -62,11 +62,11 @@ class Shape:
     int8: bool
 
     @classmethod
-    def of(cls, q: jax.Array, prompt_k: Held, own_k: Held) -> Shape:
+    def of(cls, q: jax.Array, prompt_k: Held, own_k: Held) -> DecodeBlockShape:
         groups, kv_heads, samples, per_kv, dim = q.shape
         layers, _, _, prompt, _ = int8_cache.shape(prompt_k)
         length, dtype = int8_cache.shape(own_k)[4], jax.tree.leaves(own_k)[0].dtype
-        int8 = isinstance(own_k, Quantized)
+        int8 = isinstance(own_k, QuantizedCache)
         for size, block in ((prompt, PROMPT_BLOCK), (length, OWN_BLOCK)):
             if size != (whole := room(KERNEL, size or 1, block, dtype)):
                 raise AssertionError(f"a length of {size} is not {whole}")
@@ -112,7 +112,7 @@ _Refs = collections.namedtuple(
 )
 
 
-def step(s: Shape, scoring: Scoring, tile: int, dtype: Any, *refs: Any) -> None:
+def step(s: DecodeBlockShape, scoring: ScoreOptions, tile: int, dtype: Any, *refs: Any) -> None:
     """One block of the prompt or of own tokens."""
     i, h, j = (pl.program_id(axis) for axis in range(3))
     at = _Refs(*refs)
@@ -139,8 +139,8 @@ def step(s: Shape, scoring: Scoring, tile: int, dtype: Any, *refs: Any) -> None:
 class _Sums:
     """The online softmax of a grid step's rows and heads."""
 
-    s: Shape
-    scoring: Scoring
+    s: DecodeBlockShape
+    scoring: ScoreOptions
     dtype: Any
     at: _Refs
 
@@ -220,7 +220,7 @@ class _Tiles:
       block: which of own tokens; a row writes in the block that its token is in.
     """
 
-    s: Shape
+    s: DecodeBlockShape
     tile: int
     at: _Refs
     i: Any

@@ -17,9 +17,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from hjax.kernels import int8_cache
-from hjax.kernels.attention import MASKED, Scoring, cost_label
+from hjax.kernels.attention import MASKED, ScoreOptions, cost_label
 from hjax.kernels.decode import filled_takes
-from hjax.kernels.int8_cache import Held, Quantized
+from hjax.kernels.int8_cache import Held, QuantizedCache
 
 BLOCK_BYTES = 2**14  # of keys, or of values, that are read together
 LEAST = 128  # columns of a part, where a row sees so many
@@ -33,7 +33,7 @@ def filled(
     own_v: Held,
     first: jax.Array,
     last: jax.Array,
-    scoring: Scoring = Scoring(),
+    scoring: ScoreOptions = ScoreOptions(),
     expected: float | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -42,7 +42,7 @@ def filled(
     Args:
       q: [groups, kv_heads, samples, per_kv, new, head_dim], scaled. A row's new tokens have columns
         one after the other.
-      own_k, own_v: [groups, kv_heads, samples, length, head_dim]; may be ``Quantized``.
+      own_k, own_v: [groups, kv_heads, samples, length, head_dim]; may be ``QuantizedCache``.
       first: int32 [groups, samples], the row's first column that is its own.
       last: int32 like it, the column of its first new token, which is seen always. Columns that are
         not there, of rows of which nobody wants anything, are taken for the nearest.
@@ -59,7 +59,7 @@ def filled(
       AssertionError: a head size that ``decode.filled_takes`` refuses, when traced.
     """
     groups, kv_heads, samples, per_kv, new, dim = q.shape
-    length, int8 = int8_cache.shape(own_k)[3], isinstance(own_k, Quantized)
+    length, int8 = int8_cache.shape(own_k)[3], isinstance(own_k, QuantizedCache)
     if not interpret and not filled_takes(dim):
         raise AssertionError(f"heads of {dim} are not a power of two, 16 to 256")
     queries, element = per_kv * new, jax.tree.leaves(own_k)[0].dtype.itemsize
@@ -82,7 +82,7 @@ def filled(
         return pl.BlockSpec((*[None] * 4, *sizes), lambda i, h, j: (*place(i, h), j, *zeros))
 
     own: Any = of_row(length, dim)
-    own = Quantized(own, of_row(1, length)) if int8 else own
+    own = QuantizedCache(own, of_row(1, length)) if int8 else own
     span = pl.BlockSpec((None, None, 2), lambda i, h, j: (i // samples, i % samples, 0))
     seen = length / 2 if expected is None else min(expected, length)
     given = q.size * q.dtype.itemsize + 4 * rows * parts * queries * (dim + 2)
@@ -111,7 +111,7 @@ def filled(
 
 
 def _kernel(
-    scoring: Scoring,
+    scoring: ScoreOptions,
     new: int,
     queries: int,
     block: int,
@@ -124,7 +124,7 @@ def _kernel(
     out_ref: Any,
 ) -> None:
     """One part of a row's columns, with all queries of a key-value head."""
-    int8 = isinstance(k_ref, Quantized)
+    int8 = isinstance(k_ref, QuantizedCache)
     dim, length = q_ref.shape[-1], (k_ref.numbers if int8 else k_ref).shape[0]
     padded = max(QUERIES, pl.next_power_of_2(queries))
     query, across = jnp.arange(padded), jnp.arange(dim)[None]
@@ -178,7 +178,7 @@ def _read(
 ) -> tuple[jax.Array, Any]:
     """Keys or values of these columns, int8 ones in ``dtype``, and of those their scales [1,
     columns]; 0 beyond those that are ``held`` bool [columns, 1]. ``across``: 0 to head_dim."""
-    int8 = isinstance(ref, Quantized)
+    int8 = isinstance(ref, QuantizedCache)
     numbers = ref.numbers if int8 else ref
     x = triton.load(numbers.at[column[:, None], across], mask=held, other=0)
     if not int8:

@@ -20,10 +20,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from hjax.kernels import int8_cache
-from hjax.kernels.attention import Scoring
-from hjax.kernels.decode import SUBLANES, Seen, tile_of
-from hjax.kernels.decode_block_tpu import LANES, Shape, step
-from hjax.kernels.int8_cache import Held, Quantized
+from hjax.kernels.attention import ScoreOptions
+from hjax.kernels.decode import SUBLANES, CacheMask, tile_of
+from hjax.kernels.decode_block_tpu import LANES, DecodeBlockShape, step
+from hjax.kernels.int8_cache import Held, QuantizedCache
 
 VMEM_BYTES = 32 * 2**20
 ENDLESS = 2**30  # a window that hides nothing
@@ -38,8 +38,8 @@ def decode(
     own_k: Held,
     own_v: Held,
     layer: int | jax.Array,
-    seen: Seen,
-    scoring: Scoring = Scoring(),
+    seen: CacheMask,
+    scoring: ScoreOptions = ScoreOptions(),
     sinks: jax.Array | None = None,
     expected: float | None = None,
     interpret: bool = False,
@@ -53,10 +53,10 @@ def decode(
         says of ``PROMPT_BLOCK``; finite also where nothing is.
       own_k, own_v: [layers, groups, kv_heads, samples, length, head_dim], the length as ``room``
         says of ``OWN_BLOCK``; finite also where nothing is. Donate them: they are written in place.
-        All four may be ``Quantized``.
+        All four may be ``QuantizedCache``.
       layer: which.
       seen: where each row stands.
-      scoring, sinks: of the layer, as ``hjax.models.attention.Attention`` says.
+      scoring, sinks: of the layer, as ``hjax.models.attention_strategies.Attention`` says.
       expected: of a row's own tokens how many are there, for the estimate of what the kernel
         reads; None: half of the length. Prompts are taken to be full.
       interpret: run on any device, to be tested.
@@ -67,7 +67,7 @@ def decode(
     Raises:
       AssertionError: a length that is not padded, when traced.
     """
-    shape = Shape.of(q, prompt_k, own_k)
+    shape = DecodeBlockShape.of(q, prompt_k, own_k)
     groups, samples = shape.groups, shape.samples
     position = jnp.broadcast_to(seen.position, (groups, samples)).astype(jnp.int32)
     window = scoring.window or ENDLESS
@@ -89,7 +89,7 @@ def decode(
     q = (q * scoring.factor(shape.dim)).astype(jnp.float32)
     q = jnp.pad(q, ((0, 0),) * 3 + ((0, shape.heads - shape.per_kv), (0, 0)))
     dtype, scales = k.dtype, None
-    if isinstance(own_k, Quantized):
+    if isinstance(own_k, QuantizedCache):
         (k, k_scale), (v, v_scale) = int8_cache.quantized(k), int8_cache.quantized(v)
         both = jnp.concatenate([k_scale, v_scale], axis=-1)
         scales = jnp.pad(both, ((0, 0),) * 3 + ((0, LANES - 2),))[:, :, :, None]
@@ -108,7 +108,7 @@ def decode(
     return out[..., : shape.per_kv, :].astype(dtype), own_k, own_v
 
 
-def _reach(spans: jax.Array, shape: Shape) -> jax.Array:
+def _reach(spans: jax.Array, shape: DecodeBlockShape) -> jax.Array:
     """int32 [groups / rows, 4]: the first and last block of the prompt, and of own tokens, that
     any row of a grid step needs; the new token's own block is needed to be written.
 
@@ -129,7 +129,11 @@ def _reach(spans: jax.Array, shape: Shape) -> jax.Array:
 
 @functools.lru_cache(maxsize=64)
 def _call(
-    shape: Shape, compute: Any, scoring: Scoring, expected: float | None, interpret: bool
+    shape: DecodeBlockShape,
+    compute: Any,
+    scoring: ScoreOptions,
+    expected: float | None,
+    interpret: bool,
 ) -> Any:
     s, dtype = shape, jnp.int8 if shape.int8 else compute
     steps = s.prompt_blocks + s.own_blocks
@@ -149,10 +153,10 @@ def _call(
     written: Any = pltpu.VMEM((s.rows * s.samples, s.together, tile, s.dim), dtype)
     scales, aliases = None, {10: 1, 11: 2}
     if s.int8:
-        whole = Quantized(whole, whole)
-        cache = Quantized(cache, jax.ShapeDtypeStruct((*rows, 1, s.length), jnp.float32))
+        whole = QuantizedCache(whole, whole)
+        cache = QuantizedCache(cache, jax.ShapeDtypeStruct((*rows, 1, s.length), jnp.float32))
         of_row = s.rows * s.samples, s.together, 1, s.own_block
-        written = Quantized(written, pltpu.VMEM(of_row, jnp.float32))
+        written = QuantizedCache(written, pltpu.VMEM(of_row, jnp.float32))
         scales, aliases = of_token(1, LANES), {12 + i: 1 + i for i in range(4)}
     queries = (s.groups, s.kv_heads, s.samples, s.heads, s.dim)
     reduced = pltpu.VMEM((s.batch, s.heads, LANES), jnp.float32)
@@ -186,7 +190,7 @@ def _call(
     )
 
 
-def _blocks_read(s: Shape) -> tuple[Any, Any]:
+def _blocks_read(s: DecodeBlockShape) -> tuple[Any, Any]:
     """Blocks of a prompt's and of own keys or values, those that ``_reach`` says."""
     last_prompt, last_own = s.prompt_blocks - 1, s.own_blocks - 1
 
@@ -206,14 +210,14 @@ def _blocks_read(s: Shape) -> tuple[Any, Any]:
     own: Any = pl.BlockSpec((1, s.rows, s.together, s.samples, s.own_block, s.dim), own_at)
     if s.int8:
         of_prompt, of_own = (1, s.rows, s.together), (1, s.rows, s.together, s.samples)
-        prompt = Quantized(
+        prompt = QuantizedCache(
             prompt, pl.BlockSpec((*of_prompt, 1, s.prompt_block), last_first(prompt_at))
         )
-        own = Quantized(own, pl.BlockSpec((*of_own, 1, s.own_block), last_first(own_at)))
+        own = QuantizedCache(own, pl.BlockSpec((*of_own, 1, s.own_block), last_first(own_at)))
     return prompt, own
 
 
-def _estimate(s: Shape, element: int, expected: float | None) -> pl.CostEstimate:
+def _estimate(s: DecodeBlockShape, element: int, expected: float | None) -> pl.CostEstimate:
     """Of a token when rows have ``expected`` own tokens: whole blocks count, and whole tiles."""
     filled = s.length / 2 if expected is None else min(expected, s.length)
     # Lengths between two blocks are equally likely, so half a block more is read than there is.

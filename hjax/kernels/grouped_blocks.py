@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hjax.kernels import checks, reference
-from hjax.kernels.reference import Fill
+from hjax.kernels import reference, shape_checks
+from hjax.kernels.reference import GroupFill
 
 _ROWS = (512, 256, 128, 64, 32, 16, 8)  # of a block, largest first
 
@@ -21,11 +21,11 @@ def product(
     rows: jax.Array,
     weights: jax.Array,
     sizes: jax.Array,
-    fill: Fill = Fill(),
+    fill: GroupFill = GroupFill(),
     before: jax.Array | None = None,
 ) -> jax.Array:
     """``hjax.kernels.reference.grouped``, whose arguments these are."""
-    checks.check_grouped(rows, weights, sizes)
+    shape_checks.check_grouped(rows, weights, sizes)
     if before is not None:
         weights = reference.sum_after(weights, before)
     each = rows.shape[0] * fill.share / weights.shape[0]
@@ -35,7 +35,7 @@ def product(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _product(
-    rows: jax.Array, weights: jax.Array, sizes: jax.Array, block: int, fill: Fill
+    rows: jax.Array, weights: jax.Array, sizes: jax.Array, block: int, fill: GroupFill
 ) -> jax.Array:
     return _times(rows, weights, sizes, block, fill, transposed=False)
 
@@ -44,7 +44,7 @@ def _forward(*arguments: Any) -> tuple[jax.Array, Any]:
     return _product(*arguments), arguments[:3]
 
 
-def _backward(block: int, fill: Fill, kept: Any, given: jax.Array) -> Any:
+def _backward(block: int, fill: GroupFill, kept: Any, given: jax.Array) -> Any:
     rows, weights, sizes = kept
     made = _times(given, weights, sizes, block, fill, transposed=True)
     if weights.dtype.itemsize == 1:
@@ -72,7 +72,7 @@ def _times(
     weights: jax.Array,
     sizes: jax.Array,
     block: int,
-    fill: Fill,
+    fill: GroupFill,
     transposed: bool,
 ) -> jax.Array:
     padded = jnp.pad(rows, ((0, block), (0, 0)))
@@ -96,7 +96,7 @@ def _each_block(
     sizes: jax.Array,
     rows: jax.Array,
     block: int,
-    fill: Fill,
+    fill: GroupFill,
 ) -> jax.Array:
     """``state`` after ``run(group, first row, rows of the group from there on, state)`` of every
     block, in the order of the rows; a group's last one may reach beyond it."""

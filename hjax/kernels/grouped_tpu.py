@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
 from hjax.kernels.attention import cost_label
-from hjax.kernels.reference import Fill, filled
+from hjax.kernels.reference import GroupFill, filled
 
 _ROWS = (512, 256, 128)  # of a tile, largest first
 _INNER, _OUTER = (2048, 1024, 512), (1024, 512, 256)  # of a tile of weights, at most
@@ -31,7 +31,7 @@ def product(
     rows: jax.Array,
     weights: jax.Array,
     sizes: jax.Array,
-    fill: Fill = Fill(),
+    fill: GroupFill = GroupFill(),
     before: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -54,7 +54,7 @@ def _product(
     sizes: jax.Array,
     before: jax.Array | None,
     tile: int,
-    fill: Fill,
+    fill: GroupFill,
     interpret: bool,
 ) -> jax.Array:
     return _times(rows, weights, sizes, tile, fill, interpret)
@@ -64,7 +64,7 @@ def _forward(*arguments: Any) -> tuple[jax.Array, Any]:
     return _product(*arguments), arguments[:4]
 
 
-def _backward(tile: int, fill: Fill, interpret: bool, kept: Any, given: jax.Array) -> Any:
+def _backward(tile: int, fill: GroupFill, interpret: bool, kept: Any, given: jax.Array) -> Any:
     rows, weights, sizes, before = kept
     made = _times(given, weights, sizes, tile, fill, interpret, transposed=True)
     if weights.dtype.itemsize == 1:
@@ -89,7 +89,7 @@ def _times(
     weights: jax.Array,
     sizes: jax.Array,
     tile: int,
-    fill: Fill,
+    fill: GroupFill,
     interpret: bool,
     transposed: bool = False,
 ) -> jax.Array:
@@ -117,7 +117,7 @@ def multiple(count: int, weights: jax.Array, share: float) -> int:
     return min((each for each in costs if costs[each] <= least), key=lambda each: products[each])
 
 
-def _both_ways(rows: Any, weights: jax.Array, fill: Fill, tile: int) -> float:
+def _both_ways(rows: Any, weights: jax.Array, fill: GroupFill, tile: int) -> float:
     """What a product with a tile of so many rows takes, forward and back, in operations."""
     given = jax.ShapeDtypeStruct((rows.shape[0], weights.shape[2]), rows.dtype)
     return sum(
@@ -126,7 +126,7 @@ def _both_ways(rows: Any, weights: jax.Array, fill: Fill, tile: int) -> float:
     )
 
 
-def _tile_rows(rows: Any, weights: jax.Array, fill: Fill) -> int:
+def _tile_rows(rows: Any, weights: jax.Array, fill: GroupFill) -> int:
     """Rows of a tile: as many as groups are multiples of, or the most, with which a product,
     forward and back, takes about the least. One in which two groups meet is computed for both; of
     small ones weights are read often. Arguments as of ``product_bytes``."""
@@ -137,7 +137,7 @@ def _tile_rows(rows: Any, weights: jax.Array, fill: Fill) -> int:
 
 
 def _product_tiling(
-    rows: Any, weights: jax.Array, fill: Fill, tile: int, transposed: bool = False
+    rows: Any, weights: jax.Array, fill: GroupFill, tile: int, transposed: bool = False
 ) -> tuple[int, int, int]:
     """Tiles of rows, inner, outer that have room on the chip: of those that take about the least
     the largest. A weight is read for each tile of rows, unless one tile has all of the summed
@@ -159,7 +159,7 @@ def _product_tiling(
 
 
 def _cost(
-    rows: Any, weights: jax.Array, fill: Fill, tiling: tuple[int, int, int], transposed: bool
+    rows: Any, weights: jax.Array, fill: GroupFill, tiling: tuple[int, int, int], transposed: bool
 ) -> float:
     """Of a product, in operations."""
     moved = product_bytes(rows, weights, tiling, fill, transposed)
@@ -169,7 +169,7 @@ def _cost(
 
 
 def _gradient_tiling(
-    rows: jax.Array, weights: jax.Array, fill: Fill, tile: int
+    rows: jax.Array, weights: jax.Array, fill: GroupFill, tile: int
 ) -> tuple[int, int, int]:
     """As ``_product_tiling``, of ``gradient_bytes``."""
     element, made = rows.dtype.itemsize, weights.dtype.itemsize
@@ -216,7 +216,7 @@ def product_bytes(
     rows: jax.Array,
     weights: jax.Array,
     tiling: tuple[int, int, int],
-    fill: Fill = Fill(),
+    fill: GroupFill = GroupFill(),
     transposed: bool = False,
 ) -> float:
     """To and from main memory of ``gmm``, groups equally large.
@@ -230,7 +230,7 @@ def product_bytes(
       rows: [rows, inner].
       weights: [groups, inner, outer], ``transposed`` [groups, outer, inner].
       tiling: of rows, inner, outer.
-      fill: see ``hjax.kernels.reference.Fill``.
+      fill: see ``hjax.kernels.reference.GroupFill``.
     """
     groups, (inner, outer) = weights.shape[0], weights.shape[1:][:: -1 if transposed else 1]
     used = rows.shape[0] * fill.share
@@ -242,7 +242,7 @@ def product_bytes(
 
 
 def gradient_bytes(
-    rows: jax.Array, weights: jax.Array, tiling: tuple[int, int, int], fill: Fill = Fill()
+    rows: jax.Array, weights: jax.Array, tiling: tuple[int, int, int], fill: GroupFill = GroupFill()
 ) -> float:
     """To and from main memory of ``tgmm``, which makes the gradient of ``weights``; arguments as of
     ``product_bytes``. Rows are read for each tile of the gradient's other dimension."""
@@ -252,20 +252,20 @@ def gradient_bytes(
     return rows.dtype.itemsize * read + weights.size * weights.dtype.itemsize
 
 
-def _visits(count: int, groups: int, tile: int, fill: Fill) -> int:
+def _visits(count: int, groups: int, tile: int, fill: GroupFill) -> int:
     """Tiles of so many rows that are computed: one in which groups meet for each of them. Groups
     that are multiples of a part of a tile meet in as many fewer, of a whole one in none."""
     meet = 1 - min(fill.multiple, tile) / tile if fill.multiple > 1 else 1
     return math.ceil(count * fill.share / tile + (groups - 1) * meet)
 
 
-def _told(rows: jax.Array, weights: jax.Array, tile: int, fill: Fill, moved: float) -> Any:
+def _told(rows: jax.Array, weights: jax.Array, tile: int, fill: GroupFill, moved: float) -> Any:
     """A scope with what a kernel does where groups are equally large, and so many bytes move."""
     costs = (("pallas_call", _flops(rows, weights, tile, fill), moved),)
     return jax.named_scope(cost_label(costs, part=True))
 
 
-def _flops(rows: Any, weights: jax.Array, tile: int, fill: Fill) -> float:
+def _flops(rows: Any, weights: jax.Array, tile: int, fill: GroupFill) -> float:
     """Of a product, tiles in which groups meet for each of them."""
     groups, inner, outer = weights.shape
     return 2.0 * _visits(rows.shape[0], groups, tile, fill) * tile * inner * outer

@@ -25,7 +25,7 @@ CACHE_DTYPES = (AUTO, INT8)
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Quantized:
+class QuantizedCache:
     """What stands in a cache's place of an array of keys, or of values.
 
     In a kernel its fields are what the kernel has of arrays: references, blocks, shapes.
@@ -45,12 +45,12 @@ class Quantized:
 
 
 # Keys or values of a layer: an array, or what stands for one.
-Held = jax.Array | Quantized
+Held = jax.Array | QuantizedCache
 
 
 def shape(held: Held) -> tuple[int, ...]:
     """Of the array, or of that which ``held`` stands for."""
-    return tuple((held.numbers if isinstance(held, Quantized) else held).shape)
+    return tuple((held.numbers if isinstance(held, QuantizedCache) else held).shape)
 
 
 def quantized(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -69,7 +69,7 @@ def zeros(size: tuple[int, ...], dtype: Any) -> Held:
     if dtype is not None:
         return jnp.zeros(size, dtype)
     *lead, length, _ = size
-    return Quantized(jnp.zeros(size, jnp.int8), jnp.zeros((*lead, 1, length), jnp.float32))
+    return QuantizedCache(jnp.zeros(size, jnp.int8), jnp.zeros((*lead, 1, length), jnp.float32))
 
 
 def element_bytes(dtype: Any, head_dim: int) -> float:
@@ -82,30 +82,30 @@ def each(of: Callable[..., Any], held: Any, *others: Any, axis: int = ROWS) -> A
 
     Args:
       of: told along which axis tokens lie, and whether the array is one of scales.
-      held: the tree, of arrays and ``Quantized``.
+      held: the tree, of arrays and ``QuantizedCache``.
       others: like it; their arrays are given after its own.
       axis: along which tokens lie in it, see ``hjax.kernels.cache_axis``; in scales they lie last.
     """
 
     def one(x: Any, *more: Any) -> Any:
-        if not isinstance(x, Quantized):
+        if not isinstance(x, QuantizedCache):
             return of(axis, False, x, *more)
-        return Quantized(
+        return QuantizedCache(
             of(axis, False, x.numbers, *(y.numbers for y in more)),
             of(-1, True, x.scale, *(y.scale for y in more)),
         )
 
-    return jax.tree.map(one, held, *others, is_leaf=lambda x: isinstance(x, Quantized))
+    return jax.tree.map(one, held, *others, is_leaf=lambda x: isinstance(x, QuantizedCache))
 
 
 def like(held: Any, x: jax.Array) -> Held:
     """New keys or values [..., head_dim] as ``held`` has them; a scale's last dimension is 1."""
-    return Quantized(*quantized(x)) if isinstance(held, Quantized) else x
+    return QuantizedCache(*quantized(x)) if isinstance(held, QuantizedCache) else x
 
 
 def scores(spec: str, q: jax.Array, k: Held) -> jax.Array:
     """float32 ``einsum(spec, q, k)``, tokens last; k [..., length, head_dim] or as ``spec`` says,
-    an array or ``Quantized``."""
+    an array or ``QuantizedCache``."""
     return _scored(lambda q, k: jnp.einsum(spec, q, k, preferred_element_type=jnp.float32), q, k)
 
 
@@ -131,7 +131,7 @@ def own_scores(q: jax.Array, k: Held, axis: int) -> jax.Array:
 def _scored(
     product: Callable[[jax.Array, jax.Array], jax.Array], q: jax.Array, k: Held
 ) -> jax.Array:
-    if not isinstance(k, Quantized):
+    if not isinstance(k, QuantizedCache):
         return product(q, k)
     q, numbers = _where_it_is_used(q, k.numbers)
     out = product(q, numbers.astype(q.dtype))
@@ -140,8 +140,8 @@ def _scored(
 
 def values(spec: str, weights: jax.Array, v: Held, dtype: Any) -> jax.Array:
     """float32 ``einsum(spec, weights, v)`` in products of ``dtype``; weights float32 [..., length],
-    v an array of the dtype, or ``Quantized``."""
-    if isinstance(v, Quantized):
+    v an array of the dtype, or ``QuantizedCache``."""
+    if isinstance(v, QuantizedCache):
         weights = weights * _across(v.scale, weights.ndim)
         weights, v = _where_it_is_used(weights, v.numbers)
     weights, v = weights.astype(dtype), v.astype(dtype)

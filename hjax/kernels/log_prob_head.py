@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from hjax.kernels.spread import Spread
+from hjax.kernels.kernel_sharding import KernelSharding
 
 
 @dataclasses.dataclass(frozen=True)
-class Head:
+class LogProbHead:
     """How the head computes; static when it is traced.
 
     Attributes:
@@ -36,7 +36,7 @@ class Head:
     temperature: float = 1.0
     softcap: float = 0.0
     chunk_bytes: int = 256 * 2**20
-    spread: Spread = Spread()
+    spread: KernelSharding = KernelSharding()
 
 
 def check(hidden: jax.Array, table: jax.Array, tokens: jax.Array) -> None:
@@ -49,7 +49,7 @@ def check(hidden: jax.Array, table: jax.Array, tokens: jax.Array) -> None:
 
 
 def token_scores(
-    hidden: jax.Array, table: jax.Array, tokens: jax.Array, head: Head
+    hidden: jax.Array, table: jax.Array, tokens: jax.Array, head: LogProbHead
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probs of tokens, and the entropy of the distribution each was drawn from.
 
@@ -72,7 +72,7 @@ def token_scores(
 
 
 def top_scores(
-    hidden: jax.Array, table: jax.Array, tokens: jax.Array, count: int, head: Head
+    hidden: jax.Array, table: jax.Array, tokens: jax.Array, count: int, head: LogProbHead
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """As ``token_scores``, and the most probable tokens, in one pass; not differentiable.
 
@@ -98,19 +98,19 @@ def top_scores(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _token_scores(
-    head: Head, hidden: jax.Array, table: jax.Array, tokens: jax.Array
+    head: LogProbHead, hidden: jax.Array, table: jax.Array, tokens: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     return _forward(head, hidden, table, tokens)[0]
 
 
-def _forward(head: Head, hidden: jax.Array, table: jax.Array, tokens: jax.Array) -> Any:
+def _forward(head: LogProbHead, hidden: jax.Array, table: jax.Array, tokens: jax.Array) -> Any:
     kind = "r" if tokens.ndim == 2 else "w"
     run = _over(head, functools.partial(_scores, 0), hidden, f"wt{kind}", f"{kind}rrr")
     logprobs, entropy, total, mean = run(hidden, table, tokens)
     return (logprobs, entropy), (hidden, table, tokens, total, mean)
 
 
-def _backward(head: Head, kept: Any, given: Any) -> Any:
+def _backward(head: LogProbHead, kept: Any, given: Any) -> Any:
     kind = "r" if kept[2].ndim == 2 else "w"
     run = _over(head, _gradients, kept[0], f"wt{kind}rr{kind}r", "wt")
     d_hidden, d_table = run(*kept, *given)
@@ -120,7 +120,7 @@ def _backward(head: Head, kept: Any, given: Any) -> Any:
 _token_scores.defvjp(_forward, _backward)
 
 
-def _over(head: Head, function: Any, hidden: jax.Array, given: str, made: str) -> Any:
+def _over(head: LogProbHead, function: Any, hidden: jax.Array, given: str, made: str) -> Any:
     """``function(head, split, *arrays)``, on every device its own parts.
 
     Args:
@@ -143,10 +143,10 @@ def _over(head: Head, function: Any, hidden: jax.Array, given: str, made: str) -
     )
 
 
-def _fitted(spread: Spread, length: int) -> Spread:
+def _fitted(spread: KernelSharding, length: int) -> KernelSharding:
     """The same for sequences of so many tokens."""
     if spread.mesh is None or spread.mesh.size == 1:
-        return Spread()
+        return KernelSharding()
     whole = length % spread.ways(spread.length) != 0
     spread = dataclasses.replace(spread, length=() if whole else spread.length)
     if not set(spread.embed) <= set(spread.tokens):
@@ -157,7 +157,7 @@ def _fitted(spread: Spread, length: int) -> Spread:
 # On a device
 
 
-def _first(split: Spread, columns: int) -> Any:
+def _first(split: KernelSharding, columns: int) -> Any:
     """Number of this device's first token of the vocabulary."""
     return jax.lax.axis_index(split.vocab) * columns if split.vocab else 0
 
@@ -168,7 +168,9 @@ class _Chunks:
     Where the table's width is split, each part is gathered while the one before is worked on.
     """
 
-    def __init__(self, head: Head, split: Spread, table: jax.Array, hidden: jax.Array):
+    def __init__(
+        self, head: LogProbHead, split: KernelSharding, table: jax.Array, hidden: jax.Array
+    ):
         self.columns = table.shape[0]
         most = max(head.chunk_bytes // (4 * max(hidden.shape[0], 1)), 1)
         self.count = math.ceil(self.columns / min(most, self.columns))
@@ -224,8 +226,8 @@ def _flat(tokens: jax.Array) -> jax.Array:
 
 def _scores(
     count: int,
-    head: Head,
-    split: Spread,
+    head: LogProbHead,
+    split: KernelSharding,
     hidden: jax.Array,
     table: jax.Array,
     tokens: jax.Array,
@@ -293,8 +295,8 @@ def _most(before: Any, logits: jax.Array, ids: jax.Array) -> tuple[jax.Array, ja
 
 
 def _gradients(
-    head: Head,
-    split: Spread,
+    head: LogProbHead,
+    split: KernelSharding,
     hidden: jax.Array,
     table: jax.Array,
     tokens: jax.Array,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from hjax.kernels import checks
+from hjax.kernels import shape_checks
 
 GATES = "gate_up"  # name under which a rematerialisation policy keeps an MLP's first products
 
@@ -26,7 +26,7 @@ def product(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
     Returns:
       [batch, length, made dimensions].
     """
-    checks.check_product(spec, x, weight)
+    shape_checks.check_product(spec, x, weight)
     return jnp.einsum(spec, x, weight.astype(x.dtype))
 
 
@@ -39,7 +39,7 @@ def gated_mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
       gate_up: [embed, 2, mlp], gate and up.
       down: [mlp, embed].
     """
-    checks.check_gated_mlp(x, gate_up, down)
+    shape_checks.check_gated_mlp(x, gate_up, down)
     both = checkpoint_name(jnp.einsum("btd,dcm->btcm", x, gate_up.astype(x.dtype)), GATES)
     inner = jax.nn.silu(both[:, :, 0]) * both[:, :, 1]
     return jnp.einsum("btm,md->btd", inner, down.astype(x.dtype))
@@ -57,7 +57,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
     Returns:
       [..., embed] in the dtype of x.
     """
-    checks.check_rms_norm(x, weight)
+    shape_checks.check_rms_norm(x, weight)
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
     return (wide * scale * weight.astype(jnp.float32)).astype(x.dtype)
@@ -72,7 +72,7 @@ def rotary_tables(
       frequencies: float32 [head_dim / 2], radians per position.
       positions: int [...].
     """
-    checks.check_rotary_tables(frequencies, positions)
+    shape_checks.check_rotary_tables(frequencies, positions)
     angles = positions[..., None, None].astype(jnp.float32) * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 
@@ -88,7 +88,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     Returns:
       like x, in its dtype.
     """
-    checks.check_rotate(x, cos, sin)
+    shape_checks.check_rotate(x, cos, sin)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
@@ -110,7 +110,7 @@ sum_after.defvjp(
 )
 
 
-class Fill(NamedTuple):
+class GroupFill(NamedTuple):
     """What is known of rows in groups before they are counted; results don't depend on it.
 
     Attributes:
@@ -133,18 +133,18 @@ def multiple(count: int, weights: jax.Array, share: float) -> int:
     return 1
 
 
-def filled(count: int, groups: int, share: float, multiple: int) -> Fill:
+def filled(count: int, groups: int, share: float, multiple: int) -> GroupFill:
     """Of ``count`` rows with ``share`` of them in groups, each of which is filled up to a multiple:
     by half of one, as groups go."""
     more = groups * multiple / 2 if multiple > 1 else 0
-    return Fill(min(share + more / count, 1.0), multiple)
+    return GroupFill(min(share + more / count, 1.0), multiple)
 
 
 def grouped(
     rows: jax.Array,
     weights: jax.Array,
     sizes: jax.Array,
-    fill: Fill = Fill(),
+    fill: GroupFill = GroupFill(),
     before: jax.Array | None = None,
 ) -> jax.Array:
     """Each group of rows times its own matrix; [rows, outputs] in the dtype of the rows.
@@ -158,7 +158,7 @@ def grouped(
       fill: what is known of them.
       before: like weights; their gradient is added to it, as of ``sum_after``. None: to nothing.
     """
-    checks.check_grouped(rows, weights, sizes)
+    shape_checks.check_grouped(rows, weights, sizes)
     if before is not None:
         weights = sum_after(weights, before)
     if weights.dtype.itemsize == 1:

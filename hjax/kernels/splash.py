@@ -24,24 +24,24 @@ from hjax.kernels import blockwise
 from hjax.kernels.attention import (
     KEPT,
     TPU_PADDED,
-    Scoring,
-    Sight,
+    MaskSpec,
+    ScoreOptions,
     cost_label,
     lengthened,
     tpu_block,
     tpu_places,
 )
-from hjax.kernels.spread import Axes
+from hjax.kernels.kernel_sharding import Axes
 
 _KEYS = {640: 256}  # keys of a block, where they are not as many as queries
 _BITS = 31  # of a place and, above it, its response's number
 
 
-class SightMask(masks._ComputableMask):  # the base of what its kernel computes as it goes
-    """A row's ``Sight``, computed in the kernel without divisions: its queries carry their own
+class SplashMask(masks._ComputableMask):  # the base of what its kernel computes as it goes
+    """A row's ``MaskSpec``, computed in the kernel without divisions: its queries carry their own
     response's number."""
 
-    def __init__(self, sight: Sight, length: int):
+    def __init__(self, sight: MaskSpec, length: int):
         self.sight, self._bits = sight, (length - 1).bit_length()
         super().__init__((length, length), self._sees)
         place = self.q_sequence
@@ -50,7 +50,7 @@ class SightMask(masks._ComputableMask):  # the base of what its kernel computes 
             self.q_sequence = (number << self._bits | place).astype(np.int32)
 
     @staticmethod
-    def takes(sight: Sight, length: int) -> bool:
+    def takes(sight: MaskSpec, length: int) -> bool:
         """Whether a place and its response's number stand in one integer: of rows of 2 ** 15 places
         always, of 2 ** 20 with up to 2047 responses."""
         if not sight.response:
@@ -66,7 +66,7 @@ class SightMask(masks._ComputableMask):  # the base of what its kernel computes 
         return sight.sees(query & ((1 << self._bits) - 1), start, key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, SightMask) and (self.sight, self.shape) == (
+        return isinstance(other, SplashMask) and (self.sight, self.shape) == (
             other.sight,
             other.shape,
         )
@@ -81,8 +81,8 @@ def attend(
     v: jax.Array,
     segments: jax.Array | None,
     sinks: jax.Array | None,
-    scoring: Scoring,
-    sight: Sight,
+    scoring: ScoreOptions,
+    sight: MaskSpec,
     axes: Axes = (),
     around: int = 1,
     gather: bool = True,
@@ -101,7 +101,7 @@ def attend(
     if around > 1 and each != length:
         block = next(b for b in TPU_PADDED if length % b == 0)
         each = length
-    if not SightMask.takes(sight, each * around):
+    if not SplashMask.takes(sight, each * around):
         return blockwise.attend(
             q, k, v, segments, sinks, scoring, sight, axes=axes, around=around, gather=gather
         )
@@ -136,7 +136,7 @@ def _keys(block: int, length: int) -> int:
 
 
 def _kernel(
-    sight: Sight, length: int, heads: int, softcap: float, block: int, parts: int, interpret: bool
+    sight: MaskSpec, length: int, heads: int, softcap: float, block: int, parts: int, interpret: bool
 ) -> Any:
     keys = _keys(block, length // parts)
     sizes = splash.BlockSizes(
@@ -149,7 +149,7 @@ def _kernel(
         block_q_dq=block,
         block_kv_dq=keys,
     )
-    mask = masks.MultiHeadMask([SightMask(sight, length)] * heads)
+    mask = masks.MultiHeadMask([SplashMask(sight, length)] * heads)
     return splash.make_splash_mha(
         mask,
         block_sizes=sizes,
@@ -186,7 +186,7 @@ def _part(kernel: Any, number: jax.Array, parts: int) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _costs(
-    sight: Sight, length: int, rows: int, dim: int, block: int, parts: int
+    sight: MaskSpec, length: int, rows: int, dim: int, block: int, parts: int
 ) -> tuple[tuple[str, float, float], ...]:
     """Per kernel its products (of whole blocks) and what it reads and writes, on a device.
 

@@ -53,13 +53,12 @@ from ml_collections import ConfigDict
 import hjax
 from hjax.errors import ConfigError, exit_status
 from hjax.files import METRICS, json_line
-from hjax.given import given_path
 from hjax.launch.command import define, parse_flags, print_help, take_config
-from hjax.launch.leaving import run_and_leave
-from hjax.launch.machine import prepare_jax
+from hjax.launch.jax_setup import prepare_jax
+from hjax.launch.process_exit import run_and_leave
 from hjax.launch.stages import Stages, dry_run_stages, read_stages, run_stages
 from hjax.run.workdir import Workdir
-from hjax.settings.reading import (
+from hjax.settings.config_loading import (
     check_config,
     config_names,
     find_config,
@@ -67,6 +66,7 @@ from hjax.settings.reading import (
     origins,
     without_effect,
 )
+from hjax.user_input import given_path
 
 _FLAGS = dict(workdir=str, dry_run=False, overwrite=False, debug="", json=False, repair=False)
 
@@ -272,7 +272,7 @@ def _measure(command: TrainCommand) -> int:
 def _compare_seconds(trainer: Any, workdir: Path) -> str:
     """Have the plan learn from the run; returns a line on how near it was, empty without a
     profile."""
-    from hjax.planning.learning import learn_from, summary
+    from hjax.planning.profile_correction import learn_from, summary
 
     try:
         found = learn_from(trainer, workdir)

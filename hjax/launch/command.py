@@ -11,9 +11,9 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from hjax.errors import ConfigError, exit_status
-from hjax.given import given_path
 from hjax.rules import Rule
-from hjax.settings.reading import check_config, config_names, load_config
+from hjax.settings.config_loading import check_config, config_names, load_config
+from hjax.user_input import given_path
 
 
 def take_config(arguments: Sequence[str]) -> tuple[str, list[str]]:

@@ -13,7 +13,7 @@ Exit status: 0 written; 1 failed; 2 wrong input, nothing written.
 from collections.abc import Sequence
 
 from hjax.launch.command import answered, define, parse_flags
-from hjax.launch.leaving import run_and_leave
+from hjax.launch.process_exit import run_and_leave
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -29,8 +29,8 @@ from hjax.dryrun.topologies import GPU_MEMORY, TPU_KINDS, prepare_environment
 from hjax.errors import ConfigError
 from hjax.files import cache_folder, json_line
 from hjax.launch.command import ROOFLINE, answered, define, take_config
-from hjax.launch.leaving import run_and_leave
-from hjax.settings.reading import check_config, config_names, load_config
+from hjax.launch.process_exit import run_and_leave
+from hjax.settings.config_loading import check_config, config_names, load_config
 from hjax.show.format import flop_count, size
 from hjax.show.tables import wide_console
 

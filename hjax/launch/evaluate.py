@@ -43,11 +43,10 @@ from typing import TYPE_CHECKING, Any
 
 from hjax.errors import ConfigError, RunError
 from hjax.files import json_line, read_json
-from hjax.given import given_path
 from hjax.launch.command import answered, stopped_by_ctrl_c
-from hjax.launch.leaving import run_and_leave
+from hjax.launch.process_exit import run_and_leave
 from hjax.launch.sampling_flags import (
-    ModelFront,
+    ModelInfo,
     described,
     existing_file,
     options_of,
@@ -55,12 +54,13 @@ from hjax.launch.sampling_flags import (
     sampling_help,
 )
 from hjax.rules import above, at_least
+from hjax.user_input import given_path
 
 if TYPE_CHECKING:
     from hjax.data.dataset import Dataset
     from hjax.data.tasks import Task
     from hjax.rewards.graders import Grader
-    from hjax.run.questions import Judged
+    from hjax.run.grading import GradedResponse
 
 LENGTH = 256
 # Held-out prompts of a task where --limit is not given: as many as a run evaluates with.
@@ -109,12 +109,12 @@ def _run(arguments: Sequence[str]) -> int:
     data = existing_file("data", own.data) if own.data else None
     task = _task(own.task, own.model) if own.task else None
     grader = _grader(own, task)
-    front = ModelFront.read(own.model)
+    front = ModelInfo.read(own.model)
     options = options_of(own, front, temperature=0.0 if own.samples == 1 else 1.0)
     questions = _questions(own, data, task, front)
     if grader.check is not None:
         grader.check(questions.columns)
-    from hjax.run.completions import length_limit
+    from hjax.run.batched_generation import length_limit
 
     usual = (task.response_length if task is not None else None) or LENGTH
     limit = length_limit(questions, front.config, own.max_new_tokens, usual)
@@ -169,7 +169,7 @@ def _grader(own: Any, task: Task | None) -> Grader:
     return given
 
 
-def _questions(own: Any, data: Path | None, task: Task | None, front: ModelFront) -> Dataset:
+def _questions(own: Any, data: Path | None, task: Task | None, front: ModelInfo) -> Dataset:
     from hjax.data.dataset import Dataset
 
     wording = front.wording(own.chat, own.instruction)
@@ -192,14 +192,14 @@ def _questions(own: Any, data: Path | None, task: Task | None, front: ModelFront
 
 def _ask(
     own: Any,
-    front: ModelFront,
+    front: ModelInfo,
     questions: Dataset,
     grader: Grader,
     options: dict[str, Any],
     output: Path | None,
-) -> list[Judged]:
-    from hjax.run.questions import ask
-    from hjax.show.parts_display import PartsDisplay
+) -> list[GradedResponse]:
+    from hjax.run.grading import ask
+    from hjax.show.progress_bar import PartsDisplay
 
     model = front.load(own, own.copies)
     several = len(questions) * own.samples > own.batch and sys.stderr.isatty()
@@ -209,10 +209,10 @@ def _ask(
         return ask(model, questions, grader, samples, batch, seed, progress, write, **options)
 
 
-def _writer(output: Path | None, grader: Grader) -> Callable[[Sequence[Judged]], None]:
+def _writer(output: Path | None, grader: Grader) -> Callable[[Sequence[GradedResponse]], None]:
     """Adds rows to a file; to none where there is none."""
 
-    def write(rows: Sequence[Judged]) -> None:
+    def write(rows: Sequence[GradedResponse]) -> None:
         if output is None:
             return
         try:
@@ -224,7 +224,7 @@ def _writer(output: Path | None, grader: Grader) -> Callable[[Sequence[Judged]],
     return write
 
 
-def _row(row: Judged, grader: Grader) -> dict[str, Any]:
+def _row(row: GradedResponse, grader: Grader) -> dict[str, Any]:
     fields = dict(vars(row))
     if row.right is None:
         del fields["right"]
@@ -237,12 +237,12 @@ def _report(
     own: Any,
     task: Task | None,
     grader: Grader,
-    judged: Sequence[Judged],
+    judged: Sequence[GradedResponse],
     options: dict[str, Any],
     seconds: float,
 ) -> None:
     """Print what was found, as a table or as JSON."""
-    from hjax.run.questions import describe, measures
+    from hjax.run.grading import describe, measures
     from hjax.show.answers import print_measures
     from hjax.show.format import duration
     from hjax.show.tables import wide_console

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from hjax.errors import ConfigError
 from hjax.files import json_line
 from hjax.launch.command import answered, define, parse_flags, settle
-from hjax.launch.leaving import run_and_leave
+from hjax.launch.process_exit import run_and_leave
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,11 +35,11 @@ def _run(arguments: Sequence[str]) -> int:
     if not own.output:
         raise ConfigError("--output is missing; see --help")
 
-    from hjax.models import arithmetic
+    from hjax.models import parameter_counts
     from hjax.models.export import export_model
 
     config, dtypes = export_model(own.model, own.output, own.adapter)
-    count, dtype = arithmetic.learned_parameters(config), " and ".join(sorted(dtypes))
+    count, dtype = parameter_counts.learned_parameters(config), " and ".join(sorted(dtypes))
     what = f"adapters of a {config.family} model" if own.adapter else config.family
     print(f"{own.output}: {what}, {count:,} parameters in {dtype}")
     if own.json:

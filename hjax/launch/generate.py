@@ -37,9 +37,9 @@ from typing import TYPE_CHECKING, Any
 from hjax.errors import ConfigError
 from hjax.files import json_line
 from hjax.launch.command import answered, stopped_by_ctrl_c
-from hjax.launch.leaving import run_and_leave
+from hjax.launch.process_exit import run_and_leave
 from hjax.launch.sampling_flags import (
-    ModelFront,
+    ModelInfo,
     described,
     existing_file,
     options_of,
@@ -91,7 +91,7 @@ def _run(arguments: Sequence[str]) -> int:
     own = parse(arguments)
     if own.prompts is not None:
         existing_file("prompts", own.prompts)
-    front = ModelFront.read(own.model)
+    front = ModelInfo.read(own.model)
     options = options_of(own, front, temperature=1.0) | {"constraint": _constraint(own, front)}
     if own.prompt is None and own.prompts is None:
         if own.chat:
@@ -99,7 +99,7 @@ def _run(arguments: Sequence[str]) -> int:
         limit = own.max_new_tokens or LENGTH
         return Chat(front.load(own, own.copies), own.seed, limit, options).run()
     prompts = _prompts(own, front)
-    from hjax.run.completions import length_limit
+    from hjax.run.batched_generation import length_limit
 
     limit = length_limit(prompts, front.config, own.max_new_tokens, LENGTH)
     options["max_new_tokens"] = limit
@@ -116,11 +116,11 @@ def _run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _constraint(own: Any, front: ModelFront) -> Constraint | None:
+def _constraint(own: Any, front: ModelInfo) -> Constraint | None:
     """What a response must match, by the flags; checked before the weights are read."""
+    from hjax.rollout.constrained_decoding import ConstraintCompiler
     from hjax.rollout.constraint import Constraint
-    from hjax.rollout.matching import Matchers
-    from hjax.rollout.options import Sampling
+    from hjax.rollout.sampling_params import SamplingParams
 
     names = "regex", "json_schema", "grammar", "choice"
     given = [name for name in names if getattr(own, name) is not None]
@@ -137,14 +137,14 @@ def _constraint(own: Any, front: ModelFront) -> Constraint | None:
         else:
             text = existing_file(name, getattr(own, name)).read_text(encoding="utf-8")
             found = Constraint(**{name: text})
-        Matchers(front.tokenizer, front.vocab_size).begin(found, Sampling(), ())
+        ConstraintCompiler(front.tokenizer, front.vocab_size).begin(found, SamplingParams(), ())
     except (ConfigError, UnicodeDecodeError) as error:
         said = str(error)
         raise ConfigError(said if said.startswith("--") else f"--{given[0]}: {said}") from error
     return found
 
 
-def _prompts(own: Any, front: ModelFront) -> Dataset:
+def _prompts(own: Any, front: ModelInfo) -> Dataset:
     from hjax.data.dataset import Dataset
 
     wording = front.wording(own.chat)
@@ -177,8 +177,8 @@ def _prompts(own: Any, front: ModelFront) -> Dataset:
 def _complete(
     model: LanguageModel, prompts: Dataset, own: Any, options: dict[str, Any]
 ) -> list[Completion]:
-    from hjax.run.completions import complete
-    from hjax.show.parts_display import PartsDisplay
+    from hjax.run.batched_generation import complete
+    from hjax.show.progress_bar import PartsDisplay
 
     several = len(prompts) > own.batch and sys.stderr.isatty()
     with PartsDisplay("generating", several, sys.stderr) as progress:
@@ -291,7 +291,7 @@ class Chat:
         Raises:
           ConfigError: a line that the model cannot take; what was said before stays.
         """
-        from hjax.run.completions import call_seed
+        from hjax.run.batched_generation import call_seed
 
         messages = [*self.messages, {"role": "user", "content": line}]
         seed = call_seed(self.seed, self.turns)

@@ -58,8 +58,8 @@ from hjax.errors import ConfigError
 from hjax.files import json_line, replace_file
 from hjax.launch.command import answered
 from hjax.launch.huge_pages import use_huge_pages
-from hjax.launch.leaving import run_and_leave
-from hjax.launch.plan_flags import Request, parse
+from hjax.launch.plan_flags import PlanCommand, parse
+from hjax.launch.process_exit import run_and_leave
 from hjax.launch.signals import started_as
 from hjax.planning.result import config_text, describe_candidate, describe_result
 from hjax.planning.search import SearchResult
@@ -112,7 +112,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _explain(workdir: Path, as_json: bool) -> int:
     """Show what a run's end says of its plan."""
-    from hjax.planning.learning import read_record, summary
+    from hjax.planning.profile_correction import read_record, summary
     from hjax.show.plan_rows import seconds_table
 
     found = read_record(workdir)
@@ -126,7 +126,7 @@ def _explain(workdir: Path, as_json: bool) -> int:
     return 0
 
 
-def _write(request: Request, found: SearchResult, described: dict[str, Any]) -> list[str]:
+def _write(request: PlanCommand, found: SearchResult, described: dict[str, Any]) -> list[str]:
     """The plan, its page, the runners-up and the run's config; returns the files' names."""
     assert request.output is not None
     request.output.mkdir(parents=True, exist_ok=True)
@@ -151,7 +151,7 @@ def _calibrate(as_json: bool) -> int:
     from hjax.machine import compile_quickly, settle_platform
     from hjax.planning.calibration import calibrate
     from hjax.planning.profile import profile_path, write_profile
-    from hjax.show.parts_display import PartsDisplay
+    from hjax.show.progress_bar import PartsDisplay
     from hjax.show.tables import print_description
 
     settle_platform()

@@ -12,17 +12,17 @@ from ml_collections import ConfigDict
 from hjax.algorithms import get_algorithm
 from hjax.devices import device_of_kind
 from hjax.errors import ConfigError
-from hjax.given import given_path
 from hjax.launch.command import ROOFLINE, define, parse_flags, take_config
-from hjax.models.counts import Workload
+from hjax.models.cost_inputs import Workload
 from hjax.planning import hardware
 from hjax.planning.constants import Constants
+from hjax.planning.plan_types import Cluster
 from hjax.planning.problems import NUMERICS, fill_in, find_algorithm, pose_problem
-from hjax.planning.records import Cluster
 from hjax.planning.result import keys_of_config, keys_of_models
-from hjax.planning.search import Problem
+from hjax.planning.search import PlanProblem
 from hjax.planning.strategies import STRATEGIES
-from hjax.settings.reading import check_config, load_config
+from hjax.settings.config_loading import check_config, load_config
+from hjax.user_input import given_path
 
 # What a config says itself.
 FROM_CONFIG = ("algorithm", "models", "numerics", "prompt_length", "response_length", "batch",
@@ -30,14 +30,14 @@ FROM_CONFIG = ("algorithm", "models", "numerics", "prompt_length", "response_len
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class PlanCommand:
     """The parsed command line.
 
     Attributes:
       keys: of a run's config, dotted: that which was named, or one for the models.
     """
 
-    problem: Problem
+    problem: PlanProblem
     strategy: str
     candidates: int
     output: Path | None
@@ -57,7 +57,7 @@ def plan_flags() -> flags.FlagValues:
     return define(own, json=False, calibrate=False, even=False, compile=False, roofline=False)
 
 
-def parse(arguments: Sequence[str]) -> Request | None:
+def parse(arguments: Sequence[str]) -> PlanCommand | None:
     """Read the command line; None where only a calibration is asked for.
 
     Raises:
@@ -81,7 +81,7 @@ def parse(arguments: Sequence[str]) -> Request | None:
     if own.roofline:
         raise ConfigError(ROOFLINE)
     problem = models_problem(own) if config is None else config_problem(own, config)
-    return Request(
+    return PlanCommand(
         problem,
         strategy=own.strategy,
         candidates=max(1, own.candidates),
@@ -94,7 +94,7 @@ def parse(arguments: Sequence[str]) -> Request | None:
     )
 
 
-def config_problem(own: Any, config: ConfigDict) -> Problem:
+def config_problem(own: Any, config: ConfigDict) -> PlanProblem:
     """A run's own problem on the cluster that the flags name.
 
     Raises:
@@ -102,7 +102,7 @@ def config_problem(own: Any, config: ConfigDict) -> Problem:
     """
     from hjax.dryrun.shape_inputs import read_shape, shape_inputs
     from hjax.planning.auto import run_problem
-    from hjax.run.roles import is_float32, planned_models
+    from hjax.run.role_groups import is_float32, planned_models
 
     for name in FROM_CONFIG:
         if own[name].present:
@@ -129,7 +129,7 @@ def _cluster(own: Any) -> Cluster:
     return hardware.cluster(own.cluster)
 
 
-def models_problem(own: Any) -> Problem:
+def models_problem(own: Any) -> PlanProblem:
     """The problem of the models, cluster and work that the flags name.
 
     Raises:
@@ -161,7 +161,7 @@ def models_problem(own: Any) -> Problem:
     )
 
 
-def models_keys(own: Any, problem: Problem) -> dict[str, Any]:
+def models_keys(own: Any, problem: PlanProblem) -> dict[str, Any]:
     """The config's keys, dotted, of a run of what ``models_problem`` poses; none where hjax does
     not do what is asked."""
     if not problem.numerics.own:

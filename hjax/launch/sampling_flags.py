@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hjax.errors import ConfigError
-from hjax.given import given_path
 from hjax.launch.command import define, parse_flags, settle
-from hjax.rollout.options import OPTIONS, Sampling
+from hjax.rollout.sampling_params import OPTIONS, SamplingParams
 from hjax.rules import Rule, at_least, between
+from hjax.user_input import given_path
 
 if TYPE_CHECKING:
     from hjax.data.tokenizer import Tokenizer
-    from hjax.models.config import ModelConfig
+    from hjax.models.model_config import ModelConfig
     from hjax.rollout.language_model import LanguageModel
 
 # Sequences at a time.
@@ -106,7 +106,7 @@ def sampling_of(own: Any, vocab_size: int, temperature: float) -> dict[str, Any]
     given = {name: own[name].value for name in OPTIONS if own[name].value is not None}
     given = {"temperature": temperature} | given
     try:
-        Sampling(**given).check_vocabulary(vocab_size)
+        SamplingParams(**given).check_vocabulary(vocab_size)
     except ConfigError as error:
         raise ConfigError(f"--{error}") from error
     return given
@@ -130,7 +130,7 @@ def existing_file(flag: str, name: str) -> Path:
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelFront:
+class ModelInfo:
     """What is known of a model before its weights are read.
 
     Attributes:
@@ -144,7 +144,7 @@ class ModelFront:
     tokenizer: Tokenizer | None
 
     @classmethod
-    def read(cls, path: str) -> ModelFront:
+    def read(cls, path: str) -> ModelInfo:
         """Read config and tokenizer; ConfigError where there is no model."""
         from hjax.models.weights import check_weights, read_config
         from hjax.run.inputs import load_tokenizer
@@ -204,9 +204,9 @@ class ModelFront:
         """The model with its weights: on so many devices and in the dtypes that flags say, and so
         many times."""
         import hjax
-        from hjax.launch.machine import prepare_devices
+        from hjax.launch.jax_setup import prepare_devices
         from hjax.progress import shown
-        from hjax.show.parts_display import PartsDisplay
+        from hjax.show.progress_bar import PartsDisplay
 
         prepare_devices(own.tensor * copies)
         with PartsDisplay("loading", sys.stderr.isatty(), sys.stderr) as display:
@@ -218,7 +218,7 @@ class ModelFront:
                 return hjax.load_model(self.path, own.dtype, own.tensor, copies, own.cache_dtype)
 
 
-def options_of(own: Any, front: ModelFront, temperature: float) -> dict[str, Any]:
+def options_of(own: Any, front: ModelInfo, temperature: float) -> dict[str, Any]:
     """What ``LanguageModel.generate`` takes, of the flags.
 
     Args:

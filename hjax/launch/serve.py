@@ -58,18 +58,18 @@ from absl import flags
 
 from hjax.errors import ConfigError
 from hjax.launch.command import answered, define, parse_flags, settle, stopped_by_ctrl_c
-from hjax.launch.leaving import run_and_leave
-from hjax.launch.sampling_flags import DTYPES, SEEDS, UNSET, ModelFront, options_help, sampling_of
-from hjax.rollout.options import OPTIONS, Sampling
+from hjax.launch.process_exit import run_and_leave
+from hjax.launch.sampling_flags import DTYPES, SEEDS, UNSET, ModelInfo, options_help, sampling_of
+from hjax.rollout.sampling_params import OPTIONS, SamplingParams
 from hjax.rules import Rule, above, at_least, between
 from hjax.serving.address import address_of, bind
-from hjax.serving.limits import Limits, allow_connections
+from hjax.serving.limits import ServerLimits, allow_connections
 
 if TYPE_CHECKING:
     from hjax.rollout.language_model import LanguageModel
-    from hjax.rollout.service import Service
+    from hjax.rollout.service import GenerationService
 _PROTOCOLS = ("openai", "jetstream")
-_USUAL = Limits()
+_USUAL = ServerLimits()
 # Flags that one protocol alone has, and what they are where they are not given.
 _OPENAI = {
     "admin": False,
@@ -132,30 +132,30 @@ def parse(arguments: Sequence[str]) -> flags.FlagValues:
 def _run(arguments: Sequence[str]) -> int:
     own: Any = parse(arguments)
     key = _key(own.api_key_env)
-    front = ModelFront.read(own.model)
+    front = ModelInfo.read(own.model)
     serve = _jetstream if own.protocol == "jetstream" else _openai
     return serve(own, key, front)
 
 
-def _openai(own: Any, key: str, front: ModelFront) -> int:
+def _openai(own: Any, key: str, front: ModelInfo) -> int:
     try:
-        from hjax.serving.reload import Reload
+        from hjax.serving.reload import WeightReload
         from hjax.serving.server import Server, run
     except ModuleNotFoundError as error:
         raise _missing(error, "serve") from error
     allow_connections(own.max_connections)
-    from hjax.serving.served import Served
+    from hjax.serving.served_model import ServedModel
 
     with _bind(own, key) as bound:
         model, service = _service(own, front)
-        reload = Reload(model, service) if own.admin else None
+        reload = WeightReload(model, service) if own.admin else None
         size, limits = model.config.vocab_size, _limits(own)
-        served = Served(own.model, service, model.tokenizer, size, model.eos_ids)
+        served = ServedModel(own.model, service, model.tokenizer, size, model.eos_ids)
         started = _started(own, "http", bound)
         return run(Server(served, bound, limits, key, started, reload), limits)
 
 
-def _jetstream(own: Any, key: str, front: ModelFront) -> int:
+def _jetstream(own: Any, key: str, front: ModelInfo) -> int:
     options = sampling_of(own, front.config.vocab_size, temperature=0.0)
     own["context"].value = own.context or min(front.config.max_length, _JETSTREAM_CONTEXT)
     try:
@@ -167,18 +167,20 @@ def _jetstream(own: Any, key: str, front: ModelFront) -> int:
     started = _started(own, "grpc", bound)
     address = address_of(bound)
     bound.close()  # gRPC binds by itself
-    sampling = Sampling(**options)
+    sampling = SamplingParams(**options)
     return run(model, service, sampling, own.seed, address, _limits(own), key, started)
 
 
-def _service(own: Any, front: ModelFront) -> tuple[LanguageModel, Service]:
+def _service(own: Any, front: ModelInfo) -> tuple[LanguageModel, GenerationService]:
     """The model, read, and what answers with it."""
-    from hjax.rollout.service import Service
+    from hjax.rollout.service import GenerationService
 
     model = front.load(own)
     prefix_tokens = None if own.prefix_tokens < 0 else own.prefix_tokens
     try:
-        service = Service(model, own.slots, own.max_queue, prefix_tokens, own.lookup, own.context)
+        service = GenerationService(
+            model, own.slots, own.max_queue, prefix_tokens, own.lookup, own.context
+        )
     except ConfigError as error:
         raise ConfigError(f"--{error}") from error
     if own.warm_up:
@@ -211,8 +213,8 @@ def _started(own: Any, scheme: str, bound: socket.socket) -> Callable[[], None]:
     return lambda: print(line, flush=True)
 
 
-def _limits(own: Any) -> Limits:
-    return Limits(
+def _limits(own: Any) -> ServerLimits:
+    return ServerLimits(
         body_bytes=own.max_body_bytes,
         connections=own.max_connections,
         header_seconds=own.header_seconds,

@@ -20,7 +20,7 @@ from hjax.config import flatten
 from hjax.errors import ConfigError
 from hjax.files import METRICS, json_line
 from hjax.run.workdir import Workdir
-from hjax.settings.reading import check_config, get_stages, load_given
+from hjax.settings.config_loading import check_config, get_stages, load_given
 
 WORKDIR = "{workdir}"
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)(=?)", re.DOTALL)

@@ -35,7 +35,7 @@ from typing import Any
 from hjax.errors import ConfigError
 from hjax.files import json_line
 from hjax.launch.command import answered, define, parse_flags
-from hjax.launch.leaving import run_and_leave
+from hjax.launch.process_exit import run_and_leave
 from hjax.machine import simulated_devices
 from hjax.show.format import size
 from hjax.show.tables import rows_table, wide_console
@@ -144,7 +144,7 @@ def _run(command: TransitionCommand) -> int:
 def _rings(case: Any, topology: str) -> dict[str, dict[str, float]]:
     """How far apart the devices of each mesh axis stand on hardware that is not here."""
     from hjax.dryrun.topologies import listed
-    from hjax.sharding.placing import place_devices, ring_table
+    from hjax.sharding.device_mesh import place_devices, ring_table
 
     devices = listed(topology)
     if len(devices) != case.devices:

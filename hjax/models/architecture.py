@@ -4,10 +4,17 @@ import dataclasses
 import functools
 from typing import Any
 
-from hjax.models.config import ModelConfig
-from hjax.models.declaration import Kind, Parameter, Stored, matrix, table, vector
 from hjax.models.families import family_of
 from hjax.models.lora import adapter_parameters
+from hjax.models.model_config import ModelConfig
+from hjax.models.parameter_spec import (
+    ParameterKind,
+    ParameterSpec,
+    StoredTensor,
+    matrix,
+    table,
+    vector,
+)
 from hjax.models.quantized import quantized_parameters
 
 Declared = dict[str, Any]  # nested: of Parameter
@@ -15,7 +22,7 @@ Declared = dict[str, Any]  # nested: of Parameter
 
 @functools.lru_cache(maxsize=256)
 def decoder_parameters(config: ModelConfig) -> Declared:
-    """Nested dict of ``Parameter``, as the language model has them; not to be changed."""
+    """Nested dict of ``ParameterSpec``, as the language model has them; not to be changed."""
     vocab, width = config.vocab_size, config.hidden_size
     declared: Declared = {
         "embedding": table(0.02, vocab=vocab, embed=width),
@@ -30,7 +37,7 @@ def decoder_parameters(config: ModelConfig) -> Declared:
         declared["unembedding"] = table(width**-0.5, vocab=vocab, embed=width)
     tensors = family_of(config).tensors(config)
 
-    def stored(name: str, parameter: Parameter) -> Parameter:
+    def stored(name: str, parameter: ParameterSpec) -> ParameterSpec:
         return dataclasses.replace(parameter, stored=tensors[name])
 
     layers = {name: stored(f"layers.{name}", p) for name, p in declared["layers"].items()}
@@ -40,22 +47,22 @@ def decoder_parameters(config: ModelConfig) -> Declared:
         layers |= adapter_parameters(layers, config.lora)
     declared["layers"] = layers
     return {
-        name: stored(name, p) if isinstance(p, Parameter) else p for name, p in declared.items()
+        name: stored(name, p) if isinstance(p, ParameterSpec) else p for name, p in declared.items()
     }
 
 
 @functools.lru_cache(maxsize=256)
 def scalar_parameters(config: ModelConfig) -> Declared:
     """Those of a decoder with one number per token; not to be changed."""
-    stored = (Stored("score.weight", "1 embed"),)
+    stored = (StoredTensor("score.weight", "1 embed"),)
     # Zero: a new critic predicts 0 everywhere, so the first advantages are the rewards.
     width = (("embed", config.hidden_size),)
     # Only a table that is tied to the embedding may stand for it.
     embedding = decoder_parameters(config)["embedding"]
     return {
         "decoder": {**decoder_parameters(without_output_table(config)), "embedding": embedding},
-        "head": Parameter(width, Kind.HEAD, stored=stored, optional=True),
-        "bias": Parameter((), Kind.HEAD),
+        "head": ParameterSpec(width, ParameterKind.HEAD, stored=stored, optional=True),
+        "bias": ParameterSpec((), ParameterKind.HEAD),
     }
 
 
@@ -64,11 +71,11 @@ def without_output_table(config: ModelConfig) -> ModelConfig:
     return dataclasses.replace(config, tie_embeddings=True)
 
 
-def _norm(config: ModelConfig, **axes: int) -> Parameter:
+def _norm(config: ModelConfig, **axes: int) -> ParameterSpec:
     return vector(1 - config.norm_offset, **axes)
 
 
-def _layer(config: ModelConfig) -> dict[str, Parameter]:
+def _layer(config: ModelConfig) -> dict[str, ParameterSpec]:
     """Those of all layers, stacked on a leading ``layers`` dimension, in the order of drawing."""
     sizes = {**config.dimensions, "head_dim": config.head_dim, "pair": 2}
 

@@ -16,19 +16,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from hjax.kernels.attention import Scoring
+from hjax.kernels.attention import ScoreOptions
 from hjax.kernels.backward import scaled_product
-from hjax.kernels.sets import Kernels
-from hjax.models import remat, weight_ring
+from hjax.kernels.registry import KernelSet
+from hjax.models import collective_matmul, remat
 from hjax.models.architecture import decoder_parameters
-from hjax.models.attention import Attention, Heads
+from hjax.models.attention_strategies import Attention, AttentionInputs
+from hjax.models.collective_matmul import WeightRing
 from hjax.models.compute import Compute
-from hjax.models.config import LayerKind, ModelConfig
-from hjax.models.declaration import Kind, create_in
-from hjax.models.experts import AXES, Routing, Weights, mixture
-from hjax.models.low_rank import Adapted
+from hjax.models.experts import AXES, ExpertWeights, Routing, mixture
+from hjax.models.lora_compute import AdaptedMatrix
+from hjax.models.model_config import LayerKind, ModelConfig
+from hjax.models.parameter_spec import ParameterKind, create_in
 from hjax.models.rotary import Tables
-from hjax.models.weight_ring import WeightRing
 
 Rotary = tuple[Tables, ...]  # cos and sin, for each of a model's rotary positions
 
@@ -36,7 +36,7 @@ Rotary = tuple[Tables, ...]  # cos and sin, for each of a model's rotary positio
 def rotary_tables(
     config: ModelConfig,
     positions: jax.Array,
-    kernels: Kernels,
+    kernels: KernelSet,
     lengths: jax.Array | None = None,
 ) -> Rotary:
     """cos and sin of positions, a pair for each of the model's rotary positions.
@@ -67,7 +67,7 @@ class Block(nnx.Module):
     def __init__(self, config: ModelConfig, key: jax.Array):
         declared = decoder_parameters(config)["layers"]
         self.config = config
-        adapters = {n: p for n, p in declared.items() if p.kind is Kind.ADAPTER}
+        adapters = {n: p for n, p in declared.items() if p.kind is ParameterKind.ADAPTER}
         base = {n: p for n, p in declared.items() if n not in adapters}
         for some, start in ((base, key), (adapters, jax.random.fold_in(key, 1))):
             keys = iter(jax.random.split(start, sum(p.scale > 0 for p in some.values()) or 1))
@@ -101,8 +101,8 @@ class Block(nnx.Module):
         """
         config, kernels, compute = self.config, compute.kernels, compute.in_layer(layer)
         h = x if config.norms == "after" else self._norm("attention_norm", x, compute)
-        run = functools.partial(weight_ring.along, ring, self)
-        scoring = Scoring(config.attention_scale, config.attention_softcap, kind.window or 0)
+        run = functools.partial(collective_matmul.along, ring, self)
+        scoring = ScoreOptions(config.attention_scale, config.attention_softcap, kind.window or 0)
         turn = None
         if kind.rope is not None and rotary:
             turn = functools.partial(_turn, kernels, *rotary[kind.rope])
@@ -117,7 +117,7 @@ class Block(nnx.Module):
         if turn is not None:
             q, k = turn(q), turn(k)
         sinks = self.sinks[...] if config.sinks else None
-        out, cache, kept = attention(Heads(layer, q, k, v, scoring, sinks), cache)
+        out, cache, kept = attention(AttentionInputs(layer, q, k, v, scoring, sinks), cache)
         out = remat.product(run("from_heads", Block._attended, out, compute, "o"))
         if config.norms != "before":
             out = self._norm("attention_out_norm", out, compute)
@@ -177,14 +177,14 @@ class Block(nnx.Module):
         """Whether one of these weights has an adapter."""
         return any(hasattr(self, f"{name}_a") for name in names)
 
-    def _with_adapter(self, name: str) -> Adapted:
+    def _with_adapter(self, name: str) -> AdaptedMatrix:
         read: dict[str, Any] = {
             field: getattr(self, name + end)[...] if hasattr(self, name + end) else None
-            for field, end in zip(Adapted._fields[3:], ("", "_scale", "_a", "_b", "_m"))
+            for field, end in zip(AdaptedMatrix._fields[3:], ("", "_scale", "_a", "_b", "_m"))
         }
         declared = decoder_parameters(self.config)["layers"][name]
         assert self.config.lora is not None
-        return Adapted(name, declared, self.config.lora, **read)
+        return AdaptedMatrix(name, declared, self.config.lora, **read)
 
     def _norm(self, name: str, x: jax.Array, compute: Compute) -> jax.Array:
         bias = getattr(self, f"{name}_bias", None)
@@ -219,7 +219,7 @@ class Block(nnx.Module):
         activation = functools.partial(gated, config)
         return mixture(
             x,
-            Weights(**read),
+            ExpertWeights(**read),
             Routing(config.experts_per_token, config.normalize_router, activation),
             layout=compute.home,
             kernels=compute.kernels,
@@ -277,7 +277,7 @@ def norm(
     return (out if bias is None else out + bias[...].astype(jnp.float32)).astype(x.dtype)
 
 
-def _turn(kernels: Kernels, cos: jax.Array, sin: jax.Array, x: jax.Array) -> jax.Array:
+def _turn(kernels: KernelSet, cos: jax.Array, sin: jax.Array, x: jax.Array) -> jax.Array:
     """The first part of every head rotated, as much as the tables are for."""
     size = 2 * cos.shape[-1]
     if size == x.shape[-1]:

@@ -9,12 +9,21 @@ import jax
 import jax.numpy as jnp
 
 from hjax.kernels import cudnn
-from hjax.kernels.sets import AUTO, BLOCKS, CUDNN, REFERENCE, TRIED, Kernels, choose, kernels_of
-from hjax.models import remat, weight_ring
-from hjax.models.attention import Form
-from hjax.models.config import ModelConfig
+from hjax.kernels.registry import (
+    AUTO,
+    BLOCKS,
+    CUDNN,
+    REFERENCE,
+    TRIED,
+    KernelSet,
+    choose,
+    kernels_of,
+)
+from hjax.models import collective_matmul, remat
+from hjax.models.attention_strategies import AttentionForm
+from hjax.models.collective_matmul import WeightRing, ring_of
 from hjax.models.dropout import Dropout
-from hjax.models.weight_ring import WeightRing, ring_of
+from hjax.models.model_config import ModelConfig
 from hjax.sharding.layout import Layout
 
 
@@ -30,13 +39,13 @@ class Compute:
         ``hjax.models.remat``.
       layout: the train layout over whose axes activations stay split, or None to leave them to
         the compiler (which would rather split the width of FSDP's embedding than the batch).
-      kernel_set: name of the functions that layers are made of, see ``hjax.kernels.sets``; the
+      kernel_set: name of the functions that layers are made of, see ``hjax.kernels.registry``; the
         plain reference until ``on`` chooses those of a platform.
       attention: as of ``model.attention``, by which ``on`` chooses.
       home: the layout whose devices run it, given by ``on``; kernels that a compiler cannot split
         are split over it.
       dropout: what adapters' inputs lose in an update; None: nothing.
-      travel: weights may travel over a tensor axis, see ``hjax.models.weight_ring``; ``on`` chooses
+      travel: weights may travel over a tensor axis, see ``hjax.models.collective_matmul``; ``on`` chooses
         it for platforms that send while they multiply.
     """
 
@@ -66,19 +75,19 @@ class Compute:
         if attention == TRIED:
             attention = CUDNN if cudnn.trusted(layout.mesh.devices.flat) else BLOCKS
         kernel_set = choose(platform, attention)
-        travel = platform in weight_ring.PLATFORMS
+        travel = platform in collective_matmul.PLATFORMS
         return dataclasses.replace(self, kernel_set=kernel_set, home=layout, travel=travel)
 
     @property
-    def kernels(self) -> Kernels:
+    def kernels(self) -> KernelSet:
         """The functions that layers are made of."""
         return kernels_of(self.kernel_set, whole=self.whole, unrolled=self.unroll_layers)
 
     @property
-    def form(self) -> Form:
+    def form(self) -> AttentionForm:
         """How attention strategies attend."""
         kernels = self.kernels
-        return Form(kernels.attention, self.home or self.layout, kernels.packs_share)
+        return AttentionForm(kernels.attention, self.home or self.layout, kernels.packs_share)
 
     @property
     def context(self) -> Layout | None:

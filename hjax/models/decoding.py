@@ -16,18 +16,18 @@ from jax.sharding import PartitionSpec
 
 from hjax.kernels import cache_axis, int8_cache
 from hjax.kernels import decode as kernels
-from hjax.kernels.attention import Scoring
+from hjax.kernels.attention import ScoreOptions
 from hjax.kernels.decode import (
     BY_PARTS,
     FILLED_INTERPRETED,
     INTERPRETED,
     KERNELS,
     TILES,
-    Seen,
-    Slots,
+    CacheMask,
+    SlotMask,
 )
 from hjax.kernels.int8_cache import Held
-from hjax.models.attention import Heads, KeyValue
+from hjax.models.attention_strategies import AttentionInputs, KeyValue
 from hjax.sharding.layout import Layout
 
 
@@ -42,17 +42,19 @@ class Decode:
         what it reads; None: half of the cache's length.
     """
 
-    seen: Seen
+    seen: CacheMask
     layout: Layout | None = None
     expected: float | None = None
 
-    def __call__(self, heads: Heads, cache: KVCache) -> tuple[jax.Array, KVCache, KeyValue | None]:
+    def __call__(
+        self, heads: AttentionInputs, cache: KVCache
+    ) -> tuple[jax.Array, KVCache, KeyValue | None]:
         layer, q, k, v, scoring, sinks = heads
         rows, _, _, dim = q.shape
         groups = self.seen.begin.shape[0]
         if rows == groups and cache.form not in KERNELS:
             start = jnp.zeros(rows, jnp.int32)
-            slots = Slots(self.seen.begin, self.seen.end, start, self.seen.position)
+            slots = SlotMask(self.seen.begin, self.seen.end, start, self.seen.position)
             return DecodeSlots(slots, self.layout, self.expected)(heads, cache)
         kv_heads = k.shape[2] * cache.copies
 
@@ -92,7 +94,7 @@ class Decode:
         k: jax.Array,
         v: jax.Array,
         cache: KVCache,
-        scoring: Scoring,
+        scoring: ScoreOptions,
         sinks: jax.Array | None,
     ) -> tuple[jax.Array, KVCache]:
         """On every device its rows and heads."""
@@ -137,11 +139,13 @@ class DecodeSlots:
       layout, expected: as of ``Decode``.
     """
 
-    slots: Slots
+    slots: SlotMask
     layout: Layout | None = None
     expected: float | None = None
 
-    def __call__(self, heads: Heads, cache: KVCache) -> tuple[jax.Array, KVCache, KeyValue | None]:
+    def __call__(
+        self, heads: AttentionInputs, cache: KVCache
+    ) -> tuple[jax.Array, KVCache, KeyValue | None]:
         layer, q, k, v, scoring, sinks = heads
         rows, new, _, dim = q.shape
         kv_heads, column = k.shape[2] * cache.copies, self.slots.column
@@ -175,7 +179,7 @@ def _filled(
     held: tuple[jax.Array, Held, Held],
     spans: tuple[jax.Array, jax.Array],
     layout: Layout | None,
-    scoring: Scoring,
+    scoring: ScoreOptions,
     expected: float | None,
     form: str,
 ) -> tuple[jax.Array, ...]:
@@ -212,7 +216,7 @@ class KVCache:
     [groups, kv_heads, length, head_dim], the responses' values
     [groups, kv_heads, samples, length, head_dim] and their keys like them, with tokens along
     ``key_axis``. Where a prompt has one sample that dimension is missing, but for the kernel: XLA
-    would copy the cache to drop it. In int8 a ``Quantized`` stands for an array, its scales
+    would copy the cache to drop it. In int8 a ``QuantizedCache`` stands for an array, its scales
     [..., 1, length].
 
     Attributes:
@@ -255,7 +259,7 @@ class KVCache:
         Args:
           layer: which.
           k, v: [groups, kv_heads, samples, head_dim], without the samples where the cache has none.
-          position: as of ``Seen``; int32 [] without samples.
+          position: as of ``CacheMask``; int32 [] without samples.
         """
 
         def put(lead: tuple[Any, ...], axis: int, held: jax.Array, new: jax.Array) -> jax.Array:

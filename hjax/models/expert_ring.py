@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from hjax.models.expert_pieces import Pieces, sorted_tokens
-from hjax.models.weight_ring import LONGEST, sent
+from hjax.models.collective_matmul import LONGEST, sent
+from hjax.models.expert_dispatch import ExpertDispatch, sorted_tokens
 
 _LINK = 12.0  # bytes that a TPU reads while it receives one: v5e and v6e 9, v5p 15
 
 
-class Ring(NamedTuple):
+class ExpertRing(NamedTuple):
     """Devices that have a part of the experts each; hashable.
 
     Attributes:
@@ -34,7 +34,7 @@ class Ring(NamedTuple):
 
     axes: tuple[str, ...]
     ways: int
-    pieces: Pieces
+    pieces: ExpertDispatch
 
 
 def goes_round(ways: int) -> bool:
@@ -57,7 +57,7 @@ def pays(rows: jax.Array, weights: Any) -> bool:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def around(
-    ring: Ring, rows: jax.Array, shares: jax.Array, chosen: jax.Array, weights: Any
+    ring: ExpertRing, rows: jax.Array, shares: jax.Array, chosen: jax.Array, weights: Any
 ) -> jax.Array:
     """[tokens, embed], each token's sum over the experts of all devices; inside shard_map.
 
@@ -71,7 +71,7 @@ def around(
 
 
 def _forward(
-    ring: Ring, rows: jax.Array, shares: jax.Array, chosen: jax.Array, weights: Any
+    ring: ExpertRing, rows: jax.Array, shares: jax.Array, chosen: jax.Array, weights: Any
 ) -> tuple[jax.Array, Any]:
     rows = _by_rows(rows)
     experts = ring.ways * weights.down.shape[0]
@@ -91,7 +91,7 @@ def _forward(
     return _joined(_sent(ring, sums)), (kept, rows, left_by, weights)
 
 
-def _backward(ring: Ring, left: Any, d_out: jax.Array) -> tuple[Any, ...]:
+def _backward(ring: ExpertRing, left: Any, d_out: jax.Array) -> tuple[Any, ...]:
     kept, rows, sets, weights = left
     d_out = _by_rows(d_out)
     halves = zip(sets, _halves(ring, (rows, d_out)), strict=True)
@@ -123,7 +123,7 @@ def _by_rows(tree: Any) -> Any:
     return jax.tree.map(lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))), tree)
 
 
-def _halves(ring: Ring, tree: Any) -> list[Any]:
+def _halves(ring: ExpertRing, tree: Any) -> list[Any]:
     """Tokens by the way that they go."""
     leaves, structure = jax.tree.flatten(tree)
     ways = len(_ways(ring, leaves[0].shape[0]))
@@ -131,7 +131,7 @@ def _halves(ring: Ring, tree: Any) -> list[Any]:
     return [jax.tree.unflatten(structure, part) for part in zip(*cut, strict=True)]
 
 
-def _ways(ring: Ring, tokens: int) -> tuple[int, ...]:
+def _ways(ring: ExpertRing, tokens: int) -> tuple[int, ...]:
     """Which way parts of so many tokens go."""
     return (1, -1) if ring.ways > 2 and tokens % 2 == 0 else (1,)
 
@@ -142,13 +142,13 @@ def _joined(parts: Sequence[Any]) -> Any:
     return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
 
 
-def _sent(ring: Ring, parts: Sequence[Any]) -> list[Any]:
+def _sent(ring: ExpertRing, parts: Sequence[Any]) -> list[Any]:
     """Each part to the next device of its way."""
     ways = zip(parts, (1, -1))
     return [_by_rows(sent(_by_rows(x), way, ring.axes, ring.ways)) for x, way in ways]
 
 
-def _step(ring: Ring, step: int, here: Any, sums: Any) -> tuple[Any, Any, Any]:
+def _step(ring: ExpertRing, step: int, here: Any, sums: Any) -> tuple[Any, Any, Any]:
     """By parts the tokens that are here, those that come next, and the sums that came along.
 
     What comes next is sent before anything is made of what is here, and when the step before has

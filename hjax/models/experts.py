@@ -17,15 +17,22 @@ import jax.numpy as jnp
 
 from hjax.kernels import reference
 from hjax.kernels.backward import scaled_rows
-from hjax.kernels.reference import Fill
-from hjax.kernels.sets import Kernels
-from hjax.models.balance import tallied
-from hjax.models.expert_pieces import First, Pieces, Second, by_expert, in_pieces, sorted_tokens
-from hjax.models.expert_ring import Ring, around, goes_round, pays
+from hjax.kernels.reference import GroupFill
+from hjax.kernels.registry import KernelSet
+from hjax.models.expert_dispatch import (
+    ExpertDispatch,
+    First,
+    Second,
+    by_expert,
+    in_pieces,
+    sorted_tokens,
+)
+from hjax.models.expert_ring import ExpertRing, around, goes_round, pays
+from hjax.models.load_balancing import tallied
 from hjax.models.remat import first_products
 from hjax.sharding.layout import Layout
 
-_PLAIN = Kernels()
+_PLAIN = KernelSet()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +59,7 @@ class Routing:
 
 
 @dataclasses.dataclass(frozen=True)
-class Weights:
+class ExpertWeights:
     """Of one layer's experts, whose logical axes are ``AXES``; None: there is no such bias, no such
     adapter (its two parts are multiplied to what is added to a matrix), or no scale: the matrix is
     no one of one byte per element."""
@@ -70,12 +77,12 @@ class Weights:
     gate_up_scale: Any = None  # float32 [experts, 2, mlp]
     down_scale: Any = None  # float32 [experts, embed]
 
-    def computed(self, dtype: Any) -> Weights:
+    def computed(self, dtype: Any) -> ExpertWeights:
         """In the dtype of a forward; what is quantized and its scales as they are."""
         kept = self.frozen()
         return dataclasses.replace(jax.tree.map(lambda w: w.astype(dtype), self), **kept)
 
-    def joined(self) -> Weights:
+    def joined(self) -> ExpertWeights:
         """With gate and up one after another in one dimension, as products read them."""
 
         def joined(name: str) -> Any:
@@ -96,7 +103,7 @@ class Weights:
         }
 
 
-jax.tree_util.register_dataclass(Weights)
+jax.tree_util.register_dataclass(ExpertWeights)
 
 AXES = {
     "router": (None, None),
@@ -138,10 +145,10 @@ def fsdp_axes(
 
 def mixture(
     x: jax.Array,
-    weights: Weights,
+    weights: ExpertWeights,
     routing: Routing,
     layout: Layout | None = None,
-    kernels: Kernels = _PLAIN,
+    kernels: KernelSet = _PLAIN,
     counted: jax.Array | None = None,
     travel: bool = False,
     keep: bool = False,
@@ -156,11 +163,11 @@ def mixture(
         experts for the tokens of all devices that differ from it in the ``expert`` axis alone:
         they are gathered before, and sums are scattered after; or they travel.
       kernels: of which the grouped products are taken.
-      counted: float32 [batch, length], see ``hjax.models.balance.tallied``; None: nobody asks.
+      counted: float32 [batch, length], see ``hjax.models.load_balancing.tallied``; None: nobody asks.
       travel: tokens go round the ``expert`` axis where that pays, see ``hjax.models.expert_ring``;
         not a long one.
       keep: what the experts' first products give is kept for the backward pass also where experts
-        are split, see ``hjax.models.expert_pieces``.
+        are split, see ``hjax.models.expert_dispatch``.
 
     Returns:
       [batch, length, embed] in the dtype of x, and what ``tallied`` says of all devices' tokens, or
@@ -179,7 +186,7 @@ def mixture(
     there = {n: fsdp_axes(axes, experts, x.shape[-1], layout) for n, axes in there.items()}
     if x.shape[-1] % layout.ways("embed"):  # then the compiler gathers them
         there = {n: tuple(None if a == "embed" else a for a in axes) for n, axes in there.items()}
-    split = Weights(**{name: layout.spec(axes) for name, axes in there.items()})
+    split = ExpertWeights(**{name: layout.spec(axes) for name, axes in there.items()})
     return jax.shard_map(
         functools.partial(
             _part, routing=routing, layout=layout, kernels=kernels, travel=travel, keep=keep
@@ -194,10 +201,10 @@ def mixture(
 
 def _of_all(
     x: jax.Array,
-    weights: Weights,
+    weights: ExpertWeights,
     counted: jax.Array | None,
     routing: Routing,
-    kernels: Kernels,
+    kernels: KernelSet,
 ) -> tuple[jax.Array, jax.Array | None]:
     shares, chosen, sums = _routed(x, weights, counted, routing)
     rows = x.reshape(-1, x.shape[-1])
@@ -206,7 +213,7 @@ def _of_all(
 
 
 def _routed(
-    x: jax.Array, weights: Weights, counted: jax.Array | None, routing: Routing
+    x: jax.Array, weights: ExpertWeights, counted: jax.Array | None, routing: Routing
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """What ``Routing.choose`` gives [batch, length, per_token], and what ``tallied`` says."""
     logits = jnp.einsum("btd,de->bte", x, weights.router, preferred_element_type=jnp.float32)
@@ -217,7 +224,7 @@ def _routed(
     return shares, chosen, None if counted is None else tallied(probabilities, chosen, counted)
 
 
-def _made(routing: Routing, kernels: Kernels) -> tuple[First, Second]:
+def _made(routing: Routing, kernels: KernelSet) -> tuple[First, Second]:
     """What experts make of sorted rows."""
     second = functools.partial(_second, kernels=kernels, activation=routing.activation)
     return functools.partial(_first, kernels=kernels), second
@@ -225,12 +232,12 @@ def _made(routing: Routing, kernels: Kernels) -> tuple[First, Second]:
 
 def _part(
     x: jax.Array,
-    weights: Weights,
+    weights: ExpertWeights,
     counted: jax.Array | None,
     *,
     routing: Routing,
     layout: Layout,
-    kernels: Kernels,
+    kernels: KernelSet,
     travel: bool,
     keep: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -250,7 +257,7 @@ def _part(
     if not experts:
         out = _summed(rows, shares, chosen, weights, first=first, second=second)
     else:
-        pieces = Pieces(
+        pieces = ExpertDispatch(
             first=first,
             second=second,
             multiple=kernels.multiple,
@@ -262,7 +269,7 @@ def _part(
         )
         travel = travel and goes_round(parts) and pays(rows, weights)
         if travel:
-            out = around(Ring(experts, parts, pieces), rows, shares, chosen, weights)
+            out = around(ExpertRing(experts, parts, pieces), rows, shares, chosen, weights)
         else:
             tokens = sorted_tokens(rows, shares, chosen, parts * weights.down.shape[0])
             tokens = jax.tree.map(
@@ -280,7 +287,7 @@ def _summed(
     rows: jax.Array,
     shares: jax.Array,
     chosen: jax.Array,
-    weights: Weights,
+    weights: ExpertWeights,
     first: First,
     second: Second,
 ) -> jax.Array:
@@ -304,12 +311,12 @@ def _summed(
 
 def _first(
     rows: jax.Array,
-    weights: Weights,
+    weights: ExpertWeights,
     sizes: jax.Array,
-    fill: Fill = Fill(),
-    before: Weights | None = None,
+    fill: GroupFill = GroupFill(),
+    before: ExpertWeights | None = None,
     *,
-    kernels: Kernels,
+    kernels: KernelSet,
 ) -> jax.Array:
     """[rows, 2 * mlp]: gate and up of each row, sorted by expert, from its own.
 
@@ -332,12 +339,12 @@ def _first(
 def _second(
     both: jax.Array,
     shares: jax.Array,
-    weights: Weights,
+    weights: ExpertWeights,
     sizes: jax.Array,
-    fill: Fill = Fill(),
-    before: Weights | None = None,
+    fill: GroupFill = GroupFill(),
+    before: ExpertWeights | None = None,
     *,
-    kernels: Kernels,
+    kernels: KernelSet,
     activation: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
     """[rows, embed]: what comes of ``_first``'s, times each row's share, float32 [rows]; nor do
@@ -357,16 +364,16 @@ class _Rows:
 
     def __init__(
         self,
-        weights: Weights,
-        before: Weights | None,
+        weights: ExpertWeights,
+        before: ExpertWeights | None,
         sizes: jax.Array,
-        fill: Fill,
+        fill: GroupFill,
         count: int,
-        kernels: Kernels,
+        kernels: KernelSet,
     ) -> None:
         ends, at = jnp.cumsum(sizes), jnp.arange(count)
         self.weights, self.sizes, self.fill, self.kernels = weights, sizes, fill, kernels
-        self.before = Weights(*[None] * 3) if before is None else before
+        self.before = ExpertWeights(*[None] * 3) if before is None else before
         self.inside = (at < ends[-1])[:, None] if fill.share < 1 else None
         last = weights.down.shape[0] - 1
         self.own = jnp.minimum(jnp.sum(at[:, None] >= ends, axis=1), last)  # a row's expert
@@ -392,7 +399,7 @@ class _Rows:
         return _within(jnp.einsum("re,eo->ro", own, one, precision="highest"), self.inside)
 
 
-def _gathered(weights: Weights, width: int, layout: Layout) -> Weights:
+def _gathered(weights: ExpertWeights, width: int, layout: Layout) -> ExpertWeights:
     """Whole matrices of the experts here, of parts over FSDP's axes; backwards a reduce-scatter,
     where the compiler would sum all and cut then."""
     axes, here = layout.axes("embed"), weights.router.shape[-1] // layout.ways("experts")

@@ -13,10 +13,9 @@ import numpy as np
 
 from hjax.data.tokenizer import MORE_TEMPLATES, TEMPLATE, Tokenizer
 from hjax.errors import ConfigError
-from hjax.given import given_path
-from hjax.models.bases import recorded_step
-from hjax.models.config import ModelConfig
+from hjax.models.base_checkpoints import recorded_step
 from hjax.models.huggingface import has_scores, read_config, save_weights, stored_dtypes
+from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import Network, Params
 from hjax.models.peft_files import save_adapter
 from hjax.models.weights import (
@@ -27,7 +26,8 @@ from hjax.models.weights import (
     load_trained,
     model_directory,
 )
-from hjax.pieces import Pieces
+from hjax.sharded_values import ArrayRegions
+from hjax.user_input import given_path
 
 # What may stand beside weights and config, copied as it is, with further chat templates.
 FILES = (
@@ -69,7 +69,7 @@ def export_weights(
     Args:
       output: the directory, new or empty.
       config: shapes; its dtype is the files' where ``dtypes`` says no other.
-      params: of the decoder: jax.Array, numpy arrays or ``Pieces``.
+      params: of the decoder: jax.Array, numpy arrays or ``ArrayRegions``.
       beside: where the tokenizer's files are; None: they are made of ``tokenizer``, if any.
       tokenizer: of the model.
       dtypes: of tensors, as of ``hjax.models.huggingface.save_weights``.
@@ -96,7 +96,7 @@ def export_adapters(
     Args:
       output: the directory, new or empty.
       network: with adapters.
-      learned: nested dict of what learns: jax.Array, numpy arrays or ``Pieces``.
+      learned: nested dict of what learns: jax.Array, numpy arrays or ``ArrayRegions``.
       base: directory or name of the model that they are for; empty: ``own``, which is written into
         ``base`` in the directory.
       own: the decoder's parameters without adapters.
@@ -110,7 +110,7 @@ def export_adapters(
     with _appearing(output) as made:
         base = base or str((path / "base").resolve())
         values = jax.tree.map(
-            lambda x: x.whole() if isinstance(x, Pieces) else np.asarray(x), learned
+            lambda x: x.whole() if isinstance(x, ArrayRegions) else np.asarray(x), learned
         )
         save_adapter(made, network.declared, values, network.config.lora, base)
         if own is not None:

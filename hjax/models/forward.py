@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from hjax.kernels.attention import PART
-from hjax.kernels.log_prob_head import Head, token_scores, top_scores
-from hjax.kernels.spread import Spread
-from hjax.models.attention import Causal, SharedPrompt
+from hjax.kernels.kernel_sharding import KernelSharding
+from hjax.kernels.log_prob_head import LogProbHead, token_scores, top_scores
+from hjax.models.attention_strategies import Causal, SharedPrompt
 from hjax.models.compute import Compute
 from hjax.models.dropout import KEY as DROPOUT
 from hjax.models.dropout import Dropout, token_keys
-from hjax.models.packed import KEY, read_packs
+from hjax.models.sequence_packing import KEY, read_packs
 from hjax.sharding.layout import Layout
 from hjax.sharding.pipeline import plain
 
@@ -68,7 +68,7 @@ def read_responses(
 ) -> Any:
     """What ``read`` makes of the states from which each response token is predicted.
 
-    Of a batch with a packing, rows go through the model in packs (``hjax.models.packed``), and
+    Of a batch with a packing, rows go through the model in packs (``hjax.models.sequence_packing``), and
     ``read`` sees states as they stand there: no padding is read.
 
     Args:
@@ -289,9 +289,9 @@ def _chunks(decoder: Any, hidden: jax.Array, layout: Layout | None) -> int:
     return math.ceil(logits * 4 / parts / LOGIT_CHUNK_BYTES)
 
 
-def _head(decoder: Any, temperature: float, layout: Layout | None) -> Head:
-    spread = Spread() if layout is None else layout.spread
-    return Head(temperature, decoder.config.final_softcap, LOGIT_CHUNK_BYTES, spread)
+def _head(decoder: Any, temperature: float, layout: Layout | None) -> LogProbHead:
+    spread = KernelSharding() if layout is None else layout.spread
+    return LogProbHead(temperature, decoder.config.final_softcap, LOGIT_CHUNK_BYTES, spread)
 
 
 def _in_parts(score: Callable[..., Any], arrays: tuple[jax.Array, ...], parts: int) -> Any:

@@ -17,19 +17,19 @@ import numpy as np
 
 from hjax.errors import ConfigError
 from hjax.files import replace_file
-from hjax.given import read_object
 from hjax.models.architecture import decoder_parameters, scalar_parameters
-from hjax.models.config import ModelConfig
-from hjax.models.declaration import Parameter, Part, parts
 from hjax.models.families import from_hf, to_hf
-from hjax.models.families.base import DTYPE_KEYS
+from hjax.models.families.family import DTYPE_KEYS
+from hjax.models.model_config import ModelConfig
+from hjax.models.parameter_spec import ParameterSpec, TensorPart, parts
 from hjax.models.parameters import Params
 from hjax.models.peft_files import Adapter
 from hjax.models.quantized import inputs_of, quantized
-from hjax.models.shards import Shards
-from hjax.models.tensor_files import DTYPES, TensorFile, create_file
-from hjax.pieces import Pieces
+from hjax.models.safetensors_files import DTYPES, TensorFile, create_file
+from hjax.models.sharded_loading import ParameterShards
 from hjax.progress import tell
+from hjax.sharded_values import ArrayRegions
+from hjax.user_input import read_object
 
 # What files hold beside parameters: buffers, and a scalar head that is read apart.
 SCORE = "score.weight"
@@ -116,7 +116,7 @@ def load_params(
     Args:
       path: the directory.
       config: of the model there.
-      declared: nested dict of ``Parameter``, see ``hjax.models.architecture``.
+      declared: nested dict of ``ParameterSpec``, see ``hjax.models.architecture``.
       shardings: nested dict like it, of the devices that each is read onto; a process reads what
         its own devices hold. None: they stay numpy arrays.
       shapes: nested dict like it, of jax.ShapeDtypeStruct with the dtypes to read in; None:
@@ -149,7 +149,7 @@ def load_params(
             if name in params:  # a scale, read with its matrix
                 continue
             where, like = (None if tree is None else tree[name] for tree in (shardings, shapes))
-            if not isinstance(parameter, Parameter):
+            if not isinstance(parameter, ParameterSpec):
                 params[name] = read_all(parameter, where, like)
                 continue
             if parameter.quantized:
@@ -203,7 +203,7 @@ def save_weights(
       path: the directory; made if need be.
       config: shapes; tensors are written in its ``dtype`` where ``dtypes`` says no other.
       params: of the decoder, or of a decoder with a scalar head: jax.Array, numpy arrays or
-        ``Pieces``, brought here one at a time.
+        ``ArrayRegions``, brought here one at a time.
       tokenizer: its special ids go into config.json where the config has none; its own files are
         for it to save.
       shard_bytes: of a file at most, unless one tensor has more.
@@ -225,7 +225,7 @@ def save_weights(
         about = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}
         (Path(path) / INDEX).write_text(json.dumps(about, indent=1) + "\n")
     for parameter, values in _pairs(declared, params):
-        here = values.whole() if isinstance(values, Pieces) else np.asarray(values)
+        here = values.whole() if isinstance(values, ArrayRegions) else np.asarray(values)
         for part in parts(parameter):
             part.into(tensors[part.name], here[part.at])
 
@@ -234,7 +234,7 @@ def _pairs(declared: Mapping[str, Any], params: Params | None = None) -> Iterato
     """Every parameter's declaration, and its values where they are given."""
     for name, parameter in declared.items():
         values = None if params is None else params[name]
-        if isinstance(parameter, Parameter):
+        if isinstance(parameter, ParameterSpec):
             yield parameter, values
         else:
             yield from _pairs(parameter, values)
@@ -323,7 +323,7 @@ class _Tensors:
             raise ConfigError(f"{self.path}: shard {missing[0]!r} of its index is missing")
         return [self.path / name for name in names]
 
-    def read(self, part: Part) -> np.ndarray:
+    def read(self, part: TensorPart) -> np.ndarray:
         """One tensor as it is stored.
 
         Raises:
@@ -340,7 +340,7 @@ class _Tensors:
         self._read.add(name)
         return tensor if self._adapter is None else self._adapter.added(tensor, part)
 
-    def _check_form(self, name: str, part: Part) -> None:
+    def _check_form(self, name: str, part: TensorPart) -> None:
         """Raise ConfigError where a part's tensor is of another shape or dtype."""
         file = self.files[name]
         if file.dtypes[name] not in DTYPES:
@@ -354,12 +354,12 @@ class _Tensors:
                 f"{part.shape}"
             )
 
-    def name(self, part: Part) -> str | None:
+    def name(self, part: TensorPart) -> str | None:
         """The name under which the files have it; some leave the first component away."""
         names = (part.name, part.name.partition(".")[2], part.other)
         return next((name for name in names if name in self.files), None)
 
-    def parameter(self, parameter: Parameter, sharding: Any, dtype: Any) -> Any:
+    def parameter(self, parameter: ParameterSpec, sharding: Any, dtype: Any) -> Any:
         """A parameter on the devices of a sharding, each tensor read once and written where it
         belongs: the host holds one tensor at a time, not the layers' stack. Without a sharding a
         numpy array."""
@@ -371,7 +371,7 @@ class _Tensors:
             for part in there:
                 read[part.at] = part.of(self.read(part))
             return read
-        shards = Shards(parameter, sharding, dtype)
+        shards = ParameterShards(parameter, sharding, dtype)
         for part in there:
             if cuts := shards.cuts(part.at):
                 tensor = self.read(part)
@@ -381,12 +381,12 @@ class _Tensors:
         return shards.whole()
 
     def quantized(
-        self, parameter: Parameter, scale: Parameter, sharding: Any, scale_sharding: Any
+        self, parameter: ParameterSpec, scale: ParameterSpec, sharding: Any, scale_sharding: Any
     ) -> tuple[jax.Array, jax.Array]:
         """A matrix of one byte per element and its scales on the devices of their shardings, each
         tensor quantized as it is read."""
-        matrix = Shards(parameter, sharding, parameter.dtype)
-        scales = Shards(scale, scale_sharding, scale.dtype)
+        matrix = ParameterShards(parameter, sharding, parameter.dtype)
+        scales = ParameterShards(scale, scale_sharding, scale.dtype)
         inputs = inputs_of(parameter)
         for part in parts(parameter):
             at = tuple(index for i, index in enumerate(part.at) if i not in inputs)
@@ -405,7 +405,7 @@ class _Tensors:
             gc.collect(0)
         return matrix.whole(), scales.whole()
 
-    def _any(self, there: Iterable[Part]) -> bool:
+    def _any(self, there: Iterable[TensorPart]) -> bool:
         """Whether one of these tensors is there."""
         beside = () if self._adapter is None else self._adapter.names
         return any(self.name(part) or part.name in beside for part in there)

@@ -3,7 +3,7 @@
 A matrix W of a layer, frozen, gets an addition ``scaling * A B`` of a low rank, which learns. Both
 parts are parameters beside it, ``<name>_a`` and ``<name>_b``, declared from its declaration. A
 product with W becomes one with W and two thin ones, so that no gradient as large as W is made
-(``hjax.models.low_rank``).
+(``hjax.models.lora_compute``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hjax.errors import ConfigError
-from hjax.models.declaration import Kind, Parameter, Stored
+from hjax.models.parameter_spec import ParameterKind, ParameterSpec, StoredTensor
 
 # Parts of a layer's matrices, and which parameter has them; of a pair, which half.
 _PLACES: dict[str, tuple[tuple[str, int | None], ...]] = {
@@ -124,10 +124,10 @@ def _no_targets(key: str, unknown: Sequence[str]) -> ConfigError:
     return ConfigError(f"{key}.targets={said}: {ALL}, or some of {', '.join(TARGETS)}")
 
 
-def halves(lora: Lora, name: str, parameter: Parameter) -> tuple[int | None, ...]:
+def halves(lora: Lora, name: str, parameter: ParameterSpec) -> tuple[int | None, ...]:
     """Of a layer's matrix, which halves of its ``pair`` axis have an adapter each; (None,): the
     whole has one; empty: none has."""
-    if parameter.kind is not Kind.MATRIX:
+    if parameter.kind is not ParameterKind.MATRIX:
         return ()
     places = [place for target in lora.targets for place in _PLACES[target]]
     if "experts" in parameter.names:
@@ -141,7 +141,7 @@ def place_number(name: str, half: int | None) -> int:
     return next(i for i, places in enumerate(_PLACES.values()) if (name, half) in places)
 
 
-def adapter_parameters(layers: Mapping[str, Parameter], lora: Lora) -> dict[str, Parameter]:
+def adapter_parameters(layers: Mapping[str, ParameterSpec], lora: Lora) -> dict[str, ParameterSpec]:
     """Both parts of the adapters of a layer's parameters, by name.
 
     ``<name>_a``: [layers, (halves,) inputs..., rank], drawn with PEFT's variance, 1 / (3 inputs);
@@ -187,8 +187,8 @@ def _check_of_experts(lora: Lora) -> None:
 
 
 def _both(
-    parameter: Parameter, lora: Lora, of: tuple[int | None, ...]
-) -> tuple[Parameter, Parameter]:
+    parameter: ParameterSpec, lora: Lora, of: tuple[int | None, ...]
+) -> tuple[ParameterSpec, ParameterSpec]:
     sizes = dict(parameter.axes)
     lead = [(name, sizes[name]) for name in lead_axes(parameter, of) if name != "pair"]
     lead += [("pair", len(of))] if of[0] is not None else []
@@ -207,18 +207,18 @@ def _both(
     scale = (3 * math.prod(size for _, size in inner)) ** -0.5
     low = ("rank", lora.rank)
     return (
-        Parameter((*lead, *inner, low), Kind.ADAPTER, scale, stored=tuple(into)),
-        Parameter((*lead, low, *outer), Kind.ADAPTER, stored=tuple(out)),
+        ParameterSpec((*lead, *inner, low), ParameterKind.ADAPTER, scale, stored=tuple(into)),
+        ParameterSpec((*lead, low, *outer), ParameterKind.ADAPTER, stored=tuple(out)),
     )
 
 
-def lead_axes(parameter: Parameter, of: tuple[int | None, ...]) -> list[str]:
+def lead_axes(parameter: ParameterSpec, of: tuple[int | None, ...]) -> list[str]:
     """The axes of a matrix that each have adapters of their own."""
     names = ["layers", "experts"] + (["pair"] if of[0] is not None else [])
     return [name for name in names if name in parameter.names]
 
 
-def _stored_of_experts(parameter: Parameter, lora: Lora) -> tuple[Stored, Stored]:
+def _stored_of_experts(parameter: ParameterSpec, lora: Lora) -> tuple[StoredTensor, StoredTensor]:
     """PEFT's tensors for an array of all experts of a layer: ``lora_A`` [experts rank, inputs],
     ``lora_B`` [outputs, rank experts]. Of two such arrays the later one's stand outside."""
     first = parameter.stored[0]
@@ -229,8 +229,8 @@ def _stored_of_experts(parameter: Parameter, lora: Lora) -> tuple[Stored, Stored
     [outputs] = [group for group in axes if not set(group) & set(parameter.inputs)]
     both = ["pair"] if first.pair is not None else []
     inputs, made = " ".join(parameter.inputs), " ".join(both + outputs)
-    a = Stored(f"{module}.lora_A.weight", f"(experts rank) {inputs}", stacked=first.stacked)
-    b = Stored(f"{module}.lora_B.weight", f"({made}) (rank experts)", stacked=first.stacked)
+    a = StoredTensor(f"{module}.lora_A.weight", f"(experts rank) {inputs}", stacked=first.stacked)
+    b = StoredTensor(f"{module}.lora_B.weight", f"({made}) (rank experts)", stacked=first.stacked)
     return a, b
 
 
@@ -239,7 +239,7 @@ def _stored_of_experts(parameter: Parameter, lora: Lora) -> tuple[Stored, Stored
 INNER, NESTED = "gate_up_proj", ".base_layer"
 
 
-def _magnitude(parameter: Parameter, b: Parameter, lora: Lora) -> Parameter:
+def _magnitude(parameter: ParameterSpec, b: ParameterSpec, lora: Lora) -> ParameterSpec:
     """Of what ``b`` is a part of."""
     for stored in parameter.stored:
         if stored.part is not None or (stored.pair is None and "pair" in parameter.names):
@@ -256,25 +256,25 @@ def _magnitude(parameter: Parameter, b: Parameter, lora: Lora) -> Parameter:
         )
         for stored in b.stored
     )
-    return Parameter(axes, Kind.ADAPTER, fill=1.0, stored=kept)
+    return ParameterSpec(axes, ParameterKind.ADAPTER, fill=1.0, stored=kept)
 
 
 def _stored(
-    stored: Stored, parameter: Parameter, of: tuple[int | None, ...]
-) -> tuple[list[Stored], list[Stored]]:
+    stored: StoredTensor, parameter: ParameterSpec, of: tuple[int | None, ...]
+) -> tuple[list[StoredTensor], list[StoredTensor]]:
     """PEFT's tensors for a stored matrix: ``lora_A`` [rank, inputs], ``lora_B`` [outputs, rank]."""
     module = stored.name.removesuffix(".weight")
     first, second = f"{module}.lora_A.weight", f"{module}.lora_B.weight"
     groups = stored.groups()
     [inputs] = [group for group in groups if set(group) & set(parameter.inputs)]
     [outputs] = [group for group in groups if not set(group) & set(parameter.inputs)]
-    a = Stored(first, f"rank ({' '.join(inputs)})")
+    a = StoredTensor(first, f"rank ({' '.join(inputs)})")
     if "pair" not in outputs:
         if stored.pair is not None and stored.pair not in of:
             return [], []
         half = None if stored.pair is None else of.index(stored.pair)
         part = None if stored.part is None else (0, *stored.part[1:])
-        b = Stored(second, f"({' '.join(outputs)}) rank", half, part)
+        b = StoredTensor(second, f"({' '.join(outputs)}) rank", half, part)
         return [dataclasses.replace(a, pair=half)], [b]
     # Both halves one after another in one tensor, whose own part may be one of several.
     own = " ".join(axis for axis in outputs if axis != "pair")
@@ -285,7 +285,7 @@ def _stored(
     for index, half in enumerate(of):
         assert half is not None
         into.append(dataclasses.replace(a, pair=index))
-        out.append(Stored(second, f"({own}) rank", index, (0, start + half * each, whole)))
+        out.append(StoredTensor(second, f"({own}) rank", index, (0, start + half * each, whole)))
     return into, out
 
 

@@ -18,15 +18,15 @@ from flax import nnx
 from jax.experimental import layout as memory
 
 from hjax.errors import ConfigError
-from hjax.models.balance import Tally
-from hjax.models.config import ModelConfig
-from hjax.models.declaration import Parameter
 from hjax.models.experts import fsdp_axes
+from hjax.models.load_balancing import RoutingTally
+from hjax.models.model_config import ModelConfig
+from hjax.models.parameter_spec import ParameterSpec
 from hjax.models.transformer import Decoder, ScalarDecoder
-from hjax.partition import Partition
-from hjax.sharding.arrays import place
+from hjax.sharding.global_arrays import place
 from hjax.sharding.layout import Layout
 from hjax.sharding.pipeline import Stack, plain
+from hjax.trainable_split import TrainableSplit
 
 Params = dict[str, Any]
 
@@ -58,9 +58,9 @@ class Network:
       module: the flax.nnx class.
       config: shapes of the decoder.
       graph: flax.nnx graph definition; ``bind`` puts parameters into it.
-      declared: nested dict like the parameters, of ``Parameter``.
+      declared: nested dict like the parameters, of ``ParameterSpec``.
       axes: nested dict like the parameters, of logical axis names.
-      kinds: nested dict like the parameters, of ``Kind``.
+      kinds: nested dict like the parameters, of ``ParameterKind``.
       shapes: nested dict like the parameters, of jax.ShapeDtypeStruct.
       partition: into what learns, all of it or adapters, and what is frozen then.
       frozen_dtype: in which quantized matrices are read by whoever reads them as floats.
@@ -73,12 +73,12 @@ class Network:
     axes: Params
     kinds: Params
     shapes: Params
-    partition: Partition
+    partition: TrainableSplit
     _create: Callable[[jax.Array], Params]
     _state: Any
     frozen_dtype: Any = np.dtype(np.float32)
 
-    def bind(self, params: Weights, stack: Stack = plain, tally: Tally | None = None) -> Any:
+    def bind(self, params: Weights, stack: Stack = plain, tally: RoutingTally | None = None) -> Any:
         """The module with these parameters; call it inside jit.
 
         Args:
@@ -122,7 +122,7 @@ class Network:
         in these dtypes gives bit for bit the forward of the parameters themselves.
         """
 
-        def read(parameter: Parameter) -> np.dtype:
+        def read(parameter: ParameterSpec) -> np.dtype:
             cast = parameter.kind.cast and not parameter.quantized
             return np.dtype(dtype) if cast else jnp.dtype(parameter.dtype)
 
@@ -153,7 +153,7 @@ class Network:
             return self.bare
         plain = network_of(self.module, self.config.base)
 
-        def read(kept: jax.ShapeDtypeStruct, parameter: Parameter) -> jax.ShapeDtypeStruct:
+        def read(kept: jax.ShapeDtypeStruct, parameter: ParameterSpec) -> jax.ShapeDtypeStruct:
             dtype = self.frozen_dtype if parameter.quantized else kept.dtype
             return jax.ShapeDtypeStruct(kept.shape, dtype)
 
@@ -205,7 +205,7 @@ class Network:
 def network_of(module: type, config: ModelConfig) -> Network:
     """The network of a flax.nnx module made as ``module(config, key)``.
 
-    Its parameters are made by ``Parameter.create`` of ``hjax.models.declaration``.
+    Its parameters are made by ``ParameterSpec.create`` of ``hjax.models.parameter_spec``.
 
     """
 
@@ -224,7 +224,7 @@ def network_of(module: type, config: ModelConfig) -> Network:
     axes = jax.tree.map(lambda p: p.names, declared)
     kinds = jax.tree.map(lambda p: p.kind, declared)
     shapes = nnx.to_pure_dict(state)
-    partition = Partition(
+    partition = TrainableSplit(
         jax.tree.map(lambda kind: config.lora is None or kind.beside_adapters, kinds)
     )
     return Network(module, config, graph, declared, axes, kinds, shapes, partition, create, state)

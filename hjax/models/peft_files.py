@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from hjax.errors import ConfigError
-from hjax.given import given_path, read_object
-from hjax.models.declaration import Kind, Parameter, Part, parts
 from hjax.models.lora import INNER, NESTED, Lora, layers_of
-from hjax.models.tensor_files import DTYPES, TensorFile, create_file
+from hjax.models.parameter_spec import ParameterKind, ParameterSpec, TensorPart, parts
+from hjax.models.safetensors_files import DTYPES, TensorFile, create_file
+from hjax.user_input import given_path, read_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -117,7 +117,7 @@ class Adapter:
                 return value
         return default
 
-    def _of_array(self, part: Part) -> str:
+    def _of_array(self, part: TensorPart) -> str:
         """The module whose adapter is of the array that has a tensor of experts; empty: none."""
         wanted = self._config.get("target_parameters") or ()
 
@@ -130,7 +130,7 @@ class Adapter:
         inside = name == INNER and targeted(f"{module}.down_proj")
         return module + NESTED * inside
 
-    def added(self, tensor: np.ndarray, part: Part) -> np.ndarray:
+    def added(self, tensor: np.ndarray, part: TensorPart) -> np.ndarray:
         """A tensor of the base with its adapter, if it has one: float32 sums in its own dtype.
 
         Raises:
@@ -163,7 +163,7 @@ class Adapter:
             f"outputs, the base's is {tensor.shape}; these adapters are for another base"
         )
 
-    def _added_to_experts(self, tensor: np.ndarray, part: Part, module: str) -> np.ndarray:
+    def _added_to_experts(self, tensor: np.ndarray, part: TensorPart, module: str) -> np.ndarray:
         """``added`` of a tensor of one expert, [outputs, inputs], or of all, [experts, inputs,
         outputs]."""
         a, b = self.tensor(module + _A), self.tensor(module + _B)
@@ -202,7 +202,7 @@ class Adapter:
         every = [
             part
             for parameter in layers_of(declared).values()
-            if parameter.kind is Kind.MATRIX
+            if parameter.kind is ParameterKind.MATRIX
             for part in parts(parameter)
         ]
         matrices = {self._of_array(part) or part.name.removesuffix(".weight") for part in every}
@@ -218,7 +218,7 @@ class Adapter:
                 if twin not in self.names:
                     raise ConfigError(f"{self.path}: {twin!r} is missing")
 
-    def parameter(self, parameter: Parameter, lora: Lora) -> np.ndarray:
+    def parameter(self, parameter: ParameterSpec, lora: Lora) -> np.ndarray:
         """An adapter's parameter, float32.
 
         Raises:
@@ -265,9 +265,9 @@ class Adapter:
                 f"{self.path}: its adapters learned with lora_dropout={rate:g}, {lora.key}.dropout "
                 f"is {lora.dropout:g}; set {lora.key}.dropout={rate:g}, or change it in {CONFIG}"
             )
-        ours: dict[str, list[Part]] = {}
+        ours: dict[str, list[TensorPart]] = {}
         for parameter in layers_of(declared).values():
-            for part in parts(parameter) if parameter.kind is Kind.ADAPTER else ():
+            for part in parts(parameter) if parameter.kind is ParameterKind.ADAPTER else ():
                 ours.setdefault(part.name, []).append(part)
         left = sorted(set(self.names) - ours.keys() - {"score.weight"})
         if left and re.search(r"\.experts\.\d+\.", left[0]):
@@ -317,8 +317,8 @@ def save_adapter(
       scalar: the model has one number per token, whose head is written too.
     """
     layers, values = layers_of(declared), layers_of(params)
-    modules: dict[str, list[tuple[Part, np.ndarray, Part, np.ndarray]]] = {}
-    for name in (n for n in layers if n.endswith("_a") and layers[n].kind is Kind.ADAPTER):
+    modules: dict[str, list[tuple[TensorPart, np.ndarray, TensorPart, np.ndarray]]] = {}
+    for name in (n for n in layers if n.endswith("_a") and layers[n].kind is ParameterKind.ADAPTER):
         twin = name.removesuffix("_a") + "_b"
         for a, b in zip(parts(layers[name]), parts(layers[twin]), strict=True):
             found = a, values[name][a.at], b, values[twin][b.at]
@@ -333,7 +333,7 @@ def save_adapter(
             ranks[_in_layer(module)] = lora.rank * len(pieces)
     vectors = {
         f"{_PREFIX}{part.name}": (part, values[name][part.at])
-        for name in (n for n in layers if n.endswith("_m") and layers[n].kind is Kind.ADAPTER)
+        for name in (n for n in layers if n.endswith("_m") and layers[n].kind is ParameterKind.ADAPTER)
         for part in parts(layers[name])
     }
     shapes |= {name: part.shape for name, (part, _) in vectors.items()}
@@ -364,7 +364,7 @@ def _adapter_config(
     lora: Lora,
     base: str,
     scalar: bool,
-    sources: Mapping[str, Part],
+    sources: Mapping[str, TensorPart],
     ranks: Mapping[str, int],
     turned: bool,
 ) -> dict[str, Any]:

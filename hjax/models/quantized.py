@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from hjax.models.declaration import Kind, Parameter
+from hjax.models.parameter_spec import ParameterKind, ParameterSpec
 
 FLOAT, INT8, FP8 = "float", "int8", "fp8"
 FORMS = (INT8, FP8)
@@ -24,7 +24,9 @@ _LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 _CHUNK = 2**22  # elements that are float32 at a time
 
 
-def quantized_parameters(layers: Mapping[str, Parameter], form: str) -> dict[str, Parameter]:
+def quantized_parameters(
+    layers: Mapping[str, ParameterSpec], form: str
+) -> dict[str, ParameterSpec]:
     """A layer's parameters, its matrices in one byte per element.
 
     Args:
@@ -35,17 +37,17 @@ def quantized_parameters(layers: Mapping[str, Parameter], form: str) -> dict[str
       by name; ``<name>_scale``, float32, has the matrix's outputs: [layers, (experts,) (halves,)
       outputs...].
     """
-    declared: dict[str, Parameter] = {}
+    declared: dict[str, ParameterSpec] = {}
     for name, parameter in layers.items():
         declared[name] = parameter
-        if parameter.kind is Kind.MATRIX and parameter.names[-1] != "experts":
+        if parameter.kind is ParameterKind.MATRIX and parameter.names[-1] != "experts":
             declared[name] = dataclasses.replace(parameter, scale=0.0, dtype=_DTYPES[form])
             outputs = tuple(axis for axis in parameter.axes if axis[0] not in parameter.inputs)
-            declared[f"{name}_scale"] = Parameter(outputs, Kind.SCALE, fill=1.0)
+            declared[f"{name}_scale"] = ParameterSpec(outputs, ParameterKind.SCALE, fill=1.0)
     return declared
 
 
-def inputs_of(parameter: Parameter) -> tuple[int, ...]:
+def inputs_of(parameter: ParameterSpec) -> tuple[int, ...]:
     """The dimensions over which products with a matrix sum."""
     return tuple(parameter.names.index(axis) for axis in parameter.inputs)
 
@@ -89,21 +91,21 @@ def quantized_params(params: Mapping[str, Any], declared: Mapping[str, Any]) -> 
 
     Args:
       params: nested dict of numpy arrays.
-      declared: nested dict of ``Parameter``.
+      declared: nested dict of ``ParameterSpec``.
     """
     made: dict[str, Any] = {}
     for name, parameter in declared.items():
-        if not isinstance(parameter, Parameter):
+        if not isinstance(parameter, ParameterSpec):
             made[name] = quantized_params(params[name], parameter)
         elif parameter.quantized:
             over = inputs_of(parameter)
             made[name], made[f"{name}_scale"] = quantized(params[name], over, parameter.dtype)
-        elif parameter.kind is not Kind.SCALE:
+        elif parameter.kind is not ParameterKind.SCALE:
             made[name] = params[name]
     return made
 
 
-def dequantized(weight: Any, scale: Any, parameter: Parameter) -> Any:
+def dequantized(weight: Any, scale: Any, parameter: ParameterSpec) -> Any:
     """float32, what the numbers of one byte stand for; numpy arrays or jax.Array.
 
     Args:

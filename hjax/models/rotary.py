@@ -33,7 +33,7 @@ def plain_frequencies(theta: float, size: int) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scaling:
+class RopeScaling:
     """A form of rotary positions; a field's metadata has its key in config.json."""
 
     kind: ClassVar[str]
@@ -63,7 +63,7 @@ def _field(key: str, **more: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Linear(Scaling):
+class LinearScaling(RopeScaling):
     """Positions divided by a factor (Chen et al. 2023, arXiv 2306.15595)."""
 
     kind: ClassVar[str] = "linear"
@@ -75,7 +75,7 @@ class Linear(Scaling):
 
 
 @dataclasses.dataclass(frozen=True)
-class Llama3(Scaling):
+class Llama3Scaling(RopeScaling):
     """Llama 3's: low frequencies divided by a factor, high ones kept, smooth between them."""
 
     kind: ClassVar[str] = "llama3"
@@ -93,7 +93,7 @@ class Llama3(Scaling):
 
 
 @dataclasses.dataclass(frozen=True)
-class Yarn(Scaling):
+class YarnScaling(RopeScaling):
     """YaRN (Peng et al. 2023, arXiv 2309.00071)."""
 
     kind: ClassVar[str] = "yarn"
@@ -138,7 +138,7 @@ class Yarn(Scaling):
 
 
 @dataclasses.dataclass(frozen=True)
-class Dynamic(Scaling):
+class DynamicNTKScaling(RopeScaling):
     """Dynamic NTK: a longer base for sequences longer than the model's length."""
 
     kind: ClassVar[str] = "dynamic"
@@ -156,7 +156,7 @@ class Dynamic(Scaling):
 
 
 @dataclasses.dataclass(frozen=True)
-class LongRope(Scaling):
+class LongRopeScaling(RopeScaling):
     """LongRoPE (Ding et al. 2024, arXiv 2402.13753): a factor for each frequency, other ones for
     sequences longer than the original length."""
 
@@ -186,8 +186,9 @@ class LongRope(Scaling):
         return math.sqrt(1 + math.log(stretch) / math.log(self.original_max_length))
 
 
-FORMS: dict[str, type[Scaling]] = {
-    form.kind: form for form in (Linear, Dynamic, Yarn, LongRope, Llama3)
+FORMS: dict[str, type[RopeScaling]] = {
+    form.kind: form
+    for form in (LinearScaling, DynamicNTKScaling, YarnScaling, LongRopeScaling, Llama3Scaling)
 }
 _OF_MODEL = "max_position_embeddings"  # a form's field that is the model's own
 
@@ -197,7 +198,7 @@ class Rope:
     """Rotary positions: a base, how they are stretched, and the share of a head that turns."""
 
     theta: float = 10000.0
-    scaling: Scaling | None = None
+    scaling: RopeScaling | None = None
     share: float = 1.0
 
     def check(self, head_dim: int, what: str) -> None:
@@ -207,7 +208,7 @@ class Rope:
           head_dim: of the model.
           what: names the file.
         """
-        if not isinstance(self.scaling, LongRope):
+        if not isinstance(self.scaling, LongRopeScaling):
             return
         pairs = self.turning(head_dim) // 2
         for name in ("short", "long"):
@@ -231,7 +232,7 @@ class Rope:
         Args:
           head_dim: of which ``share`` turns.
           positions: int [..., length], of each token in its sequence.
-          make: ``Kernels.rotary_tables``.
+          make: ``KernelSet.rotary_tables``.
           lengths: int [...], tokens that each sequence has or will have; None: by the largest
             position.
         """
@@ -255,17 +256,17 @@ class Rope:
 def reach(ropes: Sequence[Rope], length: int) -> int:
     """Positions of a model whose file says ``length`` (``max_position_embeddings``): where they are
     stretched for longer sequences, which the file does not count, as many times more."""
-    stretched = (r.scaling.factor for r in ropes if isinstance(r.scaling, Dynamic))
+    stretched = (r.scaling.factor for r in ropes if isinstance(r.scaling, DynamicNTKScaling))
     return int(length * max(stretched, default=1.0))
 
 
 def original_length(ropes: Sequence[Rope], positions: int) -> int:
     """The ``length`` of which ``reach`` made so many positions."""
-    own = (r.scaling.original_max_length for r in ropes if isinstance(r.scaling, Dynamic))
+    own = (r.scaling.original_max_length for r in ropes if isinstance(r.scaling, DynamicNTKScaling))
     return next(own, positions)
 
 
-def read_scaling(given: Mapping[str, Any], max_length: int, what: str) -> Scaling | None:
+def read_scaling(given: Mapping[str, Any], max_length: int, what: str) -> RopeScaling | None:
     """The form that ``rope_scaling`` or ``rope_parameters`` describes.
 
     Args:
@@ -335,7 +336,7 @@ def _value(value: Any, kind: str, what: str) -> Any:
     return float(value)
 
 
-def write_scaling(scaling: Scaling | None) -> dict[str, Any]:
+def write_scaling(scaling: RopeScaling | None) -> dict[str, Any]:
     """The keys that ``read_scaling`` reads; what they leave to a default stays left."""
     if scaling is None:
         return {"rope_type": "default"}

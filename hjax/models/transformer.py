@@ -16,19 +16,19 @@ import jax.numpy as jnp
 from flax import nnx
 
 from hjax.errors import ConfigError
-from hjax.kernels.sets import Kernels
+from hjax.kernels.registry import KernelSet
 from hjax.models import remat
 from hjax.models.architecture import (
     decoder_parameters,
     scalar_parameters,
     without_output_table,
 )
-from hjax.models.attention import Attention
-from hjax.models.balance import SUMS, Routed, Tally
+from hjax.models.attention_strategies import Attention
 from hjax.models.block import Block, Rotary, norm, rotary_tables
+from hjax.models.collective_matmul import WeightRing
 from hjax.models.compute import Compute
-from hjax.models.config import LayerKind, ModelConfig
-from hjax.models.weight_ring import WeightRing
+from hjax.models.load_balancing import SUMS, RoutingStats, RoutingTally
+from hjax.models.model_config import LayerKind, ModelConfig
 from hjax.sharding.pipeline import Stack, first_layer, plain
 
 LookUp = Callable[[jax.Array], Rotary]  # of int positions [batch, length]
@@ -46,7 +46,7 @@ class Decoder(nnx.Module):
     # How a forward without a cache runs the layers; a pipeline puts its own here.
     stack: Stack = staticmethod(plain)
     # Where a forward without a cache tells what its routers did; None: nowhere.
-    tally: Tally | None = None
+    tally: RoutingTally | None = None
     # Where each layer's parameters are arrays of their own, what gives them.
     unstacked: Callable[[], Iterable[Any]] | None = None
     embedding: nnx.Param
@@ -150,7 +150,7 @@ class Decoder(nnx.Module):
 
         x, sums = self.stack(layers, nnx.state(self.layers), embed)
         if self.tally is not None and counted is not None:
-            self.tally.add(Routed(sums, jnp.sum(counted)))
+            self.tally.add(RoutingStats(sums, jnp.sum(counted)))
         return self.finish(x, compute)
 
     def embed(self, tokens: jax.Array, compute: Compute, positions: jax.Array) -> jax.Array:
@@ -176,12 +176,12 @@ class Decoder(nnx.Module):
 
             def of_lengths(positions: jax.Array) -> Rotary:
                 each = jnp.repeat(lengths, positions.shape[0] // lengths.shape[0])
-                return rotary_tables(self.config, positions, Kernels(), each)
+                return rotary_tables(self.config, positions, KernelSet(), each)
 
             return of_lengths
         if not tables:
             return None
-        made = rotary_tables(self.config, jnp.arange(tables), Kernels())
+        made = rotary_tables(self.config, jnp.arange(tables), KernelSet())
         return lambda positions: jax.tree.map(lambda table: table[positions], made)
 
     def run(

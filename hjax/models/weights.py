@@ -12,18 +12,18 @@ import numpy as np
 
 from hjax.errors import ConfigError
 from hjax.files import read_json, saved_steps
-from hjax.given import given_path, read_object
 from hjax.models import huggingface
-from hjax.models.bases import recorded_step
-from hjax.models.config import ModelConfig
+from hjax.models.base_checkpoints import recorded_step
 from hjax.models.lora import Lora, layers_of, with_layers
-from hjax.models.low_rank import magnitudes, merged
+from hjax.models.lora_compute import magnitudes, merged
+from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import Network, Params, decoder_network, scalar_network
 from hjax.models.peft_files import Adapter, is_adapter
-from hjax.models.published import SHAPES
+from hjax.models.presets import SHAPES
 from hjax.models.quantized import FLOAT, quantized_params
-from hjax.sharding.arrays import place
+from hjax.sharding.global_arrays import place
 from hjax.sharding.layout import Layout
+from hjax.user_input import given_path, read_object
 
 _SCALAR = ("head", "bias")  # of a scalar model, beside its decoder
 MODEL_DIRECTORY = "model"  # in a workdir: config.json and tokenizer of its actor

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from hjax.planning.hardware import adds_up, fit_together, legal_counts
-from hjax.planning.options import front
-from hjax.planning.records import Cluster, Pool
+from hjax.planning.plan_types import Cluster, DevicePool
+from hjax.planning.role_options import front
 
 STAGE_COUNT = 3
 
 
 @dataclasses.dataclass
-class Choices:
+class SetOptions:
     """A set's ways to run, on every legal number of devices of every pool.
 
     Attributes:
@@ -38,7 +38,7 @@ class Choices:
         return np.minimum.accumulate(table, axis=0)
 
 
-class Usage:
+class DeviceUsage:
     """Devices in use as numbers that add up, a plan with no larger ones finding room wherever
     another does.
 
@@ -81,14 +81,14 @@ class Usage:
                     good[row] = self._packs(pool, columns, used[row])
         return good
 
-    def _packs(self, pool: Pool, columns: list[int], used: np.ndarray) -> bool:
+    def _packs(self, pool: DevicePool, columns: list[int], used: np.ndarray) -> bool:
         *parts, whole = (int(used[c]) for c in columns)
         counts = [whole * pool.per_host] if whole else []
         for column, here, above in zip(columns, parts, [*parts[1:], whole]):
             counts += [self.columns[column][1]] * (here - above)
         return fit_together(pool, tuple(sorted(counts)))
 
-    def loads(self, chosen: Choices) -> np.ndarray:
+    def loads(self, chosen: SetOptions) -> np.ndarray:
         """float64 [n, 3 * pools that share cores]: seconds of the pool's cores, per stage."""
         shared = [(i, pool) for i, pool in enumerate(self.pools) if pool.shares_cores]
         found = np.zeros((len(chosen.index), len(shared), STAGE_COUNT))
@@ -104,7 +104,7 @@ class Usage:
 
 
 def allocate(
-    cluster: Cluster, sets: Sequence[Choices], bound: float
+    cluster: Cluster, sets: Sequence[SetOptions], bound: float
 ) -> tuple[float, tuple[int, ...]] | None:
     """The choice per set that makes the step shortest, fewest devices among equals.
 
@@ -115,7 +115,7 @@ def allocate(
     Returns:
       (seconds, row of each set's choices), or None where nothing fits within ``bound``.
     """
-    usage = Usage(cluster)
+    usage = DeviceUsage(cluster)
     fastest = [chosen.fastest(cluster.size) for chosen in sets]
     least = [chosen.least for chosen in sets]
     used = np.zeros((1, len(usage.columns)), int)

@@ -15,32 +15,32 @@ from hjax.devices import Device, device_of_kind
 from hjax.errors import ConfigError
 from hjax.kernels.int8_cache import INT8, element_bytes
 from hjax.machine import device_memory
-from hjax.models import arithmetic
-from hjax.models.config import ModelConfig
-from hjax.models.counts import FLOAT32, MASTERS, Mesh, Numerics, Workload, counts
+from hjax.models import parameter_counts
+from hjax.models.cost_inputs import FLOAT32, MASTERS, MeshSizes, Numerics, Workload, counts
+from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import decoder_network, scalar_network
 from hjax.models.remat import NONE
 from hjax.planning.calibration import Progress, calibrate
 from hjax.planning.constants import Constants
-from hjax.planning.hosts import cluster_of, pools_at_hand
-from hjax.planning.options import role_options
+from hjax.planning.host_pools import cluster_of, pools_at_hand
+from hjax.planning.plan_types import Candidate, Cluster, PlannedSet
 from hjax.planning.problems import trace
-from hjax.planning.profile import MadeOn, Profile, profile_path, read_profile, write_profile
-from hjax.planning.records import Candidate, Cluster, PlannedSet
+from hjax.planning.profile import MeasuredOn, Profile, profile_path, read_profile, write_profile
 from hjax.planning.result import describe_result
-from hjax.planning.search import SHOWN, Problem, SearchResult
-from hjax.planning.space import SearchSpace
+from hjax.planning.role_options import role_options
+from hjax.planning.search import SHOWN, PlanProblem, SearchResult
+from hjax.planning.search_space import SearchSpace
 from hjax.planning.strategies import search_strategy
 from hjax.roles import ROLES, STAGES, Role
+from hjax.run.backends import local_devices, look_at_hosts
 from hjax.run.inputs import load_inputs
-from hjax.run.machines import local_devices, look_at_hosts
+from hjax.run.memory_check import AUTO, AUTO_SLOTS
 from hjax.run.placement import Plan, make_plan, role_path, roles_with_devices, served_roles
-from hjax.run.roles import is_float32, planned_models
-from hjax.run.room import AUTO, AUTO_SLOTS
+from hjax.run.role_groups import is_float32, planned_models
 from hjax.run.workdir import Workdir
-from hjax.settings.checking import check_config, on_cluster
+from hjax.settings.config_checks import check_config, on_cluster
 from hjax.show.format import duration
-from hjax.show.parts_display import PartsDisplay
+from hjax.show.progress_bar import PartsDisplay
 from hjax.workers.optimizer import OptimizerConfig, load_optimizer
 
 # Plans whose seconds differ by less than this share are equal to the model where simulated devices
@@ -135,7 +135,7 @@ def known_devices(hosts: Hosts) -> tuple[list[Device], Constants]:
     host = [hosts.devices[0]] * (max(hosts.groups[0].processes) * hosts.each)
     path = profile_path(host)
     if len(set(hosts.devices)) == 1 and path.is_file():
-        measured = read_profile(path, MadeOn.here(host))
+        measured = read_profile(path, MeasuredOn.here(host))
         if listed[0] is not None:
             of_list = ("network", "own_network", "per_host")
             wires = {name: getattr(listed[0], name) for name in of_list}
@@ -153,7 +153,7 @@ def known_devices(hosts: Hosts) -> tuple[list[Device], Constants]:
     return known, Constants()
 
 
-def auto_plan(problem: Problem) -> Plan:
+def auto_plan(problem: PlanProblem) -> Plan:
     """The fastest plan of the cost model.
 
     Where devices share cores, all models on all devices if that is within ``FEWER`` of it (over
@@ -183,7 +183,7 @@ def auto_plan(problem: Problem) -> Plan:
     )
 
 
-def _idle(found: SearchResult, problem: Problem) -> str:
+def _idle(found: SearchResult, problem: PlanProblem) -> str:
     """Why the plan leaves devices idle; empty: it does not."""
     best, every = found.fastest, problem.cluster.size
     if best.devices == every:
@@ -198,7 +198,7 @@ def _idle(found: SearchResult, problem: Problem) -> str:
     return f"{left}: a step on all of them takes {100 * longer:.0f} % longer by the cost model"
 
 
-def _on_all(problem: Problem) -> Candidate | None:
+def _on_all(problem: PlanProblem) -> Candidate | None:
     """The fastest plan that has all models on all devices of the one pool; None: there is none."""
     if len(problem.cluster.pools) > 1:
         return None
@@ -208,7 +208,7 @@ def _on_all(problem: Problem) -> Candidate | None:
     return candidates[0] if candidates else None
 
 
-def _plain_on_all(problem: Problem) -> Candidate | None:
+def _plain_on_all(problem: PlanProblem) -> Candidate | None:
     """``_on_all`` of copies on every device, if that is within ``TIE`` of the fastest there: which
     of nearly equal layouts is first differs from calibration to calibration."""
     best = _on_all(problem)
@@ -281,7 +281,7 @@ def find_profile(devices: Sequence[Any], progress: Progress | None = None) -> Pr
       ConfigError: a device that is neither calibrated nor in the catalogue, or a profile that was
         measured elsewhere.
     """
-    path, here, why = profile_path(devices), MadeOn.here(devices), ""
+    path, here, why = profile_path(devices), MeasuredOn.here(devices), ""
     if path.is_file():
         try:
             return read_profile(path, here)
@@ -312,7 +312,7 @@ def run_problem(
     cluster: Cluster,
     constants: Constants,
     float32: bool,
-) -> Problem:
+) -> PlanProblem:
     """A run as a problem for the search, on whatever cluster."""
     _check_generates(algorithm)
     table = algorithm.role_table(config.algorithm)
@@ -344,7 +344,7 @@ def run_problem(
     )
     if number_of(config.data.packing):  # packs go through no pipeline, nor is their length split
         space = dataclasses.replace(space, pipes=(1,), contexts=(1,))
-    return Problem(
+    return PlanProblem(
         flow,
         {r: counts(m, _name(config, table[r]), table[r].scalar) for r, m in models.items()},
         Workload(prompt_length, rollout.max_response_length, rows, rollout.samples),
@@ -381,7 +381,7 @@ def _optimizer_bytes(
             chosen = load_optimizer(config[section].optimizer, f"{section}.optimizer")
             network = (scalar_network if entry.scalar else decoder_network)(model)
             kept = OptimizerConfig(0.0, optimizer=chosen).state_bytes(network)
-            most = max(most, kept / arithmetic.learned_parameters(model, entry.scalar))
+            most = max(most, kept / parameter_counts.learned_parameters(model, entry.scalar))
     return most
 
 
@@ -412,12 +412,12 @@ def _name(config: ConfigDict, role: Role) -> str:
     return Path(path).name or role.name
 
 
-def predict(problem: Problem, roles: Any) -> Candidate:
+def predict(problem: PlanProblem, roles: Any) -> Candidate:
     """What the cost model expects of a run as it is set up, whatever its placement.
 
     Args:
       problem: the run's (``run_problem``).
-      roles: the run's worker groups with their plan and layouts (hjax.run.roles.Roles).
+      roles: the run's worker groups with their plan and layouts (hjax.run.role_groups.RoleGroups).
     """
     pool = problem.cluster.pools[0]  # of several slices each is like the others
     sets = []
@@ -425,7 +425,7 @@ def predict(problem: Problem, roles: Any) -> Candidate:
         place = problem.place(pool, devices)
         options = []
         for role in names:
-            mesh = Mesh.of(roles.layouts[role].train, generates=role == "actor")
+            mesh = MeshSizes.of(roles.layouts[role].train, generates=role == "actor")
             space = _only(problem.space, mesh)
             found = role_options(
                 place,
@@ -445,7 +445,7 @@ def predict(problem: Problem, roles: Any) -> Candidate:
     return Candidate(tuple(sets))
 
 
-def _only(space: SearchSpace, mesh: Mesh) -> SearchSpace:
+def _only(space: SearchSpace, mesh: MeshSizes) -> SearchSpace:
     """The space cut down to one mesh."""
     sharding: Any = "fsdp" if mesh.fsdp > 1 and mesh.data == 1 else "data"
     return dataclasses.replace(

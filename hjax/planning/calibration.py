@@ -22,15 +22,15 @@ import numpy as np
 from hjax.controller import Future
 from hjax.devices import Device
 from hjax.machine import available_cores, device_memory
-from hjax.models.config import ModelConfig
-from hjax.models.counts import FLOAT32, MASTERS, Mesh, Workload, counts
+from hjax.models.cost_inputs import FLOAT32, MASTERS, MeshSizes, Workload, counts
+from hjax.models.model_config import ModelConfig
 from hjax.models.remat import NONE
 from hjax.planning import rates
 from hjax.planning.constants import Constants
-from hjax.planning.cost import Place, forward_flops, update_seconds
-from hjax.planning.generation import decoding, prefill_seconds
-from hjax.planning.profile import MadeOn, Profile
-from hjax.planning.records import Pool
+from hjax.planning.cost import DeviceSet, forward_flops, update_seconds
+from hjax.planning.generation_cost import decoding, prefill_seconds
+from hjax.planning.plan_types import DevicePool
+from hjax.planning.profile import MeasuredOn, Profile
 
 # Called with the parts that are over, how many there are, and what is done now (at the end: "").
 Progress = Callable[[int, int, str], None]
@@ -62,7 +62,7 @@ def calibrate(devices: Sequence[Any], progress: Progress | None = None) -> Profi
     numbers = [n for n in BUSY if n < len(devices)] if cpu else []
     numbers.append(len(devices))
     rows = 12 * len(devices)
-    meshes = [Mesh(data=n) for n in numbers] + _split_meshes(len(devices))
+    meshes = [MeshSizes(data=n) for n in numbers] + _split_meshes(len(devices))
     # Beside a part per dtype and mesh: calls in turn, all-reduces, copies, four for small models.
     parts = _Parts(len(dtypes) + len(meshes) + 7, progress)
     flops = {}
@@ -93,11 +93,13 @@ def calibrate(devices: Sequence[Any], progress: Progress | None = None) -> Profi
     values = {"memory": 1.0, "link": 1.0, "link_latency": latency, "decode_row": 0.0}
     values |= _small_model(len(devices), flops[dtypes[0]], run, parts)
     parts.end()
-    place = Place(Pool(device, 1, len(devices)), len(devices), Constants().with_values(values))
+    place = DeviceSet(
+        DevicePool(device, 1, len(devices)), len(devices), Constants().with_values(values)
+    )
     place = dataclasses.replace(place, numerics=FLOAT32 if cpu else MASTERS)
     values |= _explained(place, wide, rows)
     constants = Constants().with_values(values, measured=True)
-    return Profile(device, constants, busy, MadeOn.here(devices))
+    return Profile(device, constants, busy, MeasuredOn.here(devices))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,10 +114,10 @@ class _WideCalls:
 
     model: ModelConfig
     run: _Calls
-    updates: Mapping[Mesh, _Taken]
+    updates: Mapping[MeshSizes, _Taken]
 
 
-def _wide_calls(meshes: Sequence[Mesh], devices: int, rows: int, parts: _Parts) -> _WideCalls:
+def _wide_calls(meshes: Sequence[MeshSizes], devices: int, rows: int, parts: _Parts) -> _WideCalls:
     """Scores, rollouts and updates over all devices, and updates over each mesh, in turn."""
     with contextlib.ExitStack() as ends:
         probes: list[_Probe] = []
@@ -125,7 +127,7 @@ def _wide_calls(meshes: Sequence[Mesh], devices: int, rows: int, parts: _Parts) 
             probe = _probe(ends, mesh, width=128, layers=2, rows=rows, weights=weights)
             probe.actor.update_actor(probe.batch).result()  # compiles
             probes.append(probe)
-        whole = next(probe for probe in probes if probe.mesh == Mesh(data=devices))
+        whole = next(probe for probe in probes if probe.mesh == MeshSizes(data=devices))
         whole.actor.compute_log_prob(whole.batch).result()
         whole.actor.generate_sequences(whole.prompts).result()
         parts.begin("updates in turn")
@@ -142,7 +144,7 @@ def _wide_calls(meshes: Sequence[Mesh], devices: int, rows: int, parts: _Parts) 
         return _WideCalls(whole.model, run, updates)
 
 
-def _explained(place: Place, wide: _WideCalls, rows: int) -> dict[str, float]:
+def _explained(place: DeviceSet, wide: _WideCalls, rows: int) -> dict[str, float]:
     """The constants that explain, beside those that ``place`` has, what a rollout and updates over
     an FSDP and a tensor axis take."""
     values = {"decode": _decode_cost(place, wide.model, rows, wide.run.generate)}
@@ -171,30 +173,30 @@ class _Parts:
             self._progress(self._begun, self._total, "")
 
 
-def _axes(mesh: Mesh) -> str:
+def _axes(mesh: MeshSizes) -> str:
     sizes = ", ".join(f"{axis} {n}" for axis, n in mesh.train_axes().items() if n > 1)
     return sizes or "one device"
 
 
-def _split_meshes(devices: int) -> list[Mesh]:
+def _split_meshes(devices: int) -> list[MeshSizes]:
     """An FSDP and a tensor axis, of the largest size that divides the devices and 8 heads."""
     size = math.gcd(devices, 8)
     data = devices // size
-    return [Mesh(data=data, fsdp=size), Mesh(data=data, tensor=size)] if size > 1 else []
+    return [MeshSizes(data=data, fsdp=size), MeshSizes(data=data, tensor=size)] if size > 1 else []
 
 
 def _split_cost(
-    place: Place,
+    place: DeviceSet,
     model: ModelConfig,
     rows: int,
     length: float,
-    seconds: Mapping[Mesh, float],
-    mesh: Mesh,
+    seconds: Mapping[MeshSizes, float],
+    mesh: MeshSizes,
 ) -> dict[str, float]:
     """The constant that explains how much longer an update takes split like ``mesh`` than over the
     data axis: ``gather`` of FSDP, whose collectives wait for the slowest device, ``unsplit`` of a
     tensor axis. The cost model is linear in either."""
-    data = Mesh(data=place.devices)
+    data = MeshSizes(data=place.devices)
     counted = counts(model, "actor")
 
     def extra(value: float) -> float:
@@ -212,11 +214,11 @@ def _split_cost(
     return {name: min(1.0, max(0.0, value))}
 
 
-def _decode_cost(place: Place, model: ModelConfig, rows: int, seconds: float) -> float:
+def _decode_cost(place: DeviceSet, model: ModelConfig, rows: int, seconds: float) -> float:
     """The constant that explains what a rollout of ``rows`` sequences takes beside starting, its
     prompts and what each layer of a token takes: ``decode``, in which the cost model is linear."""
     counted = counts(model, "actor")
-    mesh = Mesh(data=place.devices, generate_pipe=1, generate_tensor=1)
+    mesh = MeshSizes(data=place.devices, generate_pipe=1, generate_tensor=1)
     work = Workload(PROMPT, RESPONSE, rows, SAMPLES)
 
     def taken(value: float) -> float:
@@ -290,7 +292,7 @@ def _small_model(devices: int, flops: float, wide: _Calls, parts: _Parts) -> dic
     forwards. An update of the deeper tiny one says what it takes for each layer beside that:
     layer_update.
     """
-    mesh = Mesh(data=devices)
+    mesh = MeshSizes(data=devices)
     with contextlib.ExitStack() as ends:
         tiny = []
         for layers in (1, 4):
@@ -384,7 +386,7 @@ class _Probe:
       batch: full sequences to score and to learn from, as numpy arrays.
     """
 
-    mesh: Mesh
+    mesh: MeshSizes
     actor: Any
     model: ModelConfig
     prompts: dict[str, Any]
@@ -402,7 +404,7 @@ class _Probe:
 
 def _probe(
     ends: contextlib.ExitStack,
-    mesh: Mesh,
+    mesh: MeshSizes,
     width: int,
     layers: int,
     rows: int,
@@ -418,7 +420,7 @@ def _probe(
     """
     from hjax.run.inputs import prompt_batch
     from hjax.run.trainer import Trainer
-    from hjax.settings.checking import check_config
+    from hjax.settings.config_checks import check_config
 
     heads = heads or width // 16
     changes = {

@@ -8,16 +8,16 @@ import dataclasses
 import functools
 import math
 
-from hjax.models.counts import Mesh, ModelCounts, Numerics
+from hjax.models.cost_inputs import MeshSizes, ModelCounts, Numerics
 from hjax.models.remat import ATTENTION, NONE, PRODUCTS
 from hjax.planning.constants import Constants
 from hjax.planning.hardware import sharing
-from hjax.planning.records import Pool
-from hjax.workers.memory import Memory, Programs
+from hjax.planning.plan_types import DevicePool
+from hjax.workers.memory import MemoryEstimate, ProgramOptions
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Place:
+class DeviceSet:
     """Devices of one pool that a set of models has to itself.
 
     Attributes:
@@ -26,7 +26,7 @@ class Place:
       numerics: bytes per element.
     """
 
-    pool: Pool
+    pool: DevicePool
     devices: int
     constants: Constants = Constants()
     numerics: Numerics = Numerics()
@@ -57,27 +57,27 @@ class Place:
         return self.pool.device.memory * self.constants.usable - self.constants.workspace
 
     @functools.cached_property
-    def _programs(self) -> Programs:
+    def _programs(self) -> ProgramOptions:
         pool, own = self.pool, self.numerics.own
         by_cudnn = own and not pool.shape and not pool.shares_cores and self.numerics.compute == 2
-        return Programs(self.numerics, own and bool(pool.shape), by_cudnn, self.constants.logits)
+        return ProgramOptions(self.numerics, own and bool(pool.shape), by_cudnn, self.constants.logits)
 
-    def memory(self, model: ModelCounts, mesh: Mesh) -> Memory:
+    def memory(self, model: ModelCounts, mesh: MeshSizes) -> MemoryEstimate:
         """What a role keeps and needs of a device."""
-        return Memory.counted(self._programs, model, mesh)
+        return MemoryEstimate.counted(self._programs, model, mesh)
 
 
 # Collectives
 
 
-def in_domains(place: Place, size: int, stride: int) -> bool:
+def in_domains(place: DeviceSet, size: int, stride: int) -> bool:
     """Whether each ring of ``size`` devices, ``stride`` ranks apart, lies within one domain: there
     is one, or rings fill it (three devices in a row of domains of four also stand in two)."""
     return place.devices <= place.domain or place.domain % (size * stride) == 0
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def ring_bandwidth(place: Place, size: int, stride: int) -> float:
+def ring_bandwidth(place: DeviceSet, size: int, stride: int) -> float:
     """Bytes/s that each member of a ring of ``size`` devices, ``stride`` ranks apart, sends.
 
     Inside a domain of D devices: the link's. Across domains D / h rings share the network of its
@@ -96,14 +96,14 @@ def ring_bandwidth(place: Place, size: int, stride: int) -> float:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def latency(place: Place, size: int, stride: int) -> float:
+def latency(place: DeviceSet, size: int, stride: int) -> float:
     """Seconds of a small collective: latency * log2(size), the network's if it leaves a domain."""
     constants, inside = place.constants, in_domains(place, size, stride)
     once = constants.link_latency if inside else constants.network_latency
     return once * math.ceil(math.log2(size))
 
 
-def all_gather(place: Place, whole_bytes: float, size: int, stride: int = 1) -> float:
+def all_gather(place: DeviceSet, whole_bytes: float, size: int, stride: int = 1) -> float:
     """(size - 1) / size * bytes / ring bandwidth + latency. A reduce-scatter costs the same."""
     if size == 1 or not whole_bytes:
         return 0.0
@@ -111,22 +111,22 @@ def all_gather(place: Place, whole_bytes: float, size: int, stride: int = 1) -> 
     return moved / ring_bandwidth(place, size, stride) + latency(place, size, stride)
 
 
-def all_reduce(place: Place, array_bytes: float, size: int, stride: int = 1) -> float:
+def all_reduce(place: DeviceSet, array_bytes: float, size: int, stride: int = 1) -> float:
     """A reduce-scatter and an all-gather: 2 * all_gather."""
     return 2 * all_gather(place, array_bytes, size, stride)
 
 
-def all_to_all(place: Place, local_bytes: float, size: int, stride: int = 1) -> float:
+def all_to_all(place: DeviceSet, local_bytes: float, size: int, stride: int = 1) -> float:
     """(size - 1) / size * local bytes / ring bandwidth + latency."""
     return all_gather(place, local_bytes, size, stride)
 
 
-def send(place: Place, array_bytes: float, stride: int) -> float:
+def send(place: DeviceSet, array_bytes: float, stride: int) -> float:
     """Bytes / bandwidth to a device ``stride`` ranks away + latency."""
     return array_bytes / ring_bandwidth(place, 2, stride) + latency(place, 2, stride)
 
 
-def transfer(place: Place, model: ModelCounts) -> float:
+def transfer(place: DeviceSet, model: ModelCounts) -> float:
     """Weights from other devices to these: weight bytes / network of a host.
 
     The sender's hosts are as fast together, and receiving hosts pass on what they have, so the
@@ -140,7 +140,7 @@ def transfer(place: Place, model: ModelCounts) -> float:
     return array / wire + constants.network_latency
 
 
-def offload_seconds(place: Place, fetched_bytes: float) -> float:
+def offload_seconds(place: DeviceSet, fetched_bytes: float) -> float:
     """To the device and back over the host's bus: 2 * bytes / ``host``."""
     return 2 * fetched_bytes / place.constants.host
 
@@ -158,7 +158,7 @@ def attention_flops(model: ModelCounts, rows: float, length: float) -> float:
     return 2.0 * model.attention_width * model.layers * rows * length * length
 
 
-def weight_bytes(place: Place, model: ModelCounts, mesh: Mesh, element: float) -> float:
+def weight_bytes(place: DeviceSet, model: ModelCounts, mesh: MeshSizes, element: float) -> float:
     """A device's share of the weights without FSDP, of so many bytes each."""
     return element * model.on_device(mesh, not place.numerics.own)
 
@@ -186,7 +186,7 @@ class StageSeconds:
 
 
 def tensor_exchange(
-    place: Place, model: ModelCounts, mesh: Mesh, tokens: float, times: int
+    place: DeviceSet, model: ModelCounts, mesh: MeshSizes, tokens: float, times: int
 ) -> float:
     """``times`` all-reduces of tokens * hidden per layer of the stage over the tensor axis."""
     if mesh.tensor == 1:
@@ -196,7 +196,7 @@ def tensor_exchange(
 
 
 def context_exchange(
-    place: Place, model: ModelCounts, mesh: Mesh, tokens: float, times: int
+    place: DeviceSet, model: ModelCounts, mesh: MeshSizes, tokens: float, times: int
 ) -> float:
     """``times`` all-gathers of the keys and values of a layer over the context axis.
 
@@ -211,7 +211,7 @@ def context_exchange(
 
 
 def expert_exchange(
-    place: Place, model: ModelCounts, mesh: Mesh, tokens: float, times: int
+    place: DeviceSet, model: ModelCounts, mesh: MeshSizes, tokens: float, times: int
 ) -> float:
     """``times`` all-to-alls of tokens * experts_per_token * hidden per layer."""
     if mesh.expert == 1:
@@ -222,9 +222,9 @@ def expert_exchange(
 
 
 def stage_seconds(
-    place: Place,
+    place: DeviceSet,
     model: ModelCounts,
-    mesh: Mesh,
+    mesh: MeshSizes,
     rows: float,
     length: float,
     backward: bool,
@@ -279,7 +279,7 @@ def stage_seconds(
     return StageSeconds(compute, exchange, weights)
 
 
-def micro_batches(rows: float, mesh: Mesh, micro_rows: int) -> int:
+def micro_batches(rows: float, mesh: MeshSizes, micro_rows: int) -> int:
     """Passes over the rows of each replica, of so many rows."""
     return math.ceil(math.ceil(rows / mesh.replicas) / micro_rows)
 
@@ -289,7 +289,7 @@ def bubble(pipe: int, micro_batches: int) -> float:
     return micro_batches + pipe - 1
 
 
-def gradient_exchange(place: Place, model: ModelCounts, mesh: Mesh) -> float:
+def gradient_exchange(place: DeviceSet, model: ModelCounts, mesh: MeshSizes) -> float:
     """All-reduce of a device's gradients over the data and context axes, once per update; those of
     weights outside experts over the expert axis too."""
     element = place.numerics.gradients * model.learning / mesh.fsdp
@@ -300,7 +300,7 @@ def gradient_exchange(place: Place, model: ModelCounts, mesh: Mesh) -> float:
     return seconds + all_reduce(place, others + experts, mesh.context, mesh.stride("context"))
 
 
-def optimizer_seconds(place: Place, model: ModelCounts, mesh: Mesh) -> float:
+def optimizer_seconds(place: DeviceSet, model: ModelCounts, mesh: MeshSizes) -> float:
     """Read gradients, read and write weights and optimizer state: bytes / memory bandwidth."""
     numerics = place.numerics
     touched = numerics.gradients + 2 * (numerics.weights + numerics.optimizer)
@@ -309,9 +309,9 @@ def optimizer_seconds(place: Place, model: ModelCounts, mesh: Mesh) -> float:
 
 
 def update_seconds(
-    place: Place,
+    place: DeviceSet,
     model: ModelCounts,
-    mesh: Mesh,
+    mesh: MeshSizes,
     rows: float,
     length: float,
     micro_rows: int,
@@ -336,7 +336,7 @@ def update_seconds(
 
 
 def forward_rows(
-    place: Place, rows: float, mesh: Mesh, length: float, micro_rows: int = 0
+    place: DeviceSet, rows: float, mesh: MeshSizes, length: float, micro_rows: int = 0
 ) -> int:
     """Rows of a forward micro-batch: ``micro_rows``, or as many as ``forward_tokens`` are; at most
     what a replica has."""
@@ -348,9 +348,9 @@ def forward_rows(
 
 
 def forward_seconds(
-    place: Place,
+    place: DeviceSet,
     model: ModelCounts,
-    mesh: Mesh,
+    mesh: MeshSizes,
     rows: float,
     length: float,
     micro_rows: int = 0,

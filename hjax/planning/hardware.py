@@ -6,8 +6,8 @@ import re
 
 from hjax.devices import Device, device
 from hjax.errors import ConfigError
-from hjax.planning.records import Cluster, Pool
-from hjax.sharding.wires import ring_load, wraps
+from hjax.planning.plan_types import Cluster, DevicePool
+from hjax.sharding.interconnect import ring_load, wraps
 
 _HOST = 8  # devices of most hosts
 
@@ -22,7 +22,7 @@ def cluster(text: str) -> Cluster:
     return Cluster(tuple(_pool(part.strip()) for part in text.split("+")))
 
 
-def _pool(text: str) -> Pool:
+def _pool(text: str) -> DevicePool:
     sizes, slices = r"\d+(?:x\d+)*", 1
     if match := re.fullmatch(rf"({sizes}):([\w.-]+)", text):
         numbers, name = match.groups()
@@ -45,10 +45,10 @@ def _pool(text: str) -> Pool:
     if len(shape) > 2:
         raise ConfigError(f"--cluster={text}: {kind.name} takes HOSTSxDEVICES, two numbers")
     hosts, per_host = (1, *shape) if len(shape) == 1 else shape
-    return Pool(kind, hosts, per_host)
+    return DevicePool(kind, hosts, per_host)
 
 
-def _slices(kind: Device, shape: tuple[int, ...], slices: int, text: str) -> Pool:
+def _slices(kind: Device, shape: tuple[int, ...], slices: int, text: str) -> DevicePool:
     if len(shape) != kind.torus or any(n & (n - 1) for n in shape):
         example = "x".join(["4"] * kind.torus)
         raise ConfigError(
@@ -59,11 +59,11 @@ def _slices(kind: Device, shape: tuple[int, ...], slices: int, text: str) -> Poo
         shape = (*shape, kind.cores)
     per_host = min(kind.per_host, math.prod(shape))
     hosts = slices * math.prod(shape) // per_host
-    return Pool(kind, hosts, per_host, shape, slices=slices)
+    return DevicePool(kind, hosts, per_host, shape, slices=slices)
 
 
 @functools.cache
-def legal_counts(pool: Pool) -> tuple[int, ...]:
+def legal_counts(pool: DevicePool) -> tuple[int, ...]:
     """Numbers of devices that a set may take: those the pool names, else below a host (or a rack
     that NVLink joins) a divisor of its size, a power of two or a multiple of 8, above it whole
     hosts; of a torus the boxes that come of halving its longest side again and again, and
@@ -81,7 +81,7 @@ def legal_counts(pool: Pool) -> tuple[int, ...]:
     return (*below, *(pool.per_host * hosts for hosts in range(1, pool.hosts + 1)))
 
 
-def box(pool: Pool, devices: int) -> tuple[int, ...]:
+def box(pool: DevicePool, devices: int) -> tuple[int, ...]:
     """Sides of the part of a slice that a set of ``devices`` gets; the slice's from there on."""
     sides = list(pool.shape)
     while math.prod(sides) > devices:
@@ -90,7 +90,7 @@ def box(pool: Pool, devices: int) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def sharing(pool: Pool, devices: int, size: int, stride: int) -> int:
+def sharing(pool: DevicePool, devices: int, size: int, stride: int) -> int:
     """Steps that share the most used link of a torus when a mesh axis's rings run, of ``size``
     devices ``stride`` ranks apart, on the box of a set of ``devices``; 1 where all are neighbours.
     """
@@ -103,7 +103,7 @@ def sharing(pool: Pool, devices: int, size: int, stride: int) -> int:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def fit_together(pool: Pool, counts: tuple[int, ...]) -> bool:
+def fit_together(pool: DevicePool, counts: tuple[int, ...]) -> bool:
     """Whether sets of these legal sizes find room in the pool at once, none across hosts
     unless it takes them whole."""
     if sum(counts) > pool.size:
@@ -116,7 +116,7 @@ def fit_together(pool: Pool, counts: tuple[int, ...]) -> bool:
 
 
 @functools.cache
-def adds_up(pool: Pool) -> bool:
+def adds_up(pool: DevicePool) -> bool:
     """Whether sets of legal sizes find room wherever their sum is at most the pool's: there is one
     host, or each size below a host divides the next one (packing from the largest leaves no gap).
     """

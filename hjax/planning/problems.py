@@ -11,14 +11,14 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm, get_algorithm
 from hjax.errors import ConfigError
-from hjax.models.counts import FLOAT32, MASTERS, MIXED, Workload, counts
-from hjax.models.published import planning_shape
+from hjax.models.cost_inputs import FLOAT32, MASTERS, MIXED, Workload, counts
+from hjax.models.presets import planning_shape
 from hjax.models.remat import FULL, NONE
 from hjax.planning.constants import Constants
 from hjax.planning.hardware import cluster as find_cluster
-from hjax.planning.records import Cluster, Dataflow, PlannedCall
-from hjax.planning.search import Problem
-from hjax.planning.space import OFFLOADS, SearchSpace
+from hjax.planning.plan_types import Cluster, Dataflow, PlannedCall
+from hjax.planning.search import PlanProblem
+from hjax.planning.search_space import OFFLOADS, SearchSpace
 from hjax.roles import Role
 from hjax.run.dataflow import step_calls
 
@@ -93,7 +93,7 @@ def pose_problem(
     numerics: str = "masters",
     offload: Mapping[str, Any] | None = None,
     even: bool = False,
-) -> Problem:
+) -> PlanProblem:
     """Which devices and layouts these models should get for this work.
 
     Args:
@@ -125,7 +125,7 @@ def pose_problem(
     own = NUMERICS[numerics].own
     waits = _offloads(flow, offload, "any" if own else "none")
     space = SearchSpace(even=True) if own else dataclasses.replace(PAPER_SPACE, even=even)
-    return Problem(
+    return PlanProblem(
         flow,
         {role: counts(shape, names[role], table[role].scalar) for role, shape in shapes.items()},
         work,
@@ -142,7 +142,7 @@ def paper_problem(
     models: str | Mapping[str, str],
     gpus: int,
     constants: Constants | None = None,
-) -> Problem:
+) -> PlanProblem:
     """One of the HybridFlow paper's experiments, on machines of 8 A100-80GB.
 
     Its Safe-RLHF has one critic.

@@ -19,9 +19,9 @@ from typing import Any
 from hjax.devices import Device
 from hjax.errors import ConfigError, DataError
 from hjax.files import cache_folder, replace_file
-from hjax.given import read_object
 from hjax.machine import available_cores
 from hjax.planning.constants import Constants
+from hjax.user_input import read_object
 
 MAKE = "python -m hjax.launch.plan --calibrate"
 _FIGURES = ("memory", "bandwidth", "link", "network")
@@ -29,7 +29,7 @@ METHOD = "2"  # of calibrations: raised where what they measure, or count it by,
 
 
 @dataclasses.dataclass(frozen=True)
-class MadeOn:
+class MeasuredOn:
     """What a profile was measured on.
 
     Attributes:
@@ -47,7 +47,7 @@ class MadeOn:
     versions: tuple[tuple[str, str], ...]
 
     @classmethod
-    def here(cls, devices: Sequence[Any]) -> MadeOn:
+    def here(cls, devices: Sequence[Any]) -> MeasuredOn:
         """These devices of this process."""
         names = ("hjax", "jax", "jaxlib")
         versions = tuple((name, importlib.metadata.version(name)) for name in names)
@@ -61,7 +61,7 @@ class MadeOn:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions)
         return f"{self.devices} x {self.kind} ({self.cpu}, cores: {self.cores}; {versions})"
 
-    def differs(self, other: MadeOn) -> str:
+    def differs(self, other: MeasuredOn) -> str:
         """In what the other is not the same, in words; empty: in nothing."""
         found = []
         for field in dataclasses.fields(self):
@@ -90,7 +90,7 @@ class Profile:
     device: Device
     constants: Constants
     busy: dict[int, float]
-    made_on: MadeOn | None = None
+    made_on: MeasuredOn | None = None
     runs: int = 0
     learned: dict[str, float] = dataclasses.field(default_factory=dict)
 
@@ -127,7 +127,7 @@ def profile_path(devices: Sequence[Any]) -> Path:
     return cache_folder("profiles") / f"{devices[0].platform}-{kind}-{len(devices)}.json"
 
 
-def read_profile(path: Path, here: MadeOn | None = None) -> Profile:
+def read_profile(path: Path, here: MeasuredOn | None = None) -> Profile:
     """A stored profile.
 
     Args:
@@ -152,7 +152,7 @@ def read_profile(path: Path, here: MadeOn | None = None) -> Profile:
         given = content["made_on"]
         versions = tuple(sorted((str(n), str(v)) for n, v in given["versions"].items()))
         kind, cpu = str(given["kind"]), str(given["cpu"])
-        made_on = MadeOn(kind, int(given["devices"]), cpu, int(given["cores"]), versions)
+        made_on = MeasuredOn(kind, int(given["devices"]), cpu, int(given["cores"]), versions)
         runs = int(content.get("runs", 0))
         learned = {key: float(value) for key, value in content.get("learned", {}).items()}
     except DataError as error:

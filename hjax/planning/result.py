@@ -10,19 +10,19 @@ from ml_collections import ConfigDict
 
 from hjax.config import flatten
 from hjax.errors import ConfigError
-from hjax.models.counts import MASTERS, Numerics, Workload
+from hjax.models.cost_inputs import MASTERS, Numerics, Workload
 from hjax.planning.hardware import legal_counts
-from hjax.planning.options import batches_divide, prompts_divide, slots
-from hjax.planning.records import Candidate, Option
-from hjax.planning.search import Problem, RoleFronts, SearchResult
+from hjax.planning.plan_types import Candidate, RoleOption
+from hjax.planning.role_options import batches_divide, prompts_divide, slots
+from hjax.planning.search import PlanProblem, RoleFronts, SearchResult
 from hjax.planning.strategies import STRATEGIES, only_compiles
 from hjax.roles import STAGES, Role
-from hjax.settings.checking import complete_config
+from hjax.settings.config_checks import complete_config
 from hjax.settings.keys import OWNED_SECTIONS
 from hjax.show.format import size
 
 
-def describe_candidate(candidate: Candidate, problem: Problem) -> dict[str, Any]:
+def describe_candidate(candidate: Candidate, problem: PlanProblem) -> dict[str, Any]:
     """Placement, allocation, layouts, seconds and memory of a candidate."""
     generation, preparation, learning = candidate.stages
     transition = max(o.transition for s in candidate.sets for o in s.options)
@@ -53,7 +53,7 @@ def describe_candidate(candidate: Candidate, problem: Problem) -> dict[str, Any]
     }
 
 
-def role_settings(role: str, option: Option, problem: Problem) -> dict[str, Any]:
+def role_settings(role: str, option: RoleOption, problem: PlanProblem) -> dict[str, Any]:
     """What a candidate fixes of a role beside its layout, as ``hjax.run.placement.SETTINGS``:
     ``micro_batch`` (rows of a pass over all replicas), ``remat`` of trained roles, ``offload``, and
     ``slots`` of the one that generates. What a run's config had fixed is left to it."""
@@ -68,7 +68,7 @@ def role_settings(role: str, option: Option, problem: Problem) -> dict[str, Any]
     return found
 
 
-def describe_result(result: SearchResult, problem: Problem, strategy: str) -> dict[str, Any]:
+def describe_result(result: SearchResult, problem: PlanProblem, strategy: str) -> dict[str, Any]:
     """The best plan, the runners-up with the reason each lost, and where the numbers come from.
 
     Args:
@@ -112,7 +112,7 @@ def describe_result(result: SearchResult, problem: Problem, strategy: str) -> di
     }
 
 
-def needs(candidate: Candidate, problem: Problem, strategy: str) -> list[str]:
+def needs(candidate: Candidate, problem: PlanProblem, strategy: str) -> list[str]:
     """What a candidate needs that hjax's own programs do not do, in words; nothing where a run can
     do what was planned."""
     found = [f"the programs of {strategy}"] if STRATEGIES[strategy].other_system else []
@@ -152,7 +152,7 @@ def reason(candidate: Candidate, best: Candidate) -> str:
     return f"{slower}: {', '.join(parts)}" if parts else f"{slower} over all stages"
 
 
-def missing(problem: Problem, strategy: str) -> str:
+def missing(problem: PlanProblem, strategy: str) -> str:
     """The one line for a cluster on which the models do not fit: bytes missing per device, or over
     how many devices nothing divides."""
     names = problem.dataflow.roles
@@ -184,7 +184,7 @@ def missing(problem: Problem, strategy: str) -> str:
     )
 
 
-def _divides(problem: Problem) -> str:
+def _divides(problem: PlanProblem) -> str:
     """What has to divide over devices, as the beginning of why it does not."""
     work, sequences = problem.work, problem.work.sequences
     rows = {round(c.rows * sequences) for c in problem.dataflow.calls if c.kind != "generate"}

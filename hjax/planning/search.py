@@ -15,20 +15,27 @@ from typing import Literal
 
 import numpy as np
 
-from hjax.models.counts import ModelCounts, Numerics, Offload, Workload
-from hjax.planning.allocate import Choices, allocate
+from hjax.models.cost_inputs import ModelCounts, Numerics, Offload, Workload
+from hjax.planning.allocate import SetOptions, allocate
 from hjax.planning.constants import Constants
-from hjax.planning.cost import Place
+from hjax.planning.cost import DeviceSet
 from hjax.planning.hardware import legal_counts
-from hjax.planning.options import SUMS, WIDTH, front, peak, role_options, vectors
-from hjax.planning.records import Candidate, Cluster, Dataflow, Option, PlannedSet, Pool
-from hjax.planning.space import SearchSpace
+from hjax.planning.plan_types import (
+    Candidate,
+    Cluster,
+    Dataflow,
+    DevicePool,
+    PlannedSet,
+    RoleOption,
+)
+from hjax.planning.role_options import SUMS, WIDTH, front, peak, role_options, vectors
+from hjax.planning.search_space import SearchSpace
 
 Placement = tuple[tuple[str, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class PlanProblem:
     """Everything a search is asked.
 
     Attributes:
@@ -46,9 +53,9 @@ class Problem:
     space: SearchSpace = SearchSpace()
     offload: Mapping[str, Offload | Literal["any"]] = dataclasses.field(default_factory=dict)
 
-    def place(self, pool: Pool, devices: int) -> Place:
+    def place(self, pool: DevicePool, devices: int) -> DeviceSet:
         """Some devices of a pool under these constants."""
-        return Place(pool, devices, self.constants, self.numerics)
+        return DeviceSet(pool, devices, self.constants, self.numerics)
 
 
 def partitions(items: Sequence[str]) -> Iterator[Placement]:
@@ -68,7 +75,7 @@ class _Front:
     """Ways to run some roles on one number of devices: vectors [n, 7] and the options of each."""
 
     points: np.ndarray
-    options: list[tuple[Option, ...]]
+    options: list[tuple[RoleOption, ...]]
 
     def of(self, kept: np.ndarray) -> _Front:
         """Some of them."""
@@ -78,18 +85,18 @@ class _Front:
 class RoleFronts:
     """The fronts of single roles, which do not depend on the placement."""
 
-    def __init__(self, problem: Problem):
+    def __init__(self, problem: PlanProblem):
         self.problem = problem
         self._fronts: dict[tuple, _Front] = {}
-        self._places: dict[tuple[Pool, int], Place] = {}
+        self._places: dict[tuple[DevicePool, int], DeviceSet] = {}
 
-    def place(self, pool: Pool, devices: int) -> Place:
+    def place(self, pool: DevicePool, devices: int) -> DeviceSet:
         """The one record of some devices of a pool (collectives are cached by it)."""
         if (pool, devices) not in self._places:
             self._places[pool, devices] = self.problem.place(pool, devices)
         return self._places[pool, devices]
 
-    def front(self, role: str, pool: Pool, devices: int) -> _Front:
+    def front(self, role: str, pool: DevicePool, devices: int) -> _Front:
         """The front of one role; roles with equal models and calls share it."""
         problem = self.problem
         calls = tuple((c.kind, c.rows) for c in problem.dataflow.calls if c.role == role)
@@ -112,7 +119,7 @@ class RoleFronts:
             self._fronts[key] = _Front(points[kept], [(found[i],) for i in kept])
         return self._fronts[key]
 
-    def least_memory(self, roles: Sequence[str], pool: Pool, devices: int) -> float:
+    def least_memory(self, roles: Sequence[str], pool: DevicePool, devices: int) -> float:
         """Fewest bytes per device on which these roles can share; inf where one has no layout."""
         built = np.zeros((1, WIDTH))
         for role in roles:
@@ -136,7 +143,7 @@ class RoleFronts:
             if not where:
                 return False
             shape = (len(where), 3)
-            sets.append(Choices(np.array(where), np.zeros(len(where), int), np.zeros(shape)))
+            sets.append(SetOptions(np.array(where), np.zeros(len(where), int), np.zeros(shape)))
         return allocate(self.problem.cluster, sets, np.inf) is not None
 
 
@@ -166,17 +173,17 @@ class BoundedSearch:
         for placement, least in (bounds or {}).items():
             for names in placement:
                 self._bounds[names] = max(self._bounds.get(names, 0.0), min(bound, least))
-        self._choices: dict[tuple[str, ...], Choices | None] = {}
+        self._choices: dict[tuple[str, ...], SetOptions | None] = {}
         self._fronts: dict[tuple, _Front] = {}
         self._tables: dict[str, np.ndarray] = {}
 
-    def _role(self, role: str, pool: Pool, devices: int) -> _Front:
+    def _role(self, role: str, pool: DevicePool, devices: int) -> _Front:
         whole = self.role_fronts.front(role, pool, devices)
         if not self.thin or not whole.options:
             return whole
         return whole.of(_few(whole.points, self.thin))
 
-    def _set(self, names: tuple[str, ...], pool: Pool, devices: int) -> _Front:
+    def _set(self, names: tuple[str, ...], pool: DevicePool, devices: int) -> _Front:
         """The front of a set: seconds and resident bytes add up, the largest transient counts.
 
         Built role by role, the one with the fewest ways first; ``rest`` is the least that the roles
@@ -225,7 +232,7 @@ class BoundedSearch:
             self._tables[role] = np.minimum.accumulate(table, axis=0)
         return self._tables[role]
 
-    def choices(self, names: tuple[str, ...]) -> Choices | None:
+    def choices(self, names: tuple[str, ...]) -> SetOptions | None:
         """A set's ways on all legal numbers of devices; None where there is none."""
         if names not in self._choices:
             where: list[tuple[int, int]] = []
@@ -240,7 +247,7 @@ class BoundedSearch:
                     index += range(len(found.options))
                     seconds.append(found.points[:, :3])
             self._choices[names] = (
-                Choices(np.array(where), np.array(index), np.concatenate(seconds))
+                SetOptions(np.array(where), np.array(index), np.concatenate(seconds))
                 if where
                 else None
             )
@@ -276,7 +283,7 @@ class SearchResult:
       seconds: how long it took.
     """
 
-    problem: Problem
+    problem: PlanProblem
     candidates: tuple[Candidate, ...]
     slower: tuple[Placement, ...]
     impossible: tuple[Placement, ...]
@@ -295,7 +302,7 @@ _THIN = 5
 
 
 def search(
-    problem: Problem, placements: Sequence[Placement] | None = None, count: int = SHOWN
+    problem: PlanProblem, placements: Sequence[Placement] | None = None, count: int = SHOWN
 ) -> SearchResult:
     """The fastest candidates, one per placement.
 

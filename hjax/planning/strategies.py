@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 from hjax.errors import ConfigError
 from hjax.planning.hardware import legal_counts
-from hjax.planning.records import Candidate, Dataflow, Pool
+from hjax.planning.plan_types import Candidate, Dataflow, DevicePool
 from hjax.planning.search import (
     SHOWN,
     Placement,
-    Problem,
+    PlanProblem,
     SearchResult,
     partitions,
     search,
@@ -28,7 +28,7 @@ from hjax.roles import ROLES
 ROLLOUT = "rollout"
 
 
-def _as_posed(problem: Problem) -> Problem:
+def _as_posed(problem: PlanProblem) -> PlanProblem:
     return problem
 
 
@@ -45,7 +45,7 @@ class Strategy:
     name: str
     what: str
     placements: Callable[[tuple[str, ...]], list[Placement]]
-    prepare: Callable[[Problem], Problem] = _as_posed
+    prepare: Callable[[PlanProblem], PlanProblem] = _as_posed
 
     @property
     def other_system(self) -> bool:
@@ -53,7 +53,7 @@ class Strategy:
         return self.prepare is not _as_posed
 
 
-def search_strategy(problem: Problem, strategy: str, count: int = SHOWN) -> SearchResult:
+def search_strategy(problem: PlanProblem, strategy: str, count: int = SHOWN) -> SearchResult:
     """The fastest candidates under a strategy, one per placement, at most ``count``.
 
     Raises:
@@ -84,7 +84,7 @@ def _standalone(roles: tuple[str, ...]) -> list[Placement]:
     return [tuple((role,) for role in roles)]
 
 
-def _deepspeed_chat(problem: Problem) -> Problem:
+def _deepspeed_chat(problem: PlanProblem) -> PlanProblem:
     """ZeRO-3 over all devices; generation by tensor parallelism inside a machine, for which the
     weights are gathered from all devices."""
     space = dataclasses.replace(
@@ -99,7 +99,7 @@ def _deepspeed_chat(problem: Problem) -> Problem:
     return dataclasses.replace(problem, space=space, constants=constants.with_values(eager))
 
 
-def _openrlhf(problem: Problem) -> Problem:
+def _openrlhf(problem: PlanProblem) -> PlanProblem:
     """ZeRO-3 training, and a second copy of the actor that generates on devices of its own, by
     tensor parallelism inside a machine; it is sent the weights in every step."""
     flow = problem.dataflow
@@ -125,7 +125,7 @@ def _openrlhf(problem: Problem) -> Problem:
     )
 
 
-def _nemo_aligner(problem: Problem) -> Problem:
+def _nemo_aligner(problem: PlanProblem) -> PlanProblem:
     """The same pipeline and tensor sizes in training and generation, which runs in the training
     framework, at the speed its makers measured before they had an engine (``native_decode``)."""
     space = dataclasses.replace(
@@ -134,7 +134,7 @@ def _nemo_aligner(problem: Problem) -> Problem:
     return dataclasses.replace(problem, space=space)
 
 
-def _nemo_recompute(problem: Problem) -> Problem:
+def _nemo_recompute(problem: PlanProblem) -> PlanProblem:
     """NeMo-Aligner's layouts, a forward over the whole sequence for every token."""
     space = dataclasses.replace(problem.space, shardings=("data",), generate="same", kv_cache=False)
     return dataclasses.replace(problem, space=space)
@@ -171,7 +171,7 @@ def only_compiles(candidate: Candidate) -> list[str]:
     return found
 
 
-def search_runnable(problem: Problem, strategy: str, count: int = SHOWN) -> SearchResult:
+def search_runnable(problem: PlanProblem, strategy: str, count: int = SHOWN) -> SearchResult:
     """``search_strategy``, the plans that run first; after them ``BESIDE`` of those that only
     compile, if they are among the fastest. Where nothing that fits runs, those that compile."""
     found = search_strategy(problem, strategy, count)
@@ -188,7 +188,7 @@ def search_runnable(problem: Problem, strategy: str, count: int = SHOWN) -> Sear
     return dataclasses.replace(run, candidates=candidates, seconds=found.seconds + run.seconds)
 
 
-def _as_run(pool: Pool) -> Pool:
+def _as_run(pool: DevicePool) -> DevicePool:
     if not pool.shape:
         return pool
     least = pool.domain if pool.hosts > pool.slices else 1

@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hjax.apart import Apart, Died, Failed, Late
 from hjax.errors import ConfigError, RunError
-from hjax.rewards import shipping
-from hjax.rewards.judging import RewardResult, whole
-from hjax.rewards.shipping import called, late
-from hjax.user_files import load_object
+from hjax.isolated_process import DeadlineExceeded, IsolatedProcess, ProcessDied, TaskFailed
+from hjax.rewards import reward_serialization
+from hjax.rewards.reward_results import RewardResult, whole
+from hjax.rewards.reward_serialization import called, late
+from hjax.user_code import load_object
 
 # Where a function may run.
 PROCESS, THREAD = PLACES = ("process", "thread")
@@ -85,7 +85,7 @@ class RewardFunction:
         if runs_in not in PLACES:
             raise ConfigError(f"reward.runs_in={runs_in!r}: it must be {' or '.join(PLACES)}")
         _check_signature(function, self.name)
-        self._apart: Apart | None = None
+        self._apart: IsolatedProcess | None = None
         self._of: Any = None  # the function for which that is, or was found to be none
         self._lock = threading.Lock()
 
@@ -124,22 +124,22 @@ class RewardFunction:
         apart = self._process()
         if apart is not None:
             try:
-                return self._in_process(apart, shipping.written(arguments), count)
-            except shipping.NotShippable as error:
+                return self._in_process(apart, reward_serialization.written(arguments), count)
+            except reward_serialization.NotSerializable as error:
                 self._stay_here(f"a call of it cannot be written down ({error})")
         return self._in_thread(arguments, count)
 
-    def _in_process(self, apart: Apart, request: bytes, count: int) -> RewardResult:
+    def _in_process(self, apart: IsolatedProcess, request: bytes, count: int) -> RewardResult:
         try:
-            return shipping.from_bytes(apart.call(request, self.timeout_seconds))
-        except Late:
+            return reward_serialization.from_bytes(apart.call(request, self.timeout_seconds))
+        except DeadlineExceeded:
             problem = f"{late(self.name, self.timeout_seconds)}; its process was ended"
             outcome = "timeout"
-        except Died as error:
+        except ProcessDied as error:
             outcome, problem = "killed", f"reward function {self.name}: {error}"
-        except Failed as error:
+        except TaskFailed as error:
             if error.at_start:
-                raise shipping.NotShippable(str(error)) from error
+                raise reward_serialization.NotSerializable(str(error)) from error
             outcome, problem = "exception", f"reward function {self.name}: {error}"
         apart.start()  # for the next call
         return whole(outcome, count, problem)
@@ -160,7 +160,7 @@ class RewardFunction:
         problem = f"{late(self.name, seconds)}; its thread {label} was left behind"
         return whole("timeout", count, problem)
 
-    def _process(self) -> Apart | None:
+    def _process(self) -> IsolatedProcess | None:
         """Where the function runs; None: in a thread here."""
         if self.runs_in == THREAD:
             return None
@@ -171,9 +171,13 @@ class RewardFunction:
                 self._apart, self._of = None, self.function
                 if not _is_ours(self.function):
                     try:
-                        given = shipping.given(self.function, self.name, self.timeout_seconds)
-                        self._apart = Apart("hjax.rewards.shipping:answers", given, _ENVIRONMENT)
-                    except shipping.NotShippable as error:
+                        given = reward_serialization.given(
+                            self.function, self.name, self.timeout_seconds
+                        )
+                        self._apart = IsolatedProcess(
+                            "hjax.rewards.reward_serialization:answers", given, _ENVIRONMENT
+                        )
+                    except reward_serialization.NotSerializable as error:
                         self._say_thread(str(error))
             return self._apart
 

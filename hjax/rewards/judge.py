@@ -116,7 +116,7 @@ class Judge:
         self._scores, self._system, self._options = scores, system, dict(options or {})
         self._budget, self._retries, self._at_once = budget, retries, at_once
         self._wait, self._timeout, self._key_env = first_wait_seconds, timeout_seconds, key_env
-        self.record = Record(None if cache is None else Path(cache))
+        self.record = JudgeCache(None if cache is None else Path(cache))
 
     async def __call__(
         self, prompts: Sequence[Any], responses: Sequence[Any], **columns: Sequence[Any]
@@ -153,7 +153,7 @@ class Judge:
           prompt, response: as the function gets them.
           row: the columns' entries of this response.
         """
-        return Record.name_of({"url": self._url, **self._request(prompt, response, row)})
+        return JudgeCache.name_of({"url": self._url, **self._request(prompt, response, row)})
 
     def _request(self, prompt: Any, response: Any, row: Mapping[str, Any]) -> dict[str, Any]:
         try:
@@ -243,7 +243,7 @@ def _first_line(text: str) -> str:
     return " ".join(text.split())[:200] or "(empty)"
 
 
-class Record:
+class JudgeCache:
     """Answers by request, and a count of requests; several processes may share one file.
 
     Args:

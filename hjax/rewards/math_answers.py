@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from hjax.apart import Apart, Died, Failed, Late
 from hjax.errors import DataError
+from hjax.isolated_process import DeadlineExceeded, IsolatedProcess, ProcessDied, TaskFailed
 
 # Columns with the right answer, in order of preference; of verl's the ground truth.
 TARGETS = ("answer", "solution", "reward_model")
@@ -41,7 +41,7 @@ _LEFT_OUT = re.compile(r"\\[!,;:()]|\\(?=[%$])|[$£€¥]")
 # For one comparison. math-verify itself stops after five seconds, except inside arithmetic of very
 # large numbers; so it runs apart, where it can be ended. Its process starts with the first.
 SECONDS = 12.0
-_comparisons = Apart("hjax.rewards.math_answers:comparing", b"")
+_comparisons = IsolatedProcess("hjax.rewards.math_answers:comparing", b"")
 
 
 def reward(
@@ -127,9 +127,9 @@ def same(target: str, answer: str) -> bool:
         return number(answer) == right
     try:
         return _comparisons.call(json.dumps([target, answer]).encode(), SECONDS) == b"true"
-    except (Late, Died):
+    except (DeadlineExceeded, ProcessDied):
         return False
-    except Failed as error:
+    except TaskFailed as error:
         if error.at_start:
             raise RuntimeError(f"math-verify does not start: {error}") from None
         return False

@@ -5,7 +5,7 @@ prefills prompts and draws their first tokens, ``decode`` draws some tokens for 
 compiled loop, ``move`` brings the slots that are left together or gives them more room. All of them
 take the state and give it back in place (donated). Who enters when is ``hjax.rollout.scheduler``'s.
 
-A state has a fixed ``Size``. Sequences are told from each other by numbers of their own, from which
+A state has a fixed ``SlotSizes``. Sequences are told from each other by numbers of their own, from which
 their draws follow, so neither slot nor neighbours change what is drawn.
 """
 
@@ -19,31 +19,31 @@ import numpy as np
 
 from hjax.errors import ConfigError
 from hjax.kernels import cache_axis, decode, int8_cache
-from hjax.kernels.decode import Slots
-from hjax.models.attention import Attention, Causal, SharedPrompt
+from hjax.kernels.decode import SlotMask
+from hjax.models.append_attention import BLOCK, AppendAttention, CacheBlocks
+from hjax.models.attention_strategies import Attention, Causal, SharedPrompt
 from hjax.models.compute import Compute
-from hjax.models.continuing import BLOCK, Blocks, Continue
 from hjax.models.decoding import Decode, KVCache, keys_and_values
-from hjax.models.flat import Flat
 from hjax.models.forward import positions_of
+from hjax.models.packed_prefill import PackedPrefill
 from hjax.models.parameters import Network, Weights
-from hjax.rollout.chunks import Chunks
-from hjax.rollout.counts import Counts
-from hjax.rollout.options import Sampling
+from hjax.rollout.chunked_prefill import ChunkedPrefill
+from hjax.rollout.decode_step import DecodeState, ForwardPass, with_token
+from hjax.rollout.rollout_job import GenerationConfig
 from hjax.rollout.row_sampling import RowSampling
-from hjax.rollout.seats import Seats, cut_answers
-from hjax.rollout.slots import (
+from hjax.rollout.sampling_params import SamplingParams
+from hjax.rollout.slot_layout import SlotLayout, cut_answers
+from hjax.rollout.slot_state import (
     Admission,
-    Drawn,
-    Known,
-    Prompts,
-    Running,
-    Size,
-    State,
+    CachedPrompts,
+    DecodedTokens,
+    PrefilledPrompts,
+    RunningSequences,
+    SlotSizes,
+    SlotState,
 )
-from hjax.rollout.stepping import DecodeState, Pass, with_token
-from hjax.rollout.work import GenerationConfig
-from hjax.sharding.arrays import place
+from hjax.rollout.token_counts import TokenCounts
+from hjax.sharding.global_arrays import place
 from hjax.sharding.layout import Layout
 
 # Tokens between two looks at who has ended.
@@ -51,7 +51,7 @@ STEPS = 16
 
 
 class Engine:
-    """The programs of one model under one layout of one stage; ``hjax.rollout.staged`` has others.
+    """The programs of one model under one layout of one stage; ``hjax.rollout.pipelined_engine`` has others.
 
     Args:
       network: the model.
@@ -59,7 +59,7 @@ class Engine:
       compute: of the forward, with the kernels for the layout's devices.
       cache_form: of the cache, see ``hjax.kernels.decode``.
       copies: of each key-value head, see ``KVCache``.
-      guesses: tokens that are guessed at a time, see ``hjax.rollout.lookup``; none by the kernel.
+      guesses: tokens that are guessed at a time, see ``hjax.rollout.prompt_lookup``; none by the kernel.
       int8: whether keys and values are kept in int8, see ``hjax.kernels.int8_cache``.
     """
 
@@ -87,13 +87,13 @@ class Engine:
         over = ("layers",) if self.stacked else ()
         held = self.block_sharding = layout.sharding(*over, "batch", heads)
         self.seats = self._seats()
-        self.chunks = Chunks(self)
+        self.chunks = ChunkedPrefill(self)
         split: Any = layout.sharding("batch")
         whole: Any = layout.replicated
         # Given out always in the same way, so that programs meet the same arrays again.
-        slots = Slots(split, split, split, whole, split, split, self.parts)
-        state = State(cast(Any, held), slots, split)
-        read = Prompts(held, held, split, split, split, cast(Any, held))
+        slots = SlotMask(split, split, split, whole, split, split, self.parts)
+        state = SlotState(cast(Any, held), slots, split)
+        read = PrefilledPrompts(held, held, split, split, split, cast(Any, held))
         self._sharding, rest, both = state, (slots, split), (state, whole)
         self._empty = jax.jit(self._zeros, static_argnums=0, out_shardings=state)
         self._prefill = jax.jit(self._read_prompts, static_argnums=0, out_shardings=read)
@@ -140,18 +140,18 @@ class Engine:
 
     # What is called
 
-    def empty(self, size: Size, column: int = 0) -> State:
+    def empty(self, size: SlotSizes, column: int = 0) -> SlotState:
         """A state of free slots, whose next token goes into a column."""
         return self._empty(size, place(np.int32(column), self.layout.replicated))
 
     def admit(
         self,
-        sampling: Sampling,
+        sampling: SamplingParams,
         params: Weights,
-        state: State,
+        state: SlotState,
         new: Admission,
-        blocks: Blocks | None = None,
-    ) -> tuple[State, Drawn]:
+        blocks: CacheBlocks | None = None,
+    ) -> tuple[SlotState, DecodedTokens]:
         """Prefill prompts, put them into free slots and draw each sequence's first token.
 
         Args:
@@ -171,13 +171,13 @@ class Engine:
 
     def prefill(
         self,
-        sampling: Sampling,
+        sampling: SamplingParams,
         params: Weights,
         new: Admission,
         samples: int = 1,
         counted: bool = False,
-        blocks: Blocks | None = None,
-    ) -> tuple[Prompts, Running, Drawn]:
+        blocks: CacheBlocks | None = None,
+    ) -> tuple[PrefilledPrompts, RunningSequences, DecodedTokens]:
         """The first half of ``admit``, which needs no state: others may be decoded meanwhile.
 
         Args:
@@ -199,11 +199,16 @@ class Engine:
         read = dataclasses.replace(prompts, k=None, v=None, own=None)
         begun = dataclasses.replace(new, prompts=None, mask=None, known=None, flat=0)
         rows, drawn = self._first(sampling, read, begun)
-        return prompts, rows, Drawn.of(drawn)
+        return prompts, rows, DecodedTokens.of(drawn)
 
     def insert(
-        self, state: State, prompts: Prompts, new: Running, groups: np.ndarray, rows: np.ndarray
-    ) -> State:
+        self,
+        state: SlotState,
+        prompts: PrefilledPrompts,
+        new: RunningSequences,
+        groups: np.ndarray,
+        rows: np.ndarray,
+    ) -> SlotState:
         """The second half of ``admit``: what was prefilled goes into free slots.
 
         Args:
@@ -238,18 +243,18 @@ class Engine:
             # For the kernel rows lie by their groups.
             where = of_groups if self.by_kernel else of_rows
             parts |= {name: entered(name, x, where) for name, x in zip("kv", begun, strict=True)}
-        return State(dataclasses.replace(cache, **parts), slots, running)
+        return SlotState(dataclasses.replace(cache, **parts), slots, running)
 
     def decode(
         self,
-        sampling: Sampling,
+        sampling: SamplingParams,
         params: Weights,
-        state: State,
+        state: SlotState,
         steps: int,
         most: int = STEPS,
         allowed: np.ndarray | jax.Array | None = None,
         until: int = 0,
-    ) -> tuple[State, Drawn]:
+    ) -> tuple[SlotState, DecodedTokens]:
         """Draw up to so many tokens for every row that is not done, fewer if all end.
 
         Args:
@@ -263,29 +268,29 @@ class Engine:
         numbers = place(np.array([steps, until], np.int32), self.layout.replicated)
         bits = None if allowed is None else place(allowed, self.layout.sharding("batch"))
         state, drawn = self._decode(sampling, most, params, state, numbers, bits)
-        return state, Drawn.of(drawn)
+        return state, DecodedTokens.of(drawn)
 
     def share(
-        self, state: State, members: np.ndarray | None, row_place: np.ndarray | None
-    ) -> State:
-        """The same with who shares which prompt, as ``hjax.kernels.decode.Slots`` has it."""
+        self, state: SlotState, members: np.ndarray | None, row_place: np.ndarray | None
+    ) -> SlotState:
+        """The same with who shares which prompt, as ``hjax.kernels.decode.SlotMask`` has it."""
         split = self.layout.sharding("batch")
         held = [None if x is None else place(x, split) for x in (members, row_place)]
         slots = dataclasses.replace(state.slots, members=held[0], place=held[1])
         return dataclasses.replace(state, slots=slots)
 
-    def halt(self, state: State, rows: np.ndarray) -> State:
+    def halt(self, state: SlotState, rows: np.ndarray) -> SlotState:
         """The same with the rows done that ``rows``, bool [rows], has."""
         return self._halt(state, place(rows, self.layout.sharding("batch")))
 
     def move(
         self,
-        state: State,
+        state: SlotState,
         rows: np.ndarray | None = None,
         groups: np.ndarray | None = None,
         length: int = 0,
         first: int = 0,
-    ) -> State:
+    ) -> SlotState:
         """Some of the slots, in any order, with columns from ``first`` on.
 
         Args:
@@ -321,7 +326,7 @@ class Engine:
         if rows is not None or length or first:
             parts["k"] = of(cache.k, of_rows, True, True)
             parts["v"] = of(cache.v, of_rows, True)
-        return State(dataclasses.replace(cache, **parts), slots, running)
+        return SlotState(dataclasses.replace(cache, **parts), slots, running)
 
     def whole(
         self,
@@ -356,8 +361,8 @@ class Engine:
         config: GenerationConfig,
         params: Weights,
         mask: jax.Array,
-        read: Prompts,
-        running: Running,
+        read: PrefilledPrompts,
+        running: RunningSequences,
         drawn: DecodeState,
     ) -> DecodeState:
         """Tables with the tokens after the first."""
@@ -372,11 +377,11 @@ class Engine:
         model = self.network.bind(params)
         layers = model.unstack() if self.compute.unroll_layers else None
         rotary = model.rotary(read.tokens + length, tables=mask.shape[1] + length)
-        way = Pass(self, config.sampling, length)
+        way = ForwardPass(self, config.sampling, length)
 
         def step(carry: Any) -> Any:
             at, cache, running, drawn = carry
-            seen = decode.Seen(begins, ends, at - 1)
+            seen = decode.CacheMask(begins, ends, at - 1)
             sees = Decode(seen, self.layout, length / 2)
             tokens = way.tokens(running)
             hidden, cache, _ = model(
@@ -396,7 +401,7 @@ class Engine:
 
     # What is said of them without running them
 
-    def abstract(self, size: Size) -> State:
+    def abstract(self, size: SlotSizes) -> SlotState:
         """A state as jax.ShapeDtypeStruct with shardings."""
         number = jax.ShapeDtypeStruct((), jnp.int32)
         made = jax.eval_shape(functools.partial(self._zeros, size), number)
@@ -406,7 +411,7 @@ class Engine:
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), some
             )
 
-        return cast(State, jax.tree.map(of, self._sharding, made))
+        return cast(SlotState, jax.tree.map(of, self._sharding, made))
 
     def trace_prefill(
         self,
@@ -433,7 +438,7 @@ class Engine:
         if columns:
             there = array(groups, columns, dtype=jnp.bool_)
             numbers = array(groups, columns // BLOCK)
-            held = Known(array(groups, columns), there, numbers, array(groups))
+            held = CachedPrompts(array(groups, columns), there, numbers, array(groups))
             blocks = self.chunks.abstract(count)
         tokens, mask = array(*prompts), array(*prompts, dtype=jnp.bool_)
         new = Admission(
@@ -441,17 +446,19 @@ class Engine:
         )
         return self._prefill.trace((samples, False), params, new, blocks)
 
-    def trace_decode(self, sampling: Sampling, params: Weights, size: Size, most: int) -> Any:
+    def trace_decode(
+        self, sampling: SamplingParams, params: Weights, size: SlotSizes, most: int
+    ) -> Any:
         """``decode`` of abstract parameters and states: its jax.stages.Traced."""
         numbers = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=self.layout.replicated)
         return self._decode.trace(sampling, most, params, self.abstract(size), numbers, None)
 
     # Programs
 
-    def _seats(self) -> Seats:
-        return Seats(self)
+    def _seats(self) -> SlotLayout:
+        return SlotLayout(self)
 
-    def _zeros(self, size: Size, column: jax.Array) -> State:
+    def _zeros(self, size: SlotSizes, column: jax.Array) -> SlotState:
         config, kept = self.network.config, self.kept_dtype
 
         def prompts(count: int) -> Any:
@@ -468,7 +475,7 @@ class Engine:
             cache = dataclasses.replace(cache, k=own.k, v=own.v)
         cache = dataclasses.replace(cache, own_prompts=not size.prompt)
         numbers, none = jnp.zeros(size.rows, jnp.int32), jnp.zeros(size.groups, jnp.int32)
-        slots = Slots(none, none, numbers, column, parts=self.parts)
+        slots = SlotMask(none, none, numbers, column, parts=self.parts)
         if samples > 1 and not self.by_kernel:
             members = jnp.zeros((size.groups, samples), jnp.int32)
             slots = dataclasses.replace(slots, members=members, place=numbers)
@@ -479,20 +486,20 @@ class Engine:
             options = jax.tree.map(jnp.asarray, RowSampling.of([None] * size.rows, size.own))
         if size.counted:
             table = jnp.zeros((size.rows, config.vocab_size), jnp.int32)
-            counts = Counts(table > 0, table)
+            counts = TokenCounts(table > 0, table)
         text = jnp.zeros((size.rows, size.text), jnp.int32) if size.text else None
-        running = Running(
+        running = RunningSequences(
             numbers, numbers, numbers, numbers, numbers, done, keys, options, counts, text
         )
-        return State(cache, slots, running)
+        return SlotState(cache, slots, running)
 
     def _read_prompts(
         self,
         rows: tuple[int, bool],
         params: Weights,
         new: Admission,
-        blocks: Blocks | None,
-    ) -> Prompts:
+        blocks: CacheBlocks | None,
+    ) -> PrefilledPrompts:
         """``rows``: of each prompt how many, and whether their tokens are counted."""
         split, (samples, counted) = self.layout.constrain, rows
         known, begun, flat = new.known, new.begun, new.flat
@@ -501,7 +508,7 @@ class Engine:
         attention: Any = Causal(mask, keep=True, form=self.compute.form, int8=self.int8)
         if known is not None:
             whole, there, copies = split(known.tokens, "batch"), split(known.mask, "batch"), 1
-            attention = Continue(known.blocks, known.count, mask, self.copies)
+            attention = AppendAttention(known.blocks, known.count, mask, self.copies)
         elif begun is not None:
             attention = SharedPrompt(mask, samples, self.compute.form, True, self.int8)
             answers = begun.tokens.reshape(prompts.shape[0], -1)
@@ -510,7 +517,7 @@ class Engine:
             first = prompts.shape[1] + begun.tokens.shape[1] * jnp.arange(samples)
             at = first + begun.count.reshape(-1, samples) - 1
         if flat:
-            attention = Flat(attention, mask, flat, self.parts)
+            attention = PackedPrefill(attention, mask, flat, self.parts)
             read = split(attention.of(read), "batch")
         tokens = jnp.sum(there, axis=-1, dtype=jnp.int32)
         lengths = jnp.max(new.most.reshape(-1, samples), axis=-1) + tokens
@@ -531,26 +538,26 @@ class Engine:
                 answers = begun.tokens
                 answers_mask = jnp.arange(answers.shape[1]) < begun.count[:, None]
             vocab = self.network.config.vocab_size
-            counts = Counts.of(whole, there, vocab, answers, answers_mask, self.layout)
+            counts = TokenCounts.of(whole, there, vocab, answers, answers_mask, self.layout)
         model = self.network.bind(params)
         logits = split(model.logits(hidden.reshape(-1, hidden.shape[-1])), "batch", "vocab")
-        return Prompts(k, v, tokens, logits, counts, cast(Any, own))
+        return PrefilledPrompts(k, v, tokens, logits, counts, cast(Any, own))
 
     def _begun(
         self,
-        sampling: Sampling,
-        read: Prompts,
+        sampling: SamplingParams,
+        read: PrefilledPrompts,
         new: Admission,
         most: int = 1,
-    ) -> tuple[Running, DecodeState]:
+    ) -> tuple[RunningSequences, DecodeState]:
         """Sequences with their first tokens, in tables of ``most`` columns."""
-        entering, way = new.limit.shape[0], Pass(self, sampling)
+        entering, way = new.limit.shape[0], ForwardPass(self, sampling)
         logits = jnp.repeat(read.logits, entering // read.logits.shape[0], axis=0)
         logits = self.layout.constrain(logits, "batch", "vocab")
         zeros = jnp.zeros(entering, jnp.int32)
         before = zeros if new.begun is None else new.begun.count
         tokens = jnp.repeat(read.tokens, entering // read.tokens.shape[0])
-        rows = Running(
+        rows = RunningSequences(
             tokens, before, new.limit, new.most, zeros, zeros > 0, new.keys, new.options,
             read.counts, new.text,
         )  # fmt: skip
@@ -570,7 +577,7 @@ class Engine:
         mask: jax.Array,
         attention: Attention,
         lengths: jax.Array,
-        blocks: Blocks | None,
+        blocks: CacheBlocks | None,
         at: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
         """Inside jit: hidden states of prompts, and keys and values as ``attention`` keeps them.
@@ -578,11 +585,11 @@ class Engine:
         Args:
           params: of the model.
           tokens: int32 [groups, length], prompts, with the beginnings of responses after them; or
-            [parts, size] of a ``Flat``.
+            [parts, size] of a ``PackedPrefill``.
           mask: bool [groups, prompt], of the prompts.
           attention: what tokens see.
           lengths: int32 [groups], tokens that each sequence will have.
-          blocks: of a ``Continue``.
+          blocks: of a ``AppendAttention``.
           at: int32 [groups, n], columns whose hidden states are asked for; None: the last.
 
         Returns:
@@ -599,7 +606,7 @@ class Engine:
             layers=model.unstack() if self.compute.unroll_layers else None,
             rotary=model.rotary(lengths, tables=columns),
         )
-        if isinstance(attention, Flat):
+        if isinstance(attention, PackedPrefill):
             return attention.last(hidden), kept
         if at is None:
             return hidden[:, -1:], kept
@@ -610,29 +617,29 @@ class Engine:
         tokens: jax.Array, mask: jax.Array, attention: Attention
     ) -> tuple[jax.Array, int]:
         """Positions of ``tokens``, of ``prefilled``, and more than which they are not."""
-        if isinstance(attention, Flat):
+        if isinstance(attention, PackedPrefill):
             positions, columns = Engine._positions(mask, mask, attention.inner)
             return attention.of(positions), columns
         columns = tokens.shape[1]
-        if isinstance(attention, Continue):
+        if isinstance(attention, AppendAttention):
             return attention.positions, attention.blocks.shape[1] * BLOCK
         if isinstance(attention, SharedPrompt):
             length = (columns - mask.shape[1]) // attention.samples
             return attention.positions(length), columns
         return positions_of(mask), columns
 
-    def _pass(self, sampling: Sampling, state: State) -> Pass:
-        return Pass(self, sampling, _size(state.cache.v), state.cache.own_prompts)
+    def _pass(self, sampling: SamplingParams, state: SlotState) -> ForwardPass:
+        return ForwardPass(self, sampling, _size(state.cache.v), state.cache.own_prompts)
 
     def _decoded(
         self,
-        sampling: Sampling,
+        sampling: SamplingParams,
         most: int,
         params: Weights,
-        state: State,
+        state: SlotState,
         numbers: jax.Array,
         allowed: jax.Array | None,
-    ) -> tuple[State, DecodeState]:
+    ) -> tuple[SlotState, DecodeState]:
         """``numbers``: int32 [2], ``steps`` and ``until`` of ``decode``."""
         steps, until = numbers
         model, way = self.network.bind(params), self._pass(sampling, state)
@@ -652,7 +659,7 @@ class Engine:
             logits = way.logits(model, hidden)
             running, drawn = way.took(running, drawn, logits, tokens, before, taken, allowed)
             slots = dataclasses.replace(slots, column=slots.column + 1)
-            return taken + 1, State(cache, slots, running), drawn
+            return taken + 1, SlotState(cache, slots, running), drawn
 
         def unfinished(carry: Any) -> jax.Array:
             taken, state, _ = carry
@@ -665,7 +672,7 @@ class Engine:
         return state, drawn | {"steps": taken, "done": state.rows.done}
 
     @staticmethod
-    def _halted(state: State, rows: jax.Array) -> State:
+    def _halted(state: SlotState, rows: jax.Array) -> SlotState:
         running = dataclasses.replace(state.rows, done=state.rows.done | rows)
         return dataclasses.replace(state, rows=running)
 

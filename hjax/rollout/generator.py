@@ -30,16 +30,16 @@ from hjax.models.parameters import (
     lies_in,
     relaid,
 )
+from hjax.rollout.bucketing import COLUMNS
+from hjax.rollout.decode_step import responses
 from hjax.rollout.engine import Engine
+from hjax.rollout.pipelined_engine import PipelinedEngine
+from hjax.rollout.rollout_job import Ends, GenerationConfig, OnEnded, ResumedResponses, RolloutJob
 from hjax.rollout.sampling import sequence_keys
-from hjax.rollout.scheduler import Schedule
-from hjax.rollout.shapes import COLUMNS
-from hjax.rollout.staged import StagedEngine
-from hjax.rollout.stepping import responses
-from hjax.rollout.work import Begun, Ends, GenerationConfig, OnEnded, Work
-from hjax.sharding.arrays import place, to_numpy
+from hjax.rollout.scheduler import RolloutScheduler
+from hjax.sharding.global_arrays import place, to_numpy
 from hjax.sharding.layout import Layout
-from hjax.xla.program import Program
+from hjax.xla.abstract_program import AbstractProgram
 
 Rollout = dict[str, jax.Array]
 
@@ -204,7 +204,7 @@ class Generator:
           differ from ``logprobs`` also ``policy_logprobs`` (tempered, no other option applied)
           and ``untempered_logprobs``; with ``lookup`` also ``guessed`` and ``guessed_right``, int32
           [rows], tokens of each and those of them that were drawn; by slots, where prompts may be
-          long (``hjax.rollout.beginnings``), also ``prompt_known``, int32 [rows], tokens of the
+          long (``hjax.rollout.prefix_sharing``), also ``prompt_known``, int32 [rows], tokens of the
           prompt that were read for another one.
 
         Raises:
@@ -247,7 +247,7 @@ class Generator:
             if lookup and form in decode.KERNELS:
                 form, copies = decode.ROWS, 1
                 compute = dataclasses.replace(compute, unroll_layers=True)
-            kind = StagedEngine if self._staged else Engine
+            kind = PipelinedEngine if self._staged else Engine
             self._engines[lookup] = kind(
                 self.network, self.layout, compute, cache_form=form,
                 copies=copies, guesses=lookup, int8=self.int8,
@@ -261,20 +261,20 @@ class Generator:
         sequence: Any,
         seed_and_step: jax.Array,
         config: GenerationConfig,
-    ) -> Work:
+    ) -> RolloutJob:
         sequence = place(sequence, self.layout.sharding("batch"))
         keys = to_numpy(self._keys(seed_and_step, sequence))
-        return Work(to_numpy(prompts), to_numpy(prompt_mask), keys, config)
+        return RolloutJob(to_numpy(prompts), to_numpy(prompt_mask), keys, config)
 
     def _by_slots(
         self,
         params: Weights,
-        work: Work,
+        work: RolloutJob,
         on_ended: OnEnded | None = None,
         ends: Ends | None = None,
     ) -> Rollout:
         params, config = self.as_read(params), work.config
-        schedule = Schedule(self.engine_for(config.lookup), work, ends, on_ended)
+        schedule = RolloutScheduler(self.engine_for(config.lookup), work, ends, on_ended)
         known = config.sampling, config.lookup, ends is None, schedule.programs_met
         if known not in self._warm:
             schedule.warm(params)
@@ -323,7 +323,7 @@ class Generator:
         """
         host = {name: to_numpy(x) for name, x in rollout.items()}
         prompts, mask = (host.pop(name)[:: config.samples] for name in ("prompts", "prompt_mask"))
-        begun = Begun(start, ~host.pop("truncated"), host)
+        begun = ResumedResponses(start, ~host.pop("truncated"), host)
         lengths = host["response_mask"].sum(axis=1)
         if start < 1 or (lengths[~begun.ended] != start).any():
             raise ConfigError(f"start={start}: responses were not left off after so many tokens")
@@ -340,7 +340,7 @@ class Generator:
         prompts: int,
         prompt_length: int,
         config: GenerationConfig,
-    ) -> Iterator[Program]:
+    ) -> Iterator[AbstractProgram]:
         """What ``generate`` runs, to count what it costs without running it.
 
         Args:
@@ -355,12 +355,12 @@ class Generator:
             # The first token is drawn from the prompt, before the loop.
             trips = self.engine.trips(config.max_new_tokens - 1)
             trace = functools.partial(self.trace, params, prompts, prompt_length, config)
-            yield Program(call, trace, trips)
+            yield AbstractProgram(call, trace, trips)
             return
         tokens = np.zeros((prompts, prompt_length), np.int32)
         keys = np.zeros((prompts * (config.samples + config.surplus), 2), np.uint32)
-        work = Work(tokens, tokens > 0, keys, config)
-        yield from Schedule(self.engine_for(config.lookup), work).programs(call, params)
+        work = RolloutJob(tokens, tokens > 0, keys, config)
+        yield from RolloutScheduler(self.engine_for(config.lookup), work).programs(call, params)
 
     def trace(
         self, params: Any, prompts: int, prompt_length: int, config: GenerationConfig

@@ -12,14 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hjax.config_aliases import refuse_arguments
 from hjax.data.response_text import ResponseText
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, DataError, RunError
 from hjax.kernels.int8_cache import AUTO
 from hjax.models.compute import Compute
-from hjax.models.config import ModelConfig
 from hjax.models.families import take_family
 from hjax.models.forward import sequence_states, token_log_probs
+from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import decoder_network
 from hjax.models.weights import (
     load_params,
@@ -31,15 +32,14 @@ from hjax.models.weights import (
 from hjax.rollout.constraint import Constraint
 from hjax.rollout.engine import Engine
 from hjax.rollout.generator import Generator, bucket_length
-from hjax.rollout.options import OPTIONS, Sampling, takes_options
-from hjax.rollout.prefixes import Beginning, unread, why_not
-from hjax.rollout.replacement import check_alike
-from hjax.rollout.requests import Piece, Request
-from hjax.rollout.service import Service
-from hjax.rollout.texts import Stops, Watch, row_of, rows_of
-from hjax.rollout.work import GenerationConfig
+from hjax.rollout.prefix_cache import CachedPrefix, unread, why_not
+from hjax.rollout.prompt_encoding import StopConditions, StopWatcher, row_of, rows_of
+from hjax.rollout.requests import Request, ResponseChunk
+from hjax.rollout.rollout_job import GenerationConfig
+from hjax.rollout.sampling_params import OPTIONS, SamplingParams, takes_options
+from hjax.rollout.service import GenerationService
+from hjax.rollout.weight_update import check_alike
 from hjax.sharding.layout import Layout, fitted, make_layouts
-from hjax.wishes import refuse_arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +138,7 @@ class LanguageModel:
         return self.engine_for(0)
 
     def engine_for(self, lookup: int) -> Engine:
-        """One that guesses so many tokens at a time, see ``hjax.rollout.lookup``."""
+        """One that guesses so many tokens at a time, see ``hjax.rollout.prompt_lookup``."""
         return self._generator.engine_for(lookup)
 
     def read_again(self) -> tuple[Any, int | None]:
@@ -226,7 +226,7 @@ class LanguageModel:
             response ends with them.
           constraint: that each response's text must match; one that is cut at its length is the
             beginning of one that does.
-          **options: of ``hjax.rollout.options.OPTIONS`` (docs/sampling.md), which change nothing
+          **options: of ``hjax.rollout.sampling_params.OPTIONS`` (docs/sampling.md), which change nothing
             unless they are given: ``top_k``, sample among the k likeliest tokens, 0: all;
             ``top_p``, sample among the likeliest tokens of this total probability; ``min_p``,
             ``repetition_penalty``, ``presence_penalty``, ``frequency_penalty``, ``min_tokens``;
@@ -260,7 +260,7 @@ class LanguageModel:
         """Responses without their texts."""
         length = bucket_length(max(map(len, rows)), self.config.max_length - config.max_new_tokens)
         filled = [*rows, *[rows[-1]] * (-len(rows) % self._copies)]  # as many for each copy
-        tokens, mask, _ = unread(filled, [Beginning()] * len(filled), length, 0)
+        tokens, mask, _ = unread(filled, [CachedPrefix()] * len(filled), length, 0)
         numbers = np.arange(len(filled), dtype=np.int32)
         rollout = self._generator.generate(self.params, tokens, mask, numbers, config, seed=seed)
         names = "response_mask", "responses", "logprobs", "truncated"
@@ -270,17 +270,17 @@ class LanguageModel:
 
     def _drawn(
         self, function: str, stop: Any, options: dict[str, Any], temperature: float
-    ) -> tuple[Stops, Sampling]:
+    ) -> tuple[StopConditions, SamplingParams]:
         """What ends a response, and how it is drawn, by the arguments of a function."""
         unknown = {name: value for name, value in options.items() if name not in OPTIONS}
         refuse_arguments(function, unknown)
-        stops = Stops(stop, self.tokenizer, options.get("min_tokens", 0))
+        stops = StopConditions(stop, self.tokenizer, options.get("min_tokens", 0))
         ends = *self.eos_ids, *stops.ids
-        sampling = Sampling(temperature=temperature, **options, stop=ends)
+        sampling = SamplingParams(temperature=temperature, **options, stop=ends)
         sampling.check_vocabulary(self.config.vocab_size)
         return stops, sampling
 
-    def _ended(self, prompt: list[int], stops: Stops, found: Completion) -> Completion:
+    def _ended(self, prompt: list[int], stops: StopConditions, found: Completion) -> Completion:
         """A response with its text, up to the first of the strings that end it."""
         if self.tokenizer is None:
             return found
@@ -323,8 +323,12 @@ class LanguageModel:
         stops, sampling = self._drawn("stream", stop, options, temperature)
         (row,) = self._rows([prompt], max_new_tokens)
         request = Request(tuple(row), max_new_tokens, sampling, seed, 0, constraint)
-        text = None if self.tokenizer is None else Watch(stops, ResponseText(self.tokenizer, row))
-        arrived: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+        text = (
+            None
+            if self.tokenizer is None
+            else StopWatcher(stops, ResponseText(self.tokenizer, row))
+        )
+        arrived: queue.SimpleQueue[ResponseChunk] = queue.SimpleQueue()
         ticket = self._talk.submit(request, arrived.put)
         try:
             finish = ""
@@ -346,10 +350,10 @@ class LanguageModel:
             ticket.cancel()
 
     @functools.cached_property
-    def _talk(self) -> Service:
+    def _talk(self) -> GenerationService:
         """For ``stream``."""
         kept = 0 if why_not(self.engine) else self.config.max_length
-        return Service(self, slots=1, prefix_tokens=kept)
+        return GenerationService(self, slots=1, prefix_tokens=kept)
 
     def _rows(self, prompts: Sequence[Any], max_new_tokens: int) -> list[list[int]]:
         """Prompts as token ids; ConfigError for what cannot be answered."""
@@ -369,8 +373,10 @@ class LanguageModel:
 
     def _constrained(self, requests: list[Request]) -> Iterator[Completion]:
         """Responses that a matcher is asked about token by token, by a service of their own."""
-        found: list[list[Piece]] = [[] for _ in requests]
-        service = Service(self, slots=len(requests), max_queue=len(requests), prefix_tokens=0)
+        found: list[list[ResponseChunk]] = [[] for _ in requests]
+        service = GenerationService(
+            self, slots=len(requests), max_queue=len(requests), prefix_tokens=0
+        )
         try:
             for request, pieces in zip(requests, found):
                 service.submit(request, pieces.append)

@@ -5,11 +5,11 @@ import logging
 from collections.abc import Callable
 
 from hjax.errors import RunError
+from hjax.rollout.constrained_decoding import ConstraintMatcher
 from hjax.rollout.constraint import Constraint
-from hjax.rollout.matching import Matcher
-from hjax.rollout.options import Sampling
-from hjax.rollout.prefixes import Beginning
-from hjax.rollout.scoring import Scores, Top
+from hjax.rollout.prefix_cache import CachedPrefix
+from hjax.rollout.prompt_log_probs import PromptLogProbs, Top
+from hjax.rollout.sampling_params import SamplingParams
 
 _LOG = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Request:
 
     prompt: tuple[int, ...]
     max_tokens: int
-    options: Sampling = Sampling()
+    options: SamplingParams = SamplingParams()
     seed: int = 0
     choice: int = 0
     constraint: Constraint | None = None
@@ -42,7 +42,7 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class ResponseChunk:
     """What was drawn since the last piece.
 
     Attributes:
@@ -53,7 +53,7 @@ class Piece:
         nothing may follow), ``length``, ``cancelled``, ``error: ...``, or ``constraint: ...`` where
         nothing may follow though the text does not match.
       top: for each token the most probable ones of its place, of the distribution sampled, as many
-        as ``Sampling.top`` or as there are.
+        as ``SamplingParams.top`` or as there are.
       prompt: the prompt's scores, in the first piece, if they were asked for.
     """
 
@@ -62,10 +62,10 @@ class Piece:
     policy_logprobs: tuple[float, ...] = ()
     finish: str = ""
     top: tuple[Top, ...] = ()
-    prompt: Scores | None = None
+    prompt: PromptLogProbs | None = None
 
 
-class Ticket:
+class RequestHandle:
     """A request on its way.
 
     Attributes:
@@ -74,17 +74,20 @@ class Ticket:
     """
 
     def __init__(
-        self, request: Request, matcher: Matcher | None, on_piece: Callable[[Piece], None]
+        self,
+        request: Request,
+        matcher: ConstraintMatcher | None,
+        on_piece: Callable[[ResponseChunk], None],
     ):
         self.request, self.matcher, self._on_piece = request, matcher, on_piece
         self.cancelled = False
         self.tokens: list[int] = []  # of the response
         self.cached: int | None = None
-        self.begun = Beginning()  # what is known of its prompt, held
+        self.begun = CachedPrefix()  # what is known of its prompt, held
         self.read = 0  # tokens of it that were read in chunks
         self.reading = False  # whether it is read in chunks, before it enters
         self.whole = False  # whether it is read in one piece, however long
-        self.scores: Scores | None = None  # of its prompt, until they are told
+        self.scores: PromptLogProbs | None = None  # of its prompt, until they are told
 
     @property
     def unscored(self) -> bool:
@@ -95,7 +98,7 @@ class Ticket:
         """Draw no more; the last piece says ``cancelled``. Nothing happens if it has ended."""
         self.cancelled = True
 
-    def tell(self, piece: Piece) -> None:
+    def tell(self, piece: ResponseChunk) -> None:
         """Hand a piece on; a listener that fails is none any more, and its error is logged."""
         try:
             self._on_piece(piece)

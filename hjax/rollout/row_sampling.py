@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from hjax.errors import ConfigError
-from hjax.rollout.options import BIASES, Sampling
+from hjax.rollout.sampling_params import BIASES, SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class SamplingSizes:
     """What rows have room for; other sizes are other shapes, and so another program.
 
     Attributes:
@@ -37,7 +37,7 @@ class Sizes:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowSampling:
-    """The ``Sampling`` of a batch's rows, or one row for all of them.
+    """The ``SamplingParams`` of a batch's rows, or one row for all of them.
 
     Attributes:
       temperature, top_p, min_p: float32 [rows].
@@ -65,7 +65,7 @@ class RowSampling:
     frequency_penalty: jax.Array | None
 
     @classmethod
-    def uniform(cls, options: Sampling, vocab: int) -> RowSampling:
+    def uniform(cls, options: SamplingParams, vocab: int) -> RowSampling:
         """One row of numpy arrays, whose values programs are compiled for.
 
         Args:
@@ -73,7 +73,7 @@ class RowSampling:
           vocab: tokens of the model.
         """
         # A stop token more, so that what is altered always ends in a scatter.
-        sizes = Sizes(
+        sizes = SamplingSizes(
             vocab,
             biases=len(_biases(options)),
             stops=len(options.stop) + 1,
@@ -83,7 +83,7 @@ class RowSampling:
         return cls.of([options], sizes)
 
     @classmethod
-    def of(cls, options: Sequence[Sampling | None], sizes: Sizes) -> RowSampling:
+    def of(cls, options: Sequence[SamplingParams | None], sizes: SamplingSizes) -> RowSampling:
         """The rows' arrays, of numpy.
 
         Args:
@@ -129,7 +129,7 @@ class RowSampling:
 
     @property
     def greedy(self) -> jax.Array:
-        """bool [rows], as ``Sampling.greedy``; so are the next two."""
+        """bool [rows], as ``SamplingParams.greedy``; so are the next two."""
         return self.temperature == 0
 
     @property
@@ -160,12 +160,12 @@ class RowSampling:
         return jnp.max(jnp.where(here, self.forced, -1), axis=-1, initial=-1)
 
 
-_EMPTY = Sampling(temperature=0.0)
+_EMPTY = SamplingParams(temperature=0.0)
 _NUMBERS = ("temperature", "top_k", "top_p", "min_p", "min_tokens", "top")
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
-def _check_fits(options: Sampling, sizes: Sizes) -> None:
+def _check_fits(options: SamplingParams, sizes: SamplingSizes) -> None:
     held = [
         ("tokens with a bias or ban", len({*options.logit_bias, *options.bad}), sizes.biases),
         ("stop tokens", len(options.stop), sizes.stops),
@@ -182,7 +182,7 @@ def _check_fits(options: Sampling, sizes: Sizes) -> None:
         )
 
 
-def _biases(options: Sampling) -> dict[int, float]:
+def _biases(options: SamplingParams) -> dict[int, float]:
     return {**options.logit_bias, **dict.fromkeys(options.banned, -math.inf)}
 
 

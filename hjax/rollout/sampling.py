@@ -22,11 +22,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hjax.kernels.sets import Kernels
-from hjax.rollout import vocabulary
-from hjax.rollout.counts import Counts
-from hjax.rollout.options import MOST_TOP, Sampling
+from hjax.kernels.registry import KernelSet
+from hjax.rollout import vocab_parallel
 from hjax.rollout.row_sampling import RowSampling
+from hjax.rollout.sampling_params import MOST_TOP, SamplingParams
+from hjax.rollout.token_counts import TokenCounts
 from hjax.sharding.layout import Layout
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Draw:
+class SampledTokens:
     """One token per row, with its log-probs (float32 [rows]).
 
     Attributes:
@@ -72,12 +72,12 @@ def draw(
     logits: jax.Array,
     keys: jax.Array,
     position: jax.Array,
-    options: Sampling | RowSampling,
-    counts: Counts | None = None,
-    kernels: Kernels = Kernels(),
+    options: SamplingParams | RowSampling,
+    counts: TokenCounts | None = None,
+    kernels: KernelSet = KernelSet(),
     layout: Layout | None = None,
     allowed: jax.Array | None = None,
-) -> Draw:
+) -> SampledTokens:
     """Draw each row's token at its ``position``.
 
     A row draws the same whether its options are its own or those of all rows, by the same noise and
@@ -100,7 +100,7 @@ def draw(
       ValueError: counts without penalties, or penalties without counts.
     """
     vocab = logits.shape[-1]
-    rows = RowSampling.uniform(options, vocab) if isinstance(options, Sampling) else options
+    rows = RowSampling.uniform(options, vocab) if isinstance(options, SamplingParams) else options
     shared = rows.static and len(rows.temperature) == 1
     if (counts is None) != (rows.repetition_penalty is None):
         raise ValueError(
@@ -108,7 +108,7 @@ def draw(
             f"counts are {'missing' if counts is None else 'given'}"
         )
     logits, position = jnp.asarray(logits), jnp.broadcast_to(position, keys.shape)
-    axes = vocabulary.axes_of(layout)
+    axes = vocab_parallel.axes_of(layout)
     asked = _asked(rows, position, allowed)
     part = _Part(kernels, axes)
 
@@ -130,7 +130,9 @@ def draw(
         made = _when(asked["samples"], lambda: constrained(noise()), lambda: constrained(silence))
         made = constrained(made)
 
-    def of_part(logits: jax.Array, made: Any, position: jax.Array, own: Any, *more: Any) -> Draw:
+    def of_part(
+        logits: jax.Array, made: Any, position: jax.Array, own: Any, *more: Any
+    ) -> SampledTokens:
         counts, allowed, told = more
         of_rows = rows if shared else own
         return part.draw(logits, lambda: made, position, of_rows, counts, allowed, known | told)
@@ -155,7 +157,7 @@ def _asked(
     alters = rows.alters(position).any()
     return {
         "samples": (~rows.greedy).any(),
-        "alters": alters if allowed is None else alters | vocabulary.bans(allowed),
+        "alters": alters if allowed is None else alters | vocab_parallel.bans(allowed),
         "tempered": rows.tempered.any(),
         "truncates": rows.truncates.any(),
         "top_k": (rows.truncates & (rows.top_k > 0)).any(),
@@ -173,7 +175,7 @@ def _when(asked: Any, wanted: Callable[[], T], otherwise: Callable[[], T]) -> T:
 
 
 def no_tops(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """The most probable tokens of so many places of which there are none, as of ``Draw``."""
+    """The most probable tokens of so many places of which there are none, as of ``SampledTokens``."""
     shape = (*shape, MOST_TOP)
     return jnp.zeros(shape, jnp.int32), jnp.full(shape, -jnp.inf, jnp.float32)
 
@@ -204,7 +206,7 @@ class _Kept:
 
     def of(self, logits: jax.Array, tempered: jax.Array) -> jax.Array:
         """Log-probs [rows, vocab]; ``tempered``: those before anything was cut."""
-        kept = vocabulary.ordered(logits) >= self.edge
+        kept = vocab_parallel.ordered(logits) >= self.edge
         return jnp.where(kept, _normed(tempered, self.norm), -jnp.inf)
 
 
@@ -212,7 +214,7 @@ class _Kept:
 class _Part:
     """``draw`` of a part of the vocabulary, the whole being split over ``axes``."""
 
-    kernels: Kernels
+    kernels: KernelSet
     axes: tuple[str, ...]
 
     def draw(
@@ -221,17 +223,17 @@ class _Part:
         noise: Callable[[], jax.Array],
         position: jax.Array,
         rows: RowSampling,
-        counts: Counts | None,
+        counts: TokenCounts | None,
         allowed: jax.Array | None,
         asked: dict[str, jax.Array],
-    ) -> Draw:
+    ) -> SampledTokens:
         # Not divided by the temperature: XLA makes this of a division by a constant.
         scale = np.float32(1.0) / rows.temperatures
         policy = self.norm(logits * scale)
         plain = _when(asked["tempered"], lambda: self.norm(logits), lambda: policy)
         forced = rows.forced_at(position)
 
-        def drawn(altered: jax.Array, norm: _Norm) -> Draw:
+        def drawn(altered: jax.Array, norm: _Norm) -> SampledTokens:
             # Computed in each branch, so that it is not written for branches that are not taken.
             def tempered() -> jax.Array:
                 return _normed(altered * scale, norm)
@@ -249,20 +251,20 @@ class _Part:
             # What a branch gives lies in memory: looking for the largest never computes it twice,
             # in two orders of rounding.
             scores = _when(asked["samples"], perturbed, lambda: altered)
-            token = vocabulary.largest(scores, self.kernels.largest, self.axes)
+            token = vocab_parallel.largest(scores, self.kernels.largest, self.axes)
             token = jnp.where(forced >= 0, forced, token)
             tables = [logits] if altered is logits else [logits, altered]
-            picked = [x[:, None] for x in vocabulary.pick(tables, token, self.axes)]
+            picked = [x[:, None] for x in vocab_parallel.pick(tables, token, self.axes)]
             raw, own = picked[0], picked[-1]
             sampled = _normed(own * scale, norm)
             sampled = sampled if kept is None else _normed(sampled, kept.norm)
             nothing = (None, None) if isinstance(asked["top"], np.bool_) else no_tops(token.shape)
             tops = _when(
                 asked["top"],
-                lambda: vocabulary.likeliest(final(), MOST_TOP, self.axes),
+                lambda: vocab_parallel.likeliest(final(), MOST_TOP, self.axes),
                 lambda: nothing,
             )
-            return Draw(
+            return SampledTokens(
                 token,
                 jnp.where(forced >= 0, 0.0, sampled[:, 0]),
                 _normed(raw * scale, policy)[:, 0],
@@ -270,7 +272,7 @@ class _Part:
                 *tops,
             )
 
-        def drawn_altered() -> Draw:
+        def drawn_altered() -> SampledTokens:
             altered = self.alter(logits, position, rows, counts, allowed)
             return drawn(altered, self.norm(altered * scale))
 
@@ -281,7 +283,7 @@ class _Part:
         logits: jax.Array,
         position: jax.Array,
         rows: RowSampling,
-        counts: Counts | None,
+        counts: TokenCounts | None,
         allowed: jax.Array | None,
     ) -> jax.Array:
         """Biases, penalties, then what is not allowed and the stop tokens' bans: whatever is banned
@@ -290,7 +292,7 @@ class _Part:
         A scatter comes last, whose result lies in memory: what is compared with an edge must not be
         computed twice, in two orders of rounding.
         """
-        altered = vocabulary.add(logits, rows.bias_tokens, rows.bias, self.axes)
+        altered = vocab_parallel.add(logits, rows.bias_tokens, rows.bias, self.axes)
         if counts is not None:
             repetition, presence, frequency = (
                 x[:, None]
@@ -302,8 +304,8 @@ class _Part:
             altered = jnp.where(counts.prompt | in_response, weaker, altered)
             altered = altered - frequency * counts.response - presence * in_response
         if allowed is not None:
-            altered = vocabulary.only(altered, allowed, self.axes)
-        return vocabulary.add(altered, rows.held(position), jnp.float32(-jnp.inf), self.axes)
+            altered = vocab_parallel.only(altered, allowed, self.axes)
+        return vocab_parallel.add(altered, rows.held(position), jnp.float32(-jnp.inf), self.axes)
 
     def cut(
         self,
@@ -317,25 +319,25 @@ class _Part:
         Top-k, top-p and min-p each keep tokens at or above some logit, so the highest edge counts;
         only top-p depends on what another has left out, top-k before it.
         """
-        order = vocabulary.ordered(altered)
+        order = vocab_parallel.ordered(altered)
         whole = _Kept.all_of(tempered)
         truncates = rows.truncates[:, None]
         top_k, top_p, min_p = rows.top_k[:, None], rows.top_p[:, None], rows.min_p[:, None]
 
         def by_top_k() -> jax.Array:
-            reached = vocabulary.top_k_edge(order, top_k, self.axes)
+            reached = vocab_parallel.top_k_edge(order, top_k, self.axes)
             return jnp.where(top_k > 0, reached, whole.edge)
 
         edge = _when(asked["top_k"], by_top_k, lambda: whole.edge)
         left = jnp.where(order >= edge, tempered, -jnp.inf)
 
         def by_top_p() -> jax.Array:
-            reached = vocabulary.top_p_edge(order, left, top_p, self.axes)
+            reached = vocab_parallel.top_p_edge(order, left, top_p, self.axes)
             return jnp.where(top_p < 1, reached, whole.edge)
 
         def by_min_p() -> jax.Array:
-            top = vocabulary.over(jnp.max(altered, -1, keepdims=True), jax.lax.pmax, self.axes)
-            return vocabulary.ordered(top + rows.temperatures * jnp.log(min_p))
+            top = vocab_parallel.over(jnp.max(altered, -1, keepdims=True), jax.lax.pmax, self.axes)
+            return vocab_parallel.ordered(top + rows.temperatures * jnp.log(min_p))
 
         edge = jnp.maximum(edge, _when(asked["top_p"], by_top_p, lambda: whole.edge))
         edge = jnp.maximum(edge, _when(asked["min_p"], by_min_p, lambda: whole.edge))
@@ -351,9 +353,9 @@ class _Part:
 
     def norm(self, logits: jax.Array) -> _Norm:
         """What turns logits [rows, vocab] into log-probs, each [rows, 1]."""
-        shift = vocabulary.over(jnp.max(logits, -1, keepdims=True), jax.lax.pmax, self.axes)
+        shift = vocab_parallel.over(jnp.max(logits, -1, keepdims=True), jax.lax.pmax, self.axes)
         total = jnp.sum(jnp.exp(logits - shift), -1, keepdims=True)
-        return shift, jnp.log(vocabulary.over(total, jax.lax.psum, self.axes))
+        return shift, jnp.log(vocab_parallel.over(total, jax.lax.psum, self.axes))
 
 
 def _normed(logits: jax.Array, norm: _Norm) -> jax.Array:

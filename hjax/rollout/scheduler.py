@@ -14,23 +14,23 @@ from typing import Any
 
 import numpy as np
 
-from hjax.models.flat import rooms
+from hjax.models.packed_prefill import rooms
 from hjax.models.parameters import Weights
-from hjax.rollout.beginnings import AT_ONCE, CHUNK, Beginnings
+from hjax.rollout.bucketing import COLUMNS, RolloutBuckets
 from hjax.rollout.engine import STEPS, Engine
-from hjax.rollout.prefixes import texts
-from hjax.rollout.shapes import COLUMNS, RolloutShapes
-from hjax.rollout.slots import Admission, Begun, Drawn
-from hjax.rollout.table import Table
-from hjax.rollout.work import NOBODY, Ends, OnEnded, Responses, Work
-from hjax.xla.program import Program
+from hjax.rollout.prefix_cache import texts
+from hjax.rollout.prefix_sharing import AT_ONCE, CHUNK, PrefixSharing
+from hjax.rollout.rollout_job import NOBODY, Ends, OnEnded, RolloutJob, RolloutResponses
+from hjax.rollout.slot_state import Admission, DecodedTokens, ResumedRows
+from hjax.rollout.slot_table import SlotTable
+from hjax.xla.abstract_program import AbstractProgram
 
 # Columns of prompts that are read together from which on programs without padding pay.
 FLAT = 512
 
 
 @dataclasses.dataclass
-class Counts:
+class SchedulerCounts:
     """What a schedule did: dispatches, tokens drawn, and rows times steps that were computed."""
 
     dispatches: int = 0
@@ -45,38 +45,38 @@ def width_for(tokens: int, limit: int) -> int:
     return min(-(-tokens // step) * step, limit)
 
 
-class Schedule:
+class RolloutScheduler:
     """One piece of work on an engine, from its first prompt to its last token.
 
     Args:
       engine: whose slots it fills.
       work: prompts divide over the engine's data-parallel parts.
       ends: which responses' texts end among new tokens; None: none does.
-      on_ended: as of ``Responses``.
+      on_ended: as of ``RolloutResponses``.
     """
 
     def __init__(
         self,
         engine: Engine,
-        work: Work,
+        work: RolloutJob,
         ends: Ends | None = None,
         on_ended: OnEnded | None = None,
     ):
         self.engine, self.work, self._ends = engine, work, ends
         self.sampling, samples, begun = work.config.sampling, work.samples, work.begun
         self._cut = np.zeros(work.rows, bool)  # sequences whose text has ended
-        self._made = Responses(work, on_ended)
+        self._made = RolloutResponses(work, on_ended)
         # Sequences that are to be drawn.
         self._live = ~self._made.ended & ~np.repeat(self._made.enough, samples)
         # Columns in which they are read: few sizes, so that parts share these programs too.
         self._width = 0 if begun is None else width_for(begun.start, work.limit)
         waiting = np.flatnonzero(self._live.reshape(-1, samples).any(axis=1))
-        self.beginnings = Beginnings(engine, work, waiting)
-        self.shapes = RolloutShapes(engine, work, self.beginnings.columns)
+        self.beginnings = PrefixSharing(engine, work, waiting)
+        self.shapes = RolloutBuckets(engine, work, self.beginnings.columns)
         together = self.beginnings.together(samples * self._width)
         self.entering = min(self.shapes.groups, together)
-        self.counts = Counts()
-        self.table = Table(engine, self.shapes, samples)
+        self.counts = SchedulerCounts()
+        self.table = SlotTable(engine, self.shapes, samples)
         self._decoding = False
 
     # Sizes
@@ -89,7 +89,7 @@ class Schedule:
         sizes = tuple(self.shapes.size(*pair) for pair in self.shapes.pairs)
         return bool(self.work.config.surplus), sizes, reading
 
-    def programs(self, call: str, params: Weights) -> Iterator[Program]:
+    def programs(self, call: str, params: Weights) -> Iterator[AbstractProgram]:
         """What takes time and memory, of abstract parameters in the generate layout.
 
         States are as large as they become, so that what is said of them is the most there is.
@@ -108,7 +108,7 @@ class Schedule:
         turns = -(-work.rows // most.rows)
         # The first token is drawn from the prompt.
         dispatches = -(-max(work.limit - 1, 1) // STEPS)
-        yield Program(
+        yield AbstractProgram(
             f"{call}.decode",
             lambda: engine.trace_decode(self.sampling, params, most, STEPS + engine.lookup),
             engine.trips(STEPS),
@@ -119,7 +119,7 @@ class Schedule:
 
     def _reading(
         self, call: str, params: Weights, held: dict[str, Any], blocks: dict[str, Any]
-    ) -> Iterator[Program]:
+    ) -> Iterator[AbstractProgram]:
         """What reads prompts, beside a state and blocks: whole, or where prompts are too long for
         that in chunks."""
         engine, beginnings = self.engine, self.beginnings
@@ -127,14 +127,14 @@ class Schedule:
         each, known = engine.parts * self.entering, (0, 0)
         if not beginnings.whole:
             limit, known = CHUNK, (beginnings.columns, beginnings.count)
-            yield Program(
+            yield AbstractProgram(
                 f"{call}.prefill_chunk",
                 lambda: engine.chunks.trace(params, beginnings.count, CHUNK, beginnings.columns),
                 runs=-(-count // engine.parts) * (-(-self.work.prompts.shape[1] // CHUNK) - 1),
                 beside=held,
                 tokens=0,
             )
-        yield Program(
+        yield AbstractProgram(
             f"{call}.prefill",
             lambda: engine.trace_prefill(params, (each, limit), self.work.samples, known),
             runs=-(-count // each),
@@ -148,7 +148,7 @@ class Schedule:
         workers = os.cpu_count() if self.engine.layout.mesh.size == 1 else 1
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
             made = [pool.submit(self._warm_entries, params)]
-            made.append(pool.submit(Beginnings(self.engine, self.work).warm, params))
+            made.append(pool.submit(PrefixSharing(self.engine, self.work).warm, params))
             made += [pool.submit(self._warm_size, params, *pair) for pair in self.shapes.pairs]
             for each in made:
                 each.result()
@@ -156,8 +156,8 @@ class Schedule:
     def _warm_size(self, params: Weights, rows: int, length: int) -> None:
         shapes = self.shapes
 
-        def empty() -> Table:
-            return Table(self.engine, shapes, self.work.samples).open(rows, length)
+        def empty() -> SlotTable:
+            return SlotTable(self.engine, shapes, self.work.samples).open(rows, length)
 
         empty().decode(self.sampling, params, 0)
         if self.work.config.surplus or self._ends is not None:
@@ -171,7 +171,7 @@ class Schedule:
             empty().narrow(fewer)
 
     def _warm_entries(self, params: Weights) -> None:
-        table = Table(self.engine, self.shapes, self.work.samples)
+        table = SlotTable(self.engine, self.shapes, self.work.samples)
         table.open(self.shapes.rows[0], self.shapes.lengths[0])
         beginnings, blocks = self.beginnings, None
         if beginnings.active:
@@ -186,7 +186,7 @@ class Schedule:
                     table.admit(self.sampling, params, entry, blocks if new else None)
 
     def _entries(self, new: int = 0) -> list[int]:
-        """Groups of a part that may enter together, growing; ``new``: as of ``Beginnings``."""
+        """Groups of a part that may enter together, growing; ``new``: as of ``PrefixSharing``."""
         beginnings, shapes = self.beginnings, self.shapes
         if new:
             return sorted({1, self.entering})
@@ -200,7 +200,7 @@ class Schedule:
 
     def _rooms(self, each: int, new: int = 0) -> tuple[int, ...]:
         """Rooms for tokens of so many prompts that are read without padding, growing; 0, the last:
-        with it. ``new``: as of ``Beginnings``."""
+        with it. ``new``: as of ``PrefixSharing``."""
         columns = each * (new or self.work.prompts.shape[1])
         padded = self.work.mask.all() or self._width or not self.engine.reads_flat
         return (0,) if padded or columns < FLAT else (*rooms(columns), 0)
@@ -208,7 +208,7 @@ class Schedule:
     # Running
 
     def run(self, params: Weights) -> dict[str, np.ndarray]:
-        """Draw everything: tables as of ``Responses``."""
+        """Draw everything: tables as of ``RolloutResponses``."""
         shapes, table = self.shapes, self.table
         table.open(shapes.rows[0], shapes.lengths[0], shapes.before)
         self.beginnings.begin(params)
@@ -240,7 +240,7 @@ class Schedule:
         rows = self.table.who.shape[1]
         return 0 if self.beginnings.left else self.shapes.fewer(rows, self.table.length)
 
-    def _note(self, sequences: np.ndarray, drawn: Drawn, steps: int) -> None:
+    def _note(self, sequences: np.ndarray, drawn: DecodedTokens, steps: int) -> None:
         """Who drew what in a dispatch.
 
         Args:
@@ -261,7 +261,9 @@ class Schedule:
         self.counts.tokens += int(count.sum())
         self.counts.computed += steps * drawn.done.size
 
-    def _cut_off(self, sequences: np.ndarray, drawn: Drawn) -> tuple[Drawn, np.ndarray]:
+    def _cut_off(
+        self, sequences: np.ndarray, drawn: DecodedTokens
+    ) -> tuple[DecodedTokens, np.ndarray]:
         """Tables without what is behind the end of a text, and whose ends there, bool [rows]."""
         over = np.zeros(len(sequences), bool)
         if self._ends is None:
@@ -348,7 +350,7 @@ class Schedule:
 
         Args:
           numbers: int [parts, each], which; NOBODY fills up.
-          new: columns of what is new of them, as of ``Beginnings``.
+          new: columns of what is new of them, as of ``PrefixSharing``.
           places: the free group of each of them, by its place in ``numbers``.
         """
         work, table, ids = self.work, self.table, self._sequences(numbers)
@@ -390,7 +392,7 @@ class Schedule:
             made.append(own)
         return texts(made, work.prompts.shape[1] + work.limit)
 
-    def _begun(self, ids: np.ndarray) -> Begun | None:
+    def _begun(self, ids: np.ndarray) -> ResumedRows | None:
         """What there is of responses."""
         begun, before = self.work.begun, self.shapes.before
         if begun is None:
@@ -398,4 +400,4 @@ class Schedule:
         live = ids != NOBODY
         tokens = np.zeros((ids.size, self._width), np.int32)
         tokens[live, :before] = begun.tables["responses"][ids[live], :before]
-        return Begun(tokens, np.where(live, before, 1).astype(np.int32))
+        return ResumedRows(tokens, np.where(live, before, 1).astype(np.int32))

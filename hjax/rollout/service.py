@@ -20,35 +20,35 @@ import numpy as np
 
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, RunError
-from hjax.models.continuing import BLOCK
-from hjax.rollout import vocabulary
+from hjax.models.append_attention import BLOCK
+from hjax.rollout import vocab_parallel
+from hjax.rollout.bucketing import CHUNK, ServiceBuckets
+from hjax.rollout.constrained_decoding import ConstraintCompiler, ConstraintMatcher
 from hjax.rollout.engine import Engine
-from hjax.rollout.matching import Matcher, Matchers
-from hjax.rollout.options import Sampling
-from hjax.rollout.prefixes import (
-    Beginning,
-    Prefixes,
+from hjax.rollout.precompile import Precompilation
+from hjax.rollout.prefix_cache import (
+    CachedPrefix,
+    PrefixCache,
     known_columns_for,
     room_for,
     texts,
     unread,
     why_not,
 )
-from hjax.rollout.requests import Piece, QueueFull, Request, Ticket
-from hjax.rollout.row_sampling import RowSampling, Sizes
-from hjax.rollout.scoring import Scorer, Top, tops
-from hjax.rollout.shapes import CHUNK, Shapes
-from hjax.rollout.slots import Admission, Drawn
-from hjax.rollout.table import Table
-from hjax.rollout.warm_up import WarmUp
-from hjax.sharding.arrays import place, to_numpy
+from hjax.rollout.prompt_log_probs import PromptScorer, Top, tops
+from hjax.rollout.requests import QueueFull, Request, RequestHandle, ResponseChunk
+from hjax.rollout.row_sampling import RowSampling, SamplingSizes
+from hjax.rollout.sampling_params import SamplingParams
+from hjax.rollout.slot_state import Admission, DecodedTokens
+from hjax.rollout.slot_table import SlotTable
+from hjax.sharding.global_arrays import place, to_numpy
 
 SLOTS = 16
 # Tokens that are kept for prompts to come, if nobody says how many.
 PREFIX_TOKENS = 16 * 1024
 
 
-class Model(Protocol):
+class ServableModel(Protocol):
     """What answers: a ``LanguageModel``, of which this is used."""
 
     config: Any
@@ -60,7 +60,7 @@ class Model(Protocol):
     def held(self, params: Any) -> Any: ...
 
 
-class Service:
+class GenerationService:
     """An engine for requests that come at any time.
 
     Args:
@@ -71,7 +71,7 @@ class Service:
         long prompts are read in one piece. None: those of the longest prompt, at least 16384, as
         far as a quarter of the free memory holds them, where the model allows it; see ``stats``.
       lookup: tokens that are guessed at a time from what a text said before, see
-        ``hjax.rollout.lookup``; answers are the same.
+        ``hjax.rollout.prompt_lookup``; answers are the same.
       context: tokens of a prompt and its response at most; 0: the model's positions.
 
     Raises:
@@ -84,7 +84,7 @@ class Service:
 
     def __init__(
         self,
-        model: Model,
+        model: ServableModel,
         slots: int = 0,
         max_queue: int = 1024,
         prefix_tokens: int | None = None,
@@ -109,15 +109,15 @@ class Service:
             prefix_tokens = 0 if why_not(self._engine) else room_for(self._engine, most)
         if prefix_tokens and (reason := why_not(self._engine)):
             raise ConfigError(f"prefix_tokens={prefix_tokens}: {reason}; give 0")
-        self._prefixes = Prefixes(self._engine, prefix_tokens) if prefix_tokens else None
-        self._scorer = Scorer(self._engine)
-        self._own = Sizes(model.config.vocab_size, penalties=True)
-        self._shapes = Shapes(self._engine, self.slots, self.max_tokens, self._own)
-        self._matchers = Matchers(model.tokenizer, model.config.vocab_size)
-        self._waiting: list[Ticket] = []  # first come first, those among them that are being read
-        self._running: dict[int, Ticket] = {}  # by their numbers in the table
+        self._prefixes = PrefixCache(self._engine, prefix_tokens) if prefix_tokens else None
+        self._scorer = PromptScorer(self._engine)
+        self._own = SamplingSizes(model.config.vocab_size, penalties=True)
+        self._shapes = ServiceBuckets(self._engine, self.slots, self.max_tokens, self._own)
+        self._matchers = ConstraintCompiler(model.tokenizer, model.config.vocab_size)
+        self._waiting: list[RequestHandle] = []  # first come first, those among them that are being read
+        self._running: dict[int, RequestHandle] = {}  # by their numbers in the table
         self._count = 0
-        self._table = Table(self._engine, self._shapes)
+        self._table = SlotTable(self._engine, self._shapes)
         self._replacement: tuple[Any, concurrent.futures.Future[None]] | None = None
         self._changed = threading.Condition()
         self._asked = False
@@ -137,9 +137,9 @@ class Service:
     def submit(
         self,
         request: Request,
-        on_piece: Callable[[Piece], None],
-        matcher: Matcher | None = None,
-    ) -> Ticket:
+        on_piece: Callable[[ResponseChunk], None],
+        matcher: ConstraintMatcher | None = None,
+    ) -> RequestHandle:
         """Ask; returns at once.
 
         Args:
@@ -153,7 +153,7 @@ class Service:
           RunError: the service is closed, or its engine failed.
         """
         self._check(request)
-        ticket = Ticket(request, matcher or self.prepare(request), on_piece)
+        ticket = RequestHandle(request, matcher or self.prepare(request), on_piece)
         with self._changed:
             self._check_open("requests")
             waiting = sum(not ticket.reading for ticket in self._waiting)
@@ -164,7 +164,7 @@ class Service:
             self._changed.notify()
         return ticket
 
-    def prepare(self, request: Request) -> Matcher | None:
+    def prepare(self, request: Request) -> ConstraintMatcher | None:
         """Compile its constraint, which takes a moment; ConfigError where it does not do."""
         if request.constraint is None:
             return None
@@ -218,7 +218,7 @@ class Service:
             self._check_open("requests")
             if self._asked:
                 raise RunError("warm_up comes before the first request")
-            WarmUp(
+            Precompilation(
                 self._shapes, self._model.params, self._prefixes, self._scorer,
                 admission=self._admission, every=self._every,
             ).run(told)  # fmt: skip
@@ -336,9 +336,9 @@ class Service:
             self._leave(set(left))
             self._waiting.clear()
         for ticket in left:
-            ticket.tell(Piece(finish=finish))
+            ticket.tell(ResponseChunk(finish=finish))
 
-    def _leave(self, tickets: set[Ticket]) -> np.ndarray:
+    def _leave(self, tickets: set[RequestHandle]) -> np.ndarray:
         """Their rows are free: bool [parts, rows], which these are."""
         numbers = [number for number, ticket in self._running.items() if ticket in tickets]
         rows = np.isin(self._table.who, numbers)
@@ -358,9 +358,9 @@ class Service:
             rows = self._leave(set(gone))
         self._table.halt(rows)
         for ticket in gone:
-            ticket.tell(Piece(finish="cancelled"))
+            ticket.tell(ResponseChunk(finish="cancelled"))
 
-    def _first(self, of: Callable[[Ticket], bool]) -> Ticket | None:
+    def _first(self, of: Callable[[RequestHandle], bool]) -> RequestHandle | None:
         """Of those who wait the first that is so."""
         with self._changed:
             return next(filter(of, self._waiting), None)
@@ -377,7 +377,7 @@ class Service:
                 self._waiting.remove(ticket)
                 ticket.cached = 0
                 self._told["prompt_tokens"] += len(prompt)
-            ticket.tell(Piece(finish="length", prompt=ticket.scores))
+            ticket.tell(ResponseChunk(finish="length", prompt=ticket.scores))
 
     def _read(self) -> None:
         """A chunk of a long prompt."""
@@ -391,7 +391,7 @@ class Service:
             ticket.read += 0 if ticket.whole else CHUNK
         ticket.reading = self._rest(ticket) > CHUNK and not ticket.whole
 
-    def _rest(self, ticket: Ticket) -> int:
+    def _rest(self, ticket: RequestHandle) -> int:
         """Tokens of its prompt that are not known; those that are stay held."""
         prompt = ticket.request.prompt
         if self._prefixes is not None:
@@ -399,18 +399,18 @@ class Service:
             ticket.begun = self._prefixes.find(prompt)
         return len(prompt) - ticket.begun.tokens
 
-    def _forget(self, ticket: Ticket) -> None:
+    def _forget(self, ticket: RequestHandle) -> None:
         """Nothing is held for it."""
         if self._prefixes is not None:
             self._prefixes.release(ticket.begun)
-            ticket.begun = Beginning()
+            ticket.begun = CachedPrefix()
 
-    def _next(self, count: int) -> list[Ticket]:
+    def _next(self, count: int) -> list[RequestHandle]:
         """Up to so many of those who wait, first come first; what is known of each is held.
 
         Of several whose prompts go on alike one comes now, the others when that is known.
         """
-        entering: list[Ticket] = []
+        entering: list[RequestHandle] = []
         goes_on: set[tuple] = set()
         for ticket in self._waiting:
             if len(entering) == count:
@@ -455,7 +455,7 @@ class Service:
         ]
         new = self._admission(entries, where, shapes.room(tokens, each, columns), columns)
         blocks = None if prefixes is None else prefixes.blocks
-        drawn = table.admit(Sampling(), self._model.params, new, blocks)
+        drawn = table.admit(SamplingParams(), self._model.params, new, blocks)
         with self._changed:
             for ticket in entering:
                 ticket.cached = max(ticket.begun.tokens - ticket.read, 0)
@@ -466,7 +466,7 @@ class Service:
             self._forget(ticket)
         self._hand_on(entries, drawn)
 
-    def _rows(self) -> Iterator[tuple[int, Ticket | None]]:
+    def _rows(self) -> Iterator[tuple[int, RequestHandle | None]]:
         """Each row of the state with who has it."""
         yield from enumerate(map(self._running.get, self._table.who.ravel().tolist()))
 
@@ -497,13 +497,13 @@ class Service:
         table.move(first, length)
 
     def _seat(
-        self, entering: list[Ticket], each: int
-    ) -> tuple[list[Ticket | None], np.ndarray]:
+        self, entering: list[RequestHandle], each: int
+    ) -> tuple[list[RequestHandle | None], np.ndarray]:
         """Give rows to those who enter, by turns of the parts: who enters, by entry, and of each
         entry its row within its part, one beyond for nobody."""
         table, free = self._table, self._table.free()
         seats = [(part, f[i]) for i in range(each) for part, f in enumerate(free) if i < len(f)]
-        entries: list[Ticket | None] = [None] * (len(free) * each)
+        entries: list[RequestHandle | None] = [None] * (len(free) * each)
         where = np.full(len(entries), table.who.shape[1], np.int32)
         used = [part * each for part in range(len(free))]
         for ticket, (part, row) in zip(entering, seats):
@@ -516,17 +516,17 @@ class Service:
 
     def _admission(
         self,
-        entries: list[Ticket | None],
+        entries: list[RequestHandle | None],
         where: np.ndarray,
         room: tuple[int, int],
         known: int,
     ) -> Admission:
         """What is not known of the prompts, and how they are answered; ``room``: columns of each
-        and of all without padding, as of ``Shapes``; ``known``: as of ``unread``."""
+        and of all without padding, as of ``ServiceBuckets``; ``known``: as of ``unread``."""
         columns, flat = room
         asked = [None if t is None else t.request for t in entries]
         prompts = [() if r is None else r.prompt for r in asked]
-        found = [Beginning() if t is None else t.begun for t in entries]
+        found = [CachedPrefix() if t is None else t.begun for t in entries]
         tokens, mask, begun = unread(prompts, found, columns, known)
         seeds = np.array([0 if r is None else r.seed for r in asked], np.uint32)
         choices = np.array([0 if r is None else r.choice for r in asked], np.int32)
@@ -556,30 +556,30 @@ class Service:
         # What a matcher allows is known for one token ahead.
         steps = 1 if any(row.matcher for row in running) else shapes.steps
         entries = [ticket for _, ticket in self._rows()]
-        drawn = table.decode(Sampling(), self._model.params, steps, self._allowed(entries))
+        drawn = table.decode(SamplingParams(), self._model.params, steps, self._allowed(entries))
         with self._changed:
             if drawn.guessed is not None and drawn.right is not None:
                 self._told["guessed_tokens"] += int(drawn.guessed.sum())
                 self._told["right_tokens"] += int(drawn.right.sum())
         self._hand_on(entries, drawn)
 
-    def _allowed(self, entries: Sequence[Ticket | None]) -> np.ndarray | jax.Array:
+    def _allowed(self, entries: Sequence[RequestHandle | None]) -> np.ndarray | jax.Array:
         """uint32 [entries, words], the tokens that each may draw: there is one program, whether
         somebody has a matcher or nobody."""
         matchers = [None if ticket is None else ticket.matcher for ticket in entries]
         if not any(matchers):
             return self._every(len(entries))
-        everything = vocabulary.every(1, self._own.vocab)[0]
+        everything = vocab_parallel.every(1, self._own.vocab)[0]
         return np.stack([everything if m is None else m.allowed for m in matchers])
 
     def _every_token(self, rows: int) -> jax.Array:
         """Of rows that may draw every token; on the devices already."""
-        whole = vocabulary.every(rows, self._own.vocab)
+        whole = vocab_parallel.every(rows, self._own.vocab)
         return place(whole, self._engine.layout.sharding("batch"))
 
-    def _hand_on(self, entries: list[Ticket | None], drawn: Drawn) -> None:
+    def _hand_on(self, entries: list[RequestHandle | None], drawn: DecodedTokens) -> None:
         """What was drawn for each entry, to who asked for it."""
-        told: dict[Ticket, Piece] = {}
+        told: dict[RequestHandle, ResponseChunk] = {}
         top = None
         if drawn.top is not None and any(t is not None and t.request.options.top for t in entries):
             top = [to_numpy(table) for table in drawn.top]
@@ -603,7 +603,7 @@ class Service:
             if top is not None and (count := ticket.request.options.top):
                 most = tops(*(table[at][mask][:, :count] for table in top))
             scores, ticket.scores = ticket.scores, None
-            told[ticket] = Piece(tokens, sampled, policy, finish, most, scores)
+            told[ticket] = ResponseChunk(tokens, sampled, policy, finish, most, scores)
         ended = {ticket for ticket, piece in told.items() if piece.finish}
         rows = [(row, ticket) for row, ticket in self._rows() if ticket in ended and ticket]
         # Of those that ended the engine would go on with some, of which matchers alone know.

@@ -14,7 +14,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm
-from hjax.algorithms.base import Absent
+from hjax.algorithms.algorithm import AbsentRole
 from hjax.controller import join
 from hjax.errors import ConfigError
 from hjax.roles import calls_of, role_table, worker_class
@@ -104,11 +104,11 @@ def step_calls(
     return tuple(calls)
 
 
-def absent_roles(algorithm: type[Algorithm], present: Collection[str]) -> dict[str, Absent]:
+def absent_roles(algorithm: type[Algorithm], present: Collection[str]) -> dict[str, AbsentRole]:
     """Stand-ins for the algorithm's roles that are not ``present``, by role."""
     table = role_table(algorithm.all_roles(), algorithm.workers, algorithm.__name__)
     return {
-        name: Absent(name, calls_of(role.worker))
+        name: AbsentRole(name, calls_of(role.worker))
         for name, role in table.items()
         if name not in present
     }

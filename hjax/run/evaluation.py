@@ -9,16 +9,16 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm
-from hjax.algorithms.calibration import calibration_bins, prediction_metrics
+from hjax.algorithms.prediction_calibration import calibration_bins, prediction_metrics
 from hjax.controller import join
 from hjax.run.examples import Demonstrations
 from hjax.run.inputs import Inputs, prompt_batch
-from hjax.run.roles import Roles
+from hjax.run.role_groups import RoleGroups
 from hjax.workers.reward import cut
 
 
 def evaluate(
-    config: ConfigDict, inputs: Inputs, roles: Roles
+    config: ConfigDict, inputs: Inputs, roles: RoleGroups
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Answer as many held-out prompts as ``eval.prompts`` wants.
 
@@ -44,7 +44,7 @@ def evaluate(
     return metrics, chunks[0]
 
 
-def rows_at_a_time(config: ConfigDict, held_out: int, roles: Roles) -> int:
+def rows_at_a_time(config: ConfigDict, held_out: int, roles: RoleGroups) -> int:
     """Prompts answered at a time: at most as many as training's rows, evenly split."""
     generate = roles.layouts[roles.generates].generate
     ways = generate.ways("batch") * generate.ways("layers")
@@ -55,7 +55,7 @@ def rows_at_a_time(config: ConfigDict, held_out: int, roles: Roles) -> int:
     return -(-wanted // ways) * ways
 
 
-def _answer(indices: range, rows: int, inputs: Inputs, roles: Roles) -> dict[str, Any]:
+def _answer(indices: range, rows: int, inputs: Inputs, roles: RoleGroups) -> dict[str, Any]:
     """The greedy batch of some held-out prompts, with rewards; filled up to ``rows``, cut back."""
     assert inputs.held_out is not None
     filled = [*indices, *[indices[-1]] * (rows - len(indices))]

@@ -8,12 +8,12 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm
-from hjax.data.conversations import RESPONSE_COLUMNS, SIDES, answer_text
 from hjax.data.dataset import Dataset, PromptSampler, pad_left, pad_right
 from hjax.data.labels import labelled_steps, pair_labels, pair_margins
+from hjax.data.preference_pairs import RESPONSE_COLUMNS, SIDES, answer_text
 from hjax.data.tasks import Task
 from hjax.data.tokenizer import Tokenizer
-from hjax.data.verdicts import records_of
+from hjax.data.unpaired import records_of
 from hjax.errors import ConfigError, DataError
 
 Examples = list[tuple[list[int], ...]]
@@ -22,7 +22,7 @@ Examples = list[tuple[list[int], ...]]
 Marks = dict[str, list[tuple[dict[int, float], ...]]]
 
 
-class Learned(NamedTuple):
+class LearnedExamples(NamedTuple):
     """Examples, and what is known of them beside."""
 
     examples: Examples = []
@@ -71,7 +71,7 @@ def step_examples(
     tokenizer: Tokenizer,
     prompts: Sequence[tuple[list[int], str]],
     rows: Sequence[tuple[list[str], list[bool]]],
-) -> Learned:
+) -> LearnedExamples:
     """A prompt and its response for each row, and a label at the end of each step.
 
     Steps are tokenised one by one, with ``algorithm.separator`` after each.
@@ -104,7 +104,7 @@ def step_examples(
             )
         examples.append((prompt, tokens))
         marks["labels"].append((places,))
-    return Learned(examples, marks)
+    return LearnedExamples(examples, marks)
 
 
 def examples_of(
@@ -114,7 +114,7 @@ def examples_of(
     train: Dataset,
     source: str,
     verdicts: tuple[list[Any], list[bool]] | None = None,
-) -> Learned:
+) -> LearnedExamples:
     """Tuples of a prompt's tokens and those of its responses, each with EOS: the demonstration, or
     where pairs are learned from the chosen and the rejected one; empty where the data has none.
     And what is known of pairs and of steps beside.
@@ -125,7 +125,7 @@ def examples_of(
     warm_start = config.warm_start.steps and not config.actor.path
     needed = source != "prompts" or warm_start or config.algorithm.get("pretraining_coef")
     if tokenizer is None:
-        return Learned()
+        return LearnedExamples()
     if source == "steps":
         return _steps(config, task, tokenizer, train)
     texts: Sequence[tuple[Any, ...]] | None
@@ -134,7 +134,7 @@ def examples_of(
     else:
         texts = _pairs(config, task, train) if source == "pairs" else _shown(config, task, train)
     if texts is None:
-        return Learned()
+        return LearnedExamples()
     end = [tokenizer.eos_id] if tokenizer.eos_id is not None else []
     limit = config.rollout.max_response_length
     found: Examples = []
@@ -157,10 +157,12 @@ def examples_of(
             )
         found.append((prompt, *tokens))
     columns = None if task is not None else train.columns
-    return Learned(found, pair_marks(config, columns, found) if source == "pairs" else {})
+    return LearnedExamples(found, pair_marks(config, columns, found) if source == "pairs" else {})
 
 
-def _steps(config: ConfigDict, task: Task | None, tokenizer: Tokenizer, train: Dataset) -> Learned:
+def _steps(
+    config: ConfigDict, task: Task | None, tokenizer: Tokenizer, train: Dataset
+) -> LearnedExamples:
     """Responses in steps, as a task makes them or the data has them."""
     rows = []
     if task is not None:
@@ -173,7 +175,7 @@ def _steps(config: ConfigDict, task: Task | None, tokenizer: Tokenizer, train: D
             for i, (completions, labels) in enumerate(each)
         ]
     if not rows:
-        return Learned()
+        return LearnedExamples()
     prompts = [(prompt, _row(train, i)) for i, prompt in enumerate(train.prompt_tokens)]
     return step_examples(config, tokenizer, prompts, rows)
 
@@ -282,7 +284,7 @@ class Demonstrations:
         return batch | {"positive": response_mask * right[:, None]}
 
 
-class Demonstrated(NamedTuple):
+class ExampleSources(NamedTuple):
     """What a run learns from beside rollouts; None: it does not.
 
     Attributes:
@@ -294,7 +296,7 @@ class Demonstrated(NamedTuple):
     warm_start: Demonstrations | None = None
 
 
-def demonstrated(config: ConfigDict, algorithm: type[Algorithm], inputs: Any) -> Demonstrated:
+def demonstrated(config: ConfigDict, algorithm: type[Algorithm], inputs: Any) -> ExampleSources:
     """Of what a run reads (``hjax.run.inputs.Inputs``).
 
     Raises:
@@ -304,7 +306,7 @@ def demonstrated(config: ConfigDict, algorithm: type[Algorithm], inputs: Any) ->
         "prompt_length": inputs.prompt_length,
         "response_length": config.rollout.max_response_length,
     }
-    found = Demonstrated()
+    found = ExampleSources()
     if examples := inputs.demonstrations:
         batch = config.warm_start.batch
         # Of demonstrations that are answered as many as of prompts.
@@ -323,7 +325,7 @@ def demonstrated(config: ConfigDict, algorithm: type[Algorithm], inputs: Any) ->
             shown = [example for example, right in pairs if right]
         seed = config.seed + 2
         imitated = Demonstrations(shown, batch, **lengths, seed=seed) if shown else None
-        found = Demonstrated(learned, imitated)
+        found = ExampleSources(learned, imitated)
     if config.warm_start.steps and not config.actor.path and found.warm_start is None:
         raise ConfigError(
             f"warm_start.steps={config.warm_start.steps} needs demonstrations; this data has "

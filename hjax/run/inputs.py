@@ -9,16 +9,16 @@ from ml_collections import ConfigDict
 
 from hjax.data.dataset import Dataset, PromptSampler, pad_left, split_held_out
 from hjax.data.mixing import MixedSampler
-from hjax.data.reading import Reading, weights_of
+from hjax.data.read_options import ReadOptions, weights_of
 from hjax.data.tasks import TASKS, Task, get_task
 from hjax.data.tokenizer import Tokenizer
-from hjax.data.verdicts import read_verdicts
+from hjax.data.unpaired import read_verdicts
 from hjax.errors import ConfigError, DataError
-from hjax.models.config import ModelConfig
 from hjax.models.families import with_sizes
+from hjax.models.model_config import ModelConfig
 from hjax.models.weights import model_directory, read_config, read_eos_ids
 from hjax.rewards.function import load_function
-from hjax.run.examples import Examples, Learned, Marks, examples_of
+from hjax.run.examples import Examples, LearnedExamples, Marks, examples_of
 
 # How many training prompts of a built-in task are kept at most.
 TASK_PROMPTS = 8192
@@ -87,7 +87,7 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
         )
     verdicts = read_verdicts(config.seed, task, train) if source == "verdicts" else None
     learned = examples_of(config, task, tokenizer, train, source, verdicts)
-    judged = Learned()
+    judged = LearnedExamples()
     if held_out is not None and source in ("pairs", "steps") and config.eval.every:
         judged = examples_of(config, task, tokenizer, held_out, source)
     return Inputs(
@@ -167,7 +167,7 @@ def _datasets(
     vocabulary = _vocabulary(config, tokenizer) if sized else None
     if vocabulary is not None and tokenizer is not None:
         vocabulary = min(vocabulary, tokenizer.vocab_size)
-    how: dict[str, Any] = {"vocab_size": vocabulary, "reading": Reading.of(data), "tell": tell}
+    how: dict[str, Any] = {"vocab_size": vocabulary, "reading": ReadOptions.of(data), "tell": tell}
     how |= {"labelled": source == "pairs", "demonstrated": source == "demonstrations"}
     train = Dataset.from_file(data.path, tokenizer, limit, **how)
     if data.eval_path:

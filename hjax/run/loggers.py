@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from hjax.config import flatten
 from hjax.errors import ConfigError
 from hjax.files import read_json, replace_file, to_json
-from hjax.user_files import load_object
+from hjax.user_code import load_object
 
 Row = Mapping[str, Any]
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from hjax.algorithms import Algorithm, Batch
-from hjax.algorithms.base import reference_kl
+from hjax.algorithms.algorithm import reference_kl
 from hjax.algorithms.losses import explained_variance
 from hjax.controller import join
 from hjax.errors import RunError

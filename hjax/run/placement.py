@@ -14,11 +14,11 @@ from hjax.controller import ResourcePool, ThreadExecutor, Timeline, check_disjoi
 from hjax.controller.executors import ExecutorFactory
 from hjax.controller.hosts import KIND
 from hjax.errors import ConfigError
-from hjax.given import given_path, read_object
 from hjax.models.remat import POLICIES
 from hjax.roles import ROLES, ROLLOUT, Role
 from hjax.rules import Rule, at_least, one_of
-from hjax.sharding.wires import cut
+from hjax.sharding.interconnect import cut
+from hjax.user_input import given_path, read_object
 
 HOST_POOL = "host"
 # What a plan may fix of a role, named as in its section of the config, and what each may be:

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hjax.errors import RunError
-from hjax.run.base import Run
+from hjax.run.training_run import TrainingRun
 
 
-class Recovering(Run):
+class RecoveringRun(TrainingRun):
     """A run that goes on where processes of its machines are lost.
 
     A rollout that runs ahead of learning is replaced beside it; after any other loss the run goes

@@ -9,8 +9,8 @@ from ml_collections import ConfigDict
 
 from hjax.controller import join
 from hjax.files import HISTOGRAMS, METRICS, SAMPLES, WARM_START
-from hjax.run.records import keep_for_inspection
-from hjax.run.watches import SamplerWatch, TruncationWarning, Watches
+from hjax.run.health_checks import HealthChecks, SamplerCheck, TruncationWarning
+from hjax.run.run_metadata import keep_for_inspection
 from hjax.run.workdir import Workdir
 
 KEPT_SAMPLES = 8  # rows of each training batch and evaluation that are kept for the report
@@ -35,16 +35,16 @@ class Reporter:
         self.workdir: Workdir | None = None
         self.said = ""
         self._config = config
-        self._sampler = SamplerWatch(config)
+        self._sampler = SamplerCheck(config)
 
     def watch(self, token_seconds: float, longest: int | None) -> None:
         """Look out for signs that the run goes wrong.
 
         Args:
-          token_seconds: as of ``Watches``.
+          token_seconds: as of ``HealthChecks``.
           longest: as of ``TruncationWarning``.
         """
-        self._watches = Watches(self._config, token_seconds)
+        self._watches = HealthChecks(self._config, token_seconds)
         self._truncation = TruncationWarning(self._config.rollout.max_response_length, longest)
 
     # To a person
@@ -112,7 +112,7 @@ class Reporter:
         """Hold a step's sampler against learning, before the step counts.
 
         Raises:
-          RunError: as of ``SamplerWatch``.
+          RunError: as of ``SamplerCheck``.
         """
         if warning := self._sampler.message(metrics):
             self.message(f"step {step}: {warning}")

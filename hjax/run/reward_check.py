@@ -10,10 +10,10 @@ from ml_collections import ConfigDict
 from hjax.algorithms import Algorithm
 from hjax.errors import RunError
 from hjax.rewards.function import RewardFunction, failure
-from hjax.rewards.judging import RewardResult
+from hjax.rewards.reward_results import RewardResult
 from hjax.run.examples import shown_responses
 from hjax.run.inputs import Inputs
-from hjax.settings.checking import on_cluster
+from hjax.settings.config_checks import on_cluster
 
 ROWS = 4
 # Outcomes of a function that cannot be meant: whatever the answer, it would be so again.
@@ -21,7 +21,7 @@ _WRONG = ("exception", "wrong_type", "wrong_length")
 
 
 @dataclasses.dataclass(frozen=True)
-class FirstCall:
+class RewardTrial:
     """What a reward function said of some rows.
 
     Attributes:
@@ -78,7 +78,7 @@ class FirstCall:
 
 def first_calls(
     config: ConfigDict, inputs: Inputs, judges: Mapping[str, RewardFunction]
-) -> list[FirstCall]:
+) -> list[RewardTrial]:
     """Call the functions of some roles once, on the first prompts with demonstrations. Where the
     data has none, with empty answers, and if that fails with the prompts themselves as answers.
 
@@ -94,11 +94,11 @@ def first_calls(
     asked = rows.rows(range(len(rows)))
     prompts = asked["prompt_text"] or asked["prompt_tokens"]
 
-    def call(role: str, judge: RewardFunction, answers: str, said: Sequence[Any]) -> FirstCall:
+    def call(role: str, judge: RewardFunction, answers: str, said: Sequence[Any]) -> RewardTrial:
         tokens = [tokenizer.encode(text, add_special=False) for text in said] if tokenizer else said
         ended = [list(row) + end for row in tokens]
         result = judge(prompts, list(said), asked["columns"], asked["prompt_tokens"], ended)
-        return FirstCall(role, judge.name, answers, said, result)
+        return RewardTrial(role, judge.name, answers, said, result)
 
     found = []
     for role, judge in judges.items():

@@ -10,11 +10,11 @@ from ml_collections import ConfigDict
 from hjax.algorithms import Algorithm
 from hjax.devices import device_of_kind
 from hjax.errors import ConfigError
-from hjax.models import arithmetic
+from hjax.models import parameter_counts
+from hjax.run.backends import Backend
 from hjax.run.dataflow import StepCall, step_calls
-from hjax.run.machines import Machines
-from hjax.run.records import offloaded_bytes
-from hjax.run.roles import Roles, is_float32
+from hjax.run.role_groups import RoleGroups, is_float32
+from hjax.run.run_metadata import offloaded_bytes
 
 
 class StepCosts:
@@ -37,7 +37,7 @@ class StepCosts:
     """
 
     def __init__(
-        self, config: ConfigDict, algorithm: type[Algorithm], roles: Roles, machines: Machines
+        self, config: ConfigDict, algorithm: type[Algorithm], roles: RoleGroups, machines: Backend
     ):
         devices, float32 = machines.devices, is_float32(config, machines.platform)
         self._roles, self._machines, self._generates = roles, machines, algorithm.generates
@@ -101,8 +101,8 @@ class StepCosts:
             if call.role in self._models:
                 model, scalar = self._models[call.role]
                 update = call.phase == "update"
-                passes = arithmetic.update_passes(model, scalar) if update else 1.0
-                each = [arithmetic.forward_flops(model, int(n), scalar) for n in sizes]
+                passes = parameter_counts.update_passes(model, scalar) if update else 1.0
+                each = [parameter_counts.forward_flops(model, int(n), scalar) for n in sizes]
                 total += call.rows * passes * float(np.dot(each, counts))
         found = {"throughput/tflops": total / seconds / 1e12}
         if self._peak:
@@ -121,7 +121,7 @@ def peak_flops(devices: Sequence[Any], float32: bool) -> float:
     return total
 
 
-def token_seconds(roles: Roles, devices: Sequence[Any], float32: bool) -> float:
+def token_seconds(roles: RoleGroups, devices: Sequence[Any], float32: bool) -> float:
     """Seconds that a device takes by data sheet to read its share of the weights that generate.
 
     Returns:
@@ -133,5 +133,5 @@ def token_seconds(roles: Roles, devices: Sequence[Any], float32: bool) -> float:
         return 0.0
     sizes = roles.layouts[role].generate.describe()
     split = sizes.get("tensor", 1) * sizes.get("pipe", 1)
-    weights = arithmetic.parameters(roles.models[role]) * (4 if float32 else 2)
+    weights = parameter_counts.parameters(roles.models[role]) * (4 if float32 else 2)
     return weights / split / known.bandwidth

@@ -9,16 +9,16 @@ from typing import Any
 from hjax.errors import ConfigError, RunError
 from hjax.files import CALIBRATION
 from hjax.models.export import check_output
-from hjax.run.ahead import Ahead, Schedule
+from hjax.run.async_rollout import AsyncRollout, StalenessSchedule
 from hjax.run.evaluation import evaluate, evaluate_predictions
 from hjax.run.examples import Demonstrations
-from hjax.run.records import export_actor, plan_record
-from hjax.run.recovery import Recovering
+from hjax.run.recovery import RecoveringRun
+from hjax.run.run_metadata import export_actor, plan_record
 
 Metrics = dict[str, float]
 
 
-class Trainer(Recovering):
+class Trainer(RecoveringRun):
     """A run: the same object that the command builds.
 
     Args:
@@ -147,11 +147,11 @@ class Trainer(Recovering):
         self._updated = True
         return batch, metrics | ({} if ahead is None else ahead.metrics(batch))
 
-    def _started_ahead(self) -> Ahead:
+    def _started_ahead(self) -> AsyncRollout:
         if self.ahead is None:
-            policy, schedule = self.policy, Schedule.of(self.config)
+            policy, schedule = self.policy, StalenessSchedule.of(self.config)
             assert policy is not None  # or the config would have been refused
-            self.ahead = Ahead(
+            self.ahead = AsyncRollout(
                 self.algorithm,
                 policy,
                 self.prompts,
@@ -242,5 +242,5 @@ class Trainer(Recovering):
             self.checkpoints.check()
 
     def plan_record(self) -> dict[str, Any]:
-        """Where the roles stand, see ``hjax.run.records.plan_record``."""
+        """Where the roles stand, see ``hjax.run.run_metadata.plan_record``."""
         return plan_record(self.roles)

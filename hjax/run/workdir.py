@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hjax.config import AUTO, Config, flatten
+from hjax.config_aliases import WISHES
 from hjax.errors import ConfigError, DataError, RunError
 from hjax.files import (
     CALIBRATION,
@@ -31,11 +32,10 @@ from hjax.files import (
     saved_steps,
     to_json,
 )
-from hjax.models.bases import RECORD as BASES
-from hjax.models.bases import Base, read_bases
+from hjax.models.base_checkpoints import RECORD as BASES
+from hjax.models.base_checkpoints import BaseCheckpoint, read_bases
 from hjax.run.loggers import Logger, Loggers
 from hjax.settings.keys import default_config
-from hjax.wishes import WISHES
 
 # What a run writes; `.lock` stays, and `logs`, which its processes have open.
 MODEL, TENSORBOARD, LOCK = "model", "tensorboard", ".lock"
@@ -122,7 +122,7 @@ class Workdir:
             config.data.packing = _recorded(self._read_config() or {})["data.packing"]
         return config
 
-    def bases(self, config: Mapping[str, Any]) -> dict[str, Base]:
+    def bases(self, config: Mapping[str, Any]) -> dict[str, BaseCheckpoint]:
         """By path, the checkpoints of other runs that a run began from that is here to go on with;
         empty where it has none of its own yet, and begins again.
 

@@ -17,18 +17,18 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hjax.serving.asked import Asked, read_chat, read_completion
-from hjax.serving.choice import Delta
-from hjax.serving.fields import Fields, read_fields, read_object
-from hjax.serving.limits import Limits
-from hjax.serving.metrics import CONTENT_TYPE, Metrics
-from hjax.serving.refusal import Refused
-from hjax.serving.reload import Reload
-from hjax.serving.running import Running, Watch
-from hjax.serving.served import Served
-from hjax.serving.wire import ChatForm, CompletionForm, Form
+from hjax.serving.detokenizer import Delta
+from hjax.serving.fields import RequestFields, read_fields, read_object
+from hjax.serving.limits import ServerLimits
+from hjax.serving.prometheus import CONTENT_TYPE, PrometheusMetrics
+from hjax.serving.reload import WeightReload
+from hjax.serving.request_errors import RequestRefused
+from hjax.serving.request_models import ParsedRequest, read_chat, read_completion
+from hjax.serving.response_models import ChatForm, CompletionForm, ResponseForm
+from hjax.serving.served_model import ServedModel
+from hjax.serving.streaming import RequestWatch, RunningRequest
 
-Read = Callable[[Mapping[str, Any], Served, Limits], Asked]
+Read = Callable[[Mapping[str, Any], ServedModel, ServerLimits], ParsedRequest]
 DAY = 24 * 60 * 60
 T = TypeVar("T")
 GONE = 499  # nginx's word for a client that did not wait
@@ -37,11 +37,11 @@ OPEN = ("/health",)
 
 
 def make_app(
-    served: Served,
-    limits: Limits,
+    served: ServedModel,
+    limits: ServerLimits,
     key: str,
     failed: Callable[[str], None],
-    reload: Reload | None = None,
+    reload: WeightReload | None = None,
 ) -> Starlette:
     """The ASGI application.
 
@@ -55,7 +55,7 @@ def make_app(
     Its ``state.draining`` set to true refuses new requests for responses; ``state.running`` has
     those that are being answered.
     """
-    metrics = Metrics(served.service.stats)
+    metrics = PrometheusMetrics(served.service.stats)
     paths = _Paths(served, limits, metrics, failed, reload)
     routes = [
         Route("/v1/models", paths.models),
@@ -70,7 +70,7 @@ def make_app(
     counted = frozenset(route.path for route in routes)
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Door, metrics=metrics, paths=counted, key=key)],
+        middleware=[Middleware(KeyMiddleware, metrics=metrics, paths=counted, key=key)],
         exception_handlers={HTTPException: _unrouted, ClientDisconnect: _gone, Exception: _failed},
     )
     app.state.draining = False
@@ -78,7 +78,7 @@ def make_app(
     return app
 
 
-class _Reload(Fields):
+class _Reload(RequestFields):
     seconds: int | None = Field(None, ge=0, le=DAY)
 
 
@@ -87,17 +87,17 @@ class _Paths:
 
     def __init__(
         self,
-        served: Served,
-        limits: Limits,
-        metrics: Metrics,
+        served: ServedModel,
+        limits: ServerLimits,
+        metrics: PrometheusMetrics,
         failed: Callable[[str], None],
-        reload: Reload | None,
+        reload: WeightReload | None,
     ):
         self._served = served
         self._limits = limits
         self._metrics = metrics
         self._reload = reload
-        self.watch = Watch(metrics.first_token.observe, failed)
+        self.watch = RequestWatch(metrics.first_token.observe, failed)
         self._began = int(time.time())
 
     async def models(self, request: Request) -> Response:
@@ -140,21 +140,21 @@ class _Paths:
 
     async def _body(self, request: Request) -> bytes:
         if request.app.state.draining:
-            raise Refused("the server is being stopped", 503, retry_after=10)
+            raise RequestRefused("the server is being stopped", 503, retry_after=10)
         return await read_body(request, self._limits)
 
-    async def _answer(self, request: Request, read: Read, form: type[Form]) -> Response:
+    async def _answer(self, request: Request, read: Read, form: type[ResponseForm]) -> Response:
         body = await self._body(request)
 
-        def ask() -> Asked:
+        def ask() -> ParsedRequest:
             try:
                 return read(read_object(body), self._served, self._limits)
             except RecursionError:
-                raise Refused("the body is nested too deeply") from None
+                raise RequestRefused("the body is nested too deeply") from None
 
         # Encoding a long text takes long, and the loop has other clients.
         asked = await asyncio.to_thread(ask)
-        running = Running(self._served, asked, self.watch)
+        running = RunningRequest(self._served, asked, self.watch)
         answer = form(self._served.name, asked)
         if asked.stream:
             return _EventStream(running, answer)
@@ -164,7 +164,7 @@ class _Paths:
             running.cancel()
 
 
-async def _whole(running: Running, answer: Form) -> Response:
+async def _whole(running: RunningRequest, answer: ResponseForm) -> Response:
     found: list[list[Delta]] = [[] for _ in running.choices]
     async for index, delta in running.deltas():
         found[index].append(delta)
@@ -172,14 +172,16 @@ async def _whole(running: Running, answer: Form) -> Response:
     return JSONResponse(answer.whole(joined, running.usage()))
 
 
-async def read_body(request: Request, limits: Limits) -> bytes:
+async def read_body(request: Request, limits: ServerLimits) -> bytes:
     """The body of a request.
 
     Raises:
       Refused: too large, or too late.
       ClientDisconnect: the client did not finish it.
     """
-    large = Refused(f"the body is larger than {limits.body_bytes} bytes, the server's limit", 413)
+    large = RequestRefused(
+        f"the body is larger than {limits.body_bytes} bytes, the server's limit", 413
+    )
     said = request.headers.get("content-length", "0")
     if not said.isdecimal() or int(said) > limits.body_bytes:
         raise large
@@ -191,7 +193,9 @@ async def read_body(request: Request, limits: Limits) -> bytes:
                 if len(body) > limits.body_bytes:
                     raise large
     except TimeoutError:
-        raise Refused(f"the body was not there after {limits.body_seconds:g} s", 408) from None
+        raise RequestRefused(
+            f"the body was not there after {limits.body_seconds:g} s", 408
+        ) from None
     return bytes(body)
 
 
@@ -225,7 +229,7 @@ async def _disconnected(receive: Receive) -> None:
 class _EventStream(StreamingResponse):
     """An answer as server-sent events, while it is drawn; it ends when the client goes away."""
 
-    def __init__(self, running: Running, answer: Form):
+    def __init__(self, running: RunningRequest, answer: ResponseForm):
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         events = _events(running, answer)
         super().__init__(events, headers=headers, media_type="text/event-stream")
@@ -238,16 +242,16 @@ class _EventStream(StreamingResponse):
             self._running.cancel()
 
 
-async def _events(running: Running, answer: Form) -> AsyncIterator[str]:
+async def _events(running: RunningRequest, answer: ResponseForm) -> AsyncIterator[str]:
     try:
         async for chunk in _chunks(running, answer):
             yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
-    except Refused as refused:  # the status is out; what is left is to say so
+    except RequestRefused as refused:  # the status is out; what is left is to say so
         yield f"data: {json.dumps(refused.body(), ensure_ascii=False)}\n\n"
     yield "data: [DONE]\n\n"
 
 
-async def _chunks(running: Running, answer: Form) -> AsyncIterator[dict[str, Any]]:
+async def _chunks(running: RunningRequest, answer: ResponseForm) -> AsyncIterator[dict[str, Any]]:
     begun = set[int]()
     async for index, delta in running.deltas():
         first = index not in begun
@@ -262,7 +266,7 @@ async def _unrouted(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     text = {404: "there is no such path", 405: "not by this method"}
     said = text.get(error.status_code, error.detail)
-    refused = Refused(f"{request.method} {request.url.path}: {said}", error.status_code)
+    refused = RequestRefused(f"{request.method} {request.url.path}: {said}", error.status_code)
     return refused.response()
 
 
@@ -272,10 +276,10 @@ async def _gone(request: Request, error: Exception) -> Response:
 
 async def _failed(request: Request, error: Exception) -> Response:
     """Of an error of the server's own; its traceback goes to stderr."""
-    return Refused("the server failed; its log says why", 500).response()
+    return RequestRefused("the server failed; its log says why", 500).response()
 
 
-class Door:
+class KeyMiddleware:
     """ASGI middleware in front of the application.
 
     Args:
@@ -285,7 +289,7 @@ class Door:
       key: that requests must bring; "": none.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str], key: str):
+    def __init__(self, app: ASGIApp, metrics: PrometheusMetrics, paths: frozenset[str], key: str):
         self._app = app
         self._metrics = metrics
         self._paths = paths
@@ -306,7 +310,7 @@ class Door:
         try:
             self._check(scope)
             await self._app(scope, receive, noted)
-        except Refused as refused:
+        except RequestRefused as refused:
             await refused.response()(scope, receive, noted)
         except Exception:
             status = 500  # said further out
@@ -322,7 +326,7 @@ class Door:
         # Starlette reads headers as Latin-1, so that these are the bytes that came.
         right = hmac.compare_digest(given.strip().encode("latin-1"), self._key)
         if scheme.lower() != "bearer" or not right:
-            raise Refused(
+            raise RequestRefused(
                 "the API key is missing or wrong: Authorization: Bearer KEY",
                 401,
                 code="invalid_api_key",

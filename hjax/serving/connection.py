@@ -6,8 +6,8 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from hjax.serving.limits import Limits
-from hjax.serving.refusal import Refused
+from hjax.serving.limits import ServerLimits
+from hjax.serving.request_errors import RequestRefused
 
 
 class Connection(H11Protocol):
@@ -21,7 +21,7 @@ class Connection(H11Protocol):
       given: of uvicorn.
     """
 
-    def __init__(self, limits: Limits, **given: Any):
+    def __init__(self, limits: ServerLimits, **given: Any):
         super().__init__(**given)
         self._limits = limits
         self._late: asyncio.TimerHandle | None = None
@@ -32,7 +32,7 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         if len(self.connections) > self._limits.connections:
             said = f"{self._limits.connections} connections are open"
-            self._refuse(Refused(said, 503, retry_after=1))
+            self._refuse(RequestRefused(said, 503, retry_after=1))
         else:
             self._arm()
 
@@ -72,9 +72,9 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Say what is no HTTP."""
-        self._refuse(Refused(msg))
+        self._refuse(RequestRefused(msg))
 
-    def _refuse(self, refused: Refused) -> None:
+    def _refuse(self, refused: RequestRefused) -> None:
         cycle = self.cycle
         answering = cycle and cycle.response_started and not cycle.response_complete
         if answering or self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import pydantic
 
 from hjax.errors import cut
-from hjax.serving.refusal import Refused
+from hjax.serving.request_errors import RequestRefused
 
 
 def read_object(body: bytes) -> dict[str, Any]:
@@ -24,11 +24,11 @@ def read_object(body: bytes) -> dict[str, Any]:
         # Given bytes, `json` would take UTF-16 too, and halves of characters.
         value = json.loads(body.decode("utf-8-sig"), parse_constant=constant)
     except ValueError as error:
-        raise Refused(f"the body is not JSON: {error}") from None
+        raise RequestRefused(f"the body is not JSON: {error}") from None
     if b"\\u" in body:
         _check_characters(value)
     if not isinstance(value, dict):
-        raise Refused(f"the body is {shown(value)}; a JSON object is wanted")
+        raise RequestRefused(f"the body is {shown(value)}; a JSON object is wanted")
     return value
 
 
@@ -37,10 +37,10 @@ def _check_characters(value: Any) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise Refused(f"the body is no text: {error.reason}") from None
+        raise RequestRefused(f"the body is no text: {error.reason}") from None
 
 
-class Fields(pydantic.BaseModel):
+class RequestFields(pydantic.BaseModel):
     """An object of a request, whose fields a subclass has; one that is null is not given."""
 
     model_config = pydantic.ConfigDict(strict=True, extra="forbid")
@@ -58,7 +58,7 @@ class Fields(pydantic.BaseModel):
         return given
 
 
-Of = TypeVar("Of", bound=Fields)
+Of = TypeVar("Of", bound=RequestFields)
 _WANTED = {
     "model_type": "an object",
     "int_type": "a whole number",
@@ -82,16 +82,16 @@ def read_fields(kind: type[Of], given: Any) -> Of:
     name = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in first["loc"])[1:]
     if first["type"] == "extra_forbidden":
         said = "not supported here; leave it out (docs/serving.md has what is)"
-        raise Refused(f"{name}: {said}", param=name)
+        raise RequestRefused(f"{name}: {said}", param=name)
     if first["type"] == "missing":
-        raise Refused(f"{name} is missing", param=name)
+        raise RequestRefused(f"{name} is missing", param=name)
     plain = re.sub("^(Input should be|Value error,) ", "", first["msg"])
     raise wrong(name, first["input"], _WANTED.get(first["type"], plain))
 
 
-def wrong(name: str, value: Any, wanted: str) -> Refused:
+def wrong(name: str, value: Any, wanted: str) -> RequestRefused:
     """The refusal of a field's value."""
-    return Refused(f"{name}={shown(value)}: {wanted}", param=name)
+    return RequestRefused(f"{name}={shown(value)}: {wanted}", param=name)
 
 
 def shown(value: Any, limit: int = 60) -> str:

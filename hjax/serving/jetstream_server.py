@@ -20,11 +20,11 @@ from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 from hjax.data.response_text import ResponseText
 from hjax.errors import ConfigError, RunError
 from hjax.rollout.language_model import LanguageModel
-from hjax.rollout.options import Sampling
-from hjax.rollout.requests import Piece, QueueFull, Request
-from hjax.rollout.service import Service
-from hjax.serving.leaving import GONE, leave_after, on_signals
-from hjax.serving.limits import Limits
+from hjax.rollout.requests import QueueFull, Request, ResponseChunk
+from hjax.rollout.sampling_params import SamplingParams
+from hjax.rollout.service import GenerationService
+from hjax.serving.limits import ServerLimits
+from hjax.serving.shutdown import GONE, leave_after, on_signals
 
 _Content = jetstream_pb2.DecodeResponse.StreamContent
 
@@ -46,8 +46,8 @@ class Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
     def __init__(
         self,
         model: LanguageModel,
-        service: Service,
-        sampling: Sampling,
+        service: GenerationService,
+        sampling: SamplingParams,
         seed: int | None,
         failed: Callable[[str], None],
     ):
@@ -65,10 +65,10 @@ class Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
         """A response, streamed in pieces with its tokens and, for a prompt that is text, text."""
         if self.draining:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is being stopped")
-        arrived: asyncio.Queue[Piece] = asyncio.Queue()
+        arrived: asyncio.Queue[ResponseChunk] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
-        def hand_over(piece: Piece) -> None:
+        def hand_over(piece: ResponseChunk) -> None:
             loop.call_soon_threadsafe(arrived.put_nowait, piece)
 
         try:
@@ -119,7 +119,7 @@ class Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
         return self._tokenizer.encode(request.text_content.text)
 
 
-class Door(grpc.aio.ServerInterceptor):
+class KeyInterceptor(grpc.aio.ServerInterceptor):
     """Asks for a key, but of HealthCheck.
 
     Args:
@@ -151,11 +151,11 @@ class Door(grpc.aio.ServerInterceptor):
 
 def run(
     model: LanguageModel,
-    service: Service,
-    sampling: Sampling,
+    service: GenerationService,
+    sampling: SamplingParams,
     seed: int | None,
     address: str,
-    limits: Limits,
+    limits: ServerLimits,
     key: str,
     started: Callable[[], None],
 ) -> int:
@@ -176,7 +176,7 @@ def run(
     async def serve() -> int:
         ended, errors = asyncio.Event(), list[str]()
         server = grpc.aio.server(
-            interceptors=[Door(key)],
+            interceptors=[KeyInterceptor(key)],
             # Two servers on one port would answer by turns.
             options=[
                 ("grpc.so_reuseport", 0),

@@ -11,7 +11,7 @@ OTHERS = 256
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """Limits of one server.
 
     Attributes:

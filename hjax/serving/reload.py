@@ -8,16 +8,16 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from hjax.errors import ConfigError, RunError
-from hjax.serving.refusal import Refused
+from hjax.serving.request_errors import RequestRefused
 
 if TYPE_CHECKING:
     from hjax.rollout.language_model import LanguageModel
-    from hjax.rollout.service import Service
+    from hjax.rollout.service import GenerationService
 
 _LOG = logging.getLogger(__name__)
 
 
-class Reload:
+class WeightReload:
     """Called off the event loop: it takes as long as reading, and then as those that run.
 
     Args:
@@ -25,7 +25,7 @@ class Reload:
       service: the only one of this model.
     """
 
-    def __init__(self, model: LanguageModel, service: Service):
+    def __init__(self, model: LanguageModel, service: GenerationService):
         self._model, self._service = model, service
         self._busy = threading.Lock()
 
@@ -43,7 +43,7 @@ class Reload:
           Refused: another one is under way, or it failed; then the old weights go on.
         """
         if not self._busy.acquire(blocking=False):
-            raise Refused("the weights are being read already; ask when that has ended", 409)
+            raise RequestRefused("the weights are being read already; ask when that has ended", 409)
         try:
             began = time.monotonic()
             step = self._replace(seconds)
@@ -58,13 +58,15 @@ class Reload:
             params, step = self._model.read_again()
             self._service.replace(params, seconds)
         except ConfigError as error:
-            raise Refused(f"{_line(error)}; the old weights go on", 422) from None
+            raise RequestRefused(f"{_line(error)}; the old weights go on", 422) from None
         except RunError as error:
-            raise Refused(_line(error), 503, retry_after=10) from None
+            raise RequestRefused(_line(error), 503, retry_after=10) from None
         except Exception as error:  # of files, or of a device that has no room for both
             _LOG.exception("the weights could not be read again")
             said = f"{type(error).__name__}: {_line(error)}"
-            raise Refused(f"reading failed ({said[:200]}); the old weights go on", 500) from None
+            raise RequestRefused(
+                f"reading failed ({said[:200]}); the old weights go on", 500
+            ) from None
         return step
 
 

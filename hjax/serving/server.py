@@ -12,10 +12,10 @@ import uvicorn
 from hjax.errors import RunError
 from hjax.serving.app import make_app
 from hjax.serving.connection import Connection
-from hjax.serving.leaving import on_signals
-from hjax.serving.limits import BACKLOG, Limits
-from hjax.serving.reload import Reload
-from hjax.serving.served import Served
+from hjax.serving.limits import BACKLOG, ServerLimits
+from hjax.serving.reload import WeightReload
+from hjax.serving.served_model import ServedModel
+from hjax.serving.shutdown import on_signals
 
 # Seconds after limits.drain_seconds: who still waits is told; connections that are left are closed.
 TOLD, CUT_OFF = 1, 2
@@ -38,12 +38,12 @@ class Server:
 
     def __init__(
         self,
-        served: Served,
+        served: ServedModel,
         bound: socket.socket,
-        limits: Limits = Limits(),
+        limits: ServerLimits = ServerLimits(),
         key: str = "",
         started: Callable[[], None] = lambda: None,
-        reload: Reload | None = None,
+        reload: WeightReload | None = None,
     ):
         self._served = served
         self._bound = bound
@@ -111,7 +111,7 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def run(server: Server, limits: Limits) -> int:
+def run(server: Server, limits: ServerLimits) -> int:
     """Serve until SIGTERM or SIGINT; the exit status.
 
     Raises:
@@ -120,7 +120,7 @@ def run(server: Server, limits: Limits) -> int:
     return asyncio.run(_run(server, limits))
 
 
-async def _run(server: Server, limits: Limits) -> int:
+async def _run(server: Server, limits: ServerLimits) -> int:
     status = on_signals(server.stop, limits.drain_seconds)
     await server.serve()
     if server.failure:

@@ -8,7 +8,7 @@ import re
 import secrets
 from collections.abc import Sequence
 
-from hjax.rollout.stopping import StopStrings
+from hjax.rollout.stop_strings import StopStrings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ class CallPart:
 
 
 @dataclasses.dataclass(frozen=True)
-class Calls:
+class AllowedCalls:
     """What calls an answer may have.
 
     Attributes:
@@ -100,7 +100,7 @@ class Calls:
         return HeldCalls(self) if self.held else CallReader(self)
 
 
-def read_calls(text: str, calls: Calls) -> tuple[CallPart, ...]:
+def read_calls(text: str, calls: AllowedCalls) -> tuple[CallPart, ...]:
     """The calls that a text is made of; none if anything in it is not one."""
     form = calls.form
     if not form.begin:
@@ -174,7 +174,7 @@ class CallReader:
       calls: that there may be.
     """
 
-    def __init__(self, calls: Calls):
+    def __init__(self, calls: AllowedCalls):
         self._calls, self._before = calls, _Before(calls.form)
 
     def feed(self, text: str) -> tuple[str, tuple[CallPart, ...]]:
@@ -205,7 +205,7 @@ class HeldCalls:
       calls: that there may be.
     """
 
-    def __init__(self, calls: Calls):
+    def __init__(self, calls: AllowedCalls):
         form = calls.form
         self._before = _Before(form)
         # Of each call what comes before its arguments, and what comes after them.

@@ -13,19 +13,19 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, FailFast
 
 from hjax.errors import ConfigError
+from hjax.rollout.constrained_decoding import SPACES
 from hjax.rollout.constraint import Constraint
-from hjax.rollout.matching import SPACES
-from hjax.serving.fields import Fields, wrong
-from hjax.serving.formats import Format
-from hjax.serving.refusal import Refused
-from hjax.serving.tool_calls import CallForm, Calls
+from hjax.serving.fields import RequestFields, wrong
+from hjax.serving.request_errors import RequestRefused
+from hjax.serving.response_format import TextFormat
+from hjax.serving.tool_calls import AllowedCalls, CallForm
 
 _AUTO, _NONE, _REQUIRED = "auto", "none", "required"
 _ANY_OBJECT = {"type": "object"}
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-class Function(Fields, extra="ignore"):
+class ToolFunction(RequestFields, extra="ignore"):
     """A function that may be called.
 
     Attributes:
@@ -41,13 +41,13 @@ class Function(Fields, extra="ignore"):
     strict: bool = False
 
 
-class _Tool(Fields, extra="ignore"):
+class _Tool(RequestFields, extra="ignore"):
     type: Literal["function"] = "function"
-    function: Function
+    function: ToolFunction
 
 
 @dataclasses.dataclass(frozen=True)
-class Tools:
+class RequestTools:
     """Of a request.
 
     Attributes:
@@ -58,7 +58,7 @@ class Tools:
     """
 
     given: tuple[dict[str, Any], ...]
-    functions: Mapping[str, Function]
+    functions: Mapping[str, ToolFunction]
     choice: str
     several: bool
 
@@ -73,7 +73,7 @@ class Tools:
         fewer = not self.several and (form is None or form.several)
         return bool(self.functions) and (self.forced or strict or fewer)
 
-    def calls(self, form: CallForm | None, name: str) -> Calls | None:
+    def calls(self, form: CallForm | None, name: str) -> AllowedCalls | None:
         """What calls the answer may have; None: none are looked for.
 
         Args:
@@ -87,7 +87,7 @@ class Tools:
         if form is None:
             if not self.held(form):
                 return None
-            raise Refused(
+            raise RequestRefused(
                 f"{self._field}: the chat template of {name} does not say how calls are written "
                 "(as JSON between <tool_call> and </tool_call>, or as Llama 3 does); leave it out",
                 param=self._field,
@@ -95,9 +95,9 @@ class Tools:
         # OpenAI's: where the request names the function its call is no news.
         finish = "stop" if self.choice == "function" else "tool_calls"
         names = tuple(function.name for function in self.functions.values())
-        return Calls(form, names, self.held(form), self.forced, finish)
+        return AllowedCalls(form, names, self.held(form), self.forced, finish)
 
-    def format(self, form: CallForm) -> Format | None:
+    def format(self, form: CallForm) -> TextFormat | None:
         """What the answer is held to; None: nothing.
 
         Raises:
@@ -114,14 +114,14 @@ class Tools:
             try:
                 parts.append((name, Constraint.of_json(schema)))
             except ConfigError as error:
-                raise Refused(f"{name}: {error}", param=name) from None
+                raise RequestRefused(f"{name}: {error}", param=name) from None
         several = self.several and form.several
         try:
             grammar = self._grammar(form, list(schemas.values()), several)
             constraint = Constraint(grammar=grammar)
         except ConfigError as error:
-            raise Refused(f"tools: {error}", param="tools") from None
-        return Format(constraint, self._field, tuple(parts))
+            raise RequestRefused(f"tools: {error}", param="tools") from None
+        return TextFormat(constraint, self._field, tuple(parts))
 
     @property
     def _field(self) -> str:
@@ -129,11 +129,11 @@ class Tools:
             return "tool_choice"
         return "tools" if self.several else "parallel_tool_calls"
 
-    def _schema(self, name: str, function: Function) -> dict[str, Any]:
+    def _schema(self, name: str, function: ToolFunction) -> dict[str, Any]:
         if not (self.forced or function.strict):
             return _ANY_OBJECT
         if function.parameters.get("type", "object") != "object":
-            raise Refused(f"{name}: of type object, as arguments are", param=name)
+            raise RequestRefused(f"{name}: of type object, as arguments are", param=name)
         return function.parameters | _ANY_OBJECT
 
     def _grammar(self, form: CallForm, schemas: Sequence[dict[str, Any]], several: bool) -> str:
@@ -174,14 +174,14 @@ def _quoted(text: str) -> str:
     return f'"{text}"'
 
 
-class ToolFields(Fields):
+class ToolFields(RequestFields):
     """What a request says of tools."""
 
     tools: Annotated[list[_Tool], FailFast()] = []
     tool_choice: Any = _AUTO
     parallel_tool_calls: bool = True
 
-    def asked_for(self, body: Mapping[str, Any]) -> Tools:
+    def asked_for(self, body: Mapping[str, Any]) -> RequestTools:
         """What these fields ask for, of the request ``body``.
 
         Raises:
@@ -192,16 +192,16 @@ class ToolFields(Fields):
         several, choice = self.parallel_tool_calls, self.tool_choice
         match choice:
             case "none":
-                return Tools((), {}, choice, several)
+                return RequestTools((), {}, choice, several)
             case "auto" | "required":
                 if choice == _REQUIRED and not functions:
                     said = "tool_choice: required, and there are no tools"
-                    raise Refused(said, param="tool_choice")
-                return Tools(given, functions, choice, several)
+                    raise RequestRefused(said, param="tool_choice")
+                return RequestTools(given, functions, choice, several)
             case {"type": "function", "function": {"name": str(name)}}:
                 for field, function in functions.items():
                     if function.name == name:
-                        return Tools(given, {field: function}, "function", False)
+                        return RequestTools(given, {field: function}, "function", False)
                 raise wrong("tool_choice", choice, "the name of one of the tools")
         wanted = '"auto", "none", "required", or {"type": "function", "function": {"name": ...}}'
         raise wrong("tool_choice", choice, wanted)

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from hjax.config import SWITCH, Config
-from hjax.data.reading import OVERLONG
+from hjax.data.read_options import OVERLONG
 from hjax.machine import MOST_DEVICES
 from hjax.roles import OPTIMIZERS, ROLES
-from hjax.rollout.options import OPTIONS
+from hjax.rollout.sampling_params import OPTIONS
 from hjax.rules import Key, Rule, above, at_least, below_one, between, number_or_auto, one_of
 
 # Sizes that sums and lists are made of before memory is asked: of a model's dimension or a batch's,

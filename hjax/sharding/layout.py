@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from hjax.errors import ConfigError
-from hjax.kernels.spread import Spread
-from hjax.sharding.moves import spec_of
-from hjax.sharding.placing import place_devices
-from hjax.xla.options import compiler_options
+from hjax.kernels.kernel_sharding import KernelSharding
+from hjax.sharding.device_mesh import place_devices
+from hjax.sharding.reshard_plan import spec_of
+from hjax.xla.compiler_flags import compiler_options
 
 # Major to minor: the paper's rank (d * p + P) * t + T, with the micro axes consecutive ranks.
 MESH_AXES = (
@@ -129,10 +129,10 @@ class Layout:
         return math.prod(self.mesh.shape[a] for a in self._axes(logical_axis))
 
     @property
-    def spread(self) -> Spread:
+    def spread(self) -> KernelSharding:
         """The same for kernels, by what their arrays are made of."""
         names = ("batch", "length", "heads", "kv_heads", "vocab", "embed")
-        return Spread(self.mesh, *(self.axes(name) for name in names))
+        return KernelSharding(self.mesh, *(self.axes(name) for name in names))
 
     @property
     def replicated(self) -> NamedSharding:
@@ -213,7 +213,7 @@ def make_layouts(
     """The layouts of a role on ``devices``.
 
     Args:
-      devices: laid on their wires (``hjax.sharding.placing``); simulated ones stand in the order
+      devices: laid on their wires (``hjax.sharding.device_mesh``); simulated ones stand in the order
         in which they are given. Ranks count the mesh; consecutive ones form the micro
         data-parallel groups. Their number alone gives layouts that can be asked, but hold no array.
       train: sizes of the mesh axes for training; -1 takes what is left over.

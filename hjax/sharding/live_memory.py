@@ -28,7 +28,7 @@ class PeakWatch:
 
     Call it at the moments that matter; a transition calls it when a bucket's sources and targets
     are both there. What programs allocate for themselves while they run is not seen: that is the
-    compiler's, see ``Cost.temporary``.
+    compiler's, see ``TransitionCost.temporary``.
     """
 
     def __init__(self, devices: Sequence[jax.Device]):

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from hjax.partition import Partition
 from hjax.sharding.layout import Layout
+from hjax.trainable_split import TrainableSplit
 
 PIPE_AXES = ("pipe", "pipe_micro")
 
@@ -61,9 +61,9 @@ class Pipeline:
       partition: of the parameters into what learns and what is frozen.
     """
 
-    def __init__(self, layout: Layout, axes: Tree, partition: Partition | None = None):
+    def __init__(self, layout: Layout, axes: Tree, partition: TrainableSplit | None = None):
         self.layout = layout
-        self._partition = partition or Partition()
+        self._partition = partition or TrainableSplit()
         self.stages = layout.ways("layers")
         self._staged = jax.tree.map(
             lambda names: names[:1] == ("layers",), axes, is_leaf=lambda x: isinstance(x, tuple)

@@ -17,8 +17,8 @@ import numpy as np
 from jax.sharding import Sharding
 
 from hjax.errors import ConfigError
-from hjax.pieces import Partial, Rows
-from hjax.sharding.arrays import is_array, place, to_numpy
+from hjax.sharded_values import PartialValue, ShardedRows
+from hjax.sharding.global_arrays import is_array, place, to_numpy
 from hjax.sharding.layout import Layout, RoleLayouts
 
 # What a batch tells the host, not its devices: it stays a numpy array on every edge.
@@ -73,7 +73,7 @@ class Protocol:
                 )
 
         def placed(x: Any) -> Any:
-            if isinstance(x, Rows):
+            if isinstance(x, ShardedRows):
                 check(len(x.rows))
                 return _cutting(layout.sharding("batch"))(x.held, place(x.rows, layout.replicated))
             if self.split == "replicated" or not x.shape:
@@ -106,7 +106,7 @@ def _cutting(sharding: Sharding) -> Any:
 
 
 def _map_arrays(function: Callable[[Any], Any], value: Any) -> Any:
-    if isinstance(value, Rows):
+    if isinstance(value, ShardedRows):
         return _map_rows(function, value)
     if isinstance(value, Mapping):
         return {
@@ -117,16 +117,16 @@ def _map_arrays(function: Callable[[Any], Any], value: Any) -> Any:
         return tuple(_map_arrays(function, item) for item in value)
     if is_array(value):
         return function(value)
-    return value.whole() if isinstance(value, Partial) else value
+    return value.whole() if isinstance(value, PartialValue) else value
 
 
-def _map_rows(function: Callable[[Any], Any], value: Rows) -> Any:
+def _map_rows(function: Callable[[Any], Any], value: ShardedRows) -> Any:
     """Rows of a held batch: of arrays on devices by ``function``, of the others on the host."""
     if value.rows is None:
         return value.held
     rows = to_numpy(value.rows).astype(np.int32)
     there = {k: x for k, x in value.held.items() if isinstance(x, jax.Array) and x.ndim}
-    cut = function(Rows(there, rows)) if there else {}
+    cut = function(ShardedRows(there, rows)) if there else {}
     here = {k: x[rows] if np.ndim(x) else x for k, x in value.held.items() if k not in there}
     return here | cut
 
@@ -139,7 +139,7 @@ def _at_hand(value: Any) -> Any:
         return tuple(_at_hand(item) for item in value)
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return to_numpy(value)
-    return value.whole() if isinstance(value, Partial) else value
+    return value.whole() if isinstance(value, PartialValue) else value
 
 
 PROTOCOLS: dict[str, Protocol] = {

@@ -13,14 +13,21 @@ from typing import Any
 import jax
 
 from hjax.errors import RunError
-from hjax.sharding.buckets import Leaf, Program, bucket_program, fill_buckets, leaf_name, plan_leaf
+from hjax.sharding.transfer_buckets import (
+    BucketProgram,
+    ReshardLeaf,
+    bucket_program,
+    fill_buckets,
+    leaf_name,
+    plan_leaf,
+)
 from hjax.xla.collectives import received_bytes
 
 BUCKET_BYTES = 16 * 2**20
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Route:
+class LeafRoute:
     """A leaf's way there and back.
 
     Attributes:
@@ -29,8 +36,8 @@ class Route:
         the source is kept instead (below).
     """
 
-    there: Leaf
-    back: Leaf | None
+    there: ReshardLeaf
+    back: ReshardLeaf | None
 
     @property
     def is_master(self) -> bool:
@@ -43,7 +50,7 @@ class Route:
         return self.back is None and not self.is_master and not self.there.unmoved
 
 
-class Held:
+class HeldParameters:
     """Parameters on their way: what stands of each, and the sources that were kept."""
 
     def __init__(self, leaves: list[jax.Array]):
@@ -53,7 +60,7 @@ class Held:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
+class TransitionCost:
     """What a transition costs, in bytes per device, counted before it runs.
 
     Attributes:
@@ -111,14 +118,14 @@ class Transition:
         paths, self._structure = jax.tree.flatten_with_path(shapes)
         casts = [x.dtype for _, x in paths] if dtypes is None else jax.tree.leaves(dtypes)
         befores, afters = jax.tree.leaves(source), jax.tree.leaves(target)
-        self.routes: list[Route] = []
+        self.routes: list[LeafRoute] = []
         for (path, x), cast, before, after in zip(paths, casts, befores, afters, strict=True):
             name = leaf_name(path)
             there = plan_leaf(name, x.shape, x.dtype, cast, before, after)
             back = plan_leaf(name, x.shape, cast, x.dtype, after, before)
             sliced = back.moves is not None and all(m.kind == "slice" for m in back.moves)
             returns = sliced and there.dtype == there.cast and not there.unmoved
-            self.routes.append(Route(there, back if returns else None))
+            self.routes.append(LeafRoute(there, back if returns else None))
         place = {id(route.there): index for index, route in enumerate(self.routes)}
         self.buckets = [
             [place[id(leaf)] for leaf in bucket]
@@ -139,11 +146,11 @@ class Transition:
         """Whether any parameter changes its shards or dtype."""
         return bool(self.buckets)
 
-    def leaf(self, index: int) -> Leaf:
+    def leaf(self, index: int) -> ReshardLeaf:
         """The way there of a leaf of the tree."""
         return self.routes[index].there
 
-    def start(self, params: Any) -> Held:
+    def start(self, params: Any) -> HeldParameters:
         """Take ``params``, in the train layout, to be moved; use them no longer."""
         leaves = jax.tree.leaves(params)
         for x, route in zip(leaves, self.routes, strict=True):
@@ -152,9 +159,9 @@ class Transition:
                     f"{route.there.name} is laid out as {x.sharding}, not as training keeps it "
                     f"({route.there.source}); an update must not change a parameter's sharding"
                 )
-        return Held(leaves)
+        return HeldParameters(leaves)
 
-    def advance(self, held: Held, watch: Callable[[], object] | None = None) -> Any:
+    def advance(self, held: HeldParameters, watch: Callable[[], object] | None = None) -> Any:
         """The parameters in the generate layout.
 
         Args:
@@ -175,7 +182,7 @@ class Transition:
                     source.delete()
         return jax.tree.unflatten(self._structure, held.leaves)
 
-    def back(self, held: Held, watch: Callable[[], object] | None = None) -> Any:
+    def back(self, held: HeldParameters, watch: Callable[[], object] | None = None) -> Any:
         """The parameters in the train layout again, bit for bit; generation's are freed."""
         while held.arrived:
             number = held.arrived[-1]
@@ -221,11 +228,11 @@ class Transition:
         """Abstract arrays of training's that stay beside those which generation reads."""
         return [r.there.before for r in self.routes if r.back is None and not r.there.unmoved]
 
-    def cost(self) -> Cost:
+    def cost(self) -> TransitionCost:
         """Compile everything for abstract arrays and count; nothing is allocated."""
         there, back = ([p for p in way if p.leaves] for way in (self._there, self._back))
         leaves = [route.there for route in self.routes]
-        return Cost(
+        return TransitionCost(
             received=sum(received_bytes(p.compiled.as_text()) for p in there),
             planned=sum(leaf.received_bytes or 0 for leaf in leaves),
             back=sum(received_bytes(p.compiled.as_text()) for p in back),
@@ -251,7 +258,7 @@ class Transition:
         return peak
 
 
-def largest_temporary(programs: Sequence[Program]) -> int:
+def largest_temporary(programs: Sequence[BucketProgram]) -> int:
     """Bytes per device of temporaries in the program that needs most."""
     analyses = [program.compiled.memory_analysis() for program in programs]
     return max((analysis.temp_size_in_bytes for analysis in analyses), default=0)

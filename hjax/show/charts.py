@@ -28,7 +28,7 @@ _SAME = 1e-12
 
 
 @dataclasses.dataclass(frozen=True)
-class Series:
+class ChartSeries:
     """One curve: points of (step, value), drawn in the colour of its class.
 
     Attributes:
@@ -89,7 +89,7 @@ def _digits(value: float, among: Sequence[float]) -> int:
 
 
 def line_chart(
-    series: Sequence[Series],
+    series: Sequence[ChartSeries],
     limit: tuple[str, float] | None = None,
     clipped: Collection[float] = (),
     along: str = "step",
@@ -131,7 +131,7 @@ def line_chart(
 
 
 def _data(
-    series: Sequence[Series], limit: tuple[str, float] | None, clipped: Collection[float]
+    series: Sequence[ChartSeries], limit: tuple[str, float] | None, clipped: Collection[float]
 ) -> str:
     """A chart for the page's script."""
     drawn = [
@@ -153,7 +153,7 @@ def _places(found: Sequence[Tick], place: Callable[[float], float]) -> list[tupl
     return [(place(tick.value), tick.text) for tick in found]
 
 
-def _thinned(series: Series) -> Series:
+def _thinned(series: ChartSeries) -> ChartSeries:
     """Runs of neighbouring points replaced by their mean, at the last one's step."""
     run = math.ceil(len(series.points) / _POINTS)
     if run <= 1:
@@ -171,7 +171,7 @@ def _thinned(series: Series) -> Series:
 
 
 def _range(
-    series: Sequence[Series], limit: tuple[str, float] | None, clipped: Collection[float]
+    series: Sequence[ChartSeries], limit: tuple[str, float] | None, clipped: Collection[float]
 ) -> tuple[float, float]:
     """The lowest and the highest value that is drawn, and some room; the first is the smaller."""
     values = [y for s in series for step, y in s.points if step not in clipped]
@@ -197,7 +197,7 @@ def _finite(value: float) -> float:
 
 
 def _curve(
-    series: Series, x_of: Callable[[float], float], y_of: Callable[[float], float]
+    series: ChartSeries, x_of: Callable[[float], float], y_of: Callable[[float], float]
 ) -> dict[str, Any]:
     places = [(x_of(step), y_of(value)) for step, value in series.points]
     around = list(zip(series.points, series.spread or ()))
@@ -305,7 +305,9 @@ def _short(text: str, room: int) -> str:
 _LEGEND_LETTER, _SWATCH = 6.2, 30  # of the legend: a letter's width, and what else a name takes
 
 
-def svg_file(title: str, series: Sequence[Series], limit: tuple[str, float] | None = None) -> str:
+def svg_file(
+    title: str, series: Sequence[ChartSeries], limit: tuple[str, float] | None = None
+) -> str:
     """The text of an SVG file: curves over steps, their names below.
 
     Args:

@@ -15,7 +15,7 @@ from hjax.show.curves import (
     CURVES,
     OTHER,
     TIMED,
-    Card,
+    ChartCard,
     Row,
     card,
     compiling_steps,
@@ -45,7 +45,7 @@ _RESULTS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class RunSummary:
     """What a page says of a run.
 
     Attributes:
@@ -100,7 +100,7 @@ def write_comparison(
     return path
 
 
-def read_runs(workdirs: Sequence[str | os.PathLike[str]]) -> list[Run]:
+def read_runs(workdirs: Sequence[str | os.PathLike[str]]) -> list[RunSummary]:
     """The runs of some workdirs, in their order; see ``write_comparison``."""
     paths = [Path(workdir) for workdir in workdirs]
     if len(paths) < 2:
@@ -114,7 +114,7 @@ def read_runs(workdirs: Sequence[str | os.PathLike[str]]) -> list[Run]:
         if not (path / "config.json").is_file():
             raise ConfigError(f"{paths[place]}: no run is here (no config.json)")
     return [
-        Run(
+        RunSummary(
             name,
             path,
             _COLORS[number],
@@ -136,7 +136,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
     return [str(path) for path in paths]
 
 
-def _results(runs: Sequence[Run]) -> dict[str, Any]:
+def _results(runs: Sequence[RunSummary]) -> dict[str, Any]:
     """``heads``, and ``rows`` of a run and its texts: steps taken, and the metrics that some run
     has."""
     shown = [r for r in _RESULTS if any(points_of(run.metrics, r[1]) for run in runs)]
@@ -158,7 +158,7 @@ def _results(runs: Sequence[Run]) -> dict[str, Any]:
     return {"heads": ["steps", *heads, "time in steps"], "rows": rows}
 
 
-def _cards(runs: Sequence[Run], others: bool = False) -> list[Card]:
+def _cards(runs: Sequence[RunSummary], others: bool = False) -> list[ChartCard]:
     """A chart of each metric with a curve of each run: those of a report, or all ``others``."""
     titles = {key: title for title, _, keys in CURVES for key in keys}
     logged = dict.fromkeys(key for run in runs for row in run.metrics for key in row)
@@ -182,12 +182,12 @@ def _cards(runs: Sequence[Run], others: bool = False) -> list[Card]:
     return cards
 
 
-def _moves(runs: Sequence[Run], key: str) -> bool:
+def _moves(runs: Sequence[RunSummary], key: str) -> bool:
     """Whether a metric has more than one value."""
     return len({y for run in runs for _, y in points_of(run.metrics, key)}) > 1
 
 
-def _differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+def _differences(runs: Sequence[RunSummary]) -> list[tuple[str, list[str]]]:
     """(key, each run's value) where they are not all the same."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
     absent = object()
@@ -199,7 +199,7 @@ def _differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     return rows
 
 
-def _samples(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def _samples(runs: Sequence[RunSummary]) -> list[dict[str, Any]]:
     """The held-out prompts that all runs were asked: ``prompt``, and ``answers`` of their last
     evaluations (as of ``answer``)."""
     last: list[Mapping[str, Row]] = []

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from hjax.roles import ROLES
-from hjax.show.charts import LineChart, Series, line_chart, value_text
+from hjax.show.charts import ChartSeries, LineChart, line_chart, value_text
 
 Row = Mapping[str, Any]
 
@@ -56,7 +56,7 @@ _LEFT = 2  # steps that must be left when those that compile are taken away
 
 
 @dataclasses.dataclass(frozen=True)
-class Card:
+class ChartCard:
     """A chart with its title and what it shows.
 
     Attributes:
@@ -78,18 +78,18 @@ class Card:
 
 def curve_cards(
     metrics: Sequence[Row], warm_start: Sequence[Row], cost_limit: float | None
-) -> tuple[list[Card], list[Card]]:
+) -> tuple[list[ChartCard], list[ChartCard]]:
     """The charts of a run, and those of what the machine did and of details.
 
     Args:
       metrics, warm_start: rows as in metrics.jsonl and warm_start.jsonl.
       cost_limit: drawn into the cost's chart.
     """
-    cards: list[Card] = []
+    cards: list[ChartCard] = []
     drawn = {"step", "reward/std"}
     times = seconds_of(metrics)
 
-    def curves(*keys: str) -> list[Series]:
+    def curves(*keys: str) -> list[ChartSeries]:
         spreads = {"reward/mean": "reward/std"}
         return [
             series_of(metrics, key, key, metric_color(key, 0), times, spreads.get(key, ""))
@@ -109,9 +109,9 @@ def curve_cards(
             cards.append(card(title, what, curves(*keys), limit))
     if points := points_of(warm_start, "loss"):
         what = "supervised, before the first step; nats per token"
-        cards.append(card("Warm start loss", what, [Series("loss", points, 5)]))
+        cards.append(card("Warm start loss", what, [ChartSeries("loss", points, 5)]))
     compiling = compiling_steps(metrics)
-    more: list[Card] = []
+    more: list[ChartCard] = []
     for key in sorted({key for row in metrics for key in row} - drawn):
         if not points_of(metrics, key):
             continue
@@ -150,7 +150,7 @@ def seconds_of(metrics: Sequence[Row]) -> dict[int, float]:
     return found
 
 
-def calibration_cards(rows: Sequence[Row]) -> list[Card]:
+def calibration_cards(rows: Sequence[Row]) -> list[ChartCard]:
     """How often predictions of the last evaluation came true, by how sure they were.
 
     Args:
@@ -161,8 +161,8 @@ def calibration_cards(rows: Sequence[Row]) -> list[Card]:
     for of, row in last.items():
         points = [(100 * b["predicted"], 100 * b["observed"]) for b in row["bins"]]
         series = [
-            Series("observed", points, 0, dots=True),
-            Series("predicted", [(50.0, 50.0), (100.0, 100.0)], 7),
+            ChartSeries("observed", points, 0, dots=True),
+            ChartSeries("predicted", [(50.0, 50.0), (100.0, 100.0)], 7),
         ]
         count = sum(b["count"] for b in row["bins"])
         what = (
@@ -171,7 +171,7 @@ def calibration_cards(rows: Sequence[Row]) -> list[Card]:
         )
         chart = line_chart(series, along="probability")
         legend = [(s.name, s.color, "") for s in series]
-        cards.append(Card(f"Calibration {of}".strip(), what, "", chart, legend))
+        cards.append(ChartCard(f"Calibration {of}".strip(), what, "", chart, legend))
     return cards
 
 
@@ -187,7 +187,7 @@ def series_of(
     color: int,
     times: Mapping[int, float],
     spread: str = "",
-) -> Series:
+) -> ChartSeries:
     """The curve of a metric.
 
     Args:
@@ -195,7 +195,7 @@ def series_of(
       spread: the metric that is half the width of a band around it; empty: none.
     """
     rows = [row for row in metrics if row.get(key) is not None]
-    return Series(
+    return ChartSeries(
         name,
         [(row["step"], row[key]) for row in rows],
         color,
@@ -213,15 +213,15 @@ def median(values: Sequence[float]) -> float:
 def card(
     title: str,
     what: str,
-    series: Sequence[Series],
+    series: Sequence[ChartSeries],
     limit: tuple[str, float] | None = None,
     clipped: Collection[float] = (),
     named: bool = False,
-) -> Card:
+) -> ChartCard:
     """A card of some curves; ``named``: with a legend, though there is only one."""
     said = [value_text(s.points[-1][1], [y for _, y in s.points]) for s in series]
     chart = line_chart(series, limit, clipped)
     if len(series) == 1 and not named:
-        return Card(title, what, f"last: {said[0]}", chart, [])
+        return ChartCard(title, what, f"last: {said[0]}", chart, [])
     legend = [(s.name, s.color, f"last {text}") for s, text in zip(series, said)]
-    return Card(title, what, "", chart, legend)
+    return ChartCard(title, what, "", chart, legend)

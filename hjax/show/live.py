@@ -50,7 +50,7 @@ class Display:
     """
 
     def __init__(self, config: Any, total_steps: int, stream: TextIO | None = None):
-        self.state = State(total_steps, config.display.samples)
+        self.state = DisplayState(total_steps, config.display.samples)
         self._view: _Plain | _Live | NotebookView | None = None
         if config.display.enabled and stream is None and in_notebook():
             self._view = NotebookView(self.state)
@@ -132,7 +132,7 @@ class Progress(NamedTuple):
     said: str
 
 
-class State:
+class DisplayState:
     """What the views draw; written by the training thread, read by the drawing one."""
 
     def __init__(self, total_steps: int, sample_count: int):
@@ -229,7 +229,7 @@ class State:
 class _Plain:
     """Aligned lines, for logs and notebooks."""
 
-    def __init__(self, state: State, stream: TextIO):
+    def __init__(self, state: DisplayState, stream: TextIO):
         self._state = state
         self._stream = stream
         self._header = ""
@@ -306,7 +306,7 @@ def _line_width(stream: TextIO) -> int | None:
 class _Live:
     """A view that is redrawn in place: phases, speed, the last rows, samples."""
 
-    def __init__(self, state: State, stream: TextIO):
+    def __init__(self, state: DisplayState, stream: TextIO):
         self._state = state
         self._console = Console(file=stream, highlight=False)
         self._live = Live(

@@ -40,7 +40,7 @@ class NotebookView:
     """A view of HTML that is drawn anew in its place.
 
     Args:
-      state: what to draw (``hjax.show.live.State``).
+      state: what to draw (``hjax.show.live.DisplayState``).
     """
 
     def __init__(self, state: Any):

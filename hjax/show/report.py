@@ -21,14 +21,14 @@ from hjax.files import (
     read_rows,
     replace_file,
 )
-from hjax.settings.checking import owned_defaults
+from hjax.settings.config_checks import owned_defaults
 from hjax.settings.keys import OWNED_SECTIONS, default_config
-from hjax.show.charts import Series, line_chart, stacked_bar, timeline, value_text
+from hjax.show.charts import ChartSeries, line_chart, stacked_bar, timeline, value_text
 from hjax.show.curves import (
     OTHER,
     PHASE_COLORS,
     ROLE_COLORS,
-    Card,
+    ChartCard,
     Row,
     calibration_cards,
     compiling_steps,
@@ -324,7 +324,7 @@ def write_stages(workdir: str | os.PathLike[str], stages: Sequence[str]) -> Path
 
 def _stages_content(path: Path, stages: Sequence[str]) -> dict[str, Any]:
     found: list[dict[str, Any]] = []
-    curves: list[Series] = []
+    curves: list[ChartSeries] = []
     for stage in stages:
         folder = path / stage
         run = run_content(folder) if (folder / "config.json").is_file() else None
@@ -335,12 +335,12 @@ def _stages_content(path: Path, stages: Sequence[str]) -> dict[str, Any]:
         link = f"{stage}/report.html" if (folder / "report.html").is_file() else ""
         found.append({"stage": stage, "run": run, "report": link})
         if points := reward_and_kl(folder):
-            curves.append(Series(stage, points, len(curves) % 8, dots=True))
+            curves.append(ChartSeries(stage, points, len(curves) % 8, dots=True))
     frontier = None
     if curves:
         legend = [(series.name, series.color, "") for series in curves]
         what = "reward/mean by kl/reference, nats per token"
-        frontier = Card("Reward", what, "", line_chart(curves, along="KL"), legend)
+        frontier = ChartCard("Reward", what, "", line_chart(curves, along="KL"), legend)
     begun = sum(stage["run"] is not None for stage in found)
     return dict(
         name=path.resolve().name,

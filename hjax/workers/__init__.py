@@ -1,16 +1,16 @@
 """The model classes of the roles; subclass ``Worker`` for one of your own."""
 
 from hjax.workers.actor import Actor
-from hjax.workers.base import Worker, WorkerContext
-from hjax.workers.generation import GeneratingWorker
+from hjax.workers.generating_worker import GeneratingWorker
 from hjax.workers.language import ImplicitReward, LearningTeacher, Reference, Teacher
 from hjax.workers.model import ModelWorker
 from hjax.workers.optimizer import OptimizerConfig, Updater
-from hjax.workers.parameters import ParameterWorker
+from hjax.workers.parameter_worker import ParameterWorker
 from hjax.workers.reward import FunctionReward, ModelReward
 from hjax.workers.rollout import Rollout
-from hjax.workers.scalar import Critic, Scorer
-from hjax.workers.trained import TrainedWorker
+from hjax.workers.scalar import Critic, RewardTrainer
+from hjax.workers.trainable_worker import TrainableWorker
+from hjax.workers.worker import Worker, WorkerContext
 
 __all__ = [
     "Actor",
@@ -25,9 +25,9 @@ __all__ = [
     "ParameterWorker",
     "Reference",
     "Rollout",
-    "Scorer",
+    "RewardTrainer",
     "Teacher",
-    "TrainedWorker",
+    "TrainableWorker",
     "Updater",
     "Worker",
     "WorkerContext",

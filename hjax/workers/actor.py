@@ -12,17 +12,17 @@ import jax.numpy as jnp
 from hjax.errors import ConfigError
 from hjax.models.forward import read_responses, response_log_probs, response_states
 from hjax.models.parameters import Network, Params
-from hjax.sharding.crossing import Landing
 from hjax.sharding.pipeline import Stack
 from hjax.sharding.protocols import control, protocol
+from hjax.sharding.transfer_plan import TargetRegions
 from hjax.sharding.transition import Transition
-from hjax.workers.base import SCORED_KEYS, TOKEN_KEYS, WorkerContext
-from hjax.workers.generation import GeneratingWorker
+from hjax.workers.generating_worker import GeneratingWorker
 from hjax.workers.language import LanguageWorker
+from hjax.workers.micro_batching import Batch, Objective
 from hjax.workers.optimizer import Prepare
-from hjax.workers.passes import Batch, Objective
-from hjax.workers.trained import TrainedWorker, update_reads
-from hjax.xla.program import Program
+from hjax.workers.trainable_worker import TrainableWorker, update_reads
+from hjax.workers.worker import SCORED_KEYS, TOKEN_KEYS, WorkerContext
+from hjax.xla.abstract_program import AbstractProgram
 
 
 class Actor(LanguageWorker, GeneratingWorker):
@@ -166,7 +166,7 @@ class Actor(LanguageWorker, GeneratingWorker):
         return objective, prepare
 
     @control
-    def publish(self, landing: Landing | None = None) -> Any:
+    def publish(self, landing: TargetRegions | None = None) -> Any:
         """The weights as generation reads them, for a rollout that stands apart.
 
         In copy, so that updates may go on while they are on their way: until they have arrived
@@ -189,19 +189,21 @@ class Actor(LanguageWorker, GeneratingWorker):
         taken, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
         return taken
 
-    def programs(self, rows: int, prompt_length: int) -> Iterator[Program]:
+    def programs(self, rows: int, prompt_length: int) -> Iterator[AbstractProgram]:
         """Transition, generation, log-probs and update of ``rows`` sequences."""
         if self.merge is not None:
-            yield Program("transition_merge", self.merge.trace)
-        yield from (Program(*each) for each in self.transition.programs())
+            yield AbstractProgram("transition_merge", self.merge.trace)
+        yield from (AbstractProgram(*each) for each in self.transition.programs())
         yield from GeneratingWorker.programs(self, rows, prompt_length)
         trace = self.trace_forward
-        yield Program("compute_log_prob", lambda: trace(self._log_prob, rows, prompt_length))
+        yield AbstractProgram(
+            "compute_log_prob", lambda: trace(self._log_prob, rows, prompt_length)
+        )
         if self.merge is not None:
             base = functools.partial(trace, base=True)
             of_base = functools.partial(base, self._log_prob, rows, prompt_length)
-            yield Program("compute_ref_log_prob", of_base)
-        yield from TrainedWorker.programs(self, rows, prompt_length)
+            yield AbstractProgram("compute_ref_log_prob", of_base)
+        yield from TrainableWorker.programs(self, rows, prompt_length)
 
     def beside(self, program: str) -> dict[str, Any]:
         """During the transition what is on neither side of a bucket; then masters of a copy."""

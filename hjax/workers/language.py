@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from hjax.models.forward import read_responses, token_log_probs, top_log_probs
 from hjax.sharding.protocols import protocol
-from hjax.workers.base import SCORED_KEYS, WorkerContext
 from hjax.workers.model import ModelWorker
-from hjax.workers.trained import TrainedWorker, update_reads
+from hjax.workers.trainable_worker import TrainableWorker, update_reads
+from hjax.workers.worker import SCORED_KEYS, WorkerContext
 
 
 class Reference(ModelWorker):
@@ -25,7 +25,7 @@ class Reference(ModelWorker):
         return {"ref_logprobs": self.score(self._log_prob, batch)}
 
 
-class LanguageWorker(TrainedWorker):
+class LanguageWorker(TrainableWorker):
     """A language model that learns."""
 
     def token_loss(

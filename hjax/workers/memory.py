@@ -1,9 +1,9 @@
 """The one estimate of what a role keeps of a device's memory and what its calls need beside it.
 
 In bytes per device, from shapes: no devices, no compiler. It answers for the check before a run,
-``model.remat=auto`` and ``rollout.slots=-1`` (``hjax.run.room``), dry runs and the auto-mapping
+``model.remat=auto`` and ``rollout.slots=-1`` (``hjax.run.memory_check``), dry runs and the auto-mapping
 (``hjax.planning``). A run counts its parameters from their shardings (``RoleMemory``), a search
-from a record (``Memory.counted``); all else is one formula for both. Held to what compilers say by
+from a record (``MemoryEstimate.counted``); all else is one formula for both. Held to what compilers say by
 ``tests/test_run_rematerialise.py``, ``tests/extended/test_mapping_measured.py`` and
 ``tests/extended/test_dryrun_updating.py``.
 """
@@ -20,30 +20,30 @@ import numpy as np
 from hjax.kernels import cudnn
 from hjax.kernels.attention import WHOLE, tpu_places
 from hjax.kernels.int8_cache import INT8, element_bytes
-from hjax.kernels.sets import CUDNN, TRIED
-from hjax.models import weight_ring
-from hjax.models.counts import (
+from hjax.kernels.registry import CUDNN, TRIED
+from hjax.models import collective_matmul
+from hjax.models.cost_inputs import (
     FLOAT32,
     MASTERS,
-    Mesh,
+    MeshSizes,
     ModelCounts,
     Numerics,
     Offload,
     Workload,
     counts,
 )
-from hjax.models.expert_pieces import ROOM
+from hjax.models.expert_dispatch import ROOM
 from hjax.models.expert_ring import goes_round
 from hjax.models.forward import LOGIT_CHUNK_BYTES
 from hjax.models.parameters import Network, decoder_network, scalar_network
 from hjax.models.remat import NONE, PRODUCTS
 from hjax.roles import ROLLOUT
-from hjax.rollout.beginnings import READING, SHARED, SHORT
 from hjax.rollout.engine import STEPS
+from hjax.rollout.prefix_sharing import READING, SHARED, SHORT
 from hjax.sharding.layout import Layout
-from hjax.workers.base import WorkerContext
+from hjax.workers.micro_batching import MicroBatches
 from hjax.workers.packer import Packer
-from hjax.workers.passes import Passes
+from hjax.workers.worker import WorkerContext
 
 # Of a device's memory; the rest is for what an estimate does not see.
 USABLE = 0.9
@@ -57,7 +57,7 @@ _DRAWN = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Programs:
+class ProgramOptions:
     """How programs are compiled and what they compute in.
 
     Attributes:
@@ -74,7 +74,7 @@ class Programs:
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class ParameterShare:
     """A device's part of a model's parameters.
 
     Attributes:
@@ -90,7 +90,7 @@ class Held:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pass:
+class MemoryPass:
     """One of the passes in which a device's rows go through a model.
 
     Attributes:
@@ -114,7 +114,7 @@ class Pass:
 
 
 @dataclasses.dataclass(frozen=True)
-class Decoded:
+class DecodeBatch:
     """What a replica decodes at a time.
 
     Attributes:
@@ -131,7 +131,7 @@ class Decoded:
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class MemoryEstimate:
     """Bytes of a device for one role's model under a mesh.
 
     The models of a set take turns: it needs the sum of what is resident and the largest of what
@@ -143,13 +143,15 @@ class Memory:
       held: the device's part of its parameters.
     """
 
-    programs: Programs
+    programs: ProgramOptions
     model: ModelCounts
-    mesh: Mesh
-    held: Held
+    mesh: MeshSizes
+    held: ParameterShare
 
     @classmethod
-    def counted(cls, programs: Programs, model: ModelCounts, mesh: Mesh) -> Memory:
+    def counted(
+        cls, programs: ProgramOptions, model: ModelCounts, mesh: MeshSizes
+    ) -> MemoryEstimate:
         """With all parameters over pipe * tensor * fsdp, and ``Numerics``' bytes of each: what is
         frozen beside adapters is kept as it is computed with, or in one byte."""
         numerics = programs.numerics
@@ -159,7 +161,7 @@ class Memory:
         learned = every * model.learning
         weights = every * (numerics.weights * model.learning + frozen + small)
         wide = learned if numerics.compute < numerics.weights else 0.0
-        return cls(programs, model, mesh, Held(weights, learned, wide, every * small))
+        return cls(programs, model, mesh, ParameterShare(weights, learned, wide, every * small))
 
     # What stays.
 
@@ -179,7 +181,7 @@ class Memory:
 
     # Updates and scores.
 
-    def rows(self, rows: int, work: Workload, passes: int = 1) -> Pass:
+    def rows(self, rows: int, work: Workload, passes: int = 1) -> MemoryPass:
         """A pass over so many padded rows of a device."""
         numerics, split = self.programs.numerics, self.mesh.context
         share = work.share(numerics.shared_prompt, rows)
@@ -192,7 +194,7 @@ class Memory:
         if long and self.programs.tpu:
             row = prompt + share * response
             filled = tokens * (tpu_places(row) / row - 1)
-        return Pass(
+        return MemoryPass(
             passes=passes,
             tokens=tokens,
             answered=rows * response / split,
@@ -201,7 +203,7 @@ class Memory:
             filled=filled,
         )
 
-    def update(self, one: Pass, policy: str) -> float:
+    def update(self, one: MemoryPass, policy: str) -> float:
         """An update beside its state: gradients (and their sum so far, of several passes), a cast
         copy of the weights where they are wider (where none are gathered and it is no TPU, of the
         layer in use and the head), activations, and the larger of the head (states and logits,
@@ -231,7 +233,7 @@ class Memory:
         beside = gradients + summed - of_layers + self._cast() + layers * kept
         return beside + self._gathered(one.tokens) + max(head, of_layers + at_work)
 
-    def _layer_update(self, one: Pass) -> tuple[float, float, float]:
+    def _layer_update(self, one: MemoryPass) -> tuple[float, float, float]:
         """Of a layer all that its backward pass reads; what stands besides while it runs; and what
         experts keep of first products beyond what ``ModelCounts.kept`` counts."""
         model, mesh, numerics = self.model, self.mesh, self.programs.numerics
@@ -291,7 +293,7 @@ class Memory:
         cast += numerics.compute * self.held.narrow * mesh.pipe / model.layers
         return cast + (4 * model.layer_parameters / mesh.tensor if model.dora else 0.0)
 
-    def forward(self, one: Pass) -> float:
+    def forward(self, one: MemoryPass) -> float:
         """The hidden states twice, a cast copy of the weights (on a TPU, whose compiler makes it
         before the loop over layers, of all; else of the layer in use), and the most of one layer's
         attention (scores where they are kept), its MLP, and the logits; or the copy while it is
@@ -324,7 +326,7 @@ class Memory:
         return 8.0 * pairs * self.model.heads / self.mesh.tensor
 
     def _logits(self, tokens: float) -> float:
-        """float32 logits, at most ``Programs.logits`` at a time; none of a scalar head."""
+        """float32 logits, at most ``ProgramOptions.logits`` at a time; none of a scalar head."""
         if self.model.scalar:
             return 0.0
         return min(self.programs.logits, 4.0 * tokens * self.model.vocab / self.mesh.tensor)
@@ -354,11 +356,11 @@ class Memory:
         return 2 * layer / (1 if travels else self.mesh.tensor)
 
     def _travels(self, tokens: float) -> bool:
-        return self.programs.tpu and weight_ring.travels(self.model, self.mesh, tokens)
+        return self.programs.tpu and collective_matmul.travels(self.model, self.mesh, tokens)
 
     # Generation.
 
-    def generation(self, at_a_time: Decoded, work: Workload) -> float:
+    def generation(self, at_a_time: DecodeBatch, work: Workload) -> float:
         """The generation copy, and the larger of reading prompts and drawing tokens, beside keys
         and values. Before it a bucket of the transition."""
         copy = self.generation_copy()
@@ -384,20 +386,20 @@ class Memory:
         each = model.cache_elements * self.programs.numerics.cache * model.layers
         return rows * tokens * each / (model.cache_share(mesh.generate_tensor) * mesh.generate_pipe)
 
-    def slot_cache(self, at_a_time: Decoded, work: Workload) -> float:
+    def slot_cache(self, at_a_time: DecodeBatch, work: Workload) -> float:
         """Keys and values of slots: of each prompt once, and of its responses, with some columns
         more where others follow (a TPU's kernel needs none)."""
         room = MORE_COLUMNS if at_a_time.refills and not self.programs.tpu else 0
         own = at_a_time.samples * (work.response_length + room)
         return self.cache(at_a_time.prompts, work.prompt_length + own)
 
-    def slot_reading(self, at_a_time: Decoded, work: Workload) -> float:
+    def slot_reading(self, at_a_time: DecodeBatch, work: Workload) -> float:
         """Of reading as many tokens of prompts as are read at a time: a layer's part, and their
         keys and values before they are put beside the others."""
         tokens = min(max(READING, work.prompt_length), at_a_time.prompts * work.prompt_length)
         return self._reading(tokens, work) + self.cache(1, tokens)
 
-    def _slots(self, at_a_time: Decoded, work: Workload) -> float:
+    def _slots(self, at_a_time: DecodeBatch, work: Workload) -> float:
         """Of hjax's engine: the slots' keys and values, blocks of prompts' beginnings that are
         shared, and the larger of reading prompts and drawing a token of every slot."""
         held = self.slot_cache(at_a_time, work)
@@ -407,7 +409,7 @@ class Memory:
         drawn = _DRAWN * 4.0 * rows * self.model.vocab / self.mesh.generate_tensor
         return held + max(self.slot_reading(at_a_time, work), drawn)
 
-    def _at_once(self, at_a_time: Decoded, work: Workload) -> float:
+    def _at_once(self, at_a_time: DecodeBatch, work: Workload) -> float:
         """Of one program that reads all prompts, then draws all tokens; of a shared prompt there
         is one per group."""
         numerics, prompt = self.programs.numerics, work.prompt_length
@@ -428,11 +430,11 @@ class Memory:
         return hidden + self._generating._layer_forward(tokens, pairs)
 
     @property
-    def _generating(self) -> Memory:
+    def _generating(self) -> MemoryEstimate:
         """The same under the generate layout, which splits what hjax's does."""
         expert = self.mesh.expert if self.programs.numerics.own else 1
         mesh = self.mesh
-        layout = Mesh(expert=expert, pipe=mesh.generate_pipe, tensor=mesh.generate_tensor)
+        layout = MeshSizes(expert=expert, pipe=mesh.generate_pipe, tensor=mesh.generate_tensor)
         return dataclasses.replace(self, mesh=layout)
 
 
@@ -447,7 +449,7 @@ class RoleMemory:
       layout: the train layout, as the worker has it.
     """
 
-    memory: Memory
+    memory: MemoryEstimate
     context: WorkerContext
     network: Network
     layout: Layout
@@ -495,9 +497,9 @@ class RoleMemory:
             in_place=in_place,
             optimizer=state / max(held.learned, 1),
         )
-        programs = Programs(numerics, tpu, by_cudnn)
-        mesh = Mesh.of(layout, generates=True)
-        memory = Memory(programs, counts(config, context.role, scalar), mesh, held)
+        programs = ProgramOptions(numerics, tpu, by_cudnn)
+        mesh = MeshSizes.of(layout, generates=True)
+        memory = MemoryEstimate(programs, counts(config, context.role, scalar), mesh, held)
         return cls(memory, context, network, layout)
 
     def with_state(self, rows: int, prompt: int, policy: str) -> float:
@@ -505,7 +507,7 @@ class RoleMemory:
         one = self.update_pass(rows, self.context.samples, prompt)
         return self.memory.resident(trained=True) + self.memory.update(one, policy)
 
-    def update_pass(self, rows: int, samples: int, prompt: int) -> Pass:
+    def update_pass(self, rows: int, samples: int, prompt: int) -> MemoryPass:
         """One of the passes of an update.
 
         Args:
@@ -517,11 +519,13 @@ class RoleMemory:
         work = Workload(prompt, context.max_response_length, rows, samples)
         if context.packing:
             return self._in_packs(work)
-        passes = Passes(layout, self.network.axes, context.micro_batch, samples).pieces_of(rows)
+        passes = MicroBatches(layout, self.network.axes, context.micro_batch, samples).pieces_of(
+            rows
+        )
         each = max(rows // layout.ways("batch") // passes, 1)
         return self.memory.rows(each, work, passes)
 
-    def _in_packs(self, work: Workload) -> Pass:
+    def _in_packs(self, work: Workload) -> MemoryPass:
         """Of packs of sequences as long as they can be, each with its prompt where a kernel might
         want that."""
         context = self.context
@@ -531,7 +535,7 @@ class RoleMemory:
         packs = packer.abstract(work.sequences, widths, share, context.unit)
         count, _, length = packs.source.shape
         tokens = math.prod(packs.source.shape[1:])
-        return Pass(
+        return MemoryPass(
             passes=count // self.layout.ways("batch"),
             tokens=tokens,
             answered=math.prod(packs.states.shape[1:]),
@@ -539,7 +543,7 @@ class RoleMemory:
         )
 
 
-def held_by(network: Network, layout: Layout, dtype: np.dtype) -> Held:
+def held_by(network: Network, layout: Layout, dtype: np.dtype) -> ParameterShare:
     """A device's part of a network's parameters, which are computed with in ``dtype``."""
     shapes, shardings, split = network.shapes, network.shardings(layout), network.partition.split
 
@@ -550,7 +554,7 @@ def held_by(network: Network, layout: Layout, dtype: np.dtype) -> Held:
 
     every, size = counted(shapes, shardings), dtype.itemsize
     learned = counted(split(shapes)[0], split(shardings)[0])
-    return Held(
+    return ParameterShare(
         weights=sum(each * n for each, n in every),
         learned=sum(n for _, n in learned),
         wide=sum(n for each, n in every if each > size),

@@ -13,15 +13,15 @@ import numpy as np
 from hjax.kernels import cudnn
 from hjax.kernels.attention import WHOLE
 from hjax.models.forward import response_log_probs
-from hjax.models.packed import KEY as PACKING
 from hjax.models.parameters import Network, Params
+from hjax.models.sequence_packing import KEY as PACKING
 from hjax.sharding.pipeline import Stack
 from hjax.sharding.protocols import PROMPT_ID
-from hjax.workers.base import TOKEN_KEYS, WorkerContext
-from hjax.workers.packer import LaidOut, Packer, Padded, pack_places
-from hjax.workers.parameters import ParameterWorker, abstract
-from hjax.workers.passes import Passes, rows_of
-from hjax.xla.program import Program
+from hjax.workers.micro_batching import MicroBatches, rows_of
+from hjax.workers.packer import BatchLayout, Packer, PaddedBatch, pack_places
+from hjax.workers.parameter_worker import ParameterWorker, abstract
+from hjax.workers.worker import TOKEN_KEYS, WorkerContext
+from hjax.xla.abstract_program import AbstractProgram
 
 
 class ModelWorker(ParameterWorker):
@@ -55,9 +55,9 @@ class ModelWorker(ParameterWorker):
         whole = train.ways("layers") == train.ways("length") == 1
         return whole and not self.context.router_loss
 
-    def _passes(self, network: Network) -> Passes:
+    def _passes(self, network: Network) -> MicroBatches:
         context = self.context
-        return Passes(
+        return MicroBatches(
             self.layouts.train,
             network.axes,
             micro_batch=context.micro_batch,
@@ -66,14 +66,14 @@ class ModelWorker(ParameterWorker):
             unit=context.unit,
         )
 
-    def programs(self, rows: int, prompt_length: int) -> Iterator[Program]:
+    def programs(self, rows: int, prompt_length: int) -> Iterator[AbstractProgram]:
         """The programs that calls on ``rows`` sequences run; here those of ``scores``.
 
         A call's name is that of the protocol method, or ``generate``, ``transition``, ``update``.
         """
         for name, compute in self.scores.items():
             trace = functools.partial(self.trace_forward, getattr(self, compute))
-            yield Program(name, functools.partial(trace, rows, prompt_length))
+            yield AbstractProgram(name, functools.partial(trace, rows, prompt_length))
 
     def beside(self, program: str) -> dict[str, Any]:
         """The part of ``abstract_state()`` that stays while a program runs but is no argument."""
@@ -88,7 +88,7 @@ class ModelWorker(ParameterWorker):
         batch = self.token_shapes(rows, prompt_length)
         return self._forward(compute, True, base).trace(params, batch)
 
-    def laid_out(self, batch: Mapping[str, Any], grouped: bool, unit: int = 1) -> LaidOut:
+    def laid_out(self, batch: Mapping[str, Any], grouped: bool, unit: int = 1) -> BatchLayout:
         """How a batch of prompts and responses is computed.
 
         Args:
@@ -97,17 +97,17 @@ class ModelWorker(ParameterWorker):
           unit: consecutive rows that are never cut apart.
         """
         if self.packer is None:
-            return LaidOut()
+            return BatchLayout()
         rows, width = batch["response_mask"].shape
         padded = self._padded(rows, (batch["prompt_mask"].shape[1], width), grouped)
         return self.packer(batch, self._in_packs(padded, grouped, unit), padded, unit)
 
-    def _padded(self, rows: int, widths: tuple[int, int], grouped: bool) -> Padded:
+    def _padded(self, rows: int, widths: tuple[int, int], grouped: bool) -> PaddedBatch:
         """What is computed of so many padded rows."""
         passes = self.passes.pieces_of(rows)
-        return Padded(rows, widths, self.share(rows // passes) if grouped else 1, passes)
+        return PaddedBatch(rows, widths, self.share(rows // passes) if grouped else 1, passes)
 
-    def _in_packs(self, padded: Padded, grouped: bool, unit: int = 1) -> int:
+    def _in_packs(self, padded: PaddedBatch, grouped: bool, unit: int = 1) -> int:
         """Consecutive rows whose prompt stands in a pack once."""
         samples = self.context.samples
         places = self.context.packing or pack_places(padded, unit)

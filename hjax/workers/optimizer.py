@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import optax
 
 from hjax.errors import ConfigError
-from hjax.models.declaration import Kind, Parameter
+from hjax.models.parameter_spec import ParameterKind, ParameterSpec
 from hjax.models.parameters import Network, Params
 from hjax.roles import OPTIMIZERS
 from hjax.sharding.layout import Layout
-from hjax.user_files import error_line, load_object
-from hjax.workers.passes import Batch, Objective, Passes
+from hjax.user_code import error_line, load_object
+from hjax.workers.micro_batching import Batch, MicroBatches, Objective
 
 # In a batch whose update drops something: updates made before.
 UPDATE = "update"
@@ -92,7 +92,7 @@ class OptimizerConfig:
         return optax.join_schedules([optax.constant_schedule(0.0), after], [frozen])
 
     def build(self, declared: Params) -> optax.GradientTransformation:
-        """The optax transformation of parameters so declared (nested dict of ``Parameter``)."""
+        """The optax transformation of parameters so declared (nested dict of ``ParameterSpec``)."""
         if callable(self.optimizer):
             # The second counts updates, whatever the first keeps.
             made = optax.chain(self.optimizer(self.rate()), optax.scale_by_schedule(lambda _: 1.0))
@@ -160,12 +160,12 @@ def _owner(path: tuple[Any, ...], owners: Collection[tuple[Any, ...]]) -> tuple[
     return next((path[i:] for i in range(len(path)) if path[i:] in owners), None)
 
 
-def _matrix_dimensions(parameter: Parameter) -> optax.contrib.MuonDimensionNumbers | None:
+def _matrix_dimensions(parameter: ParameterSpec) -> optax.contrib.MuonDimensionNumbers | None:
     """Which dimensions of a parameter are a matrix's inputs and outputs; the others count matrices.
     None: it is no matrix."""
     names = parameter.names
-    low_rank = parameter.kind is Kind.ADAPTER and "rank" in names
-    if parameter.kind is not Kind.MATRIX and not low_rank:
+    low_rank = parameter.kind is ParameterKind.ADAPTER and "rank" in names
+    if parameter.kind is not ParameterKind.MATRIX and not low_rank:
         return None
     inputs = ("rank",) if low_rank else parameter.inputs
     last = len(names) - 1
@@ -269,7 +269,7 @@ class Updater:
         objective: Objective,
         prepare: Prepare,
         optimizer: OptimizerConfig,
-        passes: Passes,
+        passes: MicroBatches,
         network: Network,
         pretraining: tuple[Objective, Prepare] | None = None,
         name: str = "update",

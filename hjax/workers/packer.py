@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from hjax.models.packed import KEY, Packing
-from hjax.sharding.arrays import place, to_numpy
+from hjax.models.sequence_packing import KEY, Packing
+from hjax.sharding.global_arrays import place, to_numpy
 from hjax.sharding.layout import Layout
-from hjax.workers.packs import Shape, fill, first_cells, make_packing
+from hjax.workers.packs import PackShape, fill, first_cells, make_packing
 
 # What packs have to save where a batch chooses: as many padded places as each of theirs. At full
 # lengths a packed place costs 1.15 to 1.4 times a padded one (gathers, masks of attention).
@@ -30,7 +30,7 @@ LEAST, LEAST_ELSEWHERE = 512, 4096
 ROOM = 8
 
 
-class Padded(NamedTuple):
+class PaddedBatch(NamedTuple):
     """A padded batch, as its program computes it.
 
     Attributes:
@@ -52,7 +52,7 @@ class Padded(NamedTuple):
         return self.rows * (prompt / self.share + response)
 
 
-class LaidOut(NamedTuple):
+class BatchLayout(NamedTuple):
     """How a batch's rows go through a program.
 
     Attributes:
@@ -87,8 +87,13 @@ class Packer:
         self._per_pass = max(micro_batch // self._parts, 1) if micro_batch else 0
 
     def __call__(
-        self, batch: Mapping[str, Any], share: int, padded: Padded, unit: int = 1, capacity: int = 0
-    ) -> LaidOut:
+        self,
+        batch: Mapping[str, Any],
+        share: int,
+        padded: PaddedBatch,
+        unit: int = 1,
+        capacity: int = 0,
+    ) -> BatchLayout:
         """A batch's rows, in packs on the devices that compute them or, by choice, padded.
 
         Args:
@@ -103,7 +108,7 @@ class Packer:
         prompts, responses = (mask.sum(axis=1) for mask in masks)
         if self.capacity:
             made = self._make(prompts, responses, padded.widths, share, capacity, unit)
-            return LaidOut(self._placed(made), (made.segments == 0).mean(dtype="float32"))
+            return BatchLayout(self._placed(made), (made.segments == 0).mean(dtype="float32"))
         least = LEAST if self._layout.platform == "cpu" else LEAST_ELSEWHERE
         shape = shape_beside(padded, self._parts, unit, least)
         packing = None
@@ -111,9 +116,9 @@ class Packer:
             packing = fill(prompts, responses, padded.widths, share, shape, self._parts, unit)
         if packing is None:
             tokens = prompts.sum() / padded.share + responses.sum()
-            return LaidOut(padding=np.float32(1 - tokens / padded.places))
+            return BatchLayout(padding=np.float32(1 - tokens / padded.places))
         computed = packing.segments[first_cells(packing.passes, self._parts, shape.passes)]
-        return LaidOut(self._placed(packing), (computed == 0).mean(dtype="float32"))
+        return BatchLayout(self._placed(packing), (computed == 0).mean(dtype="float32"))
 
     def abstract(self, rows: int, widths: tuple[int, int], share: int, unit: int = 1) -> Packing:
         """Shapes of the packs of rows that have no padding: the most there can be."""
@@ -152,7 +157,7 @@ class Packer:
 
 
 @functools.lru_cache(maxsize=256)
-def shape_beside(padded: Padded, parts: int, unit: int = 1, least: int = LEAST) -> Shape:
+def shape_beside(padded: PaddedBatch, parts: int, unit: int = 1, least: int = LEAST) -> PackShape:
     """The one shape of packs that may take a padded batch's place.
 
     A pass holds a part of the padded batch, in places, response tokens and rows alike, so that as
@@ -175,10 +180,10 @@ def shape_beside(padded: Padded, parts: int, unit: int = 1, least: int = LEAST) 
     most += -most % unit
     answers = max(unit * response, math.ceil(held * rows * response / height), most)
     passes = int(places / (height * capacity * WORTH))
-    return Shape(passes, height, capacity, height * most, answers)
+    return PackShape(passes, height, capacity, height * most, answers)
 
 
-def pack_places(padded: Padded, unit: int) -> int:
+def pack_places(padded: PaddedBatch, unit: int) -> int:
     """Places of a chosen pack: the longest rows' that stay together."""
     longest = unit * (sum(padded.widths) - 1)
     return -(-longest // 32) * 32

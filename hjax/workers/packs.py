@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hjax.models.packed import Packing
+from hjax.models.sequence_packing import Packing
 
 
-class Shape(NamedTuple):
+class PackShape(NamedTuple):
     """Of a packing.
 
     Attributes:
@@ -32,7 +32,7 @@ class Shape(NamedTuple):
     answers: int
 
 
-class Piece(NamedTuple):
+class PackedGroup(NamedTuple):
     """Rows that answer one prompt, which stands before them once."""
 
     rows: tuple[int, ...]
@@ -47,7 +47,7 @@ def first_fit(
     unit: int = 1,
     answers: int = 0,
     rows_of_pack: int = 0,
-) -> list[list[Piece]]:
+) -> list[list[PackedGroup]]:
     """Packs of rows: the longest first, each where it fits first.
 
     A row goes into the first pack that has its prompt and room for its response, else into the
@@ -104,7 +104,7 @@ def first_fit(
         free[at] -= taken
     return [
         [
-            Piece(tuple(sorted(held)), int(prompts[held[0]] + own[held].sum()))
+            PackedGroup(tuple(sorted(held)), int(prompts[held[0]] + own[held].sum()))
             for held in pack.values()
         ]
         for pack in packs
@@ -148,7 +148,7 @@ def make_packing(
     most = max(sum(int(responses[row]) for row in rows) for rows in slots)
     step = max(capacity // 4, 1)
     width = max(-(-most // (height * step)), 1) * step
-    shape = Shape(passes, height, capacity, size, width)
+    shape = PackShape(passes, height, capacity, size, width)
     return _written(cells, slots, prompts, responses, widths, share, shape)
 
 
@@ -157,7 +157,7 @@ def fill(
     responses: np.ndarray,
     widths: tuple[int, int],
     share: int,
-    shape: Shape,
+    shape: PackShape,
     parts: int,
     unit: int = 1,
 ) -> Packing | None:
@@ -189,7 +189,7 @@ def fill(
     rows = _slots(dealt, len(responses), unit)
     if max(map(len, rows)) > shape.slots:
         return None
-    cells: list[list[list[Piece]]] = [[] for _ in range(parts * shape.passes)]
+    cells: list[list[list[PackedGroup]]] = [[] for _ in range(parts * shape.passes)]
     slots: list[list[int]] = [[] for _ in cells]
     for number, cell in enumerate(first_cells(passes, parts, shape.passes)):
         cells[cell], slots[cell] = dealt[number], rows[number]
@@ -203,13 +203,13 @@ def first_cells(passes: int, parts: int, of: int) -> np.ndarray:
 
 
 def _written(
-    cells: list[list[list[Piece]]],
+    cells: list[list[list[PackedGroup]]],
     slots: list[list[int]],
     prompts: np.ndarray,
     responses: np.ndarray,
     widths: tuple[int, int],
     share: int,
-    shape: Shape,
+    shape: PackShape,
 ) -> Packing:
     """The packing of packs and rows by cell; the rest as of ``make_packing``."""
     rows, tokens = len(prompts), sum(widths)
@@ -254,9 +254,9 @@ def _roomy(slots: int, rows: int, cells: int, unit: int) -> int:
     return room
 
 
-def _dealt(packs: list[list[Piece]], cells: int) -> list[list[list[Piece]]]:
+def _dealt(packs: list[list[PackedGroup]], cells: int) -> list[list[list[PackedGroup]]]:
     """Packs by cell, the fullest first, back and forth, so that all cells get about as much."""
-    dealt: list[list[list[Piece]]] = [[] for _ in range(cells)]
+    dealt: list[list[list[PackedGroup]]] = [[] for _ in range(cells)]
     fullest = sorted(packs, key=lambda pack: -sum(piece.places for piece in pack))
     for number, pack in enumerate(fullest):
         turn, cell = divmod(number, cells)
@@ -264,7 +264,7 @@ def _dealt(packs: list[list[Piece]], cells: int) -> list[list[list[Piece]]]:
     return dealt
 
 
-def _slots(cells: list[list[list[Piece]]], rows: int, unit: int) -> list[list[int]]:
+def _slots(cells: list[list[list[PackedGroup]]], rows: int, unit: int) -> list[list[int]]:
     """Rows by cell, in the order of its packs; those without a response beside the rest of their
     unit, or where there is room."""
     of_cells = [

@@ -10,20 +10,20 @@ import numpy as np
 from hjax.data.response_text import ResponseText
 from hjax.errors import ConfigError, RunError
 from hjax.models.forward import read_responses, sequence_states
-from hjax.models.packed import KEY as PACKING
-from hjax.models.packed import Packing
-from hjax.pieces import Added, Pieces
-from hjax.rewards.early import Verdict
+from hjax.models.sequence_packing import KEY as PACKING
+from hjax.models.sequence_packing import Packing
+from hjax.rewards.concurrent_rewards import PendingReward
 from hjax.rewards.function import RewardFunction, check_unscored
-from hjax.rewards.judging import RewardResult
+from hjax.rewards.reward_results import RewardResult
 from hjax.rollout.generator import bucket_length
-from hjax.sharding.arrays import place, to_numpy
+from hjax.sharded_values import ArrayRegions, SummedValue
+from hjax.sharding.global_arrays import place, to_numpy
 from hjax.sharding.protocols import protocol
-from hjax.workers.base import TOKEN_KEYS, Worker, WorkerContext
-from hjax.workers.generation import JUDGED, ragged
+from hjax.workers.generating_worker import JUDGED, ragged
 from hjax.workers.model import ModelWorker
-from hjax.workers.parameters import abstract
-from hjax.xla.program import Program
+from hjax.workers.parameter_worker import abstract
+from hjax.workers.worker import TOKEN_KEYS, Worker, WorkerContext
+from hjax.xla.abstract_program import AbstractProgram
 
 # What a reward model reads, and what a function is shown beside it.
 TEXT_KEYS = (*TOKEN_KEYS, "prompt_text", "response_text")
@@ -60,7 +60,7 @@ class FunctionReward(Worker):
         """Call the function on every row's prompt, response and dataset columns, or take what it
         said while they were generated."""
         if verdicts := batch.get(JUDGED, {}).get(self.context.role):
-            result = Verdict.gathered(verdicts)
+            result = PendingReward.gathered(verdicts)
             check_unscored(result, self.max_unscored)
             return result
         prompts = ragged(batch["prompts"], batch["prompt_mask"])
@@ -105,7 +105,7 @@ class FunctionReward(Worker):
         part = cut(batch, share)
         result = self.score(part)
         region = ((share.start, share.stop),)
-        rewards = Pieces((rows,), result.rewards.dtype, ((region, result.rewards),))
+        rewards = ArrayRegions((rows,), result.rewards.dtype, ((region, result.rewards),))
         if result.tokens:
             raise RunError(
                 f"{self.role}: rewards by token are made in one process; set "
@@ -116,7 +116,7 @@ class FunctionReward(Worker):
             # Of the other processes' rows nothing: together they are the sum.
             named[name] = np.zeros(rows, np.float32)
             named[name][share] = values
-        parts = {"outcomes": Added(result.outcomes), "named_rewards": Added(named)}
+        parts = {"outcomes": SummedValue(result.outcomes), "named_rewards": SummedValue(named)}
         return {"rewards": rewards, **parts}
 
 
@@ -278,7 +278,7 @@ class ModelReward(ModelWorker):
         last = jnp.arange(mask.shape[1]) == mask.sum(axis=1, keepdims=True) - 1
         return jnp.sum(jnp.where(last, model.score(hidden), 0.0), axis=1)
 
-    def programs(self, rows: int, prompt_length: int) -> Iterator[Program]:
+    def programs(self, rows: int, prompt_length: int) -> Iterator[AbstractProgram]:
         """Scores of ``rows`` sequences of the greatest length that the actor's tokens can give."""
         longest = prompt_length + self.context.max_response_length
         length = bucket_length(longest, self.network.config.max_length)
@@ -296,7 +296,7 @@ class ModelReward(ModelWorker):
         params = abstract(self.network.shapes, self.shardings)
         name = "compute_reward" if self.role == "reward" else "compute_cost"
         score = self._every_score if self.context.steps else self._last_score
-        yield Program(name, lambda: self._forward(score, False).trace(params, batch))
+        yield AbstractProgram(name, lambda: self._forward(score, False).trace(params, batch))
 
     def _sequences(self, batch: Mapping[str, Any]) -> list[list[int]]:
         if self.context.retokenize:

@@ -10,17 +10,17 @@ import jax.numpy as jnp
 
 from hjax.errors import ConfigError, RunError
 from hjax.models.parameters import Params
-from hjax.sharding.arrays import to_numpy
+from hjax.sharding.global_arrays import to_numpy
 from hjax.sharding.layout import RoleLayouts
-from hjax.sharding.manifest import check, manifest_of
+from hjax.sharding.parameter_manifest import check, manifest_of
 from hjax.sharding.protocols import control, protocol
-from hjax.workers.base import WorkerContext
-from hjax.workers.generation import (
+from hjax.workers.generating_worker import (
     JUDGED,
     PROMPT_KEYS,
     GeneratingWorker,
     once_per_prompt,
 )
+from hjax.workers.worker import WorkerContext
 
 
 class Rollout(GeneratingWorker):

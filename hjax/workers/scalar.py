@@ -10,13 +10,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from hjax.models.forward import read_responses
 from hjax.models.parameters import Params
-from hjax.pieces import Pieces
+from hjax.sharded_values import ArrayRegions
 from hjax.sharding.protocols import protocol
-from hjax.workers.base import SCORED_KEYS
-from hjax.workers.trained import TrainedWorker, update_reads
+from hjax.workers.trainable_worker import TrainableWorker, update_reads
+from hjax.workers.worker import SCORED_KEYS
 
 
-class ScalarWorker(TrainedWorker):
+class ScalarWorker(TrainableWorker):
     """A number for each place before a response token."""
 
     scalar = True
@@ -61,8 +61,8 @@ class Critic(ScalarWorker):
         if isinstance(placed, NamedSharding):
             # Where the others are, so that all of them cross between pools alike.
             head = jax.device_put(head, NamedSharding(placed.mesh, PartitionSpec()))
-        elif isinstance(first, Pieces):
-            head = jax.tree.map(Pieces.of, head)
+        elif isinstance(first, ArrayRegions):
+            head = jax.tree.map(ArrayRegions.of, head)
         return {"decoder": kept, **head}
 
     @protocol("3D_PROTO", reads=SCORED_KEYS)
@@ -76,7 +76,7 @@ class Critic(ScalarWorker):
         return self.update(batch)
 
 
-class Scorer(ScalarWorker):
+class RewardTrainer(ScalarWorker):
     """Scores of responses, after each of their tokens; trained on pairs or on labelled steps."""
 
     places_after = 1

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from hjax.xla.hlo import Computation, Instruction, Module, arrays_of, closing, parse
+from hjax.xla.hlo import Computation, HloModule, Instruction, arrays_of, closing, parse
 
 KINDS = (
     "all-gather",
@@ -106,7 +106,7 @@ def received_bytes(text: str, loop_trips: int | None = None) -> int:
     return sum(found.total_bytes for found in collectives(text, loop_trips))
 
 
-def fused(module: Module, fusion: Instruction) -> Iterator[tuple[Computation, Instruction]]:
+def fused(module: HloModule, fusion: Instruction) -> Iterator[tuple[Computation, Instruction]]:
     """The collectives inside a fusion, each with the computation that it stands in.
 
     A TPU's asynchronous one is a chain: its start, its end and what is fused with it are fusions
@@ -136,7 +136,7 @@ def kind_in(fusion: Computation, inside: Instruction) -> str:
     return kind
 
 
-def chain_owners(module: Module) -> dict[int, str]:
+def chain_owners(module: HloModule) -> dict[int, str]:
     """By channel of a collective inside fusions the computation that begins its chain.
 
     What a chain is fused with may be a loop of its own: its turns are no collectives more. So the
@@ -169,7 +169,7 @@ def chain_owners(module: Module) -> dict[int, str]:
 
 
 def _inside(
-    module: Module,
+    module: HloModule,
     computation: Computation,
     loop_trips: int | None,
     owners: Mapping[int, str],
@@ -216,7 +216,7 @@ def _inside(
 
 
 def _loop(
-    module: Module,
+    module: HloModule,
     computation: Computation,
     loop: Instruction,
     loop_trips: int | None,

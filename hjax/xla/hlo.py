@@ -214,7 +214,7 @@ class Computation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Module:
+class HloModule:
     """A program.
 
     Attributes:
@@ -281,7 +281,7 @@ def _step(body: Computation, counter: int) -> int | None:
     return None
 
 
-def parse(text: str) -> Module:
+def parse(text: str) -> HloModule:
     """Read a module.
 
     Raises:
@@ -305,7 +305,7 @@ def parse(text: str) -> Module:
     sizes = (re.search(rf"{what}=(\d+)", header) for what in ("num_partitions", "replica_count"))
     devices = math.prod(int(n[1]) for n in sizes if n)
     first = re.search(r"^(ENTRY )?%", text, re.M)
-    return Module(computations, entry, devices, text[: first.start() if first else 0])
+    return HloModule(computations, entry, devices, text[: first.start() if first else 0])
 
 
 def _pick_entry(found: dict[str, Instruction], operand: str) -> None:

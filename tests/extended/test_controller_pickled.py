@@ -11,9 +11,9 @@ from pickling import ObjectStore, PicklingExecutor
 
 import hjax
 from hjax.controller import ResourcePool, WorkerGroup, join
-from hjax.controller.messages import Build, Call, from_bytes, to_bytes
+from hjax.controller.messages import BuildWorker, Call, from_bytes, to_bytes
 from hjax.errors import ConfigError, RunError
-from hjax.settings.reading import config_names
+from hjax.settings.config_loading import config_names
 
 # Two steps of each shipped config, cut to what a test has time for.
 SHORT = {
@@ -171,7 +171,7 @@ def test_messages_are_plain(desks):
     trainer = hjax.Trainer(tiny_config("PPO"))
     try:
         for build in trainer.roles.builds.values():
-            assert isinstance(build, Build)
+            assert isinstance(build, BuildWorker)
             data = to_bytes(build)
             # No device is in it, and reading it again gives the same description.
             assert b"Device" not in data

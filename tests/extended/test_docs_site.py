@@ -16,7 +16,7 @@ from dictionary_page import dictionary_markdown
 import hjax
 from hjax.config import flatten
 from hjax.launch.stages import read_stages
-from hjax.settings.reading import STAGES
+from hjax.settings.config_loading import STAGES
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"

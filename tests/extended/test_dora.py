@@ -17,9 +17,9 @@ from test_quantized import dequantize, quantized_network
 
 import hjax
 from hjax.errors import ConfigError
-from hjax.models.declaration import parts
 from hjax.models.lora import Lora
-from hjax.models.low_rank import merged
+from hjax.models.lora_compute import merged
+from hjax.models.parameter_spec import parts
 from hjax.models.parameters import to_host
 from hjax.models.peft_files import WEIGHTS, save_adapter
 from hjax.models.weights import load_params

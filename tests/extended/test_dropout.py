@@ -16,11 +16,11 @@ from test_lora_runs import LORA, slow
 from test_quantized import dequantize, quantized_network
 
 from hjax.errors import ConfigError
-from hjax.models.attention import Causal
+from hjax.models.attention_strategies import Causal
 from hjax.models.compute import Compute
-from hjax.models.declaration import parts
 from hjax.models.dropout import Dropout
 from hjax.models.lora import TARGETS, Lora
+from hjax.models.parameter_spec import parts
 from hjax.models.peft_files import CONFIG, save_adapter
 from hjax.models.weights import load_params
 

@@ -16,7 +16,7 @@ import sys
 import pytest
 from updating import Case
 
-from hjax.models.config import ModelConfig
+from hjax.models.model_config import ModelConfig
 
 pytestmark = [
     pytest.mark.slow,

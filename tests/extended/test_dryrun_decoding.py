@@ -12,7 +12,7 @@ import pytest
 from decoding import CASES, Case, table
 
 from hjax.kernels import decode
-from hjax.models.config import ModelConfig
+from hjax.models.model_config import ModelConfig
 
 COMPILERS = {"v5e": "libtpu", "v5p": "libtpu", "h100": "jax_plugins.xla_cuda13"}
 # Small weights beside a cache that no chip's own memory holds: 906 MB a device.

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 from program_costs.lower_bound import Tokens
 
-from hjax.models import arithmetic
-from hjax.models.config import LayerKind, ModelConfig
+from hjax.models import parameter_counts
+from hjax.models.model_config import LayerKind, ModelConfig
 
 PLAIN = ModelConfig(
     vocab_size=64, hidden_size=32, layers=3, heads=4, kv_heads=2, head_dim=16, mlp_size=64,
@@ -37,7 +37,7 @@ def test_products_of_attention_are_those_of_the_pairs_that_see_each_other(model)
     )
     tokens = Tokens(ROWS, SAMPLES, PROMPT, RESPONSE)
     every = groups * PROMPT + ROWS * RESPONSE
-    products = 2 * model.layers * arithmetic.active_layer_parameters(model) * every
+    products = 2 * model.layers * parameter_counts.active_layer_parameters(model) * every
     products += 2 * model.hidden_size * model.vocab_size * ROWS * RESPONSE
     expected = products + 4 * model.heads * model.head_dim * pairs
     assert tokens.forward_flops(model, False) == pytest.approx(expected, rel=1e-3)

@@ -11,7 +11,7 @@ import pytest
 from updating import FAMILIES, Case, family_table, table
 
 from hjax.models import families
-from hjax.models.published import published
+from hjax.models.presets import published
 from hjax.models.remat import POLICIES
 
 # Heavy in attention and in the head's table, light to compile.
@@ -23,7 +23,7 @@ import json, jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_enable_compilation_cache", False)
 from updating import Case, updating
-from hjax.models.config import ModelConfig
+from hjax.models.model_config import ModelConfig
 model = ModelConfig(4096, 512, 1024, 2, 4, 2, 128, 8192)
 train = {"data": 1, "fsdp": -1}
 case = Case(model, "v5e:2x2", train, int(sys.argv[1]), rows=4, samples=1)
@@ -51,7 +51,7 @@ import json, jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_enable_compilation_cache", False)
 from updating import Case, updating
-from hjax.models.config import ModelConfig
+from hjax.models.model_config import ModelConfig
 model = ModelConfig(4096, 2048, 8192, 2, 16, 8, 128, 8192)
 topology, train = json.loads(sys.argv[1])
 case = Case(model, topology, train, 2048, rows=16)

@@ -42,15 +42,15 @@ from hjax.models.checkpoint import Checkpoints, read_state, write_state
 from hjax.models.checksums import write_checksums
 from hjax.models.huggingface import read_config
 from hjax.models.peft_files import Adapter
-from hjax.models.tensor_files import TensorFile
+from hjax.models.safetensors_files import TensorFile
 from hjax.models.weights import check_weights
 from hjax.planning.hardware import cluster
 from hjax.planning.profile import read_profile
 from hjax.run.inputs import load_inputs
 from hjax.run.placement import make_plan, placed
-from hjax.run.roles import describe_roles
+from hjax.run.role_groups import describe_roles
 from hjax.run.workdir import Workdir
-from hjax.settings.reading import load_config
+from hjax.settings.config_loading import load_config
 from hjax.show.compare import write_comparison
 from hjax.show.report import write_report
 

@@ -8,7 +8,7 @@ from helpers import computed, trainer_of
 
 from hjax.kernels import decode
 from hjax.models.compute import Compute
-from hjax.models.config import ModelConfig
+from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import Layered, decoder_network
 from hjax.rollout import generator as module
 from hjax.rollout.generator import Generator

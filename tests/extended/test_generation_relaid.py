@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from helpers import computed, trainer_of
 
-from hjax.models.config import ModelConfig
+from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import decoder_network, decoding_orders, lies_in, relaid
 from hjax.rollout.generator import Generator
 from hjax.sharding.layout import make_layouts

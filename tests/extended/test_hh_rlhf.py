@@ -8,7 +8,7 @@ import numpy as np
 from helpers import TINY
 
 import hjax
-from hjax.settings.reading import check_config
+from hjax.settings.config_loading import check_config
 
 # Characters of the dialogues that are taken, and how many of these.
 LONGEST, PAIRS = 240, 40

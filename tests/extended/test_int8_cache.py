@@ -18,15 +18,15 @@ import hjax
 from hjax.dryrun.description import describe
 from hjax.errors import ConfigError
 from hjax.kernels import cache_axis, decode, decode_gpu, decode_tpu, int8_cache
-from hjax.kernels.attention import Scoring
-from hjax.kernels.int8_cache import Quantized
-from hjax.models.attention import Causal
+from hjax.kernels.attention import ScoreOptions
+from hjax.kernels.int8_cache import QuantizedCache
+from hjax.models.attention_strategies import Causal
 from hjax.models.compute import Compute
-from hjax.models.config import LayerKind, ModelConfig
 from hjax.models.forward import positions_of
+from hjax.models.model_config import LayerKind, ModelConfig
 from hjax.models.parameters import decoder_network
 from hjax.rollout.generator import Generator
-from hjax.rollout.work import GenerationConfig
+from hjax.rollout.rollout_job import GenerationConfig
 from hjax.sharding.layout import make_layouts
 
 
@@ -60,7 +60,7 @@ def kept(x, axis=cache_axis.ROWS):
     step = np.abs(np.asarray(x, np.float32)).max(-1, keepdims=True) / np.float32(127)
     numbers = np.rint(rounded(x) / np.where(step, step, 1)).astype(np.int8)
     numbers = cache_axis.laid(jnp.asarray(numbers), axis)
-    return Quantized(numbers, jnp.asarray(step.swapaxes(-1, -2)))
+    return QuantizedCache(numbers, jnp.asarray(step.swapaxes(-1, -2)))
 
 
 NAMES = [name for name in by_hand.CASES if name not in by_hand.SLOW]
@@ -73,11 +73,11 @@ def case_of(name):
     if given.pop("sinks", False):
         sinks = jnp.asarray(np.random.default_rng(2).normal(size=shape[1] * shape[3]), jnp.float32)
     where = by_hand.places(shape[0], shape[2], prompt, length)
-    seen = decode.Seen(*(jnp.asarray(x, jnp.int32) for x in where))
+    seen = decode.CacheMask(*(jnp.asarray(x, jnp.int32) for x in where))
     arrays = by_hand.arrays(shape, prompt, length, jnp.int8)
     q, k, v, *cache = by_hand.arrays(shape, arrays[3].shape[3], arrays[5].shape[4], dtype)
     cut = [x[..., : y.shape[-2], :] for x, y in zip(cache, arrays[3:])]
-    options = Scoring(**given), sinks
+    options = ScoreOptions(**given), sinks
     answer = by_hand.expected_of((q, rounded(k), rounded(v), *map(rounded, cut)), seen, options)
     return (q, k, v, *cut), seen, options, dtype, answer
 

@@ -25,11 +25,11 @@ from hjax.algorithms import get_algorithm
 from hjax.dryrun.shape_inputs import read_shape, shape_inputs
 from hjax.errors import ConfigError
 from hjax.kernels import attention, blockwise, cudnn
-from hjax.kernels.attention import Scoring, Shared, Sight
-from hjax.kernels.sets import TRIED, choose, kernels_of
+from hjax.kernels.attention import MaskSpec, PackedPrompts, ScoreOptions
+from hjax.kernels.registry import TRIED, choose, kernels_of
 from hjax.models.compute import Compute
 from hjax.run.placement import placed
-from hjax.run.roles import describe_roles
+from hjax.run.role_groups import describe_roles
 
 by_xla = functools.partial(cudnn.attend, implementation="xla")
 # prompt, response, responses; without responses one sequence of the prompt's length
@@ -41,7 +41,7 @@ PADDING = {"none": None, "padded": ((4, 0), (0, 9), (7, 20), (0, 0), (57, 0))}
 def case_of(rows, padding):
     prompt, response, count = ROWS[rows]
     length = prompt + response * count
-    sight = Sight(prompt, response) if count else Sight()
+    sight = MaskSpec(prompt, response) if count else MaskSpec()
     if PADDING[padding] is None:
         return sight, length, None
     marks = np.zeros((len(PADDING[padding]), length), np.int32)
@@ -73,7 +73,7 @@ def test_our_rows_in_its_masks_are_the_plain_form(rows, padding, window):
     # What is made of padding means nothing: here it is not looked at.
     seen = np.ones((batch, length), int) if marks is None else np.asarray(marks)
     weight = draw(heads) * seen[..., None, None]
-    scoring = Scoring(0.3, window=window)
+    scoring = ScoreOptions(0.3, window=window)
     expected = values_and_gradients(
         lambda q, k, v: attention.reference(q, k, v, marks, None, scoring, sight), arrays, weight
     )
@@ -94,7 +94,7 @@ def test_nothing_comes_from_padding_or_goes_to_it():
     x = jnp.where(real, drawn, jnp.nan)
 
     def loss(x):
-        out = by_xla(x, x, x, marks, None, Scoring(), sight)
+        out = by_xla(x, x, x, marks, None, ScoreOptions(), sight)
         return jnp.sum(out), out
 
     (_, out), grad = jax.value_and_grad(loss, has_aux=True)(x)
@@ -106,11 +106,11 @@ REFUSED = {
     "float32": (dict(dtype=jnp.float32), "computes in bfloat16 or float16, not in float32"),
     "heads that are odd": (dict(dim=12), "a multiple of 8 elements, at most 256, not 12"),
     "heads that are large": (dict(dim=264), "at most 256, not 264"),
-    "capped scores": (dict(scoring=Scoring(softcap=3.0)), "does not cap scores"),
+    "capped scores": (dict(scoring=ScoreOptions(softcap=3.0)), "does not cap scores"),
     "sinks": (dict(sinks=np.zeros(2, np.float32)), "has no sinks"),
-    "packs": (dict(sight=Sight(packed=True)), "several sequences in a row"),
+    "packs": (dict(sight=MaskSpec(packed=True)), "several sequences in a row"),
     "prompts in packs": (
-        dict(shared=Shared(np.ones((1, 16), int), np.ones((1, 16), int))), "several sequences"
+        dict(shared=PackedPrompts(np.ones((1, 16), int), np.ones((1, 16), int))), "several sequences"
     ),
     "a length that is split": (dict(around=2), "does not split a row's length"),
 }  # fmt: skip
@@ -119,7 +119,10 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_it_does_not_compute_is_refused_in_one_line(name):
     wrong, says = REFUSED[name]
-    given = dict(dtype=jnp.bfloat16, dim=64, scoring=Scoring(), sinks=None, sight=Sight()) | wrong
+    given = (
+        dict(dtype=jnp.bfloat16, dim=64, scoring=ScoreOptions(), sinks=None, sight=MaskSpec())
+        | wrong
+    )
     x = jnp.zeros((1, 16, 2, given.pop("dim")), given.pop("dtype"))
     marks = jnp.ones((1, 16), jnp.int32)
     with pytest.raises(ConfigError, match=f"^model.attention=cudnn: .*{says}") as error:
@@ -133,7 +136,7 @@ def test_without_cudnn_one_line_says_so():
     x = jnp.zeros((1, 16, 2, 64), jnp.bfloat16)
     says = "^model.attention=cudnn: .*(cuDNN|dot_product_attention)"
     with pytest.raises(ConfigError, match=says):
-        cudnn.attend(x, x, x, None, None, Scoring(), Sight())
+        cudnn.attend(x, x, x, None, None, ScoreOptions(), MaskSpec())
 
 
 def test_it_is_chosen_by_name_and_for_gpus_alone():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hjax.kernels import grouped_blocks, grouped_tpu, reference
-from hjax.kernels.reference import Fill
+from hjax.kernels.reference import GroupFill
 
 SIZES = {
     "some of a tile": ((3, 70, 55), 128),
@@ -54,7 +54,7 @@ def test_values_and_gradients_are_those_of_each_group(name, case, width):
     def by(product):
         def run(rows, weights):
             # What stands after the groups may be anything.
-            return product(rows, weights, groups, Fill(0.5))[:used]
+            return product(rows, weights, groups, GroupFill(0.5))[:used]
 
         out, backwards = jax.vjp(run, rows, weights)
         of_rows, of_weights = backwards(given[:used])
@@ -120,8 +120,8 @@ def test_tiles_waste_little():
 def test_tilings_have_room_and_take_about_the_least(given, tiling):
     rows, shape, share = given
     given = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((rows, shape[1]), shape)]
-    tile = grouped_tpu._tile_rows(*given, Fill(share))
-    assert grouped_tpu._product_tiling(*given, Fill(share), tile) == tiling
+    tile = grouped_tpu._tile_rows(*given, GroupFill(share))
+    assert grouped_tpu._product_tiling(*given, GroupFill(share), tile) == tiling
 
 
 def walked(steps):
@@ -150,7 +150,7 @@ def test_bytes_are_those_of_a_walk_over_the_kernels_grid(tiling, transposed):
         of_rows = len(columns) * groups * each * inner
     of_weights = walked([(group, k, n) for n, group, _, k in grid]) * inner_tile * outer_tile
     expected = 2 * (of_rows + of_weights + groups * each * outer)
-    assert grouped_tpu.product_bytes(rows, weights, tiling, Fill(), transposed) == expected
+    assert grouped_tpu.product_bytes(rows, weights, tiling, GroupFill(), transposed) == expected
 
     if not transposed:
         grid = [(n, k, group, m) for n in columns for k in summed for group, m in visits]
@@ -170,7 +170,9 @@ def test_gradients_are_added_to_what_earlier_passes_summed(name):
     weights, before = (jax.random.normal(k, (3, 64, 136)) for k in keys[2:])
 
     def gradients(before):
-        _, back = jax.vjp(lambda r, w: PRODUCTS[name](r, w, groups, Fill(), before), rows, weights)
+        _, back = jax.vjp(
+            lambda r, w: PRODUCTS[name](r, w, groups, GroupFill(), before), rows, weights
+        )
         return back(given)
 
     (of_rows, alone), (same, summed) = gradients(None), gradients(before)

@@ -14,23 +14,23 @@ import numpy as np
 import pytest
 
 from hjax.kernels import attention, splash
-from hjax.kernels.attention import Scoring, Sight
+from hjax.kernels.attention import MaskSpec, ScoreOptions
 
 # sight, scoring, length, heads, kv_heads, head_dim, sinks, segments of a row
 LEFT = lambda length: np.arange(length) >= 70  # noqa: E731
 CASES = {
-    "one KV head, 64": (Sight(), Scoring(), 640, 3, 1, 64, False, None),
+    "one KV head, 64": (MaskSpec(), ScoreOptions(), 640, 3, 1, 64, False, None),
     "narrow window, 96, to be padded": (
-        Sight(), Scoring(window=50), 500, 2, 2, 96, False, LEFT,
+        MaskSpec(), ScoreOptions(window=50), 500, 2, 2, 96, False, LEFT,
     ),
     "shared prompt, capped, sinks": (
-        Sight(200, 137), Scoring(0.3, 3.0, 150), 748, 4, 2, 64, True, LEFT,
+        MaskSpec(200, 137), ScoreOptions(0.3, 3.0, 150), 748, 4, 2, 64, True, LEFT,
     ),
     "a pack, 256": (
-        Sight(packed=True), Scoring(softcap=2.0), 600, 2, 1, 256, True,
+        MaskSpec(packed=True), ScoreOptions(softcap=2.0), 600, 2, 1, 256, True,
         lambda length: np.searchsorted([90, 91, 300, 520], np.arange(length), side="right") + 1,
     ),
-    "whole blocks, heads of 128": (Sight(128, 640), Scoring(), 1408, 4, 2, 128, False, LEFT),
+    "whole blocks, heads of 128": (MaskSpec(128, 640), ScoreOptions(), 1408, 4, 2, 128, False, LEFT),
 }  # fmt: skip
 EVERYDAY = "shared prompt, capped, sinks"
 

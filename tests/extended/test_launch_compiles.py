@@ -5,11 +5,11 @@ import weakref
 
 import jax
 
-from hjax.run.machines import MachineProbe
+from hjax.run.backends import ProcessProbe
 
 
 def test_counts_programs_by_name_and_goes_when_unused():
-    first, second = MachineProbe(), MachineProbe()
+    first, second = ProcessProbe(), ProcessProbe()
 
     def doubled(x):
         return x * 2
@@ -17,7 +17,7 @@ def test_counts_programs_by_name_and_goes_when_unused():
     compiled = jax.jit(doubled)
     compiled(1.0)
     compiled(2.0)
-    later = MachineProbe()
+    later = ProcessProbe()
     compiled(jax.numpy.ones(3))
     assert first.take_names().count("doubled") == 2 and later.take_names().count("doubled") == 1
     assert first.count == second.count > later.count >= 1

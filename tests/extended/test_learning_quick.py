@@ -11,7 +11,7 @@ from helpers import trainer_of
 from learning import HELD_OUT, LEARNS, Measure
 
 from hjax.errors import ConfigError
-from hjax.settings.reading import config_names, load_config
+from hjax.settings.config_loading import config_names, load_config
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -16,11 +16,11 @@ from test_lora_runs import slow
 
 import hjax
 from hjax.errors import ConfigError
-from hjax.models import arithmetic
-from hjax.models.config import ModelConfig
-from hjax.models.declaration import parts
+from hjax.models import parameter_counts
 from hjax.models.lora import Lora
-from hjax.models.low_rank import merged
+from hjax.models.lora_compute import merged
+from hjax.models.model_config import ModelConfig
+from hjax.models.parameter_spec import parts
 from hjax.models.parameters import decoder_network, to_host
 from hjax.models.peft_files import CONFIG, WEIGHTS, save_adapter
 from hjax.models.weights import load_params
@@ -165,10 +165,10 @@ def test_each_device_has_its_experts_adapters(tmp_path, sizes, fsdp):
     config = network.config
     each = (32 * 3 + 3 * 2 * 40) + (40 * 3 + 3 * 32)
     attention = 32 * 3 + 3 * 32
-    assert arithmetic.learned_parameters(config) == 3 * (4 * each + attention)
-    assert arithmetic.active_layer_parameters(config) == arithmetic.active_layer_parameters(
-        network.base.config
-    )
+    assert parameter_counts.learned_parameters(config) == 3 * (4 * each + attention)
+    assert parameter_counts.active_layer_parameters(
+        config
+    ) == parameter_counts.active_layer_parameters(network.base.config)
 
 
 def test_an_update_makes_no_gradient_of_what_is_frozen():

@@ -14,7 +14,7 @@ from hjax.dryrun.description import describe
 from hjax.dryrun.programs import rehearse, step_programs
 from hjax.errors import ConfigError
 from hjax.launch.export import main as export
-from hjax.models import arithmetic
+from hjax.models import parameter_counts
 from hjax.models.peft_files import WEIGHTS
 
 LORA = {"actor.lora.rank": 4, "actor.lora.alpha": 8.0, "actor.learning_rate": 0.01}
@@ -75,7 +75,7 @@ def test_only_adapters_change_and_a_checkpoint_has_them_alone(base, tmp_path):
         inner = critic.network.bare_of(critic.params)["decoder"]
         jax.tree.map(np.testing.assert_array_equal, inner, before)
         assert float(np.abs(critic.params["head"]).max()) > 0
-        learned = arithmetic.learned_parameters(actor.network.config)
+        learned = parameter_counts.learned_parameters(actor.network.config)
         state = jax.tree.leaves(actor.optimizer_state)
         assert sum(x.size for x in state if x.ndim) == 2 * learned
     folder = tmp_path / "checkpoints" / "2"
@@ -146,7 +146,10 @@ def test_a_dry_run_counts_what_learns(base):
     ) in programs
     assert not any(role == "reference" for role, _ in programs)
     model = hjax.models.weights.read_config(base)
-    assert found["parameters"]["actor"] - arithmetic.parameters(model) == found["learned"]["actor"]
+    assert (
+        found["parameters"]["actor"] - parameter_counts.parameters(model)
+        == found["learned"]["actor"]
+    )
     assert found["learned"]["critic"] == found["parameters"]["critic"]
 
 

@@ -23,8 +23,8 @@ from hjax.controller.hosts import (
 from hjax.devices import DEVICES, Device, device_of_kind
 from hjax.errors import ConfigError
 from hjax.planning.auto import known_devices
-from hjax.planning.hosts import cluster_of
-from hjax.planning.profile import MadeOn, Profile, profile_path, write_profile
+from hjax.planning.host_pools import cluster_of
+from hjax.planning.profile import MeasuredOn, Profile, profile_path, write_profile
 from hjax.run.placement import make_plan
 
 
@@ -202,7 +202,7 @@ def test_a_host_s_profile_is_taken_but_for_the_network(tmp_path, monkeypatch):
     measured = Device("h100", 1.0, {"bfloat16": 2.0}, 3.0, 4.0, 4.0, 8, 0, "measured")
     path = profile_path([hosts.devices[0]] * 8)
     constants = known_devices(hosts)[1].with_values({"matmul": 1.0}, measured=True)
-    made_on = MadeOn.here([hosts.devices[0]] * 8)
+    made_on = MeasuredOn.here([hosts.devices[0]] * 8)
     write_profile(Profile(measured, constants, {}, made_on), path)
     [device], constants = known_devices(hosts)
     assert (device.link, device.network) == (4.0, DEVICES["h100"].network)

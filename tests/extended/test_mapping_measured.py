@@ -10,10 +10,10 @@ import sys
 import pytest
 
 from hjax.launch.plan_flags import parse
-from hjax.models import published
-from hjax.models.counts import Mesh
-from hjax.planning.options import role_options, slots
-from hjax.planning.records import PlannedSet
+from hjax.models import presets
+from hjax.models.cost_inputs import MeshSizes
+from hjax.planning.plan_types import PlannedSet
+from hjax.planning.role_options import role_options, slots
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -147,7 +147,7 @@ def planned_sets(problem, rows):
         for role in roles:
             asked, axes = row["settings"][role], row["layouts"][role]
             generate = {f"generate_{a}": n for a, n in axes.get("generate", {}).items()}
-            mesh = Mesh(**axes["train"], **generate)
+            mesh = MeshSizes(**axes["train"], **generate)
             space = dataclasses.replace(
                 problem.space,
                 pipes=tuple({mesh.pipe, mesh.generate_pipe or 1}),
@@ -171,7 +171,7 @@ def planned_sets(problem, rows):
 @pytest.mark.parametrize("half", [0, 1])
 def test_plans_need_what_compilers_said(half, monkeypatch):
     """One plan of each of 40 random problems: today's estimate beside the recorded bytes."""
-    monkeypatch.setattr(published, "SHAPES", dict(published.SHAPES))
+    monkeypatch.setattr(presets, "SHAPES", dict(presets.SHAPES))
     seeds = {row["problem"] for row in COMPILED["sample"]}
     assert len(seeds) == 40
     for seed in sorted(seeds)[half::2]:

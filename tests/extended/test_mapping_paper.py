@@ -9,7 +9,7 @@ import paper_experiments as paper
 import paper_tables as tables
 import pytest
 
-from hjax.models.counts import MIXED
+from hjax.models.cost_inputs import MIXED
 from hjax.planning.constants import Constants
 from hjax.planning.strategies import search_strategy
 

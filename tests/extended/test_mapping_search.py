@@ -9,9 +9,9 @@ from mapping_cases import brute_force, groupings, packs, random_problem
 from hjax.devices import Device
 from hjax.planning import cost, hardware
 from hjax.planning.constants import Constants
-from hjax.planning.cost import Place
-from hjax.planning.options import front
-from hjax.planning.records import Cluster, Pool
+from hjax.planning.cost import DeviceSet
+from hjax.planning.plan_types import Cluster, DevicePool
+from hjax.planning.role_options import front
 from hjax.planning.search import BoundedSearch, RoleFronts, partitions, search
 
 
@@ -113,7 +113,7 @@ def test_rings_between_slices_share_the_network_of_a_slice_s_hosts():
     devices, one in each slice, beside 15 more such rings: 1/16 of it."""
     (pool,) = hardware.cluster("2xv5e:4x4").pools
     plain = Constants(network=1.0, link=1.0)
-    place = Place(pool, 32, plain)
+    place = DeviceSet(pool, 32, plain)
     assert cost.ring_bandwidth(place, 32, 1) == 90e9
     assert cost.ring_bandwidth(place, 2, 16) == 100e9 / 16
     assert cost.latency(place, 2, 16) == plain.network_latency
@@ -123,7 +123,7 @@ def test_sets_below_a_host_share_hosts_as_they_really_fit():
     device = hardware.device("h100")
     rng = np.random.default_rng(1)
     for _ in range(300):
-        pool = Pool(device, int(rng.integers(1, 4)), int(rng.choice([4, 6, 8, 12, 72])))
+        pool = DevicePool(device, int(rng.integers(1, 4)), int(rng.choice([4, 6, 8, 12, 72])))
         counts = tuple(sorted(int(n) for n in rng.choice(hardware.legal_counts(pool), 4)))
         hosts = pool.hosts - sum(n // pool.per_host for n in counts if n >= pool.per_host)
         parts = sorted((n for n in counts if n < pool.per_host), reverse=True)
@@ -136,7 +136,7 @@ def test_sets_of_sizes_that_do_not_divide_one_another_equal_brute_force(hosts, p
     for seed in range(300_000, 300_020):
         case = random_problem(seed, devices=8, models=3, wide=False)
         device = dataclasses.replace(case.cluster.pools[0].device, alone=(), torus=0)
-        case = dataclasses.replace(case, cluster=Cluster((Pool(device, hosts, per_host),)))
+        case = dataclasses.replace(case, cluster=Cluster((DevicePool(device, hosts, per_host),)))
         assert best(case) == pytest.approx(brute_force(case), rel=1e-9), f"seed {seed}"
 
 
@@ -148,7 +148,7 @@ def test_hosts_of_fewer_devices_have_the_network_of_these():
         ("2x8:a100", 25), ("2x4:a100", 25), ("4x1:gh200", 50),
     ):  # fmt: skip
         (pool,) = hardware.cluster(name).pools
-        place = Place(pool, pool.size, plain)
+        place = DeviceSet(pool, pool.size, plain)
         # A ring over all hosts, and as many rings side by side as a host has devices.
         assert pool.device.network_of(pool.per_host) == wanted * 1e9
         across = cost.ring_bandwidth(place, pool.hosts, pool.per_host)
@@ -158,7 +158,7 @@ def test_hosts_of_fewer_devices_have_the_network_of_these():
 def test_a_set_lies_within_one_pool():
     case = random_problem(3, devices=8, models=3, wide=True)
     device = case.cluster.pools[0].device
-    two = Cluster((Pool(device, 1, 2), Pool(device, 1, 2)))
+    two = Cluster((DevicePool(device, 1, 2), DevicePool(device, 1, 2)))
     assert {n for p in two.pools for n in hardware.legal_counts(p)} == {1, 2}
     result = search(dataclasses.replace(case, cluster=two), count=99)
     for plan in result.candidates:
@@ -168,10 +168,10 @@ def test_a_set_lies_within_one_pool():
 def test_simulated_devices_between_those_measured_do_together_what_lies_between():
     alone = ((1, 4.0, 0.5), (2, 3.5, 0.81), (8, 1.0, 1.0))
     device = Device("cpu", 1.0, {"float32": 1.0}, 1.0, 1.0, 1.0, 8, 0, "", alone=alone)
-    pool = Pool(device, 1, 8)
+    pool = DevicePool(device, 1, 8)
     assert [pool.faster(n) for n in (1, 2, 8)] == pytest.approx([4.0, 3.5, 1.0])
     # 2 do 7 together, 8 do 8, so 4 do the root of 56.
     assert pool.faster(4) == pytest.approx(56**0.5 / 4)
     assert [pool.load(n) for n in (1, 2, 4, 8)] == pytest.approx([0.5, 0.81, 0.9, 1.0])
-    plain = Pool(dataclasses.replace(device, alone=()), 1, 8)
+    plain = DevicePool(dataclasses.replace(device, alone=()), 1, 8)
     assert (plain.faster(4), plain.load(4)) == (1.0, 0.0)

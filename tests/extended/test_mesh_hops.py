@@ -7,7 +7,7 @@ import paper_tables as tables
 import pytest
 from mesh_hops import hops_table, rings
 
-from hjax.sharding.placing import WEIGHTS
+from hjax.sharding.device_mesh import WEIGHTS
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 

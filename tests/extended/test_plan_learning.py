@@ -13,10 +13,10 @@ from hjax.controller.timeline import Span
 from hjax.devices import DEVICES, Device
 from hjax.errors import ConfigError
 from hjax.launch import plan as command
-from hjax.planning import learning
+from hjax.planning import profile_correction
 from hjax.planning.constants import Constants
-from hjax.planning.learning import FILE, improved, learn_from
-from hjax.planning.profile import MadeOn, Profile, profile_path, read_profile, write_profile
+from hjax.planning.profile import MeasuredOn, Profile, profile_path, read_profile, write_profile
+from hjax.planning.profile_correction import FILE, improved, learn_from
 from hjax.roles import STAGES
 
 BELIEVED = Constants().with_values(
@@ -51,7 +51,7 @@ def spans(truth, steps=6, slow_first=9.0):
     """A timeline on a machine of these constants; its first steps compile."""
     found, clock = [], 0.0
     for step in range(1, steps + 1):
-        for (role, stage), seconds in learning.predicted_seconds(account(truth)).items():
+        for (role, stage), seconds in profile_correction.predicted_seconds(account(truth)).items():
             method, phase = CALLS[role, stage]
             taken = seconds + (slow_first if step <= 2 else 0.0)
             found.append(Span("pool", role, method, phase, step, clock, clock + taken))
@@ -65,9 +65,11 @@ def spans(truth, steps=6, slow_first=9.0):
 def test_the_term_that_is_wrong_is_named_and_set_right(name, factor):
     value = getattr(BELIEVED, name)
     truth = BELIEVED.with_values({name: value / factor if name == "matmul" else value * factor})
-    found = learning.lesson(account, BELIEVED, spans(truth), 6)
+    found = profile_correction.lesson(account, BELIEVED, spans(truth), 6)
     assert found.wrong == name
-    after = learning.lesson(account, learning.taught(BELIEVED, found), spans(truth), 6)
+    after = profile_correction.lesson(
+        account, profile_correction.taught(BELIEVED, found), spans(truth), 6
+    )
     for before, later in zip(found.calls, after.calls, strict=True):
         assert later.measured == pytest.approx(before.measured)
         assert abs(later.ratio - 1) <= abs(before.ratio - 1) + 0.02
@@ -75,16 +77,16 @@ def test_the_term_that_is_wrong_is_named_and_set_right(name, factor):
 
 
 def test_a_plan_that_was_right_teaches_nothing():
-    found = learning.lesson(account, BELIEVED, spans(BELIEVED), 6)
+    found = profile_correction.lesson(account, BELIEVED, spans(BELIEVED), 6)
     assert found.wrong == "" and all(call.ratio == pytest.approx(1) for call in found.calls)
     assert all(factor == pytest.approx(1) for factor in found.factors.values())
-    assert "no term stands out" in learning.summary(learning.record(found))
+    assert "no term stands out" in profile_correction.summary(profile_correction.record(found))
 
 
 def test_the_more_runs_have_spoken_the_less_one_says():
     truth = BELIEVED.with_values({"decode_layer": 0.006})
     moved = [
-        learning.lesson(account, BELIEVED, spans(truth), 6, runs).factors["decode_layer"]
+        profile_correction.lesson(account, BELIEVED, spans(truth), 6, runs).factors["decode_layer"]
         for runs in (0, 3, 30)
     ]
     assert 3.1 > moved[0] > moved[1] > moved[2] > 1
@@ -92,21 +94,21 @@ def test_the_more_runs_have_spoken_the_less_one_says():
 
 def test_steps_that_compile_do_not_count():
     with pytest.raises(ConfigError, match="2 steps say nothing of seconds"):
-        learning.lesson(account, BELIEVED, spans(BELIEVED, steps=2), 2)
+        profile_correction.lesson(account, BELIEVED, spans(BELIEVED, steps=2), 2)
 
 
 def test_a_profile_keeps_what_it_has_learned_and_says_so(tmp_path):
-    made_on = MadeOn("cpu", 8, "a processor", 2, (("jax", "1"),))
+    made_on = MeasuredOn("cpu", 8, "a processor", 2, (("jax", "1"),))
     profile = Profile(DEVICES["h100"], BELIEVED, {8: 1.0}, made_on)
     truth = BELIEVED.with_values({"decode_layer": 0.004})
-    better = improved(profile, learning.lesson(account, BELIEVED, spans(truth), 6))
+    better = improved(profile, profile_correction.lesson(account, BELIEVED, spans(truth), 6))
     write_profile(better, tmp_path / "profile.json")
     again = read_profile(tmp_path / "profile.json", made_on)
     assert again == better and again.runs == 1
     assert again.constants.decode_layer == pytest.approx(0.004, rel=0.1)
     assert again.origins()["decode_layer"].startswith("measured on 8 x cpu (a processor), times 1.")
     assert again.origins()["network"] == "data sheet"
-    other = MadeOn("cpu", 4, "another processor", 2, (("jax", "2"),))
+    other = MeasuredOn("cpu", 4, "another processor", 2, (("jax", "2"),))
     with pytest.raises(ConfigError) as refused:
         read_profile(tmp_path / "profile.json", other)
     text = str(refused.value)
@@ -117,7 +119,7 @@ def test_a_profile_keeps_what_it_has_learned_and_says_so(tmp_path):
 
 def test_explain_shows_the_calls_side_by_side(tmp_path, capsys):
     truth = BELIEVED.with_values({"matmul": 0.25})
-    said = learning.record(learning.lesson(account, BELIEVED, spans(truth), 6))
+    said = profile_correction.record(profile_correction.lesson(account, BELIEVED, spans(truth), 6))
     said |= {"constants": "measured", "runs_before": 0, "taught": True, "untaught": ""}
     (tmp_path / FILE).write_text(json.dumps(said))
     assert command.main([f"--explain={tmp_path}", "--json"]) == 0
@@ -165,7 +167,7 @@ def test_what_is_part_of_another_constant_is_not_said_to_be_measured(tmp_path):
     constants = Constants().with_values(values, measured=True)
     assert constants.measured == {"rollout", "decode"}
     assert constants.origin("decode_row") == "part of decode"
-    made_on = MadeOn("cpu", 8, "a processor", 2, (("jax", "1"),))
+    made_on = MeasuredOn("cpu", 8, "a processor", 2, (("jax", "1"),))
     profile = Profile(DEVICES["h100"], constants, {8: 1.0}, made_on)
     write_profile(profile, tmp_path / "profile.json")
     again = read_profile(tmp_path / "profile.json", made_on)
@@ -191,11 +193,13 @@ def test_a_run_teaches_the_profile_of_its_devices(tmp_path, monkeypatch):
         assert learn_from(trainer, tmp_path) is None  # no profile, nothing to compare with
         device = Device("cpu", 2.0**33, {"float32": 1e9}, 1e10, 1e9, 1e9, len(devices), 0, "test")
         # Of the catalogue's devices the seconds stand side by side, and nothing is stored.
-        monkeypatch.setattr("hjax.planning.learning.device_of_kind", lambda *_: device)
+        monkeypatch.setattr("hjax.planning.profile_correction.device_of_kind", lambda *_: device)
         listed = learn_from(trainer, tmp_path)
         assert listed["calls"] and not listed["taught"] and not profile_path(devices).exists()
         assert "no profile is stored that could learn it" in listed["untaught"]
-        write_profile(Profile(device, BELIEVED, {}, MadeOn.here(devices)), profile_path(devices))
+        write_profile(
+            Profile(device, BELIEVED, {}, MeasuredOn.here(devices)), profile_path(devices)
+        )
         found = learn_from(trainer, tmp_path)
         again = learn_from(trainer, tmp_path)
     finally:
@@ -206,7 +210,7 @@ def test_a_run_teaches_the_profile_of_its_devices(tmp_path, monkeypatch):
     taken = {s: sum(c["measured"] for c in found["calls"] if c["stage"] == s) for s in STAGES}
     said = trainer.history[2:]
     assert taken["learning"] <= 1.05 * max(row["time/update"] for row in said)
-    profile = read_profile(profile_path(devices), MadeOn.here(devices))
+    profile = read_profile(profile_path(devices), MeasuredOn.here(devices))
     assert profile.runs == 2 and json.loads((tmp_path / FILE).read_text()) == again
     # The same run explained again by what it has taught.
     before, after = (

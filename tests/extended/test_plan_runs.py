@@ -12,25 +12,25 @@ import hjax
 from hjax.algorithms import get_algorithm
 from hjax.devices import DEVICES, Device
 from hjax.dryrun.shape_inputs import read_shape, shape_inputs
-from hjax.kernels.sets import AUTO, CUDNN
+from hjax.kernels.registry import AUTO, CUDNN
 from hjax.launch import plan as command
 from hjax.models.compute import Compute
-from hjax.models.counts import MASTERS, Mesh, Workload, counts
-from hjax.models.published import published
+from hjax.models.cost_inputs import MASTERS, MeshSizes, Workload, counts
+from hjax.models.presets import published
 from hjax.planning.auto import run_problem
 from hjax.planning.constants import Constants
-from hjax.planning.cost import Place, micro_batches
-from hjax.planning.records import Cluster, Pool
+from hjax.planning.cost import DeviceSet, micro_batches
+from hjax.planning.plan_types import Cluster, DevicePool
 from hjax.planning.result import describe_candidate
 from hjax.planning.search import search
-from hjax.planning.space import SearchSpace, cuts
+from hjax.planning.search_space import SearchSpace, cuts
 from hjax.run.inputs import load_inputs
 from hjax.run.placement import placed
-from hjax.run.roles import describe_roles, planned_models
-from hjax.settings.reading import load_config
+from hjax.run.role_groups import describe_roles, planned_models
+from hjax.settings.config_loading import load_config
 from hjax.sharding.layout import check_shapes, make_layouts, without
 from hjax.workers import OptimizerConfig, WorkerContext
-from hjax.workers.memory import Decoded, RoleMemory
+from hjax.workers.memory import DecodeBatch, RoleMemory
 
 GIB = 2**30
 ASKED = ("--models=llama-7b", "--batch=1024", "--updates=8", "--samples=2")
@@ -83,8 +83,8 @@ def test_a_plan_for_the_paper_s_numerics_is_not_written_as_a_config(tmp_path, ca
 
 
 LAYOUTS = [
-    Mesh(data=8), Mesh(fsdp=8), Mesh(data=2, fsdp=4), Mesh(fsdp=4, tensor=2), Mesh(tensor=8),
-    Mesh(fsdp=2, pipe=4), Mesh(pipe=2, tensor=2, data=2), Mesh(fsdp=4, context=2),
+    MeshSizes(data=8), MeshSizes(fsdp=8), MeshSizes(data=2, fsdp=4), MeshSizes(fsdp=4, tensor=2), MeshSizes(tensor=8),
+    MeshSizes(fsdp=2, pipe=4), MeshSizes(pipe=2, tensor=2, data=2), MeshSizes(fsdp=4, context=2),
 ]  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def test_a_plan_counts_parameters_and_passes_as_its_run_does(name, platform):
     works = Workload(1024, 1024, 64, 1), Workload(256, 128, 64, 4), Workload(1024, 512, 64, 8)
     compared = 0
     for scalar, mesh, work in ((s, m, w) for s in (False, True) for m in LAYOUTS for w in works):
-        place = Place(pool, 8, Constants(), MASTERS)
+        place = DeviceSet(pool, 8, Constants(), MASTERS)
         if mesh.context > 1 and not cuts(place, work, mesh.context):
             continue
         if model.heads % mesh.tensor:
@@ -127,7 +127,10 @@ def test_a_plan_counts_parameters_and_passes_as_its_run_does(name, platform):
     assert compared > 100
 
 
-POOLS = {"gpu": Pool(DEVICES["h100"], 1, 8), "tpu": Pool(DEVICES["v5p"], 2, 4, (2, 2, 2))}
+POOLS = {
+    "gpu": DevicePool(DEVICES["h100"], 1, 8),
+    "tpu": DevicePool(DEVICES["v5p"], 2, 4, (2, 2, 2)),
+}
 
 
 @pytest.mark.parametrize("refills", [False, True])
@@ -135,10 +138,10 @@ POOLS = {"gpu": Pool(DEVICES["h100"], 1, 8), "tpu": Pool(DEVICES["v5p"], 2, 4, (
 def test_what_slots_take_by_hand(refills, generate):
     """Two prompts of 1024 at a time with four responses of 512 each, of llama-7b."""
     pipe, tensor = generate
-    mesh = Mesh(pipe=2, tensor=4, generate_pipe=pipe, generate_tensor=tensor)
-    place = Place(POOLS["gpu"], 8, Constants(), MASTERS)
+    mesh = MeshSizes(pipe=2, tensor=4, generate_pipe=pipe, generate_tensor=tensor)
+    place = DeviceSet(POOLS["gpu"], 8, Constants(), MASTERS)
     memory = place.memory(counts(published("llama-7b")), mesh)
-    needed = memory.generation(Decoded(2, 4, True, refills), Workload(1024, 512, 64, 4))
+    needed = memory.generation(DecodeBatch(2, 4, True, refills), Workload(1024, 512, 64, 4))
     layers = 32 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096)
     weights = 2 * (layers / pipe + 2 * 32000 * 4096 + 4096) / tensor
     token = 2 * 32 * 4096 * 2 / pipe / tensor
@@ -172,7 +175,7 @@ def planned_run(seed: int, tmp_path):
     models = planned_models(config, algorithm, inputs)
     values = {"workspace": 0.0, "link_latency": 0.0, "decode_step": rng.choice([0.0, 1e-3])}
     problem = run_problem(
-        config, algorithm, models, inputs.prompt_length, Cluster((Pool(device(rng), 1, 8),)),
+        config, algorithm, models, inputs.prompt_length, Cluster((DevicePool(device(rng), 1, 8),)),
         Constants().with_values(values), True,
     )  # fmt: skip
     space = dataclasses.replace(

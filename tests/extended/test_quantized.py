@@ -21,11 +21,11 @@ import hjax
 from hjax.dryrun.programs import rehearse, step_programs
 from hjax.errors import ConfigError
 from hjax.models import huggingface
-from hjax.models.attention import Causal
+from hjax.models.attention_strategies import Causal
 from hjax.models.compute import Compute
-from hjax.models.counts import counts
+from hjax.models.cost_inputs import counts
 from hjax.models.lora import Lora
-from hjax.models.low_rank import merged
+from hjax.models.lora_compute import merged
 from hjax.models.parameters import decoder_network
 from hjax.models.peft_files import Adapter
 from hjax.models.quantized import quantized

@@ -26,7 +26,7 @@ from hjax.controller import (
 from hjax.controller.process import versions
 from hjax.controller.ray_cluster import RayCluster
 from hjax.errors import ConfigError, ProcessLost
-from hjax.user_files import load_object
+from hjax.user_code import load_object
 from hjax.workers import WorkerContext
 
 ray = pytest.importorskip("ray")

@@ -24,7 +24,7 @@ from hjax.controller.ray_cluster import RayCluster
 from hjax.controller.ray_executor import RayExecutor
 from hjax.errors import ProcessLost, RunError
 from hjax.machine import descendants, name_of, state
-from hjax.user_files import load_object
+from hjax.user_code import load_object
 from hjax.workers import WorkerContext
 
 ray = pytest.importorskip("ray")

@@ -14,9 +14,9 @@ from test_controller_pickled import RUNNABLE, SHORT, UNUSED
 import hjax
 from hjax.controller import ResourcePool, Timeline, WorkerGroup, ray_calls
 from hjax.controller.ray_cluster import RayCluster
-from hjax.models.config import ModelConfig
-from hjax.run.machines import MachineProbe
-from hjax.user_files import load_object
+from hjax.models.model_config import ModelConfig
+from hjax.run.backends import ProcessProbe
+from hjax.user_code import load_object
 from hjax.workers import WorkerContext
 
 EACH = 2  # devices of a process
@@ -161,7 +161,7 @@ def test_generation_ahead_of_learning_is_the_same(tmp_path):
 COUNTING = """
 import hjax
 from hjax.controller.ray_calls import StoredArray
-from hjax.pieces import Added
+from hjax.sharded_values import Added
 from hjax.sharding.protocols import control
 
 fetch, fetches = StoredArray.fetch, {}
@@ -192,7 +192,7 @@ def two_groups(folder, pools, train, generate):
     """A cluster's groups of equal models, in one pool or in two, each on two processes."""
     (folder / "counting.py").write_text(COUNTING)
     worker = load_object(f"{folder}/counting.py:Counting", "worker")
-    made = RayCluster("local", 2 * pools, EACH, probe=MachineProbe)
+    made = RayCluster("local", 2 * pools, EACH, probe=ProcessProbe)
     try:
         parts = [made.devices[: 2 * EACH], made.devices[2 * EACH :]][:pools]
         rooms = [ResourcePool(f"p{i}", x, Timeline(), made.executor) for i, x in enumerate(parts)]

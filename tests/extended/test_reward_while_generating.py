@@ -8,7 +8,7 @@ import pytest
 from helpers import computed, trainer_of
 
 from hjax.errors import RunError
-from hjax.rewards.early import Answers, Judge, Verdict
+from hjax.rewards.concurrent_rewards import ConcurrentScorer, PendingReward, PromptResponses
 from hjax.rewards.function import RewardFunction
 from hjax.run.reward_check import ROWS as FIRST_CALL
 
@@ -82,22 +82,22 @@ def test_what_waits_is_judged_together_and_failures_are_each_ones():
             raise ValueError("a bad one")
         return [None if r == "none" else float(c) for r, c in zip(responses, columns["more"])]
 
-    judge = Judge(RewardFunction(reward))
+    judge = ConcurrentScorer(RewardFunction(reward))
 
     def answers(*responses):
         count = len(responses)
-        return Answers(["p"] * count, responses, {"more": [1, 2][:count]}, [[1]] * count,
+        return PromptResponses(["p"] * count, responses, {"more": [1, 2][:count]}, [[1]] * count,
                        [[2]] * count)  # fmt: skip
 
     first = judge.submit(answers("a", "b"))
     assert begun.wait(60)
     second, third = judge.submit(answers("c", "none")), judge.submit(answers("d"))
     go_on.set()
-    result = Verdict.gathered([*third, *reversed(second), *first])
+    result = PendingReward.gathered([*third, *reversed(second), *first])
     assert sizes == [2, 3]
     np.testing.assert_array_equal(result.rewards, [1, np.nan, 1, 1, 2])
     assert result.each == ("ok", "none", "ok", "ok", "ok") and result.first_traceback is None
-    bad = Verdict.gathered(judge.submit(answers("bad", "a")))
+    bad = PendingReward.gathered(judge.submit(answers("bad", "a")))
     assert np.isnan(bad.rewards).all() and bad.outcomes["exception"] == 2
     assert "a bad one" in bad.first_traceback
     deadline = time.monotonic() + 60

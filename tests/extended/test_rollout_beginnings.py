@@ -12,14 +12,14 @@ from helpers import computed, generated, trainer_of
 from test_rollout_engine import ODD, PLAIN, Case, drawn_by, on_host
 
 from hjax.kernels import decode
+from hjax.models.append_attention import BLOCK
 from hjax.models.compute import Compute
-from hjax.models.continuing import BLOCK
 from hjax.models.parameters import decoder_network
-from hjax.rollout import beginnings
-from hjax.rollout.beginnings import Beginnings, shared
+from hjax.rollout import prefix_sharing
 from hjax.rollout.generator import Generator
-from hjax.rollout.options import Sampling
-from hjax.rollout.work import Begun, GenerationConfig, Work
+from hjax.rollout.prefix_sharing import PrefixSharing, shared
+from hjax.rollout.rollout_job import GenerationConfig, ResumedResponses, RolloutJob
+from hjax.rollout.sampling_params import SamplingParams
 from hjax.sharding.layout import make_layouts, shard_bytes, without
 
 CHUNK, NEW = 64, 40
@@ -29,7 +29,7 @@ CHUNK, NEW = 64, 40
 def small(monkeypatch):
     sizes = {"SHORT": 32, "CHUNK": CHUNK, "NEW": (32, CHUNK), "READING": 400, "PAYS": 64}
     for name, value in sizes.items():
-        monkeypatch.setattr(beginnings, name, value)
+        monkeypatch.setattr(prefix_sharing, name, value)
     monkeypatch.setattr("hjax.rollout.scheduler.CHUNK", CHUNK)
 
 
@@ -133,12 +133,14 @@ STAGES = (("pipe", 2),)
 
 def test_stages_and_responses_in_parts_read_prompts_whole():
     count = 4
-    work = Work(*prompts_of(count, 150, 50), np.zeros((count, 2), np.uint32), GenerationConfig(NEW))
+    work = RolloutJob(
+        *prompts_of(count, 150, 50), np.zeros((count, 2), np.uint32), GenerationConfig(NEW)
+    )
     first = dataclasses.replace(work, config=GenerationConfig(NEW, end=20))
     ended = np.zeros(count, bool)
-    last = dataclasses.replace(work, begun=Begun(20, ended, {}))
+    last = dataclasses.replace(work, begun=ResumedResponses(20, ended, {}))
     engine, staged = (made_by(Case(samples=1, sizes=sizes))[0].engine for sizes in ((), STAGES))
-    found = [Beginnings(*given).active for given in itertools.product(
+    found = [PrefixSharing(*given).active for given in itertools.product(
         (engine, staged), (work, first, last))]  # fmt: skip
     assert found == [True, False, False, False, False, False]
 
@@ -200,7 +202,7 @@ def test_what_is_shared_is_found_and_pays():
 def test_decoding_waits_for_few_chunks():
     case, length = Case(samples=1, prompts=8, slots=4), 500
     generator, params, options = made_by(case)
-    options["sampling"] = Sampling(stop=(0,))
+    options["sampling"] = SamplingParams(stop=(0,))
     engine, said = generator.engine, []
 
     def watch(owner, name):
@@ -227,7 +229,7 @@ def test_decoding_waits_for_few_chunks():
     runs = [list(run) for _, run in itertools.groupby(said, key=lambda x: x in ("read", "admit"))]
     counts = [run.count("read") for before, run in itertools.pairwise(runs)
               if before[-1] == "decode"]  # fmt: skip
-    assert max(counts) <= beginnings.AT_ONCE and min(counts) > 0 and sum(counts) > 7
+    assert max(counts) <= prefix_sharing.AT_ONCE and min(counts) > 0 and sum(counts) > 7
 
 
 def test_the_memory_of_reading_is_a_chunk_s():
@@ -306,7 +308,7 @@ def test_training_has_the_same_metrics_and_says_what_was_saved(name, tmp_path, m
     rows = {}
     for way in ("with", "without"):
         if way == "without":
-            monkeypatch.setattr(beginnings, "SHORT", 1000)
+            monkeypatch.setattr(prefix_sharing, "SHORT", 1000)
         with trainer_of(algorithm, keys, workdir=tmp_path / way) as trainer:
             rows[way] = trainer.run()
     for one, other in zip(*rows.values(), strict=True):

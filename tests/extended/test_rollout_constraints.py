@@ -22,14 +22,14 @@ from tokenizers import decoders, models
 import hjax
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, DataError, RunError
-from hjax.models.config import ModelConfig
+from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import decoder_network
+from hjax.rollout.constrained_decoding import ConstraintCompiler
 from hjax.rollout.constraint import LARGEST, Constraint
 from hjax.rollout.language_model import LanguageModel
-from hjax.rollout.matching import Matchers
-from hjax.rollout.options import Sampling
 from hjax.rollout.requests import Request
-from hjax.rollout.service import Service
+from hjax.rollout.sampling_params import SamplingParams
+from hjax.rollout.service import GenerationService
 from hjax.sharding.layout import make_layouts
 
 SECONDS = 120
@@ -97,7 +97,7 @@ def answers(service, requests):
 
 
 def asked(model, requests, **settings):
-    service = Service(model, **settings)
+    service = GenerationService(model, **settings)
     try:
         return answers(service, requests)
     finally:
@@ -204,8 +204,8 @@ def test_at_every_beginning_the_tokens_that_go_on_to_a_match(pattern, prompt):
         kept = {text for text in matching if not text.startswith(b" ")}
         matching = kept | {b" " + text for text in matching}
     check_every_beginning(
-        Matchers(tokenizer, len(WORDS)),
-        Constraint(regex=pattern), Sampling(stop=(EOS,)), prompt, table, matching,
+        ConstraintCompiler(tokenizer, len(WORDS)),
+        Constraint(regex=pattern), SamplingParams(stop=(EOS,)), prompt, table, matching,
     )  # fmt: skip
 
 
@@ -222,8 +222,8 @@ def test_at_every_beginning_the_bytes_that_go_on_to_json_that_the_schema_allows(
     table = byte_tokenizer().token_bytes().tokens
     matching = {json.dumps(value, ensure_ascii=False).encode() for value in values}
     check_every_beginning(
-        Matchers(byte_tokenizer(), 260),
-        Constraint.of_json(schema), Sampling(stop=(257,)), (65,), table, matching,
+        ConstraintCompiler(byte_tokenizer(), 260),
+        Constraint.of_json(schema), SamplingParams(stop=(257,)), (65,), table, matching,
     )  # fmt: skip
 
 
@@ -235,17 +235,17 @@ def test_at_every_beginning_the_tokens_that_go_on_by_a_grammar(prompt):
     if prompt == (BOS,):  # the first space is not in the text
         matching |= {b" " + text for text in matching}
     check_every_beginning(
-        Matchers(tokenizer, len(WORDS)), Constraint(grammar=grammar), Sampling(stop=(EOS,)), prompt,
+        ConstraintCompiler(tokenizer, len(WORDS)), Constraint(grammar=grammar), SamplingParams(stop=(EOS,)), prompt,
         tokenizer.token_bytes().tokens, matching,
     )  # fmt: skip
 
 
 def test_a_first_space_that_a_grammar_asks_for_is_one_of_the_text():
-    matchers = Matchers(small_tokenizer(), len(WORDS))
+    matchers = ConstraintCompiler(small_tokenizer(), len(WORDS))
     space = WORDS.index("▁")
 
     def takes(tokens, prompt):
-        matcher = matchers.begin(Constraint(grammar='start: " "? "a"'), Sampling(), prompt)
+        matcher = matchers.begin(Constraint(grammar='start: " "? "a"'), SamplingParams(), prompt)
         return all(t in tokens_of(matcher.allowed) and matcher.take([t]) != "no" for t in tokens)
 
     a, with_space = WORDS.index("a"), WORDS.index("▁a")
@@ -260,7 +260,7 @@ CHOICE = ["a.b", "a|b", "(é)", "^b$", "a b", "\\d+", "[a-b]", "a\nb&&~#-{2}", "
 def test_a_choice_is_word_for_word():
     matching = {text.encode() for text in CHOICE}
     check_every_beginning(
-        Matchers(byte_tokenizer(), 260), Constraint.of_choice(CHOICE), Sampling(stop=(257,)), (65,),
+        ConstraintCompiler(byte_tokenizer(), 260), Constraint.of_choice(CHOICE), SamplingParams(stop=(257,)), (65,),
         byte_tokenizer().token_bytes().tokens, matching,
     )  # fmt: skip
 
@@ -269,7 +269,7 @@ def test_every_response_follows_its_grammar(byte_model):
     grammar = 'start: "a" start "b" | "(" start ")" | /[éü]{1,2}/ | %json {"enum": [1, "x"]}'
     texts = {
         byte_model.tokenizer.decode_response(request.prompt, tokens)
-        for request in [Request((65,), 40, Sampling(stop=(257,)))]
+        for request in [Request((65,), 40, SamplingParams(stop=(257,)))]
         for tokens, _, finish in asked(
             byte_model,
             [dataclasses.replace(request, seed=i, constraint=Constraint(grammar=grammar))
@@ -285,11 +285,11 @@ def test_every_response_follows_its_grammar(byte_model):
 
 
 def test_what_options_forbid_is_not_allowed_and_ends_where_nothing_is_left():
-    matchers = Matchers(small_tokenizer(), len(WORDS))
+    matchers = ConstraintCompiler(small_tokenizer(), len(WORDS))
     constraint = Constraint(regex="(ab){1,2}")
 
     def after(tokens, **options):
-        matcher = matchers.begin(constraint, Sampling(**options), (BOS, 3))
+        matcher = matchers.begin(constraint, SamplingParams(**options), (BOS, 3))
         return matcher.take(tokens), tokens_of(matcher.allowed)
 
     a, b, ab, byte = (WORDS.index(word) for word in ("a", "b", "ab", "<0x61>"))
@@ -333,9 +333,9 @@ def test_what_options_forbid_is_not_allowed_and_ends_where_nothing_is_left():
     ],
 )  # fmt: skip
 def test_what_cannot_be_met_is_refused_in_a_line(constraint, options, line):
-    matchers = Matchers(small_tokenizer(), len(WORDS))
+    matchers = ConstraintCompiler(small_tokenizer(), len(WORDS))
     with pytest.raises(ConfigError, match=line) as caught:
-        matchers.begin(constraint, Sampling(**options), (3,))
+        matchers.begin(constraint, SamplingParams(**options), (3,))
     assert "\n" not in str(caught.value)
 
 
@@ -366,7 +366,7 @@ def test_what_is_no_constraint_is_refused(made, line):
 
 def test_without_tokenizer_or_llguidance_it_is_said(monkeypatch):
     with pytest.raises(ConfigError, match="this model has no tokenizer"):
-        Matchers(None, 9).begin(Constraint(regex="a"), Sampling(), ())
+        ConstraintCompiler(None, 9).begin(Constraint(regex="a"), SamplingParams(), ())
     plain = builtins.__import__
 
     def without(name, *rest, **more):
@@ -376,7 +376,9 @@ def test_without_tokenizer_or_llguidance_it_is_said(monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ConfigError, match=r"pip install 'hjax\[constraints\]'"):
-        Matchers(small_tokenizer(), len(WORDS)).begin(Constraint(regex="a"), Sampling(), ())
+        ConstraintCompiler(small_tokenizer(), len(WORDS)).begin(
+            Constraint(regex="a"), SamplingParams(), ()
+        )
 
 
 HEAVY = [
@@ -390,11 +392,11 @@ HEAVY = [
 @pytest.mark.timeout(20)
 def test_a_heavy_pattern_holds_nobody_up(pattern):
     """Compiled, refused, or given up on the way: within limits, and the same each time."""
-    matchers = Matchers(small_tokenizer(), len(WORDS))
+    matchers = ConstraintCompiler(small_tokenizer(), len(WORDS))
 
     def tried():
         try:
-            matcher = matchers.begin(Constraint(regex=pattern), Sampling(), (3,))
+            matcher = matchers.begin(Constraint(regex=pattern), SamplingParams(), (3,))
         except ConfigError as error:
             return str(error)
         source, drawn, finish = random.Random(0), [], ""
@@ -460,7 +462,7 @@ def sequences(model, prompt, constraint, options):
 )
 def test_draws_follow_the_exact_renormalised_probabilities(settings, model):
     constraint, prompt = Constraint(regex="(ab|é)b?a?"), (BOS, 3)
-    options = Sampling(stop=(EOS,), **settings)
+    options = SamplingParams(stop=(EOS,), **settings)
     expected = sequences(model, prompt, constraint, options)
     assert sum(expected.values()) == pytest.approx(1)
     draws = 1000
@@ -503,7 +505,7 @@ MATCHED = [
 
 
 def check_regex(model, pattern, prompts, each):
-    options = Sampling(stop=model.eos_ids)
+    options = SamplingParams(stop=model.eos_ids)
     requests = [
         Request(tuple(prompt), 150, options, seed, 0, Constraint(regex=pattern))
         for prompt in prompts
@@ -533,7 +535,7 @@ def test_every_response_of_trained_weights_matches(pattern, stories):
 def check_json(model, schema, count):
     constraint, whole = Constraint.of_json(schema), 0
     requests = [
-        Request((66, 65), 220, Sampling(stop=model.eos_ids), seed, 0, constraint)
+        Request((66, 65), 220, SamplingParams(stop=model.eos_ids), seed, 0, constraint)
         for seed in range(count)
     ]
     for tokens, _, finish in asked(model, requests):
@@ -565,7 +567,7 @@ def test_constrained_rows_and_others_stand_together_and_change_nothing(count, by
         Request(
             tuple(source.choices(range(256), k=source.randint(1, 40))),
             source.randint(1, 60),
-            Sampling(
+            SamplingParams(
                 temperature=source.choice([0, 0.7, 1.0]), top_p=source.choice([1.0, 0.9]),
                 presence_penalty=source.choice([0, 0.5]), stop=source.choice([(), (257,)]),
                 min_tokens=source.choice([0, 4]),
@@ -590,12 +592,12 @@ def test_constrained_rows_and_others_stand_together_and_change_nothing(count, by
 
 
 def test_no_program_is_compiled_for_a_constraint(byte_model):
-    service = Service(byte_model, slots=2)
+    service = GenerationService(byte_model, slots=2)
     try:
         counts = []
         for pattern in (None, "[a-c]{9}", "[0-9]{9}", "é{9}"):
             constraint = None if pattern is None else Constraint(regex=pattern)
-            answers(service, [Request((65,), 9, Sampling(), 0, 0, constraint)])
+            answers(service, [Request((65,), 9, SamplingParams(), 0, 0, constraint)])
             programs = byte_model.engine._decode, byte_model.engine._first
             counts.append([program._cache_size() for program in programs])
         assert counts == counts[:1] * 4

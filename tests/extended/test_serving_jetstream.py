@@ -228,17 +228,19 @@ def test_nothing_is_compiled_after_the_warm_up_and_a_prompt_that_goes_on_is_read
     import jax
 
     from hjax.launch import serve
-    from hjax.rollout.options import Sampling
+    from hjax.rollout.sampling_params import SamplingParams
     from hjax.serving.jetstream_server import Orchestrator
 
     flags = [f"--model={model}", "--protocol=jetstream", "--slots=2", "--context=96"]
     own = serve.parse(flags)
-    loaded, service = serve._service(own, serve.ModelFront.read(own.model))
+    loaded, service = serve._service(own, serve.ModelInfo.read(own.model))
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
     )
-    orchestrator = Orchestrator(loaded, service, Sampling(temperature=0.0), 0, compiled.append)
+    orchestrator = Orchestrator(
+        loaded, service, SamplingParams(temperature=0.0), 0, compiled.append
+    )
 
     async def answered(tokens, count):
         found = []

@@ -22,9 +22,9 @@ from hjax.dryrun.topologies import listed
 from hjax.dryrun.transition_cost import measure, set_up
 from hjax.dryrun.transition_groups import Table2Case
 from hjax.sharding import layout
+from hjax.sharding.device_mesh import place_devices, ring_table
+from hjax.sharding.interconnect import cut, domain_of, ring_load, wires_of
 from hjax.sharding.layout import MESH_AXES
-from hjax.sharding.placing import place_devices, ring_table
-from hjax.sharding.wires import cut, domain_of, ring_load, wires_of
 
 
 def shape_of(**axes):
@@ -253,7 +253,7 @@ from hjax.sharding import layout
 from tests.extended.test_sharding_wires import mixed_up
 if sys.argv[1] == "mixed":
     layout.place_devices = mixed_up
-from hjax.settings.checking import check_config
+from hjax.settings.config_checks import check_config
 config = check_config({
     "algorithm.name": "GRPO", "algorithm.kl_coef": 0.01, "rollout.samples": 2,
     "data.task": "sorting", "model.dtype": "float32", "steps": 2,
@@ -294,7 +294,7 @@ LIBTPU = """
 import json, sys
 from hjax.dryrun.topologies import find_topology, prepare_environment
 prepare_environment()
-from hjax.sharding.placing import place_devices
+from hjax.sharding.device_mesh import place_devices
 found = {}
 for name in sys.argv[1:]:
     devices = find_topology(name).devices

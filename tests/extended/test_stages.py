@@ -13,7 +13,7 @@ from helpers import TINY, computed, launch, read_rows
 import hjax
 from hjax.errors import ConfigError
 from hjax.launch.stages import dry_run_stages, read_stages, run_stages
-from hjax.settings.reading import get_stages, load_config
+from hjax.settings.config_loading import get_stages, load_config
 
 FILE = """
 def get_stages(steps="2"):

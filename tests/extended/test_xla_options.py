@@ -2,7 +2,7 @@
 
 import pytest
 
-from hjax.xla.options import OPTIONS, compiler_options
+from hjax.xla.compiler_flags import OPTIONS, compiler_options
 
 WINDOWS = "xla_tpu_enable_windowed_einsum_for_all_gather"
 GATHERS = "xla_tpu_enable_sparse_core_collective_offload_all_gather"

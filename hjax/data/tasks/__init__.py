@@ -4,10 +4,10 @@
 """
 
 from hjax.data.tasks.arithmetic import Addition, Multiplication
-from hjax.data.tasks.base import TASKS, Task, get_task, register
 from hjax.data.tasks.countdown import Countdown
 from hjax.data.tasks.harvest import Harvest
 from hjax.data.tasks.strings import Parity, Reversal, Sorting
+from hjax.data.tasks.task import TASKS, Task, get_task, register
 
 __all__ = [
     "TASKS",

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, ClassVar
 
-from hjax.data.tasks.base import Task, option, register
+from hjax.data.tasks.task import Task, option, register
 
 
 @dataclasses.dataclass(frozen=True)

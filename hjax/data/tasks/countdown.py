@@ -4,7 +4,7 @@ import dataclasses
 import re
 from typing import Any, ClassVar
 
-from hjax.data.tasks.base import Task, digits_of, option, register
+from hjax.data.tasks.task import Task, digits_of, option, register
 
 
 @register

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hjax.data.tasks.base import Strings, digits_of, option, register
+from hjax.data.tasks.task import Strings, digits_of, option, register
 
 POISONOUS = "789"
 

@@ -5,7 +5,7 @@ import itertools
 import string
 from typing import Any, ClassVar
 
-from hjax.data.tasks.base import Strings, digits_of, option, register
+from hjax.data.tasks.task import Strings, digits_of, option, register
 
 
 @register

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from hjax.errors import ConfigError
-from hjax.models.config import ModelConfig
-from hjax.models.families.base import TOKEN_IDS, Family
+from hjax.models.families.family import TOKEN_IDS, Family
 from hjax.models.families.gemma import Gemma2, Gemma3
 from hjax.models.families.gpt2 import GPT2
 from hjax.models.families.gpt_oss import GptOss
@@ -16,7 +15,8 @@ from hjax.models.families.olmo2 import Olmo2
 from hjax.models.families.phi3 import Phi3
 from hjax.models.families.qwen import Qwen2, Qwen3, Qwen3Moe
 from hjax.models.families.smollm3 import SmolLM3
-from hjax.user_files import load_object, origin
+from hjax.models.model_config import ModelConfig
+from hjax.user_code import load_object, origin
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -53,7 +53,7 @@ def take_family(spec: str, setting: str = "model.family") -> Family:
     """Load a family in a file of the user's: models of its ``model_type`` are read with it.
 
     Args:
-      spec: ``path.py:Class``, a subclass of ``hjax.models.families.base.Family``.
+      spec: ``path.py:Class``, a subclass of ``hjax.models.families.family.Family``.
       setting: what names it, for messages.
 
     Raises:
@@ -62,7 +62,7 @@ def take_family(spec: str, setting: str = "model.family") -> Family:
     found = load_object(spec, setting)
     if not (isinstance(found, type) and issubclass(found, Family)):
         raise ConfigError(
-            f"{setting}={spec!r}: {found!r} is no subclass of hjax.models.families.base.Family"
+            f"{setting}={spec!r}: {found!r} is no subclass of hjax.models.families.family.Family"
         )
     model_type = getattr(found, "model_type", "")
     if not model_type or model_type in FAMILIES:

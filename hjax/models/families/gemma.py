@@ -5,8 +5,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from hjax.models.config import LayerKind, ModelConfig
-from hjax.models.families.base import (
+from hjax.models.families.checked_config import CheckedConfig
+from hjax.models.families.family import (
     ATTENTION_BIAS,
     FULL,
     SLIDING,
@@ -16,7 +16,7 @@ from hjax.models.families.base import (
     write_rope,
     write_windows,
 )
-from hjax.models.families.given import Given
+from hjax.models.model_config import LayerKind, ModelConfig
 from hjax.models.rotary import Rope, write_scaling
 
 
@@ -40,7 +40,7 @@ class Gemma2(Family):
     every = 2  # layers, of which the last is full
     softcaps = (50.0, 30.0)  # of attention and logits, where config.json says nothing
 
-    def fields(self, given: Given) -> dict[str, Any]:
+    def fields(self, given: CheckedConfig) -> dict[str, Any]:
         """Embeddings are scaled by the root of their width."""
         fields = super().fields(given)
         attention, final = self.softcaps
@@ -52,13 +52,13 @@ class Gemma2(Family):
             "layer_kinds": self.windows(given, fields["layers"]),
         }
 
-    def softcap(self, given: Given, key: str, default: float) -> float:
+    def softcap(self, given: CheckedConfig, key: str, default: float) -> float:
         """A cap; 0 where config.json has null."""
         if key in given.content and given.get(key) is None:
             return 0.0
         return given.number(key, default)
 
-    def windows(self, given: Given, layers: int) -> tuple[LayerKind, ...]:
+    def windows(self, given: CheckedConfig, layers: int) -> tuple[LayerKind, ...]:
         """By ``layer_types``, or every so many layers a full one."""
         older = given.get("_sliding_window_pattern", self.every)
         every = given.size("sliding_window_pattern", older)
@@ -100,19 +100,19 @@ class Gemma3(Gemma2):
     every = 6
     softcaps = (0.0, 0.0)
 
-    def softcap(self, given: Given, key: str, default: float) -> float:
+    def softcap(self, given: CheckedConfig, key: str, default: float) -> float:
         """Attention's scores are never capped: transformers keeps the key and reads it nowhere."""
         if key == "attn_logit_softcapping":
             given.only(key, None)
             return 0.0
         return super().softcap(given, key, default)
 
-    def windows(self, given: Given, layers: int) -> tuple[LayerKind, ...]:
+    def windows(self, given: CheckedConfig, layers: int) -> tuple[LayerKind, ...]:
         """As Gemma 2's, each with its rotary positions."""
         kinds = super().windows(given, layers)
         return tuple(dataclasses.replace(k, rope=0 if k.window is None else 1) for k in kinds)
 
-    def ropes(self, given: Given, max_length: int) -> tuple[Rope, ...]:
+    def ropes(self, given: CheckedConfig, max_length: int) -> tuple[Rope, ...]:
         """Of full layers and of those with a window: a dict each, or keys of their own."""
         parameters = given.get("rope_parameters") or {}
         scaling = dict(given.get("rope_scaling") or {})

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from hjax.models.config import ModelConfig
-from hjax.models.declaration import Stored
-from hjax.models.families.base import Family, Key, Tensors, one, read_dtype, tied_to
-from hjax.models.families.given import Given
+from hjax.models.families.checked_config import CheckedConfig
+from hjax.models.families.family import ConfigField, Family, Tensors, one, read_dtype, tied_to
+from hjax.models.model_config import ModelConfig
+from hjax.models.parameter_spec import StoredTensor
 
 LAYER = "transformer.h.{layer}."
 
@@ -27,8 +27,8 @@ class GPT2(Family):
         "max_length": "n_positions",
     }
     own = {
-        "layer_norm_epsilon": Key("number", ("norm_epsilon",), 1e-5),
-        "tie_word_embeddings": Key("flag", ("tie_embeddings",), True),
+        "layer_norm_epsilon": ConfigField("number", ("norm_epsilon",), 1e-5),
+        "tie_word_embeddings": ConfigField("flag", ("tie_embeddings",), True),
     }
     always = {
         "family": "gpt2",
@@ -53,7 +53,7 @@ class GPT2(Family):
         *("summary_type", "summary_use_proj"),
     )
 
-    def fields(self, given: Given) -> dict[str, Any]:
+    def fields(self, given: CheckedConfig) -> dict[str, Any]:
         """What newer models may choose is fixed here."""
         fields: dict[str, Any] = {name: given.size(key) for name, key in self.keys.items()}
         heads, width = fields["heads"], fields["hidden_size"]
@@ -99,6 +99,6 @@ class GPT2(Family):
             "final_norm": one("transformer.ln_f.weight", "embed"),
             "final_norm_bias": one("transformer.ln_f.bias", "embed"),
         } | {
-            f"layers.{name}": (Stored(LAYER + stored, form, part=part),)
+            f"layers.{name}": (StoredTensor(LAYER + stored, form, part=part),)
             for name, (stored, form, part) in layers.items()
         }

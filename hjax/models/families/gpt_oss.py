@@ -2,25 +2,25 @@
 
 from typing import Any
 
-from hjax.models.config import ModelConfig
-from hjax.models.families.base import (
+from hjax.models.families.checked_config import CheckedConfig
+from hjax.models.families.family import (
     ATTENTION_BIAS,
     EXPERTS,
     FULL,
     LAYER,
     ROUTER_LOSS,
     SLIDING,
+    ConfigField,
     Family,
-    Key,
     Tensors,
     one,
     read_windows,
     write_windows,
 )
-from hjax.models.families.given import Given
-from hjax.models.rotary import Rope, Yarn, write_scaling
+from hjax.models.model_config import ModelConfig
+from hjax.models.rotary import Rope, YarnScaling, write_scaling
 
-YARN = Yarn(factor=32.0, original_max_length=4096, truncate=False)
+YARN = YarnScaling(factor=32.0, original_max_length=4096, truncate=False)
 
 
 class GptOss(Family):
@@ -39,22 +39,22 @@ class GptOss(Family):
     }
     own = {
         **ATTENTION_BIAS,
-        "swiglu_alpha": Key("number", ("activation_alpha",), 1.702),
-        "swiglu_limit": Key("number", ("activation_limit",), 7.0),
-        "num_local_experts": Key("size", ("experts",), 32),
-        "num_experts_per_tok": Key("size", ("experts_per_token",), 4),
+        "swiglu_alpha": ConfigField("number", ("activation_alpha",), 1.702),
+        "swiglu_limit": ConfigField("number", ("activation_limit",), 7.0),
+        "num_local_experts": ConfigField("size", ("experts",), 32),
+        "num_experts_per_tok": ConfigField("size", ("experts_per_token",), 4),
         **ROUTER_LOSS,
     }
     always = {"mlp_bias": True, "sinks": True, "activation": "clamped_swiglu", "router_bias": True}
     unread = ("initial_context_length", "experts_per_token")  # said twice
 
-    def fields(self, given: Given) -> dict[str, Any]:
+    def fields(self, given: CheckedConfig) -> dict[str, Any]:
         """The weights of the experts in use add up to 1."""
         fields = super().fields(given)
         types = [SLIDING if i % 2 == 0 else FULL for i in range(fields["layers"])]
         return fields | {"layer_kinds": read_windows(given, fields["layers"], types)}
 
-    def ropes(self, given: Given, max_length: int) -> tuple[Rope, ...]:
+    def ropes(self, given: CheckedConfig, max_length: int) -> tuple[Rope, ...]:
         """YaRN where config.json says nothing."""
         if given.get("rope_parameters") is None and given.get("rope_scaling") is None:
             return (Rope(given.number("rope_theta", 150000.0), YARN),)

@@ -1,6 +1,6 @@
 """Llama 1, 2 and 3.x (Touvron et al. 2023, arXiv 2302.13971; Dubey et al. 2024, 2407.21783)."""
 
-from hjax.models.families.base import ATTENTION_BIAS, MLP_BIAS, Family
+from hjax.models.families.family import ATTENTION_BIAS, MLP_BIAS, Family
 
 
 class Llama(Family):

@@ -3,17 +3,17 @@
 
 from typing import Any
 
-from hjax.models.config import LayerKind, ModelConfig
-from hjax.models.families.base import (
+from hjax.models.families.checked_config import CheckedConfig
+from hjax.models.families.family import (
     LAYER,
     ROUTER_LOSS,
+    ConfigField,
     Family,
-    Key,
     Tensors,
     expert_tensors,
     one,
 )
-from hjax.models.families.given import Given
+from hjax.models.model_config import LayerKind, ModelConfig
 
 
 class Mistral(Family):
@@ -23,7 +23,7 @@ class Mistral(Family):
     architecture = "MistralForCausalLM"
     defaults = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
 
-    def fields(self, given: Given) -> dict[str, Any]:
+    def fields(self, given: CheckedConfig) -> dict[str, Any]:
         """A window of null is none; where nothing is said there is transformers' default."""
         fields = super().fields(given)
         if "sliding_window" not in given.content:
@@ -36,7 +36,7 @@ class Mistral(Family):
         return super().write(config) | {"sliding_window": window}
 
 
-def read_one_window(given: Given, layers: int) -> tuple[LayerKind, ...]:
+def read_one_window(given: CheckedConfig, layers: int) -> tuple[LayerKind, ...]:
     """``sliding_window`` of all layers."""
     if given.get("sliding_window") is None:
         return ()
@@ -56,8 +56,8 @@ class Mixtral(Mistral):
     }
     fixed = {"router_jitter_noise": (0.0,)}
     own = {
-        "num_local_experts": Key("size", ("experts",), 8),
-        "num_experts_per_tok": Key("size", ("experts_per_token",), 2),
+        "num_local_experts": ConfigField("size", ("experts",), 8),
+        "num_experts_per_tok": ConfigField("size", ("experts_per_token",), 2),
         **ROUTER_LOSS,
     }
 

@@ -1,6 +1,6 @@
 """OLMo 2 (arXiv 2501.00656)."""
 
-from hjax.models.families.base import ATTENTION_BIAS, Family
+from hjax.models.families.family import ATTENTION_BIAS, Family
 
 
 class Olmo2(Family):

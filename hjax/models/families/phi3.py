@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from hjax.models.config import ModelConfig
-from hjax.models.families.base import LAYER, Tensors, one, rope_of
-from hjax.models.families.given import Given
+from hjax.models.families.checked_config import CheckedConfig
+from hjax.models.families.family import LAYER, Tensors, one, rope_of
 from hjax.models.families.mistral import Mistral
-from hjax.models.rotary import LongRope, Rope
+from hjax.models.model_config import ModelConfig
+from hjax.models.rotary import LongRopeScaling, Rope
 
 
 class Phi3(Mistral):
@@ -23,7 +23,7 @@ class Phi3(Mistral):
         **dict.fromkeys(("full_attn_mod", "interpolate_factor"), (1,)),
     }
 
-    def ropes(self, given: Given, max_length: int) -> tuple[Rope, ...]:
+    def ropes(self, given: CheckedConfig, max_length: int) -> tuple[Rope, ...]:
         """The original length stands beside ``rope_scaling``; other names of LongRoPE are older."""
         both = dict(given.get("rope_parameters") or given.get("rope_scaling") or {})
         kind = both.pop("rope_type", both.pop("type", "default"))
@@ -43,7 +43,7 @@ class Phi3(Mistral):
         if config.head_dim == config.hidden_size // config.heads:
             del content["head_dim"]  # transformers' class has no such field
         original = config.max_length
-        if isinstance(scaling, LongRope):
+        if isinstance(scaling, LongRopeScaling):
             original = scaling.original_max_length
             del content["rope_scaling"]["original_max_position_embeddings"]
         return content | {"original_max_position_embeddings": original}

@@ -3,23 +3,23 @@
 from collections.abc import Mapping
 from typing import Any
 
-from hjax.models.config import LayerKind, ModelConfig
-from hjax.models.families.base import (
+from hjax.models.families.checked_config import CheckedConfig
+from hjax.models.families.family import (
     ATTENTION_BIAS,
     FULL,
     LAYER,
     ROUTER_LOSS,
     SLIDING,
+    ConfigField,
     Family,
-    Key,
     Tensors,
     expert_tensors,
     one,
     read_switched_windows,
     write_windows,
 )
-from hjax.models.families.given import Given
 from hjax.models.families.mistral import read_one_window
+from hjax.models.model_config import LayerKind, ModelConfig
 
 
 class Qwen2(Family):
@@ -31,12 +31,12 @@ class Qwen2(Family):
     always: Mapping[str, Any] = {"qkv_bias": True}
     fixed = {"use_mrope": (False,)}
 
-    def fields(self, given: Given) -> dict[str, Any]:
+    def fields(self, given: CheckedConfig) -> dict[str, Any]:
         """``use_sliding_window`` gives the layers from ``max_window_layers`` on a window."""
         fields = super().fields(given)
         return fields | {"layer_kinds": self.windows(given, fields["layers"])}
 
-    def windows(self, given: Given, layers: int) -> tuple[LayerKind, ...]:
+    def windows(self, given: CheckedConfig, layers: int) -> tuple[LayerKind, ...]:
         """Kinds of the layers; none where all are full."""
         first = int(given.number("max_window_layers", 28))
         types = [FULL if i < first else SLIDING for i in range(layers)]
@@ -77,17 +77,17 @@ class Qwen3Moe(Qwen3):
     unread = ("intermediate_size", "max_window_layers")  # the first of layers without experts
     own = {
         **Qwen3.own,
-        "num_experts_per_tok": Key("size", ("experts_per_token",), 8),
-        "norm_topk_prob": Key("flag", ("normalize_router",), False),
+        "num_experts_per_tok": ConfigField("size", ("experts_per_token",), 8),
+        "norm_topk_prob": ConfigField("flag", ("normalize_router",), False),
         **ROUTER_LOSS,
     }
 
-    def fields(self, given: Given) -> dict[str, Any]:
+    def fields(self, given: CheckedConfig) -> dict[str, Any]:
         """Experts are counted under either of two names."""
         name = "num_experts" if given.get("num_local_experts") is None else "num_local_experts"
         return super().fields(given) | {"experts": given.size(name)}
 
-    def windows(self, given: Given, layers: int) -> tuple[LayerKind, ...]:
+    def windows(self, given: CheckedConfig, layers: int) -> tuple[LayerKind, ...]:
         """All layers have the window, or none."""
         if given.flag("use_sliding_window"):
             return read_one_window(given, layers)

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from hjax.models.config import LayerKind, ModelConfig
-from hjax.models.families.base import (
+from hjax.models.families.checked_config import CheckedConfig
+from hjax.models.families.family import (
     ATTENTION_BIAS,
     FULL,
     MLP_BIAS,
@@ -12,7 +12,7 @@ from hjax.models.families.base import (
     read_switched_windows,
     write_windows,
 )
-from hjax.models.families.given import Given
+from hjax.models.model_config import LayerKind, ModelConfig
 
 
 class SmolLM3(Family):
@@ -29,7 +29,7 @@ class SmolLM3(Family):
     own = {**ATTENTION_BIAS, **MLP_BIAS}
     unread = ("max_window_layers",)
 
-    def fields(self, given: Given) -> dict[str, Any]:
+    def fields(self, given: CheckedConfig) -> dict[str, Any]:
         """``no_rope_layers`` has a 1 for each layer that turns, or every ``no_rope_layer_interval``
         does not."""
         fields = super().fields(given)

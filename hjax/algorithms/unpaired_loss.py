@@ -1,0 +1,162 @@
+r"""Losses of responses that are each right or wrong: KTO's, and PRIME's for its reward model.
+
+A response's loss stands at the first place of its row (`SequenceLoss`).
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from hjax.algorithms.aggregation import Batch, SequenceLoss, Stats, at_first, counted_rows
+from hjax.algorithms.masks import keep
+from hjax.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowLoss(SequenceLoss):
+    """What both share: a loss for each row, averaged over the rows that count.
+
+    Attributes:
+        beta: what the log-ratio to the reference, summed over a response, is multiplied by.
+    """
+
+    beta: float
+
+    def __post_init__(self) -> None:
+        if not self.beta > 0:
+            raise ConfigError(f"beta={self.beta} must be above 0")
+
+    def prepared(self, batch: Batch) -> dict[str, jax.Array]:
+        """`positive_share`, float32 scalar: of the whole step's rows those that are right."""
+        kept, right = counted_rows(batch), _right(batch)
+        return {"positive_share": jnp.sum(kept & right) / jnp.maximum(jnp.sum(kept), 1)}
+
+    def _by_side(self, value: jax.Array, batch: Batch) -> Stats:
+        """`chosen_reward` and `rejected_reward`: means over the right and over the wrong rows."""
+        right, share = _right(batch), batch["positive_share"]
+        return {
+            "chosen_reward": jnp.where(right, value / jnp.maximum(share, 1e-9), 0.0),
+            "rejected_reward": jnp.where(right, 0.0, value / jnp.maximum(1.0 - share, 1e-9)),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnpairedLoss(RowLoss):
+    r"""KTO (Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306), as in TRL.
+
+    With :math:`h = \sum_t (\ell - \ell_{ref})` of a response, the baseline z and the logistic
+    function s:
+
+    .. math:: L = \lambda_D (1 - s(\beta (h - z))) \text{ if it is right, else }
+              \lambda_U (1 - s(\beta (z - h)))
+
+    Attributes:
+        beta: above 0.
+        desirable, undesirable: lambda of right and of wrong responses, 0 or more.
+    """
+
+    scalars: ClassVar[tuple[str, ...]] = ("kl_baseline",)
+
+    beta: float = 0.1
+    desirable: float = 1.0
+    undesirable: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("desirable", "undesirable"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be 0 or more")
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Keys that the call reads from the batch."""
+        return ("response_mask", "ref_logprobs", "positive", *self.scalars)
+
+    def __call__(
+        self, logprobs: jax.Array, entropy: jax.Array | None, batch: Batch
+    ) -> tuple[jax.Array, Stats]:
+        """Losses and statistics of responses, each at the first place of its row.
+
+        Args:
+            logprobs: float [N, L], of the response tokens.
+            entropy: not read.
+            batch: `response_mask` bool [N, L], `ref_logprobs` float [N, L], `positive` float
+                [N, L], 1 on the tokens of right responses; `kl_baseline` float scalar, z in nats
+                per response; and what `prepared` gave.
+
+        Returns:
+            (float32 [N, L], stats like it without gradient): `accuracy` (1 on the right side of
+            the baseline), `chosen_reward` and `rejected_reward` (beta h, of right and of wrong
+            responses), `kl` (z).
+        """
+        mask = jnp.asarray(batch["response_mask"], bool)
+        chex.assert_equal_shape([logprobs, mask, batch["ref_logprobs"], batch["positive"]])
+        baseline, right = batch["kl_baseline"], _right(batch)
+        ratio = _log_ratio(logprobs, batch)
+        side = jnp.where(right, 1.0, -1.0)
+        weight = jnp.where(right, self.desirable, self.undesirable)
+        loss = weight * (1.0 - jax.nn.sigmoid(side * self.beta * (ratio - baseline)))
+        stats = {
+            "accuracy": (side * (ratio - baseline) > 0).astype(jnp.float32),
+            "kl": jnp.broadcast_to(baseline, ratio.shape),
+            **self._by_side(self.beta * ratio, batch),
+        }
+        placed = {name: at_first(value, mask) for name, value in stats.items()}
+        return at_first(loss, mask), jax.lax.stop_gradient(placed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImplicitRewardLoss(RowLoss):
+    r"""Cross-entropy of outcomes for a reward model that is a language model (PRIME).
+
+    .. math:: L = \mathrm{BCE}(s(\beta \sum_t (\ell_\phi - \ell_{ref})), y), \qquad y \in \{0, 1\}
+
+    https://arxiv.org/abs/2502.01456, and `compute_ce_dpo_loss_rm` of verl's recipe. Its rewards of
+    tokens are :math:`\beta (\ell_\phi - \ell_{ref})`.
+
+    Attributes:
+        beta: above 0; .05 there.
+    """
+
+    beta: float = 0.05
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Keys that the call reads from the batch."""
+        return ("response_mask", "ref_logprobs", "positive")
+
+    def __call__(
+        self, logprobs: jax.Array, entropy: jax.Array | None, batch: Batch
+    ) -> tuple[jax.Array, Stats]:
+        """Losses and statistics of responses, each at the first place of its row.
+
+        Args:
+            logprobs: float [N, L], of the response tokens under the reward model.
+            entropy: not read.
+            batch: as of `UnpairedLoss`, without a baseline.
+
+        Returns:
+            (float32 [N, L], stats like it without gradient): `accuracy` (1 where the sign of the
+            reward says what the outcome says), `chosen_reward` and `rejected_reward`.
+        """
+        mask = jnp.asarray(batch["response_mask"], bool)
+        chex.assert_equal_shape([logprobs, *(batch[key] for key in self.needs)])
+        reward, right = self.beta * _log_ratio(logprobs, batch), _right(batch)
+        loss = -jax.nn.log_sigmoid(jnp.where(right, reward, -reward))
+        accuracy = ((reward > 0) == right).astype(jnp.float32)
+        stats = {"accuracy": accuracy, **self._by_side(reward, batch)}
+        placed = {name: at_first(value, mask) for name, value in stats.items()}
+        return at_first(loss, mask), jax.lax.stop_gradient(placed)
+
+
+def _log_ratio(logprobs: jax.Array, batch: Batch) -> jax.Array:
+    mask = batch["response_mask"]
+    return jnp.sum(keep(logprobs, mask) - keep(batch["ref_logprobs"], mask), axis=1)
+
+
+def _right(batch: Batch) -> jax.Array:
+    """bool [N]: responses whose tokens are marked as those of right answers."""
+    return jnp.any(jnp.asarray(batch["positive"]) * jnp.asarray(batch["response_mask"]) > 0, axis=1)

@@ -1,0 +1,135 @@
+"""What the 3D-HybridEngine is compared with: gather the whole model, then cut it.
+
+DeepSpeed-Chat and HybridFlow-V as the paper's Table 2 counts them: every device gathers all of the
+model, keeps its generation shard and beside it its training shard.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from hjax.sharding.transfer_buckets import ReshardLeaf, bucket_program, fill_buckets, plan_leaf
+from hjax.sharding.transition import BUCKET_BYTES, HeldParameters, TransitionCost, largest_temporary
+from hjax.xla.collectives import received_bytes
+
+
+class GatherAndCut:
+    """Parameters to the generate layout by way of the whole model on every device.
+
+    The same calls as ``Transition``. The train shards are given up for the whole, which contains
+    them, and cut out of it again, so that no more than the whole and a bucket is ever alive.
+
+    Args:
+      source: nested dict of NamedSharding, as training keeps the parameters.
+      target: the same for generation; its mesh may order the devices' axes otherwise.
+      shapes: nested dict of jax.ShapeDtypeStruct.
+      bucket_bytes: of whole parameters that are gathered in one program; at least one leaf.
+    """
+
+    def __init__(self, source: Any, target: Any, shapes: Any, bucket_bytes: int = BUCKET_BYTES):
+        leaves, self._structure = jax.tree.flatten(shapes)
+        self._gathers, self._keeps, self._cuts = [], [], []
+        pairs = zip(jax.tree.leaves(source), jax.tree.leaves(target), strict=True)
+        for number, (x, (before, after)) in enumerate(zip(leaves, pairs, strict=True)):
+            whole, there = (NamedSharding(s.mesh, PartitionSpec()) for s in (before, after))
+            plan = functools.partial(plan_leaf, str(number), x.shape, x.dtype, x.dtype)
+            self._gathers.append(plan(source=before, target=whole))
+            self._keeps.append(plan(source=whole, target=before))
+            self._cuts.append(plan(source=there, target=after))
+        self.buckets = [
+            [int(leaf.name) for leaf in bucket]
+            for bucket in fill_buckets(self._gathers, bucket_bytes)
+        ]
+        self._programs = [
+            [
+                bucket_program(tuple(leaves[i] for i in bucket), bucket_bytes, name)
+                for bucket in self.buckets
+            ]
+            for leaves, name in (
+                (self._gathers, "gather_whole"),
+                (self._keeps, "cut_train"),
+                (self._cuts, "cut_generate"),
+            )
+        ]
+
+    def leaf(self, index: int) -> ReshardLeaf:
+        """How a leaf of the tree is gathered."""
+        return self._gathers[index]
+
+    def start(self, params: Any) -> HeldParameters:
+        """Take ``params``, in the train layout, to be moved; use them no longer."""
+        return HeldParameters(jax.tree.leaves(params))
+
+    def advance(self, held: HeldParameters, watch: Callable[[], object] | None = None) -> Any:
+        """The parameters in the generate layout; ``watch`` is called when most is alive."""
+        gathers, keeps, cuts = self._programs
+        for bucket, gather in zip(self.buckets, gathers, strict=True):
+            _replace(held.leaves, bucket, gather, watch)
+        generated: dict[int, jax.Array] = {}
+        # The smallest first: each makes room for the next.
+        for bucket, keep, cut in zip(self.buckets[::-1], keeps[::-1], cuts[::-1], strict=True):
+            shards = jax.block_until_ready(cut([held.leaves[i] for i in bucket]))
+            generated |= dict(zip(bucket, shards, strict=True))
+            _replace(held.leaves, bucket, keep, watch)
+        held.kept = generated
+        ordered = [generated[i] for i in range(len(held.leaves))]
+        return jax.tree.unflatten(self._structure, ordered)
+
+    def back(self, held: HeldParameters, watch: Callable[[], object] | None = None) -> Any:
+        """Training's parameters, which were kept; generation's are freed."""
+        if watch is not None:
+            watch()
+        for copy in held.kept.values():
+            copy.delete()
+        held.kept = {}
+        return jax.tree.unflatten(self._structure, held.leaves)
+
+    def cost(self) -> TransitionCost:
+        """Compile everything for abstract arrays and count; nothing is allocated."""
+        programs = [program for way in self._programs for program in way]
+        source = sum(leaf.source_bytes for leaf in self._gathers)
+        return TransitionCost(
+            received=sum(received_bytes(p.compiled.as_text()) for p in programs),
+            planned=sum(leaf.received_bytes or 0 for leaf in self._gathers),
+            back=0,
+            source=source,
+            target=sum(leaf.target_bytes for leaf in self._cuts),
+            peak=self.peak_bytes(),
+            temporary=largest_temporary(programs),
+            redundant=source,
+            masters=0,
+            buckets=len(self.buckets),
+            by_compiler=(),
+        )
+
+    def peak_bytes(self) -> int:
+        """The most bytes of parameters a device holds on the way."""
+        alive = peak = sum(leaf.source_bytes for leaf in self._gathers)
+        for bucket in self.buckets:
+            alive += sum(self._gathers[i].target_bytes for i in bucket)
+            peak = max(peak, alive)
+            alive -= sum(self._gathers[i].source_bytes for i in bucket)
+        for bucket in self.buckets[::-1]:
+            alive += sum(self._keeps[i].target_bytes + self._cuts[i].target_bytes for i in bucket)
+            peak = max(peak, alive)
+            alive -= sum(self._gathers[i].target_bytes for i in bucket)
+        return peak
+
+
+def _replace(
+    leaves: list[jax.Array],
+    bucket: list[int],
+    program: Callable[..., Any],
+    watch: Callable[[], object] | None,
+) -> None:
+    """Run a program on a bucket's leaves and put what it returns in their place."""
+    old = [leaves[i] for i in bucket]
+    new = jax.block_until_ready(program(old))
+    if watch is not None:
+        watch()
+    for index, before, after in zip(bucket, old, new, strict=True):
+        leaves[index] = after
+        before.delete()

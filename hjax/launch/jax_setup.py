@@ -1,0 +1,178 @@
+"""What must be set before JAX starts a backend: the number of CPU devices, the program cache.
+
+Only the command does this; a `Trainer` uses the devices it finds.
+
+Of the kept programs what a kill or a full disk has torn is dropped: JAX writes an entry of its
+cache in place, warns of one that it cannot read in every run, compiles the program anew, and never
+replaces it.
+"""
+
+import contextlib
+import importlib
+import math
+import os
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from hjax.config import flatten
+from hjax.errors import ConfigError
+from hjax.files import cache_folder
+from hjax.machine import (
+    MOST_DEVICES,
+    available_cores,
+    compile_quickly,
+    devices_asked_for,
+    enough_threads,
+    settle_platform,
+)
+from hjax.settings.config_checks import on_cluster
+
+
+def prepare_jax(config: ConfigDict, simulates: bool = False) -> str:
+    """Set JAX's options for a run; returns a remark for the user, mostly empty.
+
+    Where a cluster has the devices this process has one, or, if it ``simulates`` the cluster's, as
+    many.
+
+    On a CPU there is one simulated device per core; a number that the user has set (in XLA_FLAGS
+    or JAX_NUM_CPU_DEVICES) stays. Compiled programs are kept on disk, so that a second start is
+    quick (JAX_COMPILATION_CACHE_DIR moves the place).
+    """
+    import jax
+
+    options: Any = jax.config
+    cluster = on_cluster(config)
+    if cluster:
+        # The devices are other processes'; this one must not take one of its host's.
+        options.update("jax_platforms", "cpu")
+        every = config.cluster.processes * config.cluster.devices_per_process
+        simulates = simulates or config.placement == "auto"
+        if simulates and every > MOST_DEVICES:
+            raise ConfigError(
+                f"cluster.processes={config.cluster.processes} times cluster.devices_per_process="
+                f"{config.cluster.devices_per_process} are {every} devices; at most {MOST_DEVICES} "
+                "can be simulated here, for more see `python -m hjax.launch.compile`"
+            )
+        options.update("jax_num_cpu_devices", max(every, 1) if simulates else 1)
+    else:
+        settle_platform()
+    _keep_compiled_programs(options)
+    compile_quickly()
+    # Without a named platform JAX may find an accelerator; then this number has no effect.
+    if cluster or (options.jax_platforms or "cpu").split(",")[0] != "cpu":
+        return ""
+    if devices_asked_for() != -1:
+        enough_threads(devices_asked_for())
+        return ""
+    cores = available_cores()
+    devices = config.cluster.devices_per_process or dividing_devices(config, cores)
+    options.update("jax_num_cpu_devices", devices)
+    enough_threads(devices)
+    if config.cluster.devices_per_process or devices == cores:
+        return ""
+    return (
+        f"{devices} of {cores} cores are used as devices, because the batch sizes divide by "
+        f"{devices}; cluster.devices_per_process sets another number"
+    )
+
+
+def prepare_devices(count: int) -> None:
+    """Set JAX's options for a command that uses the first so many devices; programs are kept.
+
+    On a CPU they are simulated, unless the user has set a number of them.
+    """
+    import jax
+
+    options: Any = jax.config
+    settle_platform()
+    _keep_compiled_programs(options)
+    compile_quickly()
+    if count > 1:
+        if devices_asked_for() == -1:
+            options.update("jax_num_cpu_devices", count)
+        enough_threads(devices_asked_for())
+
+
+def dividing_devices(config: ConfigDict, cores: int) -> int:
+    """The largest number of devices up to ``cores`` over which all batches split evenly.
+
+    With a layout or placement of the user's own it is all cores: then sizes are theirs to match.
+    """
+    from hjax.algorithms import get_algorithm
+
+    layout = flatten(config.layout)
+    own = any(size not in (-1, 1) for size in layout.values())
+    if own or config.placement != "colocate":
+        return cores
+    sizes = [config.rollout.prompts]
+    sizes += [config.algorithm.get("minibatch", 0)]
+    sizes += [config.actor.micro_batch, config.critic.micro_batch]
+    algorithm = get_algorithm(config.algorithm.name)
+    rollouts = algorithm.generates
+    if not rollouts:
+        sizes = []
+    if not rollouts or config.warm_start.steps:
+        sizes += [config.warm_start.batch // algorithm.unit]
+    common = math.gcd(*sizes)
+    return max(n for n in range(1, cores + 1) if common % n == 0)
+
+
+def _keep_compiled_programs(options: Any) -> None:
+    import jax
+
+    if options.jax_compilation_cache_dir is None:
+        folder = cache_folder("programs", f"jax-{jax.__version__}")
+        drop_torn(folder)
+        options.update("jax_compilation_cache_dir", str(folder))
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        options.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    if "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES" not in os.environ:
+        options.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+# The time of this file says up to when entries have been looked at.
+_CHECKED = ".hjax-checked"
+# An entry that was written to so shortly before is looked at again: it may not have been whole.
+_WRITING_SECONDS = 600.0
+_ZSTANDARD = b"\x28\xb5\x2f\xfd"
+
+
+def drop_torn(folder: Path) -> int:
+    """Delete torn entries of JAX's cache among those written since the last look; how many."""
+    marker, now = folder / _CHECKED, time.time()
+    try:
+        checked = marker.stat().st_mtime
+    except OSError:
+        checked = 0.0
+    dropped = 0
+    with contextlib.suppress(OSError):  # there is none yet, or it is not ours to clean
+        for entry in os.scandir(folder):
+            if not entry.name.endswith("-cache") or entry.stat().st_mtime < checked:
+                continue
+            if not _whole(Path(entry.path).read_bytes()):
+                Path(entry.path).unlink(missing_ok=True)
+                dropped += 1
+        marker.touch()
+        os.utime(marker, (now - _WRITING_SECONDS,) * 2)
+    return dropped
+
+
+def _whole(data: bytes) -> bool:
+    """Whether an entry, compressed, can be read to its end."""
+    if not data.startswith(_ZSTANDARD):
+        try:
+            return len(zlib.decompress(data)) > 0
+        except zlib.error:
+            return False
+    try:
+        zstandard = importlib.import_module("zstandard")
+    except ImportError:  # then JAX cannot read it either, and says so
+        return True
+    try:
+        return len(zstandard.ZstdDecompressor().decompress(data)) > 0
+    except zstandard.ZstdError:
+        return False

@@ -1,0 +1,274 @@
+"""Attention strategies: what each token may see.
+
+The decoder hands every layer's queries, keys and values to a strategy. Three cover training and
+prefill, ``hjax.models.decoding`` has a third; all compute scores and softmax in float32.
+Sequences of up to ``WHOLE`` places are computed in one piece, with scores [length, length]: the
+quickest way where these are small. Longer ones go to the platform's kernel
+(``hjax.kernels.attention``), which never holds them.
+
+Shapes: queries ``[batch, length, heads, head_dim]``, keys and values
+``[batch, length, kv_heads, head_dim]``; ``heads = kv_heads * q_per_kv``.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from hjax.kernels import int8_cache
+from hjax.kernels.attention import (
+    WHOLE,
+    Kernel,
+    MaskSpec,
+    PackedPrompts,
+    ScoreOptions,
+    attend,
+    in_one_piece,
+    merge_heads,
+    reference,
+    split_heads,
+)
+from hjax.kernels.decode import shared_prompt
+from hjax.kernels.int8_cache import Held, QuantizedCache
+from hjax.kernels.kernel_sharding import KernelSharding
+from hjax.sharding.layout import Layout
+
+KeyValue = tuple[Held, Held]
+
+
+class AttentionInputs(NamedTuple):
+    """What a layer has made of its tokens, to attend with.
+
+    Attributes:
+      layer: its number.
+      q: [batch, length, heads, head_dim].
+      k, v: [batch, length, kv_heads, head_dim].
+      scoring: how this layer's scores are made.
+      sinks: [heads], a score per head that takes part in the softmax and has no value; or None.
+    """
+
+    layer: int | jax.Array
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    scoring: ScoreOptions = ScoreOptions()
+    sinks: jax.Array | None = None
+
+
+class Attention(Protocol):
+    """One way to attend; called once per layer inside the decoder."""
+
+    def __call__(self, heads: AttentionInputs, cache: Any) -> tuple[jax.Array, Any, KeyValue | None]:
+        """Returns the output ``[batch, length, heads, head_dim]``, the cache, and what to keep."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionForm:
+    """How a platform attends.
+
+    Attributes:
+      kernel: of sequences longer than ``WHOLE``; None: all in one piece (the reference).
+      layout: over whose devices rows, length and heads are split.
+      packs_share: whether the kernel knows prompts that stand once in a pack.
+    """
+
+    kernel: Kernel | None = None
+    layout: Layout | None = None
+    packs_share: bool = True
+
+    def pieces(self, length: int) -> bool:
+        """Whether sequences of this length go to the kernel."""
+        return self.kernel is not None and length > WHOLE
+
+    def shares(self, length: int) -> bool:
+        """Whether packs of this length can have a prompt once for several responses."""
+        return self.packs_share or not self.pieces(length)
+
+    def attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        mask: jax.Array,
+        sinks: jax.Array | None,
+        scoring: ScoreOptions,
+        sight: MaskSpec = MaskSpec(),
+        shared: PackedPrompts | None = None,
+    ) -> jax.Array:
+        """By the kernel; ``mask`` [batch, length]: bool, False at padding, or segments."""
+        assert self.kernel is not None
+        marks = mask.astype(jnp.int32)
+        spread = KernelSharding() if self.layout is None else self.layout.spread
+        return attend(self.kernel, q, k, v, marks, sinks, scoring, sight, spread, shared)
+
+    def hold(self, x: jax.Array, *logical_axes: str | None) -> jax.Array:
+        """``x`` split as the layout says, where it splits the length."""
+        if self.layout is None or self.layout.ways("length") == 1:
+            return x
+        return self.layout.constrain(x, *logical_axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Causal:
+    """Every token sees itself and the real tokens before it.
+
+    Attributes:
+      mask: bool [batch, length], False at padding.
+      keep: return each layer's keys and values, [batch, kv_heads, length, head_dim] (prefill).
+      int8: keep them as ``QuantizedCache``, and see them as these have them: what was read in one piece
+        is then what is read in several, or token by token.
+      form: how; in one piece, queries stay split over a length and keys and values are gathered.
+    """
+
+    mask: jax.Array
+    keep: bool = False
+    form: AttentionForm = AttentionForm()
+    int8: bool = False
+
+    def __call__(self, heads: AttentionInputs, cache: Any) -> tuple[jax.Array, Any, KeyValue | None]:
+        _, q, k, v, scoring, sinks = heads
+        form, pieces = self.form, self.form.pieces(q.shape[1])
+        kept: KeyValue | None = None
+        if self.int8:
+            k, v, kept = _rounded(k, v)
+        if pieces:
+            out = form.attend(q, k, v, self.mask, sinks, scoring)
+            if not self.keep or kept:
+                return out, cache, kept
+        else:
+            q = form.hold(q, "batch", "length", "heads", None)
+            k, v = (form.hold(x, "batch", None, "kv_heads", None) for x in (k, v))
+        k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+        if not pieces:
+            whole = _causal(split_heads(q, k.shape[1]), k, v, self.mask, scoring, sinks)
+            out = merge_heads(whole)
+        return out, cache, kept or ((k, v) if self.keep else None)
+
+
+def _rounded(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, KeyValue]:
+    """Keys and values [batch, length, kv_heads, head_dim] as int8 has them, and what is kept."""
+    made = [int8_cache.quantized(x) for x in (k, v)]
+    wide = [(numbers * scale).astype(k.dtype) for numbers, scale in made]
+    kept = [QuantizedCache(n.transpose(0, 2, 1, 3), s.transpose(0, 2, 3, 1)) for n, s in made]
+    return wide[0], wide[1], (kept[0], kept[1])
+
+
+def _causal(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    scoring: ScoreOptions,
+    sinks: jax.Array | None,
+) -> jax.Array:
+    length = q.shape[3]
+    visible = jnp.tril(jnp.ones((length, length), bool)) & mask[:, None, :]
+    if scoring.window:
+        visible &= jnp.triu(jnp.ones((length, length), bool), 1 - scoring.window)
+    return in_one_piece(q, k, v, visible, scoring, sinks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """Rows of several sequences, one after another; a token sees its own sequence before it.
+
+    Attributes:
+      segments: int32 [batch, length], numbers of the sequences in a row; 0: padding.
+      positions: int32 [batch, length], of each token in its own sequence.
+      prompts: int32 [batch, length], the segment of each token's prompt where prompts stand once
+        for several responses, which then have numbers of their own; None: they do not.
+      form: how.
+    """
+
+    segments: jax.Array
+    positions: jax.Array
+    prompts: jax.Array | None = None
+    form: AttentionForm = AttentionForm()
+
+    def __call__(self, heads: AttentionInputs, cache: Any) -> tuple[jax.Array, Any, KeyValue | None]:
+        _, q, k, v, scoring, sinks = heads
+        length = q.shape[1]
+        shared = None if self.prompts is None else PackedPrompts(self.prompts, self.positions)
+        if self.form.pieces(length):
+            sight = MaskSpec(packed=True)
+            out = self.form.attend(q, k, v, self.segments, sinks, scoring, sight, shared)
+        else:
+            out = reference(q, k, v, self.segments, sinks, scoring, shared=shared)
+        return out, cache, None
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedPrompt:
+    """Rows of one prompt followed by its samples: ``[prompt | response 0 | response 1 | ...]``.
+
+    Each response sees the prompt and its own past, so the prompt's forward and backward run once
+    per group instead of once per sample.
+
+    Attributes:
+      prompt_mask: bool [groups, prompt_length].
+      samples: responses per row, all of one (padded) length. Padding stands on the right of a
+        response, so causality alone hides it.
+      form: how.
+      keep, int8: as of ``Causal``: prompts' and responses' keys and values as they stand in a row.
+    """
+
+    prompt_mask: jax.Array
+    samples: int
+    form: AttentionForm = AttentionForm()
+    keep: bool = False
+    int8: bool = False
+
+    def positions(self, length: int) -> jax.Array:
+        """int32 [groups, prompt + samples * length], of each token in its sequence."""
+        after = jnp.sum(self.prompt_mask, axis=-1, dtype=jnp.int32)[:, None]
+        answers = jnp.tile(after + jnp.arange(length, dtype=jnp.int32), (1, self.samples))
+        prompts = jnp.cumsum(self.prompt_mask, axis=-1, dtype=jnp.int32) - 1
+        return jnp.concatenate([jnp.maximum(prompts, 0), answers], axis=1)
+
+    def __call__(self, heads: AttentionInputs, cache: Any) -> tuple[jax.Array, Any, KeyValue | None]:
+        _, q, k, v, scoring, sinks = heads
+        prompt = self.prompt_mask.shape[1]
+        groups, total, _, dim = q.shape
+        kv_heads = k.shape[2]
+        length = (total - prompt) // self.samples
+        kept: KeyValue | None = None
+        if self.int8:
+            k, v, kept = _rounded(k, v)
+        elif self.keep:
+            kept = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+        if self.form.pieces(prompt + length):
+            answers = jnp.ones((groups, total - prompt), bool)
+            mask = self.form.hold(
+                jnp.concatenate([self.prompt_mask, answers], axis=1), "batch", None
+            )
+            sight = MaskSpec(prompt, length)
+            out = self.form.attend(q, k, v, mask, sinks, scoring, sight)
+            return out, cache, kept
+
+        def cut(x: jax.Array) -> tuple[jax.Array, ...]:
+            # A split's backward pass is one concatenation; that of two slices pads and adds.
+            return tuple(jax.lax.split(x, [prompt, total - prompt], axis=1))
+
+        (qp, qr), (kp, kr), (vp, vr) = cut(q), cut(k), cut(v)
+        kp, vp = kp.transpose(0, 2, 1, 3), vp.transpose(0, 2, 1, 3)
+        out_prompt = _causal(
+            split_heads(qp, kv_heads), kp, vp, self.prompt_mask, scoring, sinks
+        )
+
+        def by_sample(x: jax.Array) -> jax.Array:
+            x = x.reshape(groups, self.samples, length, kv_heads, -1, dim)
+            return x.transpose(0, 3, 1, 4, 2, 5)
+
+        visible = jnp.tril(jnp.ones((length, length), bool))
+        past = self.prompt_mask[:, None]
+        if scoring.window:
+            visible &= jnp.triu(visible, 1 - scoring.window)
+            distance = prompt + jnp.arange(length)[:, None] - jnp.arange(prompt)
+            past = past & (distance < scoring.window)
+        own_k, own_v = by_sample(kr)[:, :, :, 0], by_sample(vr)[:, :, :, 0]
+        out = shared_prompt(
+            by_sample(qr), kp, vp, own_k, own_v, past[:, None], visible[None, None], scoring, sinks
+        )
+        out = out.transpose(0, 2, 4, 1, 3, 5).reshape(groups, self.samples * length, -1, dim)
+        return jnp.concatenate([merge_heads(out_prompt), out], axis=1), cache, kept

@@ -1,0 +1,108 @@
+"""How evenly a model's tokens spread over its experts: what is counted, the loss, the metrics.
+
+The loss is Switch Transformer's (Fedus et al. 2022, arXiv 2101.03961, eq. 4 to 6) for several
+experts per token, over the tokens of all layers together, as transformers has it
+(``load_balancing_loss_func``): ``experts * sum_e f_e P_e``, with f_e the experts e that tokens
+chose, per token, and P_e the mean probability that routers gave e. Gradients go through P_e alone.
+Tokens that spread evenly give ``experts_per_token``.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# What is summed over a layer's tokens, of each expert: the router's probability p, how often it was
+# chosen, and -p log p.
+PROBABILITY, CHOSEN, ENTROPY = range(3)
+SUMS = 3
+
+
+class RoutingStats(NamedTuple):
+    """What routers did with some tokens; of several micro-batches they add up.
+
+    Attributes:
+      sums: float32 [layers, SUMS, experts], over tokens.
+      tokens: float32 scalar, how many.
+    """
+
+    sums: jax.Array
+    tokens: jax.Array
+
+
+class RoutingTally:
+    """Collects what routers do in the forward passes of a function while it is traced."""
+
+    def __init__(self) -> None:
+        self.routed: RoutingStats | None = None
+
+    def add(self, routed: RoutingStats) -> None:
+        """Count a forward pass too."""
+        self.routed = routed if self.routed is None else jax.tree.map(jnp.add, self.routed, routed)
+
+
+def tallied(shares: jax.Array, chosen: jax.Array, counted: jax.Array) -> jax.Array:
+    """float32 [SUMS, experts], of a layer's tokens.
+
+    Args:
+      shares: float32 [batch, length, experts], the routers' probabilities.
+      chosen: int [batch, length, per_token], experts.
+      counted: float32 [batch, length], as how many a token counts; padding as 0.
+    """
+    weights = counted[..., None]
+    entropy = jax.scipy.special.entr(jax.lax.stop_gradient(shares))
+    experts = jnp.arange(shares.shape[-1])
+    picked = jnp.sum(chosen[..., None] == experts, axis=-2, dtype=jnp.float32)
+    return jnp.stack([jnp.sum(weights * x, axis=(0, 1)) for x in (shares, picked, entropy)])
+
+
+def counted_tokens(batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Which tokens of rows [prompt | response] count, as entries for their batch.
+
+    Those of rows that are answered and weigh something, but for each response's last, from which
+    nothing is predicted.
+
+    Args:
+      batch: ``prompt_mask`` bool [rows, prompt_length], ``response_mask`` bool [rows, length]
+        and, where it has one, ``row_mask`` bool [rows].
+
+    Returns:
+      ``counted_prompts`` and ``counted_responses``, float32 of the shapes of the two masks, 1 or 0;
+      ``counted``, their sum, at least 1.
+    """
+    mask = batch["response_mask"]
+    rows = jnp.any(mask, axis=1)
+    if batch.get("row_mask") is not None:
+        rows &= batch["row_mask"]
+    followed = jnp.pad(mask[:, 1:], ((0, 0), (0, 1)))
+    prompts, responses = (
+        (rows[:, None] & x).astype(jnp.float32) for x in (batch["prompt_mask"], followed)
+    )
+    counted = jnp.maximum(jnp.sum(prompts) + jnp.sum(responses), 1)
+    return {"counted_prompts": prompts, "counted_responses": responses, "counted": counted}
+
+
+def balance_loss(routed: RoutingStats) -> jax.Array:
+    """The loss of some tokens, float32 scalar; 0 of none."""
+    layers, _, experts = routed.sums.shape
+    means = jnp.sum(routed.sums, axis=0) / (layers * jnp.maximum(routed.tokens, 1))
+    return experts * jnp.sum(jax.lax.stop_gradient(means[CHOSEN]) * means[PROBABILITY])
+
+
+def balance_metrics(routed: RoutingStats) -> dict[str, jax.Array]:
+    """float32 scalars of an update's tokens.
+
+    ``router_entropy``: of the routers' probabilities, mean over tokens and layers, in nats.
+    ``expert_load_max``: tokens of the expert of any layer that has most, over an even share.
+    ``experts_unused``: share of all layers' experts that no token chose.
+    """
+    layers = routed.sums.shape[0]
+    chosen = routed.sums[:, CHOSEN]
+    even = jnp.maximum(jnp.mean(chosen, axis=1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+    return {
+        "router_entropy": jnp.sum(routed.sums[:, ENTROPY])
+        / (layers * jnp.maximum(routed.tokens, 1)),
+        "expert_load_max": jnp.max(chosen / even),
+        "experts_unused": jnp.mean(chosen == 0, dtype=jnp.float32),
+    }

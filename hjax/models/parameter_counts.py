@@ -1,0 +1,105 @@
+"""What a decoder's shape says about parameters, FLOPs and bytes.
+
+One place for dry runs, MFU and the cost model of the auto-mapping (hjax.planning).
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hjax.models.architecture import decoder_parameters, scalar_parameters
+from hjax.models.model_config import ModelConfig
+from hjax.models.parameter_spec import ParameterKind, ParameterSpec
+
+
+def every(declared: Mapping[str, Any]) -> Iterator[ParameterSpec]:
+    """The parameters of a nested dict."""
+    for parameter in declared.values():
+        if isinstance(parameter, ParameterSpec):
+            yield parameter
+        else:
+            yield from every(parameter)
+
+
+def expert_parameters(config: ModelConfig) -> int:
+    """Of all experts of a layer; 0 without any."""
+    layers = every(decoder_parameters(config)["layers"])
+    return sum(p.size for p in layers if "experts" in p.names[:-1]) // config.layers
+
+
+def layer_parameters(config: ModelConfig) -> int:
+    """One layer: attention, its MLP or all its experts with their router, norms, biases."""
+    return sum(p.size for p in every(decoder_parameters(config)["layers"])) // config.layers
+
+
+def active_layer_parameters(config: ModelConfig) -> int:
+    """Those of a layer that multiply one token."""
+    matrices = [
+        p for p in every(decoder_parameters(config)["layers"]) if p.kind is ParameterKind.MATRIX
+    ]
+    experts = sum(p.size for p in matrices if "experts" in p.names[:-1])
+    used = experts * config.experts_per_token // max(config.experts, 1)
+    return (sum(p.size for p in matrices) - experts + used) // config.layers
+
+
+def parameters(config: ModelConfig, scalar: bool = False) -> int:
+    """Of the whole model; ``scalar``: with a value head and its bias instead of the vocabulary's.
+
+    The one count that everyone takes.
+    """
+    declared = (scalar_parameters if scalar else decoder_parameters)(config)
+    return sum(parameter.size for parameter in every(declared))
+
+
+def learned_parameters(config: ModelConfig, scalar: bool = False) -> int:
+    """Those that an update changes: all, or adapters and a scalar head."""
+    declared = (scalar_parameters if scalar else decoder_parameters)(config)
+    everything = config.lora is None
+    return sum(p.size for p in every(declared) if everything or p.kind.beside_adapters)
+
+
+def update_passes(config: ModelConfig, scalar: bool = False) -> float:
+    """Forward passes whose FLOPs an update takes: 3, and 2 of what is frozen beside adapters, of
+    which there are no gradients."""
+    return 2 + learned_parameters(config, scalar) / parameters(config, scalar)
+
+
+def forward_flops(
+    config: ModelConfig, length: int, scalar: bool = False, context: float | None = None
+) -> float:
+    """FLOPs of a forward over one sequence of ``length`` tokens.
+
+    2 per parameter and token, and 4 * heads * head_dim per layer and pair of a token and one it
+    attends to; ``context``: how many that is on average (causal: half the length, or what a
+    layer's window leaves of it).
+    """
+    head = config.hidden_size * (1 if scalar else config.vocab_size)
+    products = 2.0 * (config.layers * active_layer_parameters(config) + head) * length
+    if context is not None:
+        pairs = config.layers * length * context
+    else:
+        pairs = attended(config, length)
+    return products + 4.0 * config.heads * config.head_dim * pairs
+
+
+def attended(config: ModelConfig, length: int) -> float:
+    """Pairs of a token and one it attends to in a sequence of ``length``, in all layers: causal,
+    half of all, or what a layer's window leaves of it."""
+    windows = [kind.window for kind in config.layer_kinds] or [None] * config.layers
+    return math.fsum(_pairs(length, window) for window in windows)
+
+
+def _pairs(length: int, window: int | None) -> float:
+    if window is None or window >= length:
+        return length * (length / 2)
+    return window * (window + 1) / 2 + (length - window) * window
+
+
+def cache_elements(config: ModelConfig) -> int:
+    """Keys and values of one token in one layer: 2 * kv_heads * head_dim."""
+    return 2 * config.kv_heads * config.head_dim
+
+
+def cache_bytes(config: ModelConfig, element_bytes: float = 2) -> float:
+    """Keys and values of one token in all layers."""
+    return config.layers * cache_elements(config) * element_bytes

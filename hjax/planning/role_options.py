@@ -1,0 +1,369 @@
+"""Every legal way to run one role on some devices, and the few worth keeping."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal, TypeVar
+
+import numpy as np
+
+from hjax.models.cost_inputs import MeshSizes, ModelCounts, Offload, Workload
+from hjax.models.remat import NONE
+from hjax.planning import cost, generation_cost
+from hjax.planning.cost import DeviceSet
+from hjax.planning.plan_types import Dataflow, PlannedCall, RoleOption
+from hjax.planning.search_space import OFFLOADS, SearchSpace, generation_meshes, training_meshes
+from hjax.workers.memory import DecodeBatch
+from hjax.workers.micro_batching import PER_STAGE
+
+
+def role_options(
+    place: DeviceSet,
+    model: ModelCounts,
+    dataflow: Dataflow,
+    role: str,
+    work: Workload,
+    space: SearchSpace,
+    offload: Offload | Literal["any"] = "none",
+    every: bool = False,
+) -> list[RoleOption]:
+    """The options of a role that fit its devices alone.
+
+    Args:
+      offload: what of it waits in the host's memory; ``any``: whatever is best.
+      every: also those that another of the same mesh is as good as in all respects.
+    """
+    calls = {kind: dataflow.of(role, kind) for kind in ("generate", "forward", "update")}
+    limit = place.capacity
+    trained = bool(calls["update"])
+    offloads = OFFLOADS[trained] if offload == "any" else (offload,)
+    found: list[RoleOption] = []
+    for mesh in training_meshes(place, model, work, space):
+        rows_of = (*calls["forward"], *calls["update"])
+        if space.even and not batches_divide(rows_of, mesh, work, space.batches):
+            continue
+        memory = place.memory(model, mesh)
+        kept = {what: memory.resident(trained, what) for what in offloads}
+        if min(kept.values()) > limit:
+            continue
+        passes = _passes(place, model, mesh, role, calls, work, space)
+        rollouts = _rollouts(place, model, mesh, calls["generate"], work, space)
+        if not every:
+            passes = _best(passes, lambda p: (*p.seconds, *p.bytes))
+            rollouts = _best(rollouts, lambda r: (r.seconds, r.bytes))
+        for what in offloads:
+            back = [
+                memory.fetched(kind == "update", what) if called else 0.0
+                for kind, called in calls.items()
+            ]
+            waits = [cost.offload_seconds(place, n) for n in back]
+            for taken, rollout in itertools.product(passes, rollouts):
+                option = RoleOption(
+                    rollout.mesh,
+                    (
+                        rollout.seconds + waits[0],
+                        taken.seconds[0] + waits[1],
+                        taken.seconds[1] + waits[2],
+                    ),
+                    rollout.moved,
+                    kept[what],
+                    (rollout.bytes + back[0], taken.bytes[0] + back[1], taken.bytes[1]),
+                    taken.rows,
+                    taken.remat,
+                    rollout.waves,
+                    what,
+                    back[2],
+                )
+                if option.resident + option.transient <= limit:
+                    found.append(option)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Passes:
+    """How a role's forwards and updates are cut into passes, and what they cost.
+
+    Attributes:
+      rows: per replica and pass.
+      seconds: of its forwards, of its updates.
+      bytes: transient ones of each.
+    """
+
+    rows: int
+    remat: str
+    seconds: tuple[float, float]
+    bytes: tuple[float, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rollouts:
+    """How a role generates, and what it costs; ``moved``: seconds of its transitions."""
+
+    mesh: MeshSizes
+    seconds: float = 0.0
+    moved: float = 0.0
+    bytes: float = 0.0
+    waves: int = 0
+
+
+_Way = TypeVar("_Way")
+
+
+def _best(ways: list[_Way], costs: Callable[[_Way], tuple[float, ...]]) -> list[_Way]:
+    """Those that no other is as good as in all respects."""
+    if len(ways) < 2:
+        return ways
+    return [ways[i] for i in front(np.array([costs(way) for way in ways]))]
+
+
+def batches_divide(
+    calls: Sequence[PlannedCall], mesh: MeshSizes, work: Workload, batches: Sequence[int] = ()
+) -> bool:
+    """Whether the rows of these calls, and ``batches``, divide over the replicas."""
+    rows = [round(c.rows * work.sequences) for c in calls]
+    return all(n % mesh.replicas == 0 for n in (*rows, *batches))
+
+
+def prompts_divide(mesh: MeshSizes, work: Workload) -> bool:
+    """Whether the prompts of a step divide over the replicas that generate, in a pipeline over
+    the micro-batches of each that take turns."""
+    replicas = mesh.devices // (mesh.generate_pipe * mesh.generate_tensor)
+    return round(work.sequences / work.samples) % (replicas * mesh.generate_pipe) == 0
+
+
+def _passes(
+    place: DeviceSet,
+    model: ModelCounts,
+    mesh: MeshSizes,
+    role: str,
+    calls: Mapping[str, Sequence[PlannedCall]],
+    work: Workload,
+    space: SearchSpace,
+) -> list[_Passes]:
+    """Each way to cut a role's forwards and updates."""
+    learns = calls["update"]
+    if not learns and (not calls["forward"] or place.numerics.forward_tokens):
+        seconds, needed = _forward(place, model, mesh, calls["forward"], work, 0)
+        return [_Passes(0, NONE, (seconds, 0.0), (needed, 0.0))]
+    found = []
+    at_once = space.micro_batches.get(role) == 0 and mesh.pipe == 1  # forwards too
+    for rows in _rows_tried(mesh, role, learns or calls["forward"], work, space):
+        scored = 0 if at_once else rows
+        scoring = _forward(place, model, mesh, calls["forward"], work, scored)
+        for remat in space.remat if learns else (NONE,):
+            learned = _updates(place, model, mesh, learns, work, rows, remat)
+            taken, most = (scoring[0], learned[0]), (scoring[1], learned[1])
+            found.append(_Passes(rows, remat, taken, most))
+    return found
+
+
+def _rows_tried(
+    mesh: MeshSizes, role: str, calls: Sequence[PlannedCall], work: Workload, space: SearchSpace
+) -> list[int]:
+    """Rows per replica and pass; where batches divide those that cut them into equal passes."""
+    counted = [n for n, _ in _counted(calls, work)]
+    local = max(math.ceil(rows / mesh.replicas) for rows in counted)
+    if role in space.micro_batches:
+        asked = space.micro_batches[role]
+        least = math.ceil(local * mesh.replicas / asked) if asked else 1
+        if not asked and mesh.pipe > 1:
+            least = PER_STAGE * mesh.pipe
+        return [local // next((n for n in range(least, local) if local % n == 0), local)]
+    tried = [n for n in space.micro_rows if n <= local] or [space.micro_rows[0]]
+    if not space.even:
+        return tried
+    shares = [rows // mesh.replicas for rows in counted]
+    whole = [n for n in tried if all(share % n == 0 for share in shares)]
+    return sorted({*whole, math.gcd(*shares)} if max(tried) < local else {*whole}) or [1]
+
+
+def _forward(
+    place: DeviceSet,
+    model: ModelCounts,
+    mesh: MeshSizes,
+    calls: Sequence[PlannedCall],
+    work: Workload,
+    micro_rows: int,
+) -> tuple[float, float]:
+    """(seconds, transient bytes) of a role's forwards."""
+    seconds = transient = 0.0
+    memory = place.memory(model, mesh)
+    length = work.row_tokens(place.numerics.shared_prompt, micro_rows)
+    for rows, count in _counted(calls, work):
+        once = cost.forward_seconds(place, model, mesh, rows, length, micro_rows)
+        seconds += count * (once + place.constants.dispatch)
+        micro = cost.forward_rows(place, rows, mesh, length, micro_rows)
+        transient = max(transient, memory.forward(memory.rows(micro, work)))
+    return seconds, transient
+
+
+def _updates(
+    place: DeviceSet,
+    model: ModelCounts,
+    mesh: MeshSizes,
+    calls: Sequence[PlannedCall],
+    work: Workload,
+    micro_rows: int,
+    remat: str,
+) -> tuple[float, float]:
+    """(seconds, transient bytes) of a role's updates."""
+    seconds, transient = len(calls) * place.constants.dispatch, 0.0
+    memory = place.memory(model, mesh)
+    length = work.row_tokens(place.numerics.shared_prompt, micro_rows)
+    for rows, count in _counted(calls, work):
+        once = cost.update_seconds(place, model, mesh, rows, length, micro_rows, remat)
+        seconds += count * once
+        passes = cost.micro_batches(rows, mesh, micro_rows)
+        one = memory.rows(micro_rows, work, passes)
+        transient = max(transient, memory.update(one, remat))
+    return seconds, transient
+
+
+def _rollouts(
+    place: DeviceSet,
+    model: ModelCounts,
+    mesh: MeshSizes,
+    calls: Sequence[PlannedCall],
+    work: Workload,
+    space: SearchSpace,
+) -> list[_Rollouts]:
+    """Each way to generate. Every call gathers the weights anew where it is hjax that does so."""
+    if not calls:
+        return [_Rollouts(mesh)]
+    found = []
+    counted = _counted(calls, work)
+    slowness = place.constants.native_decode if space.native_decode else 1.0
+    for laid_out in generation_meshes(place, model, mesh, space):
+        if space.even and not prompts_divide(laid_out, work):
+            continue
+        memory = place.memory(model, laid_out)
+        moved = _transition(place, model, laid_out, space)
+        moved *= len(calls) if space.gather == "shards" else 1
+        started = len(calls) * (place.constants.dispatch + place.constants.rollout)
+        if not space.kv_cache:
+            seconds = sum(
+                k * generation_cost.uncached_seconds(place, model, laid_out, n, work) for n, k in counted
+            )
+            needed = memory.generation(DecodeBatch(0, 1), work)
+            found.append(_Rollouts(laid_out, seconds + moved + started, moved, needed, 1))
+            continue
+        prefill = sum(
+            k * generation_cost.prefill_seconds(place, model, laid_out, n, work) for n, k in counted
+        )
+        decoders = [(generation_cost.decoding(place, model, laid_out, n, work), k) for n, k in counted]
+        for waves, parts in _parts(place, laid_out, counted, work, space):
+            decoded = sum(k * d.seconds(waves) for d, k in decoders)
+            seconds = prefill + slowness * decoded
+            needed = max(memory.generation(part, work) for part in parts)
+            found.append(_Rollouts(laid_out, seconds + moved + started, moved, needed, waves))
+    return found
+
+
+def _parts(
+    place: DeviceSet,
+    mesh: MeshSizes,
+    counted: Sequence[tuple[int, int]],
+    work: Workload,
+    space: SearchSpace,
+) -> Iterator[tuple[int, list[DecodeBatch]]]:
+    """(waves, what a replica decodes at a time in calls of each number of rows)."""
+    replicas = mesh.devices // (mesh.generate_pipe * mesh.generate_tensor)
+    local = {rows: math.ceil(rows / replicas) for rows, _ in counted}
+    prompts = round(work.sequences / work.samples)
+    done = set()
+    for waves in space.waves:
+        if waves > max(local.values()):
+            return
+        if not place.numerics.own:
+            yield waves, [DecodeBatch(math.ceil(n / waves / s), s) for n, s in (
+                (n, work.samples if n % work.samples == 0 else 1) for n in local.values()
+            )]
+            continue
+        groups = slot_groups(mesh, math.ceil(prompts / replicas), waves)
+        if groups in done:
+            continue
+        done.add(groups)
+        slots = groups < math.ceil(prompts / replicas)
+        found = []
+        for rows, here in local.items():
+            samples = 1 if rows == prompts else work.samples
+            whole = math.ceil(here / samples)
+            at_a_time = min(whole, groups * work.samples // samples)
+            by_slots = slots or not place.pool.shape
+            found.append(DecodeBatch(at_a_time, samples, by_slots, at_a_time < whole))
+        yield math.ceil(prompts / replicas / groups), found
+
+
+def slot_groups(mesh: MeshSizes, prompts: int, waves: int) -> int:
+    """Of ``prompts`` of a replica how many have slots at a time in so many parts: as many for each
+    of a pipeline's micro-batches."""
+    each = mesh.generate_pipe
+    return min(prompts, math.ceil(math.ceil(prompts / waves) / each) * each)
+
+
+def slots(option: RoleOption, work: Workload) -> int:
+    """``rollout.slots`` of an option: sequences of all replicas at a time; 0: all of a step's."""
+    if option.waves < 2:
+        return 0
+    mesh = option.mesh
+    replicas = mesh.devices // (mesh.generate_pipe * mesh.generate_tensor)
+    prompts = math.ceil(work.sequences / work.samples / replicas)
+    return slot_groups(mesh, prompts, option.waves) * work.samples * replicas
+
+
+def _transition(place: DeviceSet, model: ModelCounts, mesh: MeshSizes, space: SearchSpace) -> float:
+    if space.gather == "all":
+        whole = model.parameters * place.numerics.compute
+        return cost.all_gather(place, whole, place.devices)
+    if space.gather == "sent":
+        return cost.transfer(place, model)
+    if space.generate == "same":
+        return 0.0
+    return generation_cost.transition_seconds(place, model, mesh)
+
+
+def _counted(calls: Sequence[PlannedCall], work: Workload) -> list[tuple[int, int]]:
+    """(rows, how many calls have so many)."""
+    rows = [max(1, round(c.rows * work.sequences)) for c in calls]
+    return [(n, rows.count(n)) for n in dict.fromkeys(rows)]
+
+
+# Columns of ``vectors``: those that add up over the models of a set, and those of which the largest
+# counts.
+SUMS, WIDTH = 5, 7
+
+
+def vectors(options: Sequence[RoleOption], offloads: bool = True) -> np.ndarray:
+    """float64 [options, 7]: seconds per stage, resident, brought back for learning; transient
+    outside of learning, and in it.
+
+    Without offloads anywhere nothing is brought back, and the transient ones are one column.
+    """
+    rows = [
+        (*o.seconds, o.resident, o.learning, max(o.transients[:2]), o.transients[2])
+        if offloads
+        else (*o.seconds, o.resident, 0.0, max(o.transients), 0.0)
+        for o in options
+    ]
+    return np.array(rows, np.float64).reshape(-1, WIDTH)
+
+
+def peak(points: np.ndarray) -> np.ndarray:
+    """float64 [...] of [..., 7]: most bytes per device."""
+    most = np.maximum(points[..., 5], points[..., 4] + points[..., 6])
+    return points[..., 3] + most
+
+
+def front(points: np.ndarray) -> np.ndarray:
+    """Indices of the rows that no other row dominates (is at most as large everywhere); of equal
+    rows one. ``points`` float64 [n, k]."""
+    order = np.argsort(points.sum(axis=1), kind="stable")
+    # Columns are contiguous, and what is left is compacted: the loop's cost is these comparisons.
+    rest = np.ascontiguousarray(points[order].T)
+    kept: list[int] = []
+    while order.size:
+        kept.append(int(order[0]))  # the smallest sum cannot be dominated by what is left
+        better = (rest < rest[:, :1]).any(axis=0)
+        order, rest = order[better], rest[:, better]
+    return np.array(sorted(kept), int)

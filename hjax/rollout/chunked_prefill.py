@@ -1,0 +1,126 @@
+"""Chunks of prompts, read into blocks: what services and training's rollouts read long prompts by.
+
+Each data-parallel part reads a chunk of its own and has blocks of its own, so nothing is exchanged
+between parts. ``hjax.rollout.prefix_cache`` says which blocks stay for which prompts of a service,
+``hjax.rollout.prefix_sharing`` for those of a rollout.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hjax.kernels import int8_cache
+from hjax.models.append_attention import BLOCK, AppendAttention, CacheBlocks
+from hjax.models.decoding import keys_and_values
+from hjax.models.parameters import Weights
+from hjax.sharding.global_arrays import place
+
+
+class ChunkedPrefill:
+    """The programs of one engine.
+
+    Args:
+      engine: an ``Engine``.
+    """
+
+    def __init__(self, engine: Any):
+        self._engine, self._layout = engine, engine.layout
+        self._held, self._parts = engine.block_sharding, engine.layout.ways("batch")
+        self._empty = jax.jit(self._zeros, static_argnums=0, out_shardings=self._held)
+        self._read = jax.jit(self._read_in, donate_argnums=1, out_shardings=self._held)
+
+    def empty(self, count: int) -> CacheBlocks:
+        """So many blocks for each data-parallel part."""
+        return self._empty(count)
+
+    def abstract(self, count: int) -> CacheBlocks:
+        """``empty`` as jax.ShapeDtypeStruct with shardings."""
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._held),
+            jax.eval_shape(lambda: self._zeros(count)),
+        )
+
+    def read(
+        self,
+        params: Weights,
+        blocks: CacheBlocks,
+        tokens: np.ndarray,
+        mask: np.ndarray,
+        known: tuple[np.ndarray, np.ndarray],
+        where: np.ndarray,
+    ) -> CacheBlocks:
+        """Read a chunk in each part, after what is known of its prompt, and keep it.
+
+        Args:
+          params: in the generate layout.
+          blocks: donated.
+          tokens: int32 [parts, chunk], whole blocks of tokens, padded on the left; ``mask``: bool
+            like it.
+          known: int32 [parts, n], numbers of the blocks that hold what is known, with room for the
+            chunk; and int32 [parts], tokens of it.
+          where: int32 [parts, chunk / BLOCK], into which block each block of the chunk goes; one
+            beyond them all: it is dropped.
+
+        Returns:
+          the blocks.
+        """
+        split = self._layout.sharding("batch")
+        given = [place(x, split) for x in (tokens, mask, *known, where.ravel())]
+        return self._read(params, blocks, *given)
+
+    def trace(self, params: Weights, count: int, chunk: int, columns: int) -> Any:
+        """``read`` of abstract parameters: its jax.stages.Traced.
+
+        Args:
+          params: jax.ShapeDtypeStruct with shardings, in the generate layout.
+          count: of blocks.
+          chunk, columns: tokens of a chunk, and room for what is known with it.
+        """
+        parts, split = self._parts, self._layout.sharding("batch")
+
+        def array(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=split)
+
+        return self._read.trace(
+            params, self.abstract(count), array(parts, chunk),
+            array(parts, chunk, dtype=jnp.bool_), array(parts, columns // BLOCK), array(parts),
+            array(parts * chunk // BLOCK),
+        )  # fmt: skip
+
+    # Programs
+
+    def _zeros(self, count: int) -> CacheBlocks:
+        engine, config = self._engine, self._engine.network.config
+        over = (config.layers,) if engine.stacked else ()
+        one = self._parts * count, config.kv_heads * engine.copies, BLOCK, config.head_dim
+        x = int8_cache.zeros((*over, *one), engine.kept_dtype)
+        if engine.stacked:
+            return CacheBlocks(x, x, self._parts)
+        return CacheBlocks((x,) * config.layers, (x,) * config.layers, self._parts)
+
+    def _read_in(
+        self,
+        params: Weights,
+        blocks: CacheBlocks,
+        tokens: jax.Array,
+        mask: jax.Array,
+        numbers: jax.Array,
+        count: jax.Array,
+        where: jax.Array,
+    ) -> CacheBlocks:
+        attention = AppendAttention(numbers, count, mask, self._engine.copies)
+        _, kept = self._engine.prefilled(params, tokens, mask, attention, count, blocks)
+
+        def cut(_: int, scaled: bool, x: jax.Array) -> jax.Array:
+            """[..., parts, heads, columns, dim] -> [..., parts * n, heads, BLOCK, dim]"""
+            x = x.swapaxes(-1, -2) if scaled else x
+            x = x[..., x.shape[-2] - tokens.shape[1] :, :]
+            *lead, parts, heads, size, dim = x.shape
+            x = x.reshape(*lead, parts, heads, size // BLOCK, BLOCK, dim).swapaxes(-4, -3)
+            x = x.reshape(*lead, parts * size // BLOCK, heads, BLOCK, dim)
+            return x.swapaxes(-1, -2) if scaled else x
+
+        k, v = keys_and_values(int8_cache.each(cut, kept), self._engine.stacked)
+        return blocks.with_rows(CacheBlocks(k, v, self._parts), where)

@@ -1,0 +1,265 @@
+"""Which tokens may come next where a response must match: llguidance's matchers, on the host.
+
+A token may be drawn if the response's bytes with its own are the beginning of some text that
+matches, whichever tokens the tokenizer would write that text with. So what is drawn is the model's
+distribution, at each position over the tokens that may come. Bytes are compared, so characters that
+several tokens make up need nothing of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hjax.data.token_bytes import TokenBytes
+from hjax.data.tokenizer import Tokenizer
+from hjax.errors import ConfigError
+from hjax.rollout.constraint import Constraint
+from hjax.rollout.sampling_params import SamplingParams
+
+# How a matcher's finish begins where nothing may follow and the text does not match.
+FAILED = "constraint: "
+# All tokens consistent with the grammar, not only those of the tokenizer's own spelling.
+_ALL_TOKENS = '%llguidance {"no_forcing": true}\n'
+# What JSON is written with; were any number of spaces allowed, models that have nothing to say
+# would draw them for ever.
+SPACES = {"x-guidance": {"whitespace_pattern": r" |\r?\n[ \t]{0,32}"}}
+
+
+def words(vocab: int) -> int:
+    """uint32 that have a bit for each token."""
+    return -(-vocab // 32)
+
+
+class ConstraintCompiler:
+    """Compiles constraints for a model's vocabulary; callable from any thread.
+
+    Args:
+      tokenizer: of the model; None: constraints are refused.
+      vocab: tokens of the model.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab: int):
+        self._tokenizer, self._vocab = tokenizer, vocab
+        self._bytes: TokenBytes | None = None
+        self._tokens: Any = None  # llguidance's, made when it is first asked for
+        self._lock = threading.Lock()
+
+    def begin(
+        self, constraint: Constraint, options: SamplingParams, prompt: Sequence[int]
+    ) -> ConstraintMatcher:
+        """The matcher of a response: compiled, which takes a moment (on GPT-2's vocabulary 1 to 30
+        ms), without the interpreter's lock.
+
+        Args:
+          constraint: what it must match.
+          options: how it is drawn; what they forbid is not allowed.
+          prompt: token ids before it; the first space of a response may belong to its text or not.
+
+        Raises:
+          ConfigError: a constraint that llguidance does not take or nothing matches, no tokenizer,
+            one whose tokens' bytes are unknown, no llguidance; forced tokens that do not match.
+        """
+        if self._tokenizer is None:
+            raise ConfigError(
+                "a constraint is about text, and this model has no tokenizer; leave it out"
+            )
+        with self._lock:
+            self._prepare(self._tokenizer)
+        assert self._bytes is not None
+        drops_space = self._bytes.drops_space and not self._tokenizer.decode(prompt)
+        return ConstraintMatcher(self._grammar(constraint, drops_space), self._vocab, options)
+
+    def _prepare(self, tokenizer: Tokenizer) -> None:
+        if self._tokens is not None:
+            return
+        try:
+            import llguidance
+        except ModuleNotFoundError:
+            raise ConfigError(
+                "llguidance is not installed, which constraints need; the extra `constraints` has "
+                "it: pip install 'hjax[constraints]'"
+            ) from None
+        self._bytes = tokenizer.token_bytes()
+        table = self._bytes.tokens[: self._vocab]
+        self._spaces = _bits([i for i, own in enumerate(table) if own[:1] == b" "], self._vocab)
+        vocabulary: Any = _Vocabulary(self._bytes.tokens, self._vocab)
+        self._tokens = llguidance.LLTokenizer(vocabulary)
+
+    def _grammar(self, constraint: Constraint, drops_space: bool) -> Any:
+        """Compiled anew: what a matcher finds out on its way counts towards its limits, so that two
+        responses that shared it would not end alike."""
+        if constraint.grammar is None:
+            return self._made(constraint, _source(constraint, drops_space))
+        made = self._made(constraint, _of_lark(constraint.grammar, "start: @value"))
+        if not drops_space:
+            return made
+        # The first space is not in the text. Where one may begin it, another comes before.
+        optional = "" if (_mask(made, self._vocab) & self._spaces).any() else "?"
+        return self._made(constraint, _of_lark(constraint.grammar, f'start: " "{optional} @value'))
+
+    def _made(self, constraint: Constraint, source: str) -> Any:
+        import llguidance
+
+        limits = llguidance.LLParserLimits(verbose_errors=False)
+        made = llguidance.LLMatcher(self._tokens, source, log_level=0, limits=limits)
+        if made.is_error():
+            raise ConfigError(f"{_name(constraint)}: {_reason(made.get_error())}")
+        return made
+
+
+class ConstraintMatcher:
+    """What may come next in one response. Made by ``ConstraintCompiler``.
+
+    Attributes:
+      allowed: uint32 [words(vocab)], bit i % 32 of word i // 32 for token i: whether it may be the
+        next one.
+    """
+
+    def __init__(self, grammar: Any, vocab: int, options: SamplingParams):
+        self._grammar, self._vocab = grammar, vocab
+        self._there = _bits(slice(vocab), vocab)
+        self._stops = _bits(list(options.stop), vocab)
+        self._banned = _bits(list(options.banned), vocab)
+        self._stop, self._min_tokens = frozenset(options.stop), options.min_tokens
+        self._position = 0
+        self.allowed = self._next()
+        self._check(options.forced)
+
+    def _check(self, forced: Sequence[int]) -> None:
+        if not self.allowed.any():
+            raise ConfigError(
+                "constraint: no token may begin a response: nothing matches, or its first tokens "
+                "are not in the vocabulary or forbidden by bad, logit_bias or min_tokens"
+            )
+        tried = self._grammar.deep_copy()
+        for at, token in enumerate(forced):
+            ends = token in self._stop
+            if not (tried.is_accepting() if ends else tried.consume_token(token)):
+                raise ConfigError(
+                    f"forced token {token} at position {at}: the constraint does not allow it there"
+                )
+
+    def take(self, tokens: Sequence[int], finish: str = "") -> str:
+        """Go on by tokens that were drawn.
+
+        Args:
+          tokens: in order.
+          finish: ``stop`` if the last is a stop token, ``length`` if no more may be drawn, or "".
+
+        Returns:
+          How it finishes: ``stop`` where the text matches and nothing may follow, ``constraint:``
+          and why where it does not match and nothing may follow, else ``finish``.
+        """
+        self._position += len(tokens)
+        if finish == "stop":
+            return finish
+        for token in tokens:
+            self._grammar.consume_token(token)
+        self.allowed = self._next()
+        if self._grammar.is_accepting() and (
+            self._grammar.is_stopped() if finish else not self.allowed.any()
+        ):
+            return "stop"
+        if not finish and not self.allowed.any():
+            return FAILED + self._why()
+        return finish
+
+    def _next(self) -> np.ndarray:
+        allowed = _mask(self._grammar, self._vocab) & self._there & ~self._stops
+        if self._grammar.is_accepting() and self._position >= self._min_tokens:
+            allowed |= self._stops
+        return allowed & ~self._banned
+
+    def _why(self) -> str:
+        error = self._grammar.get_error()
+        if not error or error.startswith("NoExtension"):
+            return "no token that may be drawn goes on to a text that matches"
+        return f"it grew beyond what a matcher holds ({_first_line(error)})"
+
+
+class _Vocabulary:
+    """A vocabulary in the form that llguidance reads: its tokens are of UTF-8 alone."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+    eos_token_id = None  # it adds one
+    special_token_ids: Sequence[int] = ()
+
+    def __init__(self, tokens: Sequence[bytes], vocab: int):
+        missing = max(vocab - len(tokens), 0)
+        # By a first byte of 0xFF it means special tokens; no text has such a byte.
+        self.tokens = [b"" if each[:1] == b"\xff" else each for each in tokens[:vocab]]
+        self.tokens += [b""] * missing
+
+    def __call__(self, text: str) -> list[int]:
+        return []  # asked for by grammars that force a spelling; these do not
+
+
+def _source(constraint: Constraint, drops_space: bool) -> str:
+    """The grammar, as llguidance reads it.
+
+    With ``drops_space`` the response's bytes may begin with a space that its text does not have.
+    """
+    import llguidance
+
+    if constraint.regex is not None:
+        pattern = llguidance.regex_to_lark(constraint.regex, "")
+        body = f"start: TEXT\nTEXT: /{pattern}/\n"
+        if drops_space:
+            body = f"start: TEXT\nTEXT: / / OWN | OWN & /([^ ](?s:.)*)?/\nOWN: /{pattern}/\n"
+        return json.dumps({"grammars": [{"lark_grammar": _ALL_TOKENS + body}]})
+    schema = json.loads(constraint.json_schema or "") | SPACES
+    body = 'start: " "? @value' if drops_space else "start: @value"
+    grammars = [{"lark_grammar": _ALL_TOKENS + body}, {"name": "value", "json_schema": schema}]
+    return json.dumps({"grammars": grammars})
+
+
+def _of_lark(grammar: str, body: str) -> str:
+    """The source of a grammar with ``body`` around it, which calls it ``@value``."""
+    grammars = [{"lark_grammar": _ALL_TOKENS + body}]
+    grammars += [{"name": "value", "lark_grammar": f"{grammar}\n{_ALL_TOKENS}"}]
+    return json.dumps({"grammars": grammars})
+
+
+def _mask(grammar: Any, vocab: int) -> np.ndarray:
+    """uint32 [words(vocab)], the tokens that may come next; and bits that mean nothing."""
+    # llguidance has a token more: the end.
+    found = np.zeros(words(vocab + 1), np.uint32)
+    grammar.unsafe_compute_mask_ptr(found.ctypes.data, found.nbytes)
+    return found[: words(vocab)]
+
+
+def _name(constraint: Constraint) -> str:
+    kinds = (field.name for field in dataclasses.fields(constraint))
+    kind, text = next((k, x) for k in kinds if (x := getattr(constraint, k)) is not None)
+    text = " ".join(text[:100].split())
+    return f"{kind}={text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def _reason(error: str) -> str:
+    """What is wrong, of a message of llguidance's, which quotes the pattern and the line."""
+    if error.startswith("panic: missing special token"):
+        return "a special token has no text; leave it out"
+    own = re.search(r"^error: (.*)$", error, re.MULTILINE)
+    if own:
+        return own[1]
+    # Of what follows, a place in the grammar and an option that nobody here has.
+    rest = r"^.*\(in regex\): |; .* in regex /.*$|\. Enable '.*$"
+    return re.sub(rest, "", _first_line(error))
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
+
+
+def _bits(tokens: list[int] | slice, vocab: int) -> np.ndarray:
+    table = np.zeros(words(vocab) * 32, np.uint8)
+    table[tokens] = 1
+    return np.packbits(table, bitorder="little").view("<u4").astype(np.uint32)

@@ -1,0 +1,292 @@
+"""A pass of rows through the model while they are decoded: what goes in, and what they draw of it.
+
+The engine's loop runs it of all rows, one under stages of a micro-batch at a time.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hjax.kernels.decode import CacheMask, SlotMask
+from hjax.models.attention_strategies import Attention
+from hjax.models.decoding import Decode, DecodeSlots
+from hjax.rollout import prompt_lookup, vocab_parallel
+from hjax.rollout.row_sampling import RowSampling
+from hjax.rollout.sampling import SampledTokens, draw, no_tops
+from hjax.rollout.sampling_params import SamplingParams
+from hjax.rollout.slot_state import RunningSequences
+from hjax.rollout.token_counts import TokenCounts, counted
+
+DecodeState = dict[str, Any]
+
+
+def start(rows: int, length: int, sampling: SamplingParams | None) -> DecodeState:
+    """Nothing drawn yet: tables of [rows, length] and the rows that are done.
+
+    Args:
+      rows, length: of the tables.
+      sampling: of all rows; None: each has options of its own.
+    """
+    return {
+        "last": jnp.zeros((rows,), jnp.int32),
+        "done": jnp.zeros((rows,), bool),
+        "tokens": jnp.zeros((rows, length), jnp.int32),
+        "mask": jnp.zeros((rows, length), bool),
+        "logprobs": {name: jnp.zeros((rows, length), jnp.float32) for name in _reported(sampling)},
+    } | ({"top": no_tops((rows, length))} if sampling is None else {})
+
+
+def entered(state: DecodeState, drawn: SampledTokens, ends: jax.Array, at: int | jax.Array) -> DecodeState:
+    """What rows drew, in column ``at`` of the tables, or of each row its own.
+
+    Args:
+      state: of ``start``.
+      drawn: a token for every row; that of one that is done is left out.
+      ends: bool [rows], whether the token is a row's last.
+      at: int32 [] or [rows].
+    """
+    done, at = state["done"], jnp.asarray(at, jnp.int32)
+
+    def put(table: jax.Array, column: Any) -> jax.Array:
+        further = (1,) * (table.ndim - 2)
+        if at.ndim:
+            here = (jnp.arange(table.shape[1]) == at[:, None]) & ~done[:, None]
+            return jnp.where(here.reshape(*here.shape, *further), column[:, None], table)
+        column = jnp.where(done.reshape(-1, *further), jnp.zeros_like(column), column)
+        return jax.lax.dynamic_update_slice_in_dim(table, column[:, None], at, 1)
+
+    return state | {
+        "last": jnp.where(done, 0, drawn.token),
+        "done": done | ends,
+        "tokens": put(state["tokens"], drawn.token),
+        "mask": put(state["mask"], ~done),
+        "logprobs": {
+            name: put(table, getattr(drawn, _FIELDS[name]))
+            for name, table in state["logprobs"].items()
+        },
+    } | (
+        {"top": tuple(map(put, state["top"], (drawn.top_tokens, drawn.top)))}
+        if "top" in state
+        else {}
+    )
+
+
+def responses(state: DecodeState) -> dict[str, jax.Array]:
+    """The rollout's entries that were drawn."""
+    return {
+        "responses": state["tokens"],
+        "response_mask": state["mask"],
+        "truncated": ~state["done"],
+        **state["logprobs"],
+    }
+
+
+# Name in the batch -> field of ``SampledTokens``.
+_FIELDS = {
+    "logprobs": "sampled",
+    "policy_logprobs": "policy",
+    "untempered_logprobs": "untempered",
+}
+
+
+def _reported(sampling: SamplingParams | None) -> list[str]:
+    """Which log-probs a rollout carries."""
+    if sampling is None:
+        return ["logprobs", "policy_logprobs"]
+    changed = sampling.truncates or sampling.alters
+    asked = (True, changed, changed or sampling.tempered)
+    return [name for name, wanted in zip(_FIELDS, asked, strict=True) if wanted]
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardPass:
+    """One pass over the weights.
+
+    Attributes:
+      engine: an ``Engine``.
+      sampling: of rows without options of their own.
+      length: columns of the cache.
+      own_prompts: whether rows have their prompts among their own tokens.
+    """
+
+    engine: Any
+    sampling: SamplingParams
+    length: int = 0
+    own_prompts: bool = False
+
+    def token(
+        self,
+        drawn: DecodeState,
+        logits: jax.Array,
+        rows: RunningSequences,
+        column: jax.Array | int,
+        allowed: jax.Array | None,
+    ) -> tuple[DecodeState, TokenCounts | None]:
+        """The token that each row draws next, in a column of the tables, or of each its own; and
+        the tokens that it has then."""
+        options, engine = rows.options, self.engine
+        if options is None:
+            options = RowSampling.uniform(self.sampling, logits.shape[-1])
+        else:  # of rows that have ended nobody asks for more
+            top = jnp.where(drawn["done"], 0, options.top)
+            options = dataclasses.replace(options, top=top)
+        new = draw(
+            logits,
+            jax.random.wrap_key_data(rows.keys),
+            rows.drawn,
+            options,
+            counts=rows.counts,
+            kernels=engine.compute.kernels,
+            layout=engine.layout,
+            allowed=allowed,
+        )
+        counts = counted(rows.counts, new.token, ~drawn["done"], engine.layout)
+        return entered(drawn, new, options.ends(new.token), column), counts
+
+    def start(self, running: RunningSequences, most: int) -> DecodeState:
+        """Tables of ``most`` columns, with nothing drawn."""
+        rows, sampling = running.done.shape[0], None if running.options else self.sampling
+        drawn = start(rows, most, sampling) | {"done": running.done}
+        if self.engine.lookup:
+            drawn |= dict.fromkeys(("guessed", "right"), jnp.zeros(rows, jnp.int32))
+        return jax.tree.map(lambda x: self.engine.layout.constrain(x, "batch"), drawn)
+
+    def tokens(self, running: RunningSequences) -> jax.Array:
+        """int32 [rows, 1 + guesses]: each row's last token, and those that are guessed after it."""
+        last = running.last[:, None]
+        if running.text is None:
+            return last
+        there = running.tokens + running.drawn
+        guesses = prompt_lookup.guesses(running.text, there, self.engine.lookup)
+        return jnp.concatenate([last, guesses], axis=1)
+
+    def positions(self, running: RunningSequences) -> jax.Array:
+        """int32 [rows, 1 + guesses], of ``tokens`` in their sequences."""
+        first = running.tokens + running.drawn - 1
+        return first[:, None] + jnp.arange(1 + self.engine.lookup)
+
+    def own(self, running: RunningSequences) -> jax.Array:
+        """int32 [rows]: tokens of each that are among its own in the cache."""
+        return running.drawn - 1 + (running.tokens if self.own_prompts else 0)
+
+    def sees(self, slots: SlotMask, running: RunningSequences) -> Attention:
+        """What ``tokens`` see."""
+        layout, own = self.engine.layout, self.own(running)
+        if self.engine.by_kernel:
+            where = jnp.where(running.done, -1, own).reshape(slots.begin.shape[0], -1)
+            return Decode(CacheMask(slots.begin, slots.end, where), layout, self.length / 2)
+        if self.engine.lookup:
+            slots = dataclasses.replace(slots, start=jnp.zeros_like(own), column=own)
+        return DecodeSlots(slots, layout)
+
+    def logits(self, model: Any, hidden: jax.Array) -> jax.Array:
+        """float32 [rows, 1 + guesses, vocab] of hidden states, or without guesses [rows, vocab]."""
+        axes = ("batch", None, "vocab") if self.engine.lookup else ("batch", "vocab")
+        logits = model.logits(hidden if self.engine.lookup else hidden[:, 0])
+        return self.engine.layout.constrain(logits, *axes)
+
+    def took(
+        self,
+        running: RunningSequences,
+        drawn: DecodeState,
+        logits: jax.Array,
+        tokens: jax.Array,
+        before: jax.Array,
+        column: jax.Array,
+        allowed: jax.Array | None,
+    ) -> tuple[RunningSequences, DecodeState]:
+        """Rows with what they drew.
+
+        Args:
+          running, drawn: before.
+          logits, tokens: of the pass.
+          before: int32 [rows], tokens that were drawn when the tables were begun.
+          column: int32 [], of the tables, where nothing is guessed.
+          allowed: as of ``Engine.decode``.
+        """
+        if self.engine.lookup:
+            return self._several(running, drawn, logits, tokens, before, allowed)
+        drawn, counts = self.token(drawn, logits, running, column, allowed)
+        number = running.drawn + ~running.done
+        done = drawn["done"] | (number >= running.limit)
+        running = dataclasses.replace(
+            running, drawn=number, last=drawn["last"], done=done, counts=counts
+        )
+        return running, drawn | {"done": done}
+
+    def _several(
+        self,
+        running: RunningSequences,
+        drawn: DecodeState,
+        logits: jax.Array,
+        tokens: jax.Array,
+        before: jax.Array,
+        allowed: jax.Array | None,
+    ) -> tuple[RunningSequences, DecodeState]:
+        """The token that follows, and those after it that were guessed."""
+        ahead = self._ahead(allowed)
+
+        def next_one(carry: Any) -> Any:
+            """``going``: the rows whose guesses have been right so far."""
+            t, going, running, drawn = carry
+            of_token = jax.lax.dynamic_index_in_dim(logits, t, 1, keepdims=False)
+            of_token = self.engine.layout.constrain(of_token, "batch", "vocab")
+            column, drawn = running.drawn - before, drawn | {"done": ~going}
+            drawn, counts = self.token(drawn, of_token, running, column, allowed)
+            token, number = drawn["last"], running.drawn + going
+            length = running.tokens + running.drawn
+            done = running.done | (going & (drawn["done"] | (number >= running.limit)))
+            running = dataclasses.replace(
+                running,
+                drawn=number,
+                last=jnp.where(going, token, running.last),
+                done=done,
+                counts=counts,
+                text=with_token(running.text, length, token, going),
+            )
+            guess = jax.lax.dynamic_index_in_dim(
+                tokens, jnp.minimum(t + 1, self.engine.lookup), 1, keepdims=False
+            )
+            going = going & ~done & (token == guess)
+            right = drawn["right"] + (going & (t < ahead))
+            return t + 1, going, running, drawn | {"right": right}
+
+        def more(carry: Any) -> jax.Array:
+            return (carry[0] <= ahead) & jnp.any(carry[1])
+
+        live = ~running.done
+        drawn = drawn | {"guessed": drawn["guessed"] + ahead * live}
+        first = jnp.int32(0), live, running, drawn
+        _, _, running, drawn = jax.lax.while_loop(more, next_one, first)
+        return running, drawn
+
+    def _ahead(self, allowed: jax.Array | None) -> jax.Array:
+        """int32 []: guesses that count, as what may be drawn is known of one token."""
+        return jnp.where(vocab_parallel.bans(allowed), 0, self.engine.lookup)
+
+    def goes_on(
+        self, running: RunningSequences, before: jax.Array, most: int, live: jax.Array | None = None
+    ) -> jax.Array:
+        """bool []: whether there is a row to be drawn, and room for one more pass.
+
+        Each needs room for all that are guessed, in the tables and in the cache. ``live``, bool []:
+        whether there is a row, if somebody has counted already.
+        """
+        going = ~jnp.all(running.done) if live is None else live
+        if self.engine.lookup:
+            own = jnp.max(jnp.where(running.done, 0, self.own(running)))
+            drawn = jnp.max(running.drawn - before)
+            going &= (own + self.engine.lookup < self.length) & (drawn + self.engine.lookup < most)
+        return going
+
+
+def with_token(
+    text: jax.Array | None, length: jax.Array, token: jax.Array, there: jax.Array | bool
+) -> jax.Array | None:
+    """Texts [rows, room] of so many tokens with one more, where it is there."""
+    if text is None:
+        return None
+    here = (jnp.arange(text.shape[1]) == length[:, None]) & jnp.reshape(there, (-1, 1))
+    return jnp.where(here, token[:, None], text)

@@ -1,0 +1,302 @@
+"""The engine's programs with the layers split over pipeline stages.
+
+The rows of each data-parallel part are cut into as many micro-batches as there are stages, which
+take turns: while one micro-batch is in the last stage, another is in each of the others, and the
+token drawn from the last stage's output enters the first stage in the next tick. So from when the
+stages have filled until a program's last tokens no stage waits. Embedding, logits and sampling
+stand outside the stages; a device holds its own stage's layers and what the cache has of them.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from hjax.models.append_attention import CacheBlocks
+from hjax.models.attention_strategies import Attention
+from hjax.models.compute import Compute
+from hjax.models.decoding import KVCache
+from hjax.models.parameters import Network, Weights
+from hjax.rollout.decode_step import DecodeState, ForwardPass
+from hjax.rollout.engine import Engine
+from hjax.rollout.rollout_job import GenerationConfig
+from hjax.rollout.sampling_params import SamplingParams
+from hjax.rollout.slot_layout import SlotLayout
+from hjax.rollout.slot_state import PrefilledPrompts, RunningSequences, SlotSizes, SlotState
+from hjax.sharding.layout import Layout
+from hjax.sharding.pipeline import summed
+
+AXIS = "pipe"
+_SPLIT, _WHOLE = PartitionSpec(AXIS), PartitionSpec()
+
+
+class _StagedSeats(SlotLayout):
+    """Of caches that are laid out by turn."""
+
+    def entered(self, way: Any, old: jax.Array, *more: jax.Array) -> jax.Array:
+        engine = self.engine
+        made: jax.Array = engine._by_turn(super().entered(way, engine._by_layer(old), *more))
+        return made
+
+    def cut(self, x: jax.Array, *more: Any) -> jax.Array:
+        made: jax.Array = self.engine._by_turn(super().cut(self.engine._by_layer(x), *more))
+        return made
+
+
+class PipelinedEngine(Engine):
+    """An engine of a layout with several stages; see ``Engine`` for the arguments.
+
+    In each data-parallel part rows and groups lie micro-batch by micro-batch, each of these a part
+    with numbers of its own, see ``SlotMask.parts``.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        layout: Layout,
+        compute: Compute,
+        **how: Any,
+    ):
+        super().__init__(
+            network, layout, dataclasses.replace(compute, unroll_layers=False), **how
+        )
+        self.stages = layout.ways("layers")
+        # While the stages run empty the first ones write beyond the last token.
+        self.spare = 1
+        self._of_params = jax.tree.map(
+            lambda axes: _SPLIT if axes[:1] == ("layers",) else _WHOLE,
+            network.axes,
+            is_leaf=lambda x: isinstance(x, tuple),
+        )
+
+    @property
+    def reads_flat(self) -> bool:
+        return False
+
+    def trips(self, steps: Any) -> Any:
+        """A turn of each micro-batch for every token, and those until the last one is out."""
+        return steps * self.stages + self.stages - 1
+
+    def prefilled(
+        self,
+        params: Weights,
+        tokens: jax.Array,
+        mask: jax.Array,
+        attention: Attention,
+        lengths: jax.Array,
+        blocks: CacheBlocks | None,
+        at: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any]:
+        assert blocks is None, "known beginnings are read with one stage"
+        stages, cut = self.stages, self._cut_rows
+        positions, _ = self._positions(tokens, mask, attention)
+        if at is None:
+            at = jnp.full((tokens.shape[0], 1), tokens.shape[1] - 1, jnp.int32)
+        masks = {
+            field.name: value
+            for field in dataclasses.fields(attention)  # type: ignore[arg-type]
+            if isinstance(value := getattr(attention, field.name), jax.Array)
+        }
+        model = self.network.bind(params)
+        given = cut({"positions": positions, "at": at, "lengths": lengths, "masks": masks})
+        starts = model.embed(cut(tokens), self.compute, given["positions"])
+
+        def body(params: Weights, starts: jax.Array, given: Any) -> Any:
+            stage = jax.lax.axis_index(AXIS)
+            model = self.network.bind(params)
+
+            def tick(received: jax.Array, time: jax.Array) -> Any:
+                # Outside its turns a stage computes what nobody reads.
+                turn = jnp.clip(time - stage, 0, stages - 1)
+                own = jax.tree.map(lambda x: x[turn], given)
+                x = jnp.where(stage == 0, starts[turn], received)
+                sees: Any = dataclasses.replace(attention, **own["masks"])  # type: ignore[type-var]
+                x, _, kept = model.run(
+                    x,
+                    own["positions"],
+                    sees,
+                    compute=self.compute,
+                    rotary=model.rotary(own["lengths"]),
+                )
+                asked = jnp.take_along_axis(x, own["at"][:, :, None], axis=1)
+                return self._pass_on(x), (kept, asked)
+
+            times = jnp.arange(2 * stages - 1)
+            _, (kept, asked) = jax.lax.scan(tick, jnp.zeros_like(starts[0]), times)
+
+            def mine(x: jax.Array) -> jax.Array:
+                x = jax.lax.dynamic_slice_in_dim(x, stage, stages)  # [micro, layers, ...]
+                return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
+
+            asked = jnp.where(stage == stages - 1, asked[stages - 1 :], 0)
+            return summed(asked, AXIS), jax.tree.map(mine, kept)
+
+        in_specs = (self._of_params, _WHOLE, _WHOLE)
+        hidden, kept = self._map(body, in_specs, (_WHOLE, _SPLIT))(params, starts, given)
+        hidden = jax.tree.map(self.layout.join, model.finish(hidden, self.compute))
+        return hidden, jax.tree.map(self._by_layer, kept)
+
+    def _decoded(
+        self,
+        sampling: SamplingParams,
+        most: int,
+        params: Weights,
+        state: SlotState,
+        numbers: jax.Array,
+        allowed: jax.Array | None,
+    ) -> tuple[SlotState, DecodeState]:
+        steps = numbers[0]  # a full pipeline goes on whoever has ended
+        model, way, stages = self.network.bind(params), self._pass(sampling, state), self.stages
+        slots = dataclasses.replace(state.slots, parts=self.layout.ways("batch"))
+        slots, bits, before = self._cut_rows((slots, allowed, state.rows.drawn))
+
+        run = self._through(way)
+
+        def of(tree: Any, index: int | jax.Array) -> Any:
+            return jax.tree.map(lambda x: x[index], tree)
+
+        def drawn_of(index: jax.Array, hidden: jax.Array, step: jax.Array, rows: Any) -> Any:
+            """Rows with what a micro-batch drew of the hidden states that came out."""
+            logits = way.logits(model, model.finish(hidden, self.compute))
+            running, drawn = of(rows, index)
+            new = way.took(
+                running, drawn, logits, way.tokens(running), before[index], step, of(bits, index)
+            )
+            return jax.tree.map(lambda x, one: x.at[index].set(one), rows, new)
+
+        def tick(carry: Any) -> Any:
+            time, cache, received, rows = carry
+            entering = of(rows[0], time % stages)
+            x = model.embed(way.tokens(entering), self.compute, way.positions(entering))
+            # What a stage needs of rows; options and tables of counts it does not.
+            few = dataclasses.replace(rows[0], options=None, counts=None, text=None)
+            cache, received, hidden = run(params, cache, received, x, (few, time, slots))
+            turn = time - (stages - 1)
+            index, step = turn % stages, turn // stages
+            # Who had no room for its guesses, or has ended, did not take its turn.
+            taken = (turn >= 0) & way.goes_on(of(rows[0], index), before[index], most)
+            rows = jax.lax.cond(
+                taken, lambda x: drawn_of(index, hidden, step, x), lambda x: x, rows
+            )
+            return time + 1, cache, received, rows
+
+        def unfinished(carry: Any) -> jax.Array:
+            time, _, _, (running, _) = carry
+            going = [way.goes_on(of(running, i), before[i], most) for i in range(stages)]
+            return (time < self.trips(steps)) & jnp.any(jnp.stack(going))
+
+        running = self._cut_rows(state.rows)
+        tables = self._cut_rows(way.start(state.rows, most))
+        shape = running.done.shape[1], 1 + self.lookup, self.network.config.hidden_size
+        received = jnp.zeros((stages, *shape), self.compute.dtype)
+        begin = jnp.int32(0), state.cache, self.layout.constrain(received, "layers", "batch")
+        time, cache, _, rows = jax.lax.while_loop(unfinished, tick, (*begin, (running, tables)))
+        running, drawn = jax.tree.map(self.layout.join, rows)
+        taken = jnp.minimum(-(-time // stages), steps)
+        slots = dataclasses.replace(state.slots, column=state.slots.column + taken)
+        return SlotState(cache, slots, running), drawn | {"steps": taken, "done": running.done}
+
+    def _through(self, way: ForwardPass) -> Callable[..., Any]:
+        """A tick of all stages: what each has of the cache and passes on, and what comes out."""
+        stages = self.stages
+
+        def body(params: Weights, cache: KVCache, received: Any, x: Any, now: Any) -> Any:
+            running, time, slots = now
+            stage, turn = jax.lax.axis_index(AXIS), time - jax.lax.axis_index(AXIS)
+            index = turn % stages
+            slots, running = jax.tree.map(lambda x: x[index], (slots, running))
+            # Before its first turn a stage writes where its first true token will be written.
+            column = slots.column + jnp.maximum(turn // stages, 0)
+            slots = dataclasses.replace(slots, column=column)
+            model = self.network.bind(params)
+            out, cache, _ = model.run(
+                jnp.where(stage == 0, x, received[0]),
+                way.positions(running),
+                way.sees(slots, running),
+                cache,
+                self.compute,
+                first=index,
+                stride=stages,
+                rotary=model.rotary(running.tokens + running.most),
+            )
+            last = summed(jnp.where(stage == stages - 1, out, 0), AXIS)
+            return cache, self._pass_on(out)[None], last
+
+        in_specs = (self._of_params, _SPLIT, _SPLIT, _WHOLE, _WHOLE)
+        return self._map(body, in_specs, (_SPLIT, _SPLIT, _WHOLE))
+
+    def _rest(
+        self,
+        config: GenerationConfig,
+        params: Weights,
+        mask: jax.Array,
+        read: PrefilledPrompts,
+        running: RunningSequences,
+        drawn: DecodeState,
+    ) -> DecodeState:
+        samples, limit, (groups, prompt) = config.samples, config.max_new_tokens, mask.shape
+        rows = groups * samples
+        state = self._zeros(SlotSizes(rows, groups, samples, prompt, limit), jnp.int32(0))
+        prompt_k, prompt_v = (jax.tree.map(self._by_turn, x) for x in (read.k, read.v))
+        cache = dataclasses.replace(state.cache, prompt_k=prompt_k, prompt_v=prompt_v)
+        end = jnp.full(groups, prompt, jnp.int32)
+        slots = dataclasses.replace(state.slots, begin=end - read.tokens, end=end)
+        if samples > 1:
+            number = jnp.arange(rows, dtype=jnp.int32) % (rows // self.parts)
+            members = number.reshape(groups, samples)
+            slots = dataclasses.replace(slots, members=members, place=number)
+        state = SlotState(cache, slots, running)
+        numbers = jnp.array([limit - 1, 0], jnp.int32)
+        _, more = self._decoded(config.sampling, max(limit - 1, 1), params, state, numbers, None)
+
+        def joined(first: jax.Array, others: jax.Array) -> jax.Array:
+            return jnp.concatenate([first[:, :1], others], axis=1)[:, :limit]
+
+        names = ("tokens", "mask", "logprobs")
+        return {name: jax.tree.map(joined, drawn[name], more[name]) for name in names}
+
+    def _cut_rows(self, tree: Any) -> Any:
+        """Arrays [rows, ...] by micro-batch, [stages, rows / stages, ...]."""
+        return jax.tree.map(lambda x: self.layout.cut(x, self.stages), tree)
+
+    # A state's cache is laid out by turn, so that a stage finds what it has of a micro-batch in one
+    # piece. What is read, and what changes a cache outside of the loop, has it by layer.
+
+    def _zeros(self, size: SlotSizes, column: jax.Array) -> SlotState:
+        state = super()._zeros(size, column)
+        return dataclasses.replace(state, cache=jax.tree.map(self._by_turn, state.cache))
+
+    def _seats(self) -> SlotLayout:
+        return _StagedSeats(self)
+
+    def _held(self, x: jax.Array) -> jax.Array:
+        return self.layout.constrain(x, "layers", "batch", "kv_heads")
+
+    def _by_turn(self, x: jax.Array) -> jax.Array:
+        """[layers, rows, heads, ...] as [layers * stages, rows / stages, heads, ...], entry
+        ``layer * stages + micro-batch``."""
+        ways, stages, layers = self.layout.ways("batch"), self.stages, x.shape[0]
+        x = x.reshape(layers, ways, stages, -1, *x.shape[2:]).swapaxes(1, 2)
+        return self._held(x.reshape(layers * stages, -1, *x.shape[4:]))
+
+    def _by_layer(self, x: jax.Array) -> jax.Array:
+        """And back."""
+        ways, stages = self.layout.ways("batch"), self.stages
+        x = x.reshape(-1, stages, ways, x.shape[1] // ways, *x.shape[2:]).swapaxes(1, 2)
+        return self._held(x.reshape(x.shape[0], -1, *x.shape[4:]))
+
+    def _map(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        return jax.shard_map(
+            body,
+            mesh=self.layout.mesh,
+            axis_names={AXIS},
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
+        )
+
+    def _pass_on(self, x: jax.Array) -> jax.Array:
+        return jax.lax.ppermute(x, AXIS, [(s, s + 1) for s in range(self.stages - 1)])

@@ -1,0 +1,352 @@
+"""Prompts that begin as earlier ones did: what was computed for these is found again.
+
+A system prompt, the turns of a conversation, several answers to one question, the chunks of a long
+prompt: keys and values of whole blocks of tokens stay beside the engine's slots, as long as there
+is room, and a new prompt is read from where its known beginning ends.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hjax import machine
+from hjax.kernels import cache_axis, int8_cache
+from hjax.models.append_attention import BLOCK, CacheBlocks
+from hjax.models.parameters import Weights
+from hjax.rollout.engine import Engine
+from hjax.rollout.radix_tree import Path, RadixTree
+from hjax.rollout.slot_state import CachedPrompts, SlotState
+from hjax.sharding.global_arrays import place
+
+# Blocks that one program writes, few or many; as many calls as it takes.
+TOGETHER = (8, 64)
+# Columns for what is known of prompts with what is new of them: four times as many each. Those that
+# are not filled are not looked at.
+COLUMNS = 512
+
+# Of the memory that is free: what is kept if nobody says how much.
+SHARE = 0.25
+
+
+def columns_for(tokens: int, limit: int, fewest: int = BLOCK, factor: int = 2) -> int:
+    """Columns for prompts of so many tokens.
+
+    Args:
+      limit: of tokens; in whole blocks it is the most.
+      fewest: columns, whole blocks; others are these times a power of ``factor``.
+    """
+    columns = fewest
+    while columns < tokens:
+        columns *= factor
+    return min(columns, -(-limit // BLOCK) * BLOCK)
+
+
+@dataclasses.dataclass(frozen=True)
+class CachedPrefix:
+    """What is known of a prompt.
+
+    Attributes:
+      path: numbers of its blocks.
+    """
+
+    path: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """That are known."""
+        return len(self.path) * BLOCK
+
+
+class PrefixCache:
+    """Keys and values of sequences' beginnings, for one engine and one set of weights.
+
+    Each data-parallel part keeps its own.
+
+    Args:
+      engine: whose rows they come from and go to.
+      tokens: that there is room for in each part.
+    """
+
+    def __init__(self, engine: Engine, tokens: int):
+        self._engine = engine
+        count = max(tokens // BLOCK, 1)
+        self._trees = [RadixTree(count, BLOCK) for _ in range(engine.parts)]
+        held = engine.block_sharding
+        self._keep = jax.jit(self._kept, static_argnums=0, donate_argnums=1, out_shardings=held)
+        self.blocks = engine.chunks.empty(count)
+
+    @property
+    def room(self) -> int:
+        """Tokens that a part has room for."""
+        return self._trees[0].blocks * BLOCK
+
+    @property
+    def held(self) -> int:
+        """Tokens that the first part keeps."""
+        return self._trees[0].used * BLOCK
+
+    def clear(self) -> None:
+        """Forget everything: other weights make other keys and values."""
+        for tree in self._trees:
+            tree.clear()
+
+    def find(self, prompt: Sequence[int], part: int = 0) -> CachedPrefix:
+        """The longest known beginning that leaves a token to be read; held until ``release``."""
+        path = tuple(self._trees[part].find(prompt[: len(prompt) - 1]))
+        self._trees[part].hold(path)
+        return CachedPrefix(path)
+
+    def release(self, beginning: CachedPrefix, part: int = 0) -> None:
+        """What it holds may make room for others."""
+        self._trees[part].release(beginning.path)
+
+    def drop(self, path: Sequence[int], part: int) -> None:
+        """Forget the last blocks of a sequence that nobody else has found."""
+        self._trees[part].drop(path)
+
+    def keep(self, state: SlotState, sequences: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Keep what rows of a state have computed.
+
+        Args:
+          state: as it is; of rows that have their prompts among their own tokens, in one part.
+          sequences: a row, and the tokens that it has in its cache, from the prompt's first on.
+        """
+        tree, paths = self._trees[0], list[Path]()
+        pieces: list[tuple[int, int, int]] = []
+        for row, tokens in sequences:
+            path, new = tree.add(tokens)
+            paths.append(path)
+            old = len(path) - len(new)
+            pieces += [(row, (old + i) * BLOCK, number) for i, number in enumerate(new)]
+        self._write(state, _tables(pieces, tree.blocks))
+        for path in paths:
+            tree.release(path)
+
+    def _write(self, state: SlotState, tables: Iterable[np.ndarray]) -> None:
+        engine, cache = self._engine, state.cache
+        start = None if engine.by_row else state.slots.start
+        for table in tables:
+            given = place(table, engine.layout.replicated)
+
+            def written(blocks: Any, own: Any, axis: int, given: Any = given) -> Any:
+                """An array at a time: one program for all layers."""
+
+                def one(axis: int, scaled: bool, x: Any, b: Any) -> Any:
+                    return self._keep((axis, scaled), b, x, start, given)
+
+                return int8_cache.each(one, own, blocks, axis=axis)
+
+            k = written(self.blocks.k, cache.k, cache.key_axis)
+            self.blocks = CacheBlocks(k, written(self.blocks.v, cache.v, cache_axis.ROWS))
+
+    def warm_up_keeping(self, state: SlotState) -> None:
+        """Compile what ``keep`` of such a state calls; nothing is kept."""
+        nowhere = self._trees[0].blocks
+        for count in TOGETHER:
+            self._write(state, _tables([(0, 0, nowhere)] * count, nowhere))
+
+    def warm_up_reading(self, params: Weights, chunk: int, limit: int) -> None:
+        """Compile what ``read`` calls, with the same arguments; nothing is kept."""
+        for columns in known_columns(limit):
+            if columns >= chunk:
+                self._read(params, {}, chunk, columns)
+
+    def read(
+        self, params: Weights, prompts: Sequence[Sequence[int] | None], chunk: int, limit: int
+    ) -> bool:
+        """Read the next chunk of a prompt in each part, and keep it.
+
+        Args:
+          params: in the generate layout.
+          prompts: by part, each of a block more than is known of it, and a token, at least; None:
+            nothing is read there.
+          chunk: tokens at most, a multiple of BLOCK.
+          limit: tokens of a prompt at most.
+
+        Returns:
+          whether there was room for it; else nothing is read.
+        """
+        pieces: dict[int, tuple[Sequence[int], Path, Path]] = {}
+        longest = chunk
+        for part, (tree, prompt) in enumerate(zip(self._trees, prompts, strict=True)):
+            if prompt is None:
+                continue
+            known = tree.find(prompt[: len(prompt) - 1])
+            end = min(len(known) * BLOCK + chunk, (len(prompt) - 1) // BLOCK * BLOCK)
+            path, new = tree.add(prompt[:end])
+            tree.release(path)
+            if len(path) * BLOCK < end:
+                # What was to be filled is not: nobody may find it.
+                tree.drop(new)
+                return False
+            longest, pieces[part] = max(longest, end), (prompt[:end], known, new)
+        self._read(params, pieces, chunk, known_columns_for(longest, limit))
+        return True
+
+    def _read(
+        self,
+        params: Weights,
+        pieces: dict[int, tuple[Sequence[int], Path, Path]],
+        chunk: int,
+        columns: int,
+    ) -> None:
+        """By part tokens up to a piece's end, blocks of those that are known, and those that it
+        goes into; ``columns``: for all tokens of each."""
+        parts = range(len(self._trees))
+        whole = [pieces[part][0] if part in pieces else () for part in parts]
+        known = [CachedPrefix(tuple(pieces[part][1]) if part in pieces else ()) for part in parts]
+        # What is beyond all blocks is dropped.
+        where = np.full((len(parts), chunk // BLOCK), np.iinfo(np.int32).max, np.int32)
+        for part, (_, _, new) in pieces.items():
+            where[part, -len(new) :] = new
+        tokens, mask, _ = unread(whole, known, chunk, 0)
+        numbers = blocks_of(known, columns)
+        self.blocks = self._engine.chunks.read(params, self.blocks, tokens, mask, numbers, where)
+
+    # Programs
+
+    def _kept(
+        self,
+        way: tuple[int, bool],
+        blocks: jax.Array,
+        own: jax.Array,
+        start: jax.Array | None,
+        pieces: jax.Array,
+    ) -> jax.Array:
+        """An array of blocks with some of an array of a state's cache.
+
+        ``way``: along which axis that has tokens, and whether it is one of scales. ``start``: int32
+        [rows], each one's first column; None: 0. ``pieces``: int32 [3, n]: of which row, from which
+        of its tokens on, into which block.
+        """
+        axis, scaled = way
+        row, first, where = pieces
+        row = row[:, None]
+        at = first[:, None] + jnp.arange(BLOCK) + (0 if start is None else start[row])
+
+        def of(own: jax.Array) -> jax.Array:
+            """[n, kv_heads, BLOCK, head_dim] of a layer."""
+            sample = (0,) if self._engine.by_kernel else ()  # it has a dimension for samples
+            tokens = cache_axis.token_index(axis, at)
+            found = own.at[(row, slice(None), *sample, *tokens)].get(mode="clip")
+            found = found.swapaxes(1, 2)
+            return found.swapaxes(-1, -2) if scaled else found
+
+        def put(held: jax.Array, own: jax.Array) -> jax.Array:
+            return held.at[where].set(of(own).astype(held.dtype), mode="drop")
+
+        return jax.vmap(put)(blocks, own) if self._engine.stacked else put(blocks, own)
+
+
+def known_of(
+    prompts: Sequence[Sequence[int]], found: Sequence[CachedPrefix], columns: int
+) -> CachedPrompts:
+    """What is known of prompts, as ``Engine.admit`` takes it.
+
+    Args:
+      prompts: tokens of each, whole.
+      found: of each.
+      columns: for the longest of them.
+    """
+    tokens = np.zeros((len(prompts), columns), np.int32)
+    mask = np.zeros(tokens.shape, bool)
+    for i, prompt in enumerate(prompts):
+        if len(prompt):
+            tokens[i, -len(prompt) :], mask[i, -len(prompt) :] = prompt, True
+    return CachedPrompts(tokens, mask, *blocks_of(found, columns))
+
+
+def unread(
+    prompts: Sequence[Sequence[int]], found: Sequence[CachedPrefix], columns: int, known: int
+) -> tuple[np.ndarray, np.ndarray, CachedPrompts | None]:
+    """Prompts as ``Admission`` has them.
+
+    Args:
+      prompts: tokens of each, whole; none of an entry that fills up.
+      found: what is known of each.
+      columns: for what is not known of the longest.
+      known: columns for the longest with what is known; 0: nothing is kept.
+
+    Returns:
+      int32 and bool [prompts, columns], tokens that are to be read and which are there, and what is
+      known.
+    """
+    tokens = np.zeros((len(prompts), columns), np.int32)
+    rest = [prompt[one.tokens :] for prompt, one in zip(prompts, found, strict=True)]
+    # An entry that fills up has a token too.
+    mask = np.arange(columns) >= columns - np.array([[max(len(own), 1)] for own in rest])
+    for row, own in zip(tokens, rest, strict=True):
+        row[columns - len(own) :] = own
+    return tokens, mask, known_of(prompts, found, known) if known else None
+
+
+def texts(rows: Sequence[Sequence[int]], room: int) -> np.ndarray | None:
+    """int32 [rows, room], where guesses are looked up; None without room."""
+    if not room:
+        return None
+    made = np.zeros((len(rows), room), np.int32)
+    for text, tokens in zip(made, rows, strict=True):
+        text[: len(tokens)] = tokens
+    return made
+
+
+def blocks_of(found: Sequence[CachedPrefix], columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """int32 [beginnings, columns / BLOCK], the blocks of each, and int32 [beginnings], tokens."""
+    numbers = np.zeros((len(found), columns // BLOCK), np.int32)
+    for i, one in enumerate(found):
+        numbers[i, : len(one.path)] = one.path
+    return numbers, np.array([one.tokens for one in found], np.int32)
+
+
+def known_columns(limit: int) -> list[int]:
+    """All that ``known_columns_for`` may say, growing."""
+    made = [known_columns_for(1, limit)]
+    while (more := known_columns_for(made[-1] + 1, limit)) > made[-1]:
+        made.append(more)
+    return made
+
+
+def known_columns_for(tokens: int, limit: int) -> int:
+    """Columns for whole prompts of so many tokens, up to ``limit``: few sizes, few programs."""
+    return columns_for(tokens, limit, COLUMNS, 4)
+
+
+def room_for(engine: Engine, tokens: int) -> int:
+    """So many tokens, or as many as a share of the first device's free memory holds."""
+    config = engine.network.config
+    heads = -(-config.kv_heads * engine.copies // engine.layout.ways("kv_heads"))
+    element = int8_cache.element_bytes(engine.kept_dtype, config.head_dim)
+    token = round(2 * config.layers * heads * config.head_dim * element)
+    free = machine.free_bytes(engine.layout.mesh.devices.flat[0])
+    return min(tokens, int(SHARE * free) // token) // BLOCK * BLOCK
+
+
+def why_not(engine: Engine) -> str:
+    """Why an engine cannot keep beginnings for a service; empty: it can."""
+    if engine.parts > 1:
+        return f"beginnings are not shared between {engine.parts} data-parallel parts"
+    return why_never(engine)
+
+
+def why_never(engine: Engine) -> str:
+    """Why an engine cannot keep beginnings, whoever asks; empty: it can."""
+    if engine.layout.ways("layers") > 1:
+        return "prompts pass pipeline stages whole"
+    if engine.network.config.turns_by_length:
+        return "this model's rotary positions depend on a sequence's length"
+    return ""
+
+
+def _tables(pieces: list[tuple[int, int, int]], nowhere: int) -> Iterator[np.ndarray]:
+    """int32 [3, n] of so many pieces, n of ``TOGETHER``; what fills up goes nowhere."""
+    few, many = TOGETHER
+    for at in range(0, len(pieces), many):
+        some = pieces[at : at + many]
+        table = np.zeros((3, few if len(some) <= few else many), np.int32)
+        table[2] = nowhere
+        table[:, : len(some)] = np.array(some).T
+        yield table

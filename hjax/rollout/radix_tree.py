@@ -1,0 +1,116 @@
+"""Which beginnings of sequences are kept in which blocks: a radix tree whose edges are blocks.
+
+Plain Python; ``hjax.rollout.prefix_cache`` has the blocks' keys and values (the idea: RadixAttention,
+Zheng et al., arXiv 2312.07104).
+"""
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+ROOT = -1
+Path = list[int]
+
+
+@dataclasses.dataclass
+class _Block:
+    parent: int
+    tokens: tuple[int, ...]
+    holders: int = 0
+
+
+class RadixTree:
+    """Blocks by the tokens that lead to them; those that are longest unused make room for others.
+
+    Args:
+      blocks: how many there are, numbered from 0.
+      size: tokens of a block.
+    """
+
+    def __init__(self, blocks: int, size: int):
+        self.blocks, self.size = blocks, size
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything, also what is held."""
+        self._free = list(range(self.blocks))[::-1]
+        self._child: dict[tuple[int, tuple[int, ...]], int] = {}
+        # In order of use, a block always after those that follow it in a sequence: what comes
+        # first can go.
+        self._known: collections.OrderedDict[int, _Block] = collections.OrderedDict()
+
+    @property
+    def used(self) -> int:
+        """Blocks that hold something."""
+        return len(self._known)
+
+    def find(self, tokens: Sequence[int]) -> Path:
+        """Numbers of the blocks of the longest known beginning."""
+        path: Path = []
+        parent = ROOT
+        for piece in self._pieces(tokens):
+            number = self._child.get((parent, piece))
+            if number is None:
+                break
+            path.append(number)
+            parent = number
+        self._use(path)
+        return path
+
+    def add(self, tokens: Sequence[int]) -> tuple[Path, Path]:
+        """Make a sequence's whole blocks known, as far as there is room.
+
+        Returns:
+          its path, held for the caller (see ``release``), and those blocks of it that are new, the
+          path's last ones, which the caller has to fill.
+        """
+        path = self.find(tokens)
+        self.hold(path)
+        new: Path = []
+        for piece in list(self._pieces(tokens))[len(path) :]:
+            number = self._room()
+            if number is None:
+                break
+            parent = path[-1] if path else ROOT
+            self._child[parent, piece] = number
+            self._known[number] = _Block(parent, piece, holders=1)
+            path.append(number)
+            new.append(number)
+        self._use(path)
+        return path, new
+
+    def hold(self, path: Iterable[int]) -> None:
+        """Keep these blocks until they are released as often as they were held."""
+        for number in path:
+            self._known[number].holders += 1
+
+    def release(self, path: Iterable[int]) -> None:
+        """See ``hold``."""
+        for number in path:
+            self._known[number].holders -= 1
+
+    def drop(self, path: Sequence[int]) -> None:
+        """Forget blocks, the last ones of a sequence, that nobody else has found."""
+        for number in reversed(path):
+            block = self._known.pop(number)
+            del self._child[block.parent, block.tokens]
+            self._free.append(number)
+
+    def _pieces(self, tokens: Sequence[int]) -> Iterable[tuple[int, ...]]:
+        size = self.size
+        for at in range(len(tokens) // size):
+            yield tuple(tokens[at * size : (at + 1) * size])
+
+    def _use(self, path: Path) -> None:
+        for number in reversed(path):
+            self._known.move_to_end(number)
+
+    def _room(self) -> int | None:
+        """A block that holds nothing, or nothing that is held; None: there is none."""
+        if self._free:
+            return self._free.pop()
+        for number, block in self._known.items():
+            if not block.holders:
+                del self._known[number], self._child[block.parent, block.tokens]
+                return number
+        return None

@@ -1,0 +1,189 @@
+"""What is to be drawn, and what was, by sequence: what goes in and out of a schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from hjax.rollout.sampling_params import SamplingParams
+from hjax.rollout.slot_state import DecodedTokens
+
+NOBODY = -1  # in tables of who has which slot
+# Called with a prompt's number and its responses, token ids.
+OnEnded = Callable[[int, list[list[int]]], None]
+# Given a sequence and its new tokens: how many of these belong to it where its text ends, or None.
+Ends = Callable[[int, list[int]], int | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationConfig:
+    """How many responses are drawn to each prompt, how long they may be, and how.
+
+    Attributes:
+      max_new_tokens: length limit of a response, in tokens.
+      samples: responses per prompt.
+      sampling: how tokens are drawn, and which end a response.
+      slots: rows that are decoded at a time, others following as these end; 0: all.
+      lookup: tokens that are guessed at a time from what a text said before, see
+        ``hjax.rollout.prompt_lookup``; the responses are the same.
+      surplus: further responses to each prompt, of which as many are given up as have not ended
+        when ``samples`` have; the shortest are kept, in their order.
+      end: tokens after which responses are left off, for ``Generator.resume``; None: none is before
+        its limit.
+    """
+
+    max_new_tokens: int
+    samples: int = 1
+    sampling: SamplingParams = SamplingParams()
+    slots: int = 0
+    lookup: int = 0
+    surplus: int = 0
+    end: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutJob:
+    """Sequences to be drawn: prompts and so many samples of each.
+
+    Attributes:
+      prompts: int32 [prompts, length], padded on the left; ``mask``: bool like it.
+      keys: uint32 [prompts * samples, n], data of each sequence's PRNG key; those of a prompt are
+        consecutive.
+      config: what is asked.
+      begun: what there is of the responses; None: nothing.
+    """
+
+    prompts: np.ndarray
+    mask: np.ndarray
+    keys: np.ndarray
+    config: GenerationConfig
+    begun: ResumedResponses | None = None
+
+    @property
+    def kept(self) -> int:
+        """Samples of a prompt that are drawn to their end."""
+        return self.config.samples
+
+    @property
+    def samples(self) -> int:
+        """Of a prompt, with those that are given up."""
+        return self.config.samples + self.config.surplus
+
+    @property
+    def limit(self) -> int:
+        """Tokens of a response at most."""
+        return self.config.max_new_tokens
+
+    @property
+    def end(self) -> int:
+        """Tokens of a response after which it ends or is left off."""
+        return self.limit if self.config.end is None else min(self.config.end, self.limit)
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether responses are left off, or were."""
+        return self.config.end is not None or self.begun is not None
+
+    @property
+    def rows(self) -> int:
+        """Sequences."""
+        return self.prompts.shape[0] * self.samples
+
+
+@dataclasses.dataclass(frozen=True)
+class ResumedResponses:
+    """Responses that were left off.
+
+    Attributes:
+      start: tokens of those that have not ended, at least 1.
+      ended: bool [sequences].
+      tables: as of ``RolloutResponses``, of all sequences.
+    """
+
+    start: int
+    ended: np.ndarray
+    tables: Mapping[str, np.ndarray]
+
+
+class RolloutResponses:
+    """What a schedule draws, by sequence.
+
+    Args:
+      work: what is to be drawn.
+      on_ended: called with each prompt of whose responses enough have ended, and those that are
+        kept; not with those of which enough had ended before. None: nobody is.
+
+    Attributes:
+      drawn: int [sequences], tokens of each.
+      ended: bool [sequences], which are whole; what is left off has not ended.
+    """
+
+    def __init__(self, work: RolloutJob, on_ended: OnEnded | None = None):
+        self._work, self._on_ended = work, on_ended
+        shape = work.rows, work.limit
+        self._tables: dict[str, np.ndarray] = {
+            "responses": np.zeros(shape, np.int32), "response_mask": np.zeros(shape, bool)
+        }  # fmt: skip
+        self.ended = np.zeros(work.rows, bool)
+        if work.begun is not None:
+            self._tables = {name: np.array(table) for name, table in work.begun.tables.items()}
+            self.ended = work.begun.ended.copy()
+        self.drawn = self._tables["response_mask"].sum(axis=1)
+        self._waited = ~self.enough
+
+    @property
+    def enough(self) -> np.ndarray:
+        """bool [prompts], of which as many have ended as are kept."""
+        return self.ended.reshape(-1, self._work.samples).sum(axis=1) >= self._work.kept
+
+    def put(self, sequences: np.ndarray, drawn: DecodedTokens, ended: np.ndarray) -> None:
+        """What a dispatch drew.
+
+        Args:
+          sequences: int [rows], which row is whose; NOBODY: a slot without.
+          drawn: its tables.
+          ended: bool [rows], whose last token it drew.
+        """
+        made, there = self._tables, sequences != NOBODY
+        row, at = np.nonzero(drawn.mask & there[:, None])
+        where = sequences[row], self.drawn[sequences[row]] + at
+        made["responses"][where] = drawn.tokens[row, at]
+        made["response_mask"][where] = True
+        for name, table in drawn.logprobs.items():
+            whole = made["responses"].shape
+            made.setdefault(name, np.zeros(whole, np.float32))[where] = table[row, at]
+        for name, counted in (("guessed", drawn.guessed), ("guessed_right", drawn.right)):
+            if counted is not None:
+                total = made.setdefault(name, np.zeros(self.ended.shape, np.int32))
+                np.add.at(total, sequences[there], counted[there])
+        np.add.at(self.drawn, sequences[row], 1)
+        self.ended[sequences[ended]] = True
+        for prompt in np.flatnonzero(self._waited & self.enough):
+            self._waited[prompt] = False
+            if self._on_ended is not None:
+                rows = self._kept()[prompt]
+                pairs = zip(made["responses"][rows], made["response_mask"][rows], strict=True)
+                self._on_ended(int(prompt), [row[mask].tolist() for row, mask in pairs])
+
+    def _kept(self) -> np.ndarray:
+        """int [prompts, kept]: the sequences that are kept, rising.
+
+        The shortest of those that have ended, of equally long ones the first: so they do not depend
+        on how many tokens a dispatch draws, nor on who else is there.
+        """
+        shape = self._work.prompts.shape[0], self._work.samples
+        lengths = np.where(self.ended, self.drawn, np.iinfo(np.int64).max).reshape(shape)
+        # Stable, so that of equals the first comes first.
+        order = np.argsort(lengths, axis=1, kind="stable")
+        numbers = np.sort(order[:, : self._work.kept], axis=1)
+        return numbers + shape[1] * np.arange(shape[0])[:, None]
+
+    def tables(self) -> dict[str, np.ndarray]:
+        """Of those that are kept ``responses`` int32 [sequences, limit] (0 after the end),
+        ``response_mask`` bool, the log-probs by their names, and where tokens were guessed
+        ``guessed`` and ``guessed_right``, int32 [sequences], how many and how many of them were
+        drawn."""
+        rows = self._kept().ravel()
+        return {name: table[rows] for name, table in self._tables.items()}

@@ -1,0 +1,63 @@
+"""A request that is refused: HTTP status, and the error in OpenAI's form."""
+
+import dataclasses
+import re
+from typing import Any, Self
+
+from starlette.responses import JSONResponse
+
+from hjax.errors import ConfigError
+from hjax.rollout.sampling_params import SamplingParams
+
+# Options by their names in requests.
+_FIELDS = {field.name: field.name for field in dataclasses.fields(SamplingParams)}
+_FIELDS |= {"stop": "stop_token_ids", "max_tokens": "max_tokens"}
+_KINDS = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+class RequestRefused(Exception):
+    """A request that gets an error instead of an answer.
+
+    Args:
+      message: one line for the client.
+      status: of HTTP.
+      param: the field that is wrong.
+      code: OpenAI's word for the kind of error, where it has one.
+      retry_after: seconds after which the same request may do.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ):
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+    @classmethod
+    def of(cls, error: ConfigError) -> Self:
+        """The refusal of an option that does not do; most messages begin with its name."""
+        text = " ".join(str(error).split())
+        name = re.split(r"[ =:]", text, maxsplit=1)[0]
+        return cls(text, param=_FIELDS.get(name))
+
+    def body(self) -> dict[str, Any]:
+        """The error as OpenAI's clients read it."""
+        usual = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = _KINDS.get(self.status, usual)
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def response(self) -> JSONResponse:
+        """The error as an HTTP response."""
+        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return JSONResponse(self.body(), self.status, headers)

@@ -1,0 +1,388 @@
+"""What a request asks for: the fields of OpenAI's two forms, read and checked."""
+
+import dataclasses
+import re
+import secrets
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+from pydantic import Field, create_model
+
+from hjax.data.tokenizer import Tokenizer
+from hjax.errors import ConfigError, DataError
+from hjax.rollout.constrained_decoding import ConstraintMatcher
+from hjax.rollout.requests import Request
+from hjax.rollout.sampling_params import MOST_TOP, OPTIONS, SamplingParams
+from hjax.serving.chat_messages import Messages, for_template
+from hjax.serving.fields import RequestFields, read_fields, wrong
+from hjax.serving.limits import ServerLimits
+from hjax.serving.request_errors import RequestRefused
+from hjax.serving.response_format import ResponseFormat, StructuredOutputs, TextFormat
+from hjax.serving.served_model import ServedModel
+from hjax.serving.tool_calls import AllowedCalls
+from hjax.serving.tool_choice import ToolFields
+
+SEEDS = 2**32
+_LARGEST = 2**31 - 1
+# OpenAI's, where /v1/completions is not told how many.
+MAX_TOKENS = 16
+# Of /v1/completions' log-probs, as OpenAI's.
+MOST_TOP_COMPLETIONS = 5
+# Characters of a text that are read first, for each token that there is room for.
+BEGINNING = 16
+# What ``SamplingParams`` checks.
+_SAMPLING = OPTIONS.keys() - {"logit_bias"}
+# These say who asks or how it is billed: they do not change the answer.
+_REMARKS = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
+            "prompt_cache_retention")  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestPrompt:
+    """A prompt.
+
+    Attributes:
+      tokens: ids, at least one.
+      max_tokens: of the response.
+      text: None if it was given as ids.
+    """
+
+    tokens: tuple[int, ...]
+    max_tokens: int
+    text: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ParsedRequest:
+    """A request for responses.
+
+    Attributes:
+      prompts: at least one.
+      n: responses to each.
+      options: how tokens are drawn; the model's own ends are among the stop tokens.
+      seed: every draw follows from it and the response's number.
+      stop: strings before which a response ends.
+      stream: whether it is answered while it is drawn.
+      include_usage: at the stream's end.
+      token_ids: of prompts and responses, beside the text.
+      logprobs: how many of each place's most probable tokens are told beside the one drawn; None:
+        no log-probs.
+      echo: the prompt's text first.
+      calls: of tools that are looked for in the answer; None: none.
+      format: what each response's text must be; None: anything.
+      matchers: of each response, made of its format; none without.
+    """
+
+    prompts: tuple[RequestPrompt, ...]
+    n: int
+    options: SamplingParams
+    seed: int
+    stop: tuple[str, ...]
+    stream: bool
+    include_usage: bool
+    token_ids: bool
+    logprobs: int | None
+    echo: bool = False
+    calls: AllowedCalls | None = None
+    format: TextFormat | None = None
+    matchers: tuple[ConstraintMatcher | None, ...] = ()
+
+    def prompt_of(self, index: int) -> RequestPrompt:
+        """The prompt of a response."""
+        return self.prompts[index // self.n]
+
+    @property
+    def scored(self) -> bool:
+        """Whether the prompt is told with its log-probs."""
+        return self.echo and self.logprobs is not None
+
+    def requests(self) -> list[Request]:
+        """One for each response, in their order."""
+        constraint = None if self.format is None else self.format.constraint
+        prompts = [prompt for prompt in self.prompts for _ in range(self.n)]
+        return [
+            Request(
+                prompt.tokens,
+                prompt.max_tokens,
+                self.options,
+                self.seed,
+                index,
+                constraint,
+                self.scored or not prompt.max_tokens,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+
+
+class _StreamOptions(RequestFields):
+    include_usage: bool = False
+    include_obfuscation: bool = False  # padding against eavesdroppers; there is none
+
+
+_OTHERS: dict[str, Any] = dict.fromkeys((*_SAMPLING, *_REMARKS), (Any, None))
+_Unread: Any = create_model("_Unread", __base__=RequestFields, **_OTHERS)
+
+
+class _Common(_Unread):
+    """What both forms have."""
+
+    model: str = ""
+    n: int = Field(1, ge=1)
+    seed: int | None = Field(None, ge=0, lt=SEEDS)
+    stop: Any = []
+    stop_token_ids: list[Any] = []
+    logit_bias: dict[str, Any] = {}
+    structured_outputs: StructuredOutputs = StructuredOutputs()
+    stream: bool = False
+    stream_options: _StreamOptions = _StreamOptions()
+    return_token_ids: bool = False
+
+
+_Form = TypeVar("_Form", bound=_Common)
+
+
+class _Completion(_Common):
+    prompt: Any = None
+    max_tokens: int = Field(MAX_TOKENS, ge=0, le=_LARGEST)
+    logprobs: int | None = Field(None, ge=0, le=MOST_TOP_COMPLETIONS)
+    echo: bool = False
+    best_of: int | None = None
+    suffix: Literal[""] = ""
+
+
+class _Chat(_Common, ToolFields):
+    messages: Messages
+    max_completion_tokens: int | None = Field(None, ge=1, le=_LARGEST)
+    max_tokens: int | None = Field(None, ge=1, le=_LARGEST)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
+    response_format: ResponseFormat = ResponseFormat()
+    chat_template_kwargs: dict[str, Any] = {}
+    modalities: list[Literal["text"]] = ["text"]
+    store: Literal[False] = False
+
+
+def read_completion(
+    body: Mapping[str, Any], served: ServedModel, limits: ServerLimits
+) -> ParsedRequest:
+    """What the body of a /v1/completions request asks for.
+
+    Raises:
+      Refused: a field that is wrong, or not supported.
+    """
+    fields = _read(_Completion, body, served)
+    if not fields.max_tokens and not fields.echo:
+        raise wrong("max_tokens", 0, "a whole number, 1 or more; 0 with echo")
+    if fields.best_of not in (None, fields.n):
+        raise wrong("best_of", fields.best_of, "not supported here; leave it out, or n")
+    return _asked(
+        fields,
+        served,
+        limits,
+        prompts=_prompts(fields.prompt, served, fields.max_tokens),
+        logprobs=fields.logprobs,
+        echo=fields.echo,
+        format=fields.structured_outputs.format(),
+    )
+
+
+def read_chat(body: Mapping[str, Any], served: ServedModel, limits: ServerLimits) -> ParsedRequest:
+    """What the body of a /v1/chat/completions request asks for.
+
+    Raises:
+      Refused: a field that is wrong, or not supported; a model without chat template.
+    """
+    fields = _read(_Chat, body, served)
+    most = fields.max_completion_tokens
+    older = most if fields.max_tokens is None else fields.max_tokens
+    if most is not None and older != most:
+        raise RequestRefused(
+            f"max_tokens={older} and max_completion_tokens={most}: give one of them",
+            param="max_tokens",
+        )
+    if fields.top_logprobs is not None and not fields.logprobs:
+        raise RequestRefused("top_logprobs: only with logprobs=true", param="top_logprobs")
+    tools = fields.asked_for(body)
+    format, other = fields.response_format.format(), fields.structured_outputs.format()
+    if format is not None and other is not None:
+        raise RequestRefused(
+            "response_format and structured_outputs: give one of them", param="response_format"
+        )
+    format = format or other
+    if format is not None and tools.functions:
+        raise RequestRefused(
+            'tools with a format of the answer: no call would match it; tool_choice "none", or '
+            "leave one of them out",
+            param="tools",
+        )
+    text, tokens = _render(fields, served, list(tools.given))
+    calls = tools.calls(served.call_form, served.name)
+    if calls is not None and calls.held:
+        format = tools.format(calls.form)
+    return _asked(
+        fields,
+        served,
+        limits,
+        prompts=(_prompt(served, tokens, older, text),),
+        logprobs=fields.top_logprobs or 0 if fields.logprobs else None,
+        calls=calls,
+        format=format,
+    )
+
+
+def _read(kind: type[_Form], body: Mapping[str, Any], served: ServedModel) -> _Form:
+    fields = read_fields(kind, body)
+    served.check_name(fields.model)
+    if fields.stream_options.include_usage and not fields.stream:
+        raise RequestRefused("stream_options: only with stream=true", param="stream_options")
+    return fields
+
+
+def _asked(
+    fields: _Common, served: ServedModel, limits: ServerLimits, **rest: Any
+) -> ParsedRequest:
+    """With what both forms have."""
+    asked = ParsedRequest(
+        n=fields.n,
+        options=_options(fields, served, rest["logprobs"] or 0),
+        seed=secrets.randbelow(SEEDS) if fields.seed is None else fields.seed,
+        stop=_stop(fields.stop, served, limits),
+        stream=fields.stream,
+        include_usage=fields.stream_options.include_usage,
+        token_ids=fields.return_token_ids,
+        **rest,
+    )
+    if (count := len(asked.prompts)) * asked.n > limits.choices:
+        said = f"{count} prompts with n={asked.n}: at most {limits.choices} responses"
+        raise RequestRefused(said, param="n")
+    if asked.format is None:
+        return asked
+    return dataclasses.replace(asked, matchers=_matchers(asked, asked.format, served))
+
+
+def _matchers(
+    asked: ParsedRequest, format: TextFormat, served: ServedModel
+) -> tuple[ConstraintMatcher | None, ...]:
+    """Made here, where nobody waits for this thread. Of several constraints that were made into one
+    it is said which does not do."""
+    requests = asked.requests()
+    try:
+        return tuple(map(served.service.prepare, requests))
+    except ConfigError as error:
+        refused = RequestRefused(f"{format.field}: {error}", param=format.field)
+    for name, part in format.parts:
+        try:
+            served.service.prepare(dataclasses.replace(requests[0], constraint=part))
+        except ConfigError as error:
+            raise RequestRefused(f"{name}: {error}", param=name) from None
+    raise refused
+
+
+def _options(fields: _Common, served: ServedModel, top: int) -> SamplingParams:
+    drawing = {name: getattr(fields, name) for name in _SAMPLING}
+    given = {name: value for name, value in drawing.items() if value is not None}
+    if given.get("top_k") == -1:  # vLLM's word for all
+        given["top_k"] = 0
+    stop = fields.stop_token_ids
+    served.check_ids("stop_token_ids", stop)
+    bias: dict[int, float] = {}
+    for key, value in fields.logit_bias.items():
+        token = int(key) if re.fullmatch(r"[0-9]{1,10}", key) else -1
+        if token not in range(served.vocab_size):
+            raise wrong("logit_bias", key, f"a token id, 0 to {served.vocab_size - 1}")
+        bias[token] = value
+    try:
+        return SamplingParams(
+            **given, logit_bias=bias, stop=tuple({*served.eos_ids, *stop}), top=top
+        )
+    except ConfigError as error:
+        raise RequestRefused.of(error) from None
+
+
+def _stop(given: Any, served: ServedModel, limits: ServerLimits) -> tuple[str, ...]:
+    strings = [given] if isinstance(given, str) else given
+    text = isinstance(strings, list) and all(isinstance(each, str) and each for each in strings)
+    if not text or len(strings) > limits.stops:
+        raise wrong("stop", given, f"a string, or up to {limits.stops}, none empty")
+    if strings:
+        served.text_tokenizer("stop")
+    return tuple(strings)
+
+
+def _prompts(given: Any, served: ServedModel, max_tokens: int) -> tuple[RequestPrompt, ...]:
+    each = given if isinstance(given, list) else [given]
+    if each and all(type(token) is int for token in each):
+        each = [each]
+    texts = all(isinstance(prompt, str) for prompt in each)
+    if not each or not (texts or all(isinstance(prompt, list) for prompt in each)):
+        raise wrong(
+            "prompt", given, "a string, strings, token ids, or lists of token ids; none empty"
+        )
+    if not texts:
+        for ids in each:
+            served.check_ids("prompt", ids)
+        return tuple(_prompt(served, ids, max_tokens) for ids in each)
+    tokenizer = served.text_tokenizer("prompt")
+    try:
+        for text in each:
+            _check_length(served, tokenizer, text, "prompt")
+        return tuple(_prompt(served, tokenizer.encode(text), max_tokens, text) for text in each)
+    except DataError as error:
+        raise RequestRefused(f"prompt: {error}", param="prompt") from None
+
+
+def _render(
+    fields: _Chat, served: ServedModel, tools: list[dict[str, Any]]
+) -> tuple[str, list[int]]:
+    """The chat's text by the template, and its tokens."""
+    tokenizer = served.text_tokenizer("messages")
+    if not tokenizer.chat_template:
+        raise RequestRefused(
+            f"messages: {served.name} has no chat template; ask /v1/completions", param="messages"
+        )
+    messages, variables = for_template(fields.messages), fields.chat_template_kwargs
+    taken = {"messages", "tools", "add_generation_prompt", "self"} & variables.keys()
+    if taken:
+        raise wrong("chat_template_kwargs", variables, f"without {', '.join(sorted(taken))}")
+    if tools and not re.search(r"\btools\b", tokenizer.chat_template):
+        raise RequestRefused(
+            f"tools: the chat template of {served.name} has no place for them", param="tools"
+        )
+    try:
+        text = tokenizer.chat(messages, True, **variables, tools=tools or None)
+        _check_length(served, tokenizer, text, "messages")
+        return text, tokenizer.encode(text, add_special=False)
+    except (ValueError, ArithmeticError) as error:  # DataError, or what a template's filters raise
+        raise RequestRefused(f"messages: {error}", param="messages") from None
+
+
+def _check_length(served: ServedModel, tokenizer: Tokenizer, text: str, field: str) -> None:
+    """Refused if a text's beginning has far more tokens than fit: all of some MB would take long,
+    and a hundred times its bytes."""
+    room = served.service.max_tokens
+    beginning = text[: BEGINNING * room]
+    if len(beginning) < len(text) and len(tokenizer.encode(beginning)) > 2 * room:
+        raise RequestRefused(
+            f"{field}: more than {2 * room} tokens, and this server has room for {room}",
+            param=field,
+            code="context_length_exceeded",
+        )
+
+
+def _prompt(
+    served: ServedModel, tokens: list[int], max_tokens: int | None, text: str | None = None
+) -> RequestPrompt:
+    if not tokens:
+        raise RequestRefused(
+            "prompt is empty, and the model has no token to begin with", param="prompt"
+        )
+    room = served.service.max_tokens - len(tokens)
+    wanted = 1 if max_tokens is None else max_tokens
+    if room < wanted:
+        raise RequestRefused(
+            f"a prompt of {len(tokens)} tokens and max_tokens={wanted} exceed the "
+            f"{served.service.max_tokens} that this server has room for",
+            param="max_tokens" if room > 0 else "prompt",
+            code="context_length_exceeded",
+        )
+    return RequestPrompt(tuple(tokens), room if max_tokens is None else max_tokens, text)

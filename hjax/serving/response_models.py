@@ -1,0 +1,158 @@
+"""OpenAI's forms of an answer, whole and in chunks: completions and chat completions."""
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from hjax.serving.detokenizer import Delta, DrawnToken
+from hjax.serving.request_models import ParsedRequest
+from hjax.serving.tool_calls import CallPart
+
+_BROKEN = "\ufffd"
+
+
+class ResponseForm:
+    """The answers to one request in a form of OpenAI's.
+
+    Args:
+      model: the name under which it is served.
+      asked: the request.
+    """
+
+    kind, chunk_kind, prefix = "", "", ""
+    opens = False  # a stream begins with a chunk that has nothing yet
+
+    def __init__(self, model: str, asked: ParsedRequest):
+        self.asked = asked
+        self._model = model
+        self._id = f"{self.prefix}-{secrets.token_hex(16)}"
+        self._created = int(time.time())
+
+    def whole(self, deltas: Sequence[Delta], usage: dict[str, Any]) -> dict[str, Any]:
+        """The answer, of all of each response."""
+        choices = [
+            {"index": index}
+            | self._content(delta)
+            | self._rest(index, delta)
+            | self._ids(index, delta, True)
+            for index, delta in enumerate(deltas)
+        ]
+        return self._head(self.kind) | {"choices": choices, "usage": usage}
+
+    def chunk(self, index: int, delta: Delta, first: bool) -> dict[str, Any]:
+        """A chunk of what is new of a response."""
+        choice = (
+            {"index": index}
+            | self._new(delta, first)
+            | self._rest(index, delta)
+            | self._ids(index, delta, first)
+        )
+        return self._head(self.chunk_kind) | {"choices": [choice]} | self._no_usage()
+
+    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """The last chunk where usage is asked for."""
+        return self._head(self.chunk_kind) | {"choices": [], "usage": usage}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+
+    def _no_usage(self) -> dict[str, Any]:
+        return {"usage": None} if self.asked.include_usage else {}
+
+    def _rest(self, index: int, delta: Delta) -> dict[str, Any]:
+        logprobs = None
+        if self.asked.logprobs is not None:
+            logprobs = self._logprobs((*delta.prompt, *delta.drawn))
+        return {"logprobs": logprobs, "finish_reason": delta.finish or None}
+
+    def _ids(self, index: int, delta: Delta, first: bool) -> dict[str, Any]:
+        """vLLM's names."""
+        if not self.asked.token_ids:
+            return {}
+        ids = {"token_ids": [drawn.id for drawn in delta.drawn]}
+        if first:
+            ids["prompt_token_ids"] = list(self.asked.prompt_of(index).tokens)
+        return ids
+
+    def _content(self, delta: Delta) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _new(self, delta: Delta, first: bool) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _logprobs(self, drawn: Sequence[DrawnToken]) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class CompletionForm(ResponseForm):
+    """/v1/completions."""
+
+    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
+
+    def _content(self, delta: Delta) -> dict[str, Any]:
+        return {"text": delta.text}
+
+    def _new(self, delta: Delta, first: bool) -> dict[str, Any]:
+        return self._content(delta)
+
+    def _logprobs(self, drawn: Sequence[DrawnToken]) -> dict[str, Any]:
+        return {
+            "tokens": [each.text for each in drawn],
+            "token_logprobs": [each.logprob for each in drawn],
+            "top_logprobs": [_by_text(each) for each in drawn] if self.asked.logprobs else None,
+            "text_offset": [each.offset for each in drawn],
+        }
+
+
+class ChatForm(ResponseForm):
+    """/v1/chat/completions."""
+
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    opens = True
+
+    def _content(self, delta: Delta) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
+        if delta.calls:
+            message["content"] = delta.text or None
+            message["tool_calls"] = [self._call(part) for part in delta.calls]
+        return {"message": message}
+
+    def _new(self, delta: Delta, first: bool) -> dict[str, Any]:
+        new: dict[str, Any] = {"role": "assistant"} if first else {}
+        if delta.text or first:
+            new["content"] = delta.text
+        if delta.calls:
+            new["tool_calls"] = [{"index": part.index} | self._call(part) for part in delta.calls]
+        return {"delta": new}
+
+    def _call(self, part: CallPart) -> dict[str, Any]:
+        """A call, or what is new of one that has begun."""
+        if not part.id:
+            return {"function": {"arguments": part.arguments}}
+        function = {"name": part.name, "arguments": part.arguments}
+        return {"id": part.id, "type": "function", "function": function}
+
+    def _logprobs(self, drawn: Sequence[DrawnToken]) -> dict[str, Any]:
+        content = [
+            _token(each.text, each.logprob)
+            | {"top_logprobs": [_token(*most) for most in each.top[: self.asked.logprobs]]}
+            for each in drawn
+        ]
+        return {"content": content, "refusal": None}
+
+
+def _token(text: str, logprob: float | None) -> dict[str, Any]:
+    # Of a part of a character the bytes are not known here.
+    known = None if _BROKEN in text else list(text.encode())
+    return {"token": text, "logprob": logprob, "bytes": known}
+
+
+def _by_text(drawn: DrawnToken) -> dict[str, float] | None:
+    """The most probable tokens and the drawn one; of those with one text the likeliest."""
+    if drawn.logprob is None:
+        return None
+    found: dict[str, float] = {}
+    for text, logprob in sorted(drawn.top, key=lambda most: -most[1]):
+        found.setdefault(text, logprob)
+    return found

@@ -1,0 +1,66 @@
+"""What is served: a model's name, its tokenizer, and the service that runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hjax.data.tokenizer import Tokenizer
+from hjax.serving.request_errors import RequestRefused
+from hjax.serving.tool_calls import CallForm, call_form
+
+if TYPE_CHECKING:
+    from hjax.rollout.service import GenerationService
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedModel:
+    """A model that is served.
+
+    Attributes:
+      name: by which requests call it.
+      service: draws the tokens.
+      tokenizer: None: prompts are token ids, and so are answers.
+      vocab_size: token ids of prompts and options are below it.
+      eos_ids: tokens that end a response.
+    """
+
+    name: str
+    service: GenerationService
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+
+    def text_tokenizer(self, field: str) -> Tokenizer:
+        """The tokenizer, for a field that needs one; Refused without."""
+        if self.tokenizer is None:
+            raise RequestRefused(
+                f"{field}: {self.name} has no tokenizer; give token ids to /v1/completions",
+                param=field,
+            )
+        return self.tokenizer
+
+    def check_name(self, name: str) -> None:
+        """Refused if requests of that name are for another model; "" is any."""
+        if name not in ("", self.name):
+            raise RequestRefused(
+                f"model={name!r}: this server has {self.name}",
+                404,
+                param="model",
+                code="model_not_found",
+            )
+
+    def check_ids(self, field: str, ids: Sequence[object]) -> None:
+        """Refused if one is not an id of the vocabulary."""
+        for each in ids:
+            if type(each) is not int or not 0 <= each < self.vocab_size:
+                raise RequestRefused(
+                    f"{field}: {each!r} is no token id, 0 to {self.vocab_size - 1}", param=field
+                )
+
+    @property
+    def call_form(self) -> CallForm | None:
+        """How it writes calls of tools; None: its chat template does not say."""
+        template = self.tokenizer.chat_template if self.tokenizer is not None else None
+        return None if template is None else call_form(template)

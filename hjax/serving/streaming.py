@@ -1,0 +1,131 @@
+"""A request in the engine: its responses' pieces cross from the engine's thread to the loop's."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from hjax.errors import ConfigError, RunError
+from hjax.rollout.requests import QueueFull, RequestHandle, ResponseChunk
+from hjax.serving.detokenizer import FAILED, Choice, Delta
+from hjax.serving.request_errors import RequestRefused
+from hjax.serving.request_models import ParsedRequest
+from hjax.serving.served_model import ServedModel
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestWatch:
+    """Who is told of requests' fates, on the event loop, and which ones there are.
+
+    Attributes:
+      first_token: of the seconds until a request's first token.
+      failed: of why the engine gave up; it answers nobody any more.
+      running: requests that have not ended.
+    """
+
+    first_token: Callable[[float], None]
+    failed: Callable[[str], None]
+    running: set[RunningRequest] = dataclasses.field(default_factory=set)
+
+
+class RunningRequest:
+    """The responses to a request, all of them in the engine at once.
+
+    Made on the event loop. What is not read yet waits here; it is at most what was asked for.
+
+    Args:
+      served: the model.
+      asked: the request.
+      watch: is told.
+
+    Raises:
+      Refused: the engine's queue is full, the server is being stopped, or it cannot run this.
+
+    Attributes:
+      choices: the responses.
+    """
+
+    def __init__(self, served: ServedModel, asked: ParsedRequest, watch: RequestWatch):
+        self.asked = asked
+        self._began = time.monotonic()
+        self._watch = watch
+        self._loop = asyncio.get_running_loop()
+        self._arrived: asyncio.Queue[tuple[int, ResponseChunk]] = asyncio.Queue()
+        self._tickets: list[RequestHandle] = []
+        requests = asked.requests()
+        self.choices = [Choice(asked, index, served) for index in range(len(requests))]
+        try:
+            matchers = asked.matchers or (None,) * len(requests)
+            for index, (request, matcher) in enumerate(zip(requests, matchers, strict=True)):
+                hand_over = functools.partial(self._hand_over, index)
+                self._tickets.append(served.service.submit(request, hand_over, matcher))
+        except (ConfigError, RunError) as error:
+            self.cancel()
+            if isinstance(error, ConfigError):
+                raise RequestRefused.of(error) from None
+            status, after = (429, 1) if isinstance(error, QueueFull) else (503, 10)
+            raise RequestRefused(str(error), status, retry_after=after) from None
+        watch.running.add(self)
+
+    def _hand_over(self, index: int, piece: ResponseChunk) -> None:
+        """Called from the engine's thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._arrived.put_nowait, (index, piece))
+        except RuntimeError:  # the loop is closed: nobody waits for it any more
+            if not self._loop.is_closed():
+                raise
+
+    async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
+        """What is new, with the response's index, until all have ended.
+
+        Raises:
+          Refused: the engine gave up.
+        """
+        for index, choice in enumerate(self.choices):
+            yield index, choice.begin()
+        going, waiting = len(self.choices), True
+        while going:
+            index, piece = await self._arrived.get()
+            choice = self.choices[index]
+            if choice.finish:  # by a stop string; this was drawn before the engine heard of it
+                continue
+            if waiting and piece.tokens:
+                waiting = False
+                self._watch.first_token(time.monotonic() - self._began)
+            if piece.finish.startswith(FAILED):
+                self._watch.failed(piece.finish.removeprefix(FAILED))
+            delta = choice.take(piece)
+            if choice.finish:
+                going -= 1
+                if not piece.finish:
+                    self._tickets[index].cancel()
+            yield index, delta
+
+    def cancel(self) -> None:
+        """End in the engine what has not ended; the request is over."""
+        self._watch.running.discard(self)
+        for ticket, choice in zip(self._tickets, self.choices):
+            if not choice.finish:
+                ticket.cancel()
+
+    def cut_off(self) -> None:
+        """End now, though the engine has not: whoever waits is told that the server stops."""
+        going = (index for index, choice in enumerate(self.choices) if not choice.finish)
+        self._arrived.put_nowait((next(going, 0), ResponseChunk(finish="cancelled")))
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens so far, in OpenAI's form."""
+        prompt = sum(len(prompt.tokens) for prompt in self.asked.prompts)
+        drawn = sum(choice.count for choice in self.choices)
+        first_answers = self._tickets[:: len(self._tickets) // len(self.asked.prompts)]
+        cached = sum(ticket.cached or 0 for ticket in first_answers)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": drawn,
+            "total_tokens": prompt + drawn,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }

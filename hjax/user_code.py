@@ -1,0 +1,199 @@
+"""Files of the user's: configs, algorithms and reward functions that are named by their path."""
+
+import dataclasses
+import functools
+import hashlib
+import importlib.util
+import sys
+import traceback
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hjax.errors import USER_MODULE, ConfigError, meant
+from hjax.user_input import given_path
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+@dataclasses.dataclass(frozen=True)
+class _Imported:
+    """A file as it was when it was imported."""
+
+    path: Path
+    content: bytes
+    module: types.ModuleType
+
+
+# By the module's name, under which it stands in sys.modules too.
+_imported: dict[str, _Imported] = {}
+# Files as another process has them, by path.
+_provided: dict[Path, bytes] = {}
+
+
+def imported() -> dict[str, bytes]:
+    """The files of the user's that this process has imported: their content by absolute path."""
+    return {str(file.path): file.content for file in _imported.values()}
+
+
+def provide(files: Mapping[str, bytes]) -> None:
+    """Take files as another process has them, whatever this host has at these paths.
+
+    Args:
+      files: what ``imported()`` gave there.
+    """
+    _provided.update({Path(path): content for path, content in files.items()})
+
+
+def import_file(path: Path, setting: str) -> types.ModuleType:
+    """The module of a Python file, whatever its folder.
+
+    The same module as before as long as the file's text is the same: its classes stay the same
+    objects, so that they can be pickled by name. An edited file is imported anew. Its folder is
+    put at the end of `sys.path`, so that it can import its neighbours (not for hjax's own files).
+
+    Args:
+      path: of the file.
+      setting: what names the file, for the message: `--config=mine.py`.
+
+    Raises:
+      ConfigError: it is no Python file, cannot be read or fails on import; the line is named.
+    """
+    path = path.resolve()
+    if path.suffix != ".py":
+        raise ConfigError(f"{setting}: not a Python file (its name must end in .py)")
+    try:
+        content = _provided[path] if path in _provided else path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{setting}: {path}: {error.strerror}") from error
+    # The name depends on the path: two files called reward.py don't hide each other.
+    name = f"{USER_MODULE}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    before = _imported.get(name)
+    if before is not None and before.content == content and sys.modules.get(name) is before.module:
+        return before.module
+    if _PACKAGE not in path.parents and str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # it ends in .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        # Not the loader's own: that takes a file edited within a second, to the same length,
+        # for the compiled one beside it.
+        exec(compile(content, str(path), "exec", dont_inherit=True), vars(module))
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise ConfigError(f"{setting}: {error_line(path, error)}") from error
+    _imported[name] = _Imported(path, content, module)
+    return module
+
+
+def load_object(spec: str, setting: str, beside: Path | None = None) -> Any:
+    """What the file `path.py` calls `name`, given as "path.py:name".
+
+    Args:
+      spec: the path and the name; dots in the name reach into classes.
+      setting: the key that names it, such as `reward.function`, for messages.
+      beside: a folder where a path that does not exist as given is looked up too.
+
+    Raises:
+      ConfigError: another form, no such file or name, or the file fails on import.
+    """
+    where, colon, name = spec.rpartition(":")
+    if not colon or not where.endswith(".py") or not name:
+        raise ConfigError(f"{setting}={spec!r}: it must look like path.py:name")
+    given = given_path(where, f"{setting}=")
+    candidates = [given] if beside is None else [given, beside / given]
+    path = next((p for p in candidates if p in _provided or p.is_file()), None)
+    if path is None:
+        raise ConfigError(f"{setting}={spec!r}: there is no file {where} in {Path.cwd()}")
+    module = import_file(path, f"{setting}={spec!r}")
+    try:
+        return functools.reduce(getattr, name.split("."), module)
+    except AttributeError:
+        found = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        has = f"{meant(name, found)}it has {', '.join(found) or 'none'}"
+        raise ConfigError(f"{setting}={spec!r}: {where} has no {name}; {has}") from None
+
+
+def origin(thing: Any) -> tuple[str, str] | None:
+    """The user's file and the name in it that a class or function comes from.
+
+    `load_object(f"{path}:{name}", ...)` gives it again, also in another process.
+
+    Returns:
+      (absolute path, name, dotted inside classes), or None: it comes from an ordinary module, or
+      from where no name reaches it: from inside a function, or another has its name.
+    """
+    imported = _imported.get(getattr(thing, "__module__", None) or "")
+    name = getattr(thing, "__qualname__", None)
+    if imported is None or name is None or "<" in name:
+        return None
+    try:
+        found = functools.reduce(getattr, name.split("."), imported.module)
+    except AttributeError:
+        return None
+    return (str(imported.path), name) if found is thing else None
+
+
+def holder(thing: Any) -> tuple[str, str] | None:
+    """The user's file and the name in it that holds this very object, whatever it is.
+
+    Returns:
+      (absolute path, name), or None: no imported file has it.
+    """
+    for file in _imported.values():
+        for name, value in list(vars(file.module).items()):
+            if value is thing:
+                return str(file.path), name
+    return None
+
+
+def by_name(value: Any) -> Any:
+    """How a pickler writes down what a user's file defines: as its path and its name.
+
+    Returns:
+      what ``reducer_override`` returns; NotImplemented: it comes from elsewhere.
+    """
+    if isinstance(value, type) or callable(value) and hasattr(value, "__qualname__"):
+        where = origin(value)
+        if where is not None:
+            path, name = where
+            return load_object, (f"{path}:{name}", name)
+    return NotImplemented
+
+
+def own_traceback(error: BaseException, *others: str) -> str:
+    """A traceback as Python prints it, from the first frame that is the user's on.
+
+    Args:
+      error: that was caught.
+      *others: files, or folders, whose frames stand before the user's.
+    """
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(others):
+        frames = frames.tb_next
+    # Where the call itself failed there is none of the user's.
+    lines = traceback.format_exception(type(error), error, frames)
+    head = "" if lines[0].startswith("Traceback") else "Traceback (most recent call last):\n"
+    return (head + "".join(lines)).rstrip()
+
+
+def error_line(path: Path, error: BaseException) -> str:
+    """`file:line: Kind: message` of an error, on one line; the line is the last one in ``path``."""
+    path = path.resolve()
+    line: int | None = None
+    if isinstance(error, SyntaxError):
+        line = error.lineno if error.filename == str(path) else None
+        text = error.msg
+    else:
+        text = str(error)
+    if line is None:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+        line = lines[-1] if lines else None
+    place = f"{path.name}:{line}" if line else path.name
+    # What hjax itself says needs no kind.
+    kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+    return f"{place}: {kind}{' '.join(text.split())}"

@@ -1,0 +1,263 @@
+"""A worker that learns: a model with an optimizer, whose updates are a loss over batches."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hjax.errors import ConfigError
+from hjax.models.dropout import KEY as DROPOUT
+from hjax.models.dropout import row_keys
+from hjax.models.load_balancing import RoutingTally, balance_loss, balance_metrics, counted_tokens
+from hjax.models.parameters import Network, Params
+from hjax.sharding.global_arrays import place
+from hjax.sharding.parameter_manifest import ParameterManifest
+from hjax.sharding.pipeline import Stack
+from hjax.sharding.protocols import PROMPT_ID, control
+from hjax.workers.micro_batching import Batch, Objective
+from hjax.workers.model import ModelWorker
+from hjax.workers.optimizer import UPDATE, Prepare, Updater
+from hjax.workers.worker import TOKEN_KEYS, LearningContext, WorkerContext
+from hjax.xla.abstract_program import AbstractProgram
+
+# What a trained worker learns: the algorithm's objective, or the warm start's.
+TRAININGS = ("main", "warm_start")
+
+
+# What an objective's sums have of routers.
+ROUTED = "routed"
+
+
+def with_balance(sums: dict[str, Any]) -> dict[str, jax.Array]:
+    """An update's metrics, of the sums of an objective with the loss that balances experts."""
+    metrics = dict(sums)
+    return metrics | balance_metrics(metrics.pop(ROUTED))
+
+
+class TrainableWorker(ModelWorker):
+    """A model worker with an optimizer."""
+
+    kept = {"params": "params", "optimizer": "optimizer_state"}
+
+    def __init__(self, context: WorkerContext):
+        super().__init__(context)
+        if context.optimizer is None or context.loss is None:
+            raise ConfigError(f"{self.role}: a trained role needs a loss and an optimizer")
+        if context.router_loss and not self.network.config.experts:
+            raise ConfigError(
+                f"{self.role}: router_loss={context.router_loss} is for models with experts, which "
+                "this one has not; use 0"
+            )
+        self.stage = "main"
+        self._updaters: dict[tuple[str, bool], Updater] = {}
+        self.updater = self._updater("main", grouped=True)
+        self.optimizer_state: Any = None
+
+    def _updater(self, stage: str, grouped: bool) -> Updater:
+        """The update program of a stage; ``grouped``: samples of a prompt are consecutive."""
+        if (stage, grouped) not in self._updaters:
+            context = self.context
+            loss, optimizer = context.loss, context.optimizer
+            if stage == "warm_start":
+                loss, optimizer = context.supervised_loss, context.warm_start
+            if loss is None or optimizer is None:
+                raise ConfigError(f"{self.role}: this run was set up without a {stage} stage")
+            network = self.learner(stage)
+            self._updaters[stage, grouped] = Updater(
+                *self.objective(loss, grouped, network, context.router_loss),
+                optimizer,
+                self.passes if network is self.network else self._passes(network),
+                network,
+                self.pretraining(network),
+                name=f"{self.role}_update",
+                finish=with_balance if context.router_loss else None,
+            )
+        return self._updaters[stage, grouped]
+
+    def learner(self, stage: str) -> Network:
+        """What learns in a stage: a warm start makes the base of later adapters."""
+        return self.network.base if stage == "warm_start" else self.network
+
+    def objective(
+        self, loss: Any, grouped: bool, network: Network, router_loss: float = 0.0
+    ) -> tuple[Objective, Prepare]:
+        """A loss as a weighted sum over a micro-batch, and the weights of the whole step.
+
+        Args:
+          loss: the algorithm's.
+          grouped: samples of a prompt are consecutive.
+          network: what learns.
+          router_loss: weight of the loss that balances experts. That is no sum over tokens: it is
+            each micro-batch's own, weighted by its share of the step's tokens.
+        """
+
+        def objective(params: Params, batch: Batch, stack: Stack) -> Any:
+            samples = self.share(batch["responses"].shape[0]) if grouped else 1
+            tally = RoutingTally() if router_loss else None
+            model = network.bind(params, stack, tally)
+            token_loss, stats = self.token_loss(model, batch, samples, loss)
+            total = jnp.sum(batch["weights"] * token_loss)
+            sums: dict[str, Any] = {k: jnp.sum(batch["stat_weights"] * v) for k, v in stats.items()}
+            if tally is not None:
+                if tally.routed is None:
+                    raise ConfigError(
+                        f"{self.role}: its token_loss reads no states of read_responses, so that "
+                        f"router_loss={router_loss} has no tokens; use 0"
+                    )
+                share = tally.routed.tokens / batch["counted"]
+                balance = share * balance_loss(tally.routed)
+                total += router_loss * balance
+                routed = jax.lax.stop_gradient(tally.routed)
+                sums |= {"router_loss": balance, ROUTED: routed}
+            return total, sums
+
+        def prepare(batch: Batch) -> Batch:
+            made = {"weights": loss.weights(batch), "stat_weights": loss.stat_weights(batch)}
+            if hasattr(loss, "prepared"):
+                made |= loss.prepared(batch)
+            if UPDATE in batch:
+                samples = self.context.samples if grouped else 1
+                rows = batch["responses"].shape[0]
+                made[DROPOUT] = row_keys(self.context.seed, batch[UPDATE], rows, samples)
+            if router_loss:
+                made |= counted_tokens(batch)
+            return batch | made
+
+        return objective, prepare
+
+    def pretraining(self, network: Network) -> tuple[Objective, Prepare] | None:
+        """Objective and preparation of the batch's ``pretrain`` entry; None: no such loss."""
+        return None
+
+    def token_loss(
+        self, model: Any, batch: dict[str, jax.Array], share: int, loss: Any
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Per-token loss and statistics [rows, length] of a micro-batch."""
+        raise NotImplementedError(f"{type(self).__name__} must define token_loss")
+
+    @control
+    def initialize(self) -> None:
+        """Read or draw the weights, and start the optimizer."""
+        super().initialize()
+        self.begin(self.stage)
+
+    @control
+    def take_weights(self, params: Params, manifest: ParameterManifest | None = None) -> None:
+        """Take another worker's parameters, in copy, and start the optimizer."""
+        super().take_weights(params, manifest)
+        self.begin(self.stage)
+
+    @control
+    def begin(self, stage: str) -> None:
+        """Start a stage of training with a fresh optimizer: updates are of its loss from now on.
+
+        Args:
+          stage: ``main``, the algorithm's loss; ``warm_start``, demonstrations'.
+
+        Raises:
+          ConfigError: another stage, or one that the run was set up without.
+        """
+        if stage not in TRAININGS:
+            raise ConfigError(f"stage {stage!r}; allowed: {', '.join(TRAININGS)}")
+        updater = self._updater(stage, True)
+        self.stage = stage
+        self.optimizer_state = updater.init(self._learning())
+
+    def _learning(self) -> Params:
+        """The parameters of what learns in this stage."""
+        if self.learner(self.stage) is self.network:
+            return self.params
+        return self.network.bare_of(self.params)
+
+    def away(self, phase: str, called: bool) -> set[str]:
+        """The optimizer's state waits outside of updates, the parameters outside of own calls."""
+        offload, update = self.context.offload, phase == "update"
+        optimizer = offload != "none" and not (update and called)
+        return super().away(phase, called) | ({"optimizer"} if optimizer else set())
+
+    def turn(self, phase: str, called: bool) -> None:
+        """Parameters and optimizer state, each where this phase needs it."""
+        self._place("optimizer", self.away(phase, called), phase, called)
+        super().turn(phase, called)
+
+    def update(self, batch: Mapping[str, Any], **more: Any) -> dict[str, jax.Array]:
+        """One optimizer step on a batch; returns metrics as scalars on the device.
+
+        Args:
+          batch: of which the losses' entries are taken.
+          more: entries for the update program beside them.
+        """
+        needs = update_keys(self.context, *self.extra_keys)
+        arrays = {key: batch[key] for key in needs if batch.get(key) is not None} | more
+        grouped = self.grouped(batch)
+        laid_out = self.laid_out(arrays, grouped, self.context.unit)
+        arrays = laid_out.beside(arrays)
+        params, self.optimizer_state, metrics = self._updater(self.stage, grouped)(
+            self._learning(), self.optimizer_state, arrays
+        )
+        if self.learner(self.stage) is not self.network:
+            learned, _ = self.network.partition.split(self.params)
+            params = self.network.partition.join(learned, params)
+        self.params = params
+        if laid_out.padding is None:
+            return metrics
+        return metrics | {"padding": place(laid_out.padding, self.layouts.train.replicated)}
+
+    # What an update reads beside prompts, responses and what the losses need.
+    extra_keys: tuple[str, ...] = ()
+
+    def state(self) -> dict[str, Any]:
+        """Parameters and optimizer state."""
+        return super().state() | {"optimizer": self.optimizer_state}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from what was ``stored``."""
+        super().restore(state)
+        self.optimizer_state = state["optimizer"]
+
+    def abstract_state(self) -> dict[str, Any]:
+        """Shapes and shardings of ``state()``."""
+        state = super().abstract_state()
+        optimizer = self.updater.abstract_state(state["params"])
+        return state | {"optimizer": optimizer}
+
+    def beside(self, program: str) -> dict[str, Any]:
+        """Whatever a program does not read; an update reads all."""
+        state = self.abstract_state()
+        return {} if program == "update" else {"optimizer": state["optimizer"]}
+
+    def programs(self, rows: int, prompt_length: int) -> Iterator[AbstractProgram]:
+        """The passes of ``scores``, and the update of a mini-batch of ``rows`` sequences."""
+        yield from ModelWorker.programs(self, rows, prompt_length)
+        batch = self.token_shapes(rows, prompt_length)
+        floats = jax.ShapeDtypeStruct(
+            batch["responses"].shape, jnp.float32, sharding=batch["responses"].sharding
+        )
+        number = jax.ShapeDtypeStruct((), jnp.float32, sharding=self.layouts.train.replicated)
+        per_row = jax.ShapeDtypeStruct(floats.shape[:1], jnp.float32, sharding=floats.sharding)
+        loss: Any = self.context.loss
+        kinds = dict.fromkeys(getattr(loss, "scalars", ()), number)
+        kinds |= dict.fromkeys(getattr(loss, "per_row", ()), per_row)
+        if hasattr(loss, "shapes"):
+            own = loss.shapes(self.network.config.vocab_size)
+            for key, (rest, dtype) in own.items():
+                shape = (*floats.shape, *rest)
+                batch[key] = jax.ShapeDtypeStruct(shape, dtype, sharding=floats.sharding)
+        for key in (*loss.needs, *self.extra_keys):
+            batch.setdefault(key, kinds.get(key, floats))
+        state = self.abstract_state()
+        trace = self.updater.trace
+        yield AbstractProgram("update", lambda: trace(state["params"], state["optimizer"], batch))
+
+
+def update_reads(worker: type[TrainableWorker], context: WorkerContext, *_: Any) -> tuple[str, ...]:
+    """Entries of a batch that travel to a role's updates; pretraining's coefficient among them."""
+    return (*update_keys(context, *worker.extra_keys), PROMPT_ID, "coefficient")
+
+
+def update_keys(context: LearningContext, *extra: str) -> tuple[str, ...]:
+    """Entries of a batch that the update program of a role reads."""
+    losses = (context.loss, context.supervised_loss)
+    needs = [key for loss in losses if loss is not None for key in loss.needs]
+    return tuple(dict.fromkeys((*TOKEN_KEYS, *needs, "row_mask", *extra)))
