@@ -7,8 +7,9 @@ tensor 2 in one process of two, over Ray's object store. ``publish`` is hjax's w
 the train pool leaves its part of the plan in the store, the rollout's reads each into place.
 ``broadcast`` is the plain one: the train pool gathers the whole tree, its first process leaves that
 in the store, the rollout's fetches it and places it. In turns, medians. Prints one JSON line;
-``planned_bytes`` is what ``hjax.sharding.transfer_plan`` plans, ``fetched_bytes`` what the rollout's
-process has read (arrays below 32 KiB come with the message and are counted at their size).
+``planned_bytes`` is what ``hjax.sharding.transfer_plan`` plans, ``fetched_bytes`` what the
+rollout's process has read (arrays below 32 KiB come with the message and are counted at their
+size).
 """
 
 from __future__ import annotations

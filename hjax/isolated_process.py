@@ -1,8 +1,8 @@
 """Work done apart: in a process of its own, which is ended, with all it has started, when late.
 
 For code that may hang, crash, leave threads behind or change the process it runs in: a user's
-reward function, a chat template, a comparison of expressions. ``hjax/process_supervisor.py`` is what runs
-there.
+reward function, a chat template, a comparison of expressions. ``hjax/process_supervisor.py`` is
+what runs there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What runs in a process started by ``hjax.isolated_process``: a keeper, and a worker that it looks after.
+"""What runs in a process started by ``hjax.isolated_process``: a keeper, and a worker that it looks
+after.
 
 The keeper runs nothing but this file. It waits until the worker has ended, or whoever started them
 has: then it ends all that the worker has started, also what has left its session or its parent,

@@ -36,21 +36,21 @@ FLOORS = [
 BESIDE = ["data", "rewards"]
 # Files that stand beside the rooms, below them all.
 GROUND = [
-    "apart",
     "config",
+    "config_aliases",
     "devices",
     "errors",
     "files",
-    "given",
-    "keeper",
+    "isolated_process",
     "machine",
-    "partition",
-    "pieces",
+    "process_supervisor",
     "progress",
     "roles",
     "rules",
-    "user_files",
-    "wishes",
+    "sharded_values",
+    "trainable_split",
+    "user_code",
+    "user_input",
 ]
 
 

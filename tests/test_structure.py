@@ -1,4 +1,4 @@
-"""Thoughts of one size: no long functions, no wide classes, no arguments by position unseen."""
+"""No long functions, no wide classes, no tuples unpacked by position; a name is one thing."""
 
 import ast
 import functools
@@ -80,6 +80,35 @@ def found_by_room(check: str) -> dict[str, list[str]]:
 @pytest.mark.parametrize("check", CHECKS)
 def test_rooms_keep_to_it(check):
     assert found_by_room(check) == {}
+
+
+def named_in_package() -> dict[str, list[str]]:
+    """Files by stem and public classes by name, each with the places that have it."""
+    found: dict[str, list[str]] = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        place = str(file.relative_to(PACKAGE))
+        found.setdefault(file.name, []).append(place)
+        for node in parsed(file).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(place)
+    return found
+
+
+def test_a_name_stands_for_one_thing():
+    """A command may be named like what it calls, and a config like its algorithm."""
+    twice = {
+        name: [place for place in places if not place.startswith("launch/")]
+        for name, places in named_in_package().items()
+        if name not in ("__init__.py", "base.py") and len(places) > 1
+    }
+    assert {name: places for name, places in twice.items() if len(places) > 1} == {}
+
+
+def test_old_names_do_not_come_back():
+    old = (pathlib.Path(__file__).parent / "old_names.txt").read_text().split("\n")
+    names = [name for name in old if name and not name.startswith("#")]
+    stand = named_in_package()
+    assert [name for name in names if name in stand or (PACKAGE / name).exists()] == []
 
 
 BODY = "\n".join(f"    x = {i}" for i in range(60))

@@ -64,8 +64,8 @@ devices are simulated and everything is compiled; above that the planned moves a
   training's parameters come back all the same.
 - Between **disjoint pools** every byte crosses once, to one device of the other pool, which then
   gathers by the same moves; the source stays. The plan of who sends what is made of the two layouts
-  alone (`hjax/sharding/transfer_plan.py`); arrays of one process, or pieces of another world's, take it
-  (`hjax/sharding/cross_mesh_transfer.py`).
+  alone (`hjax/sharding/transfer_plan.py`); arrays of one process, or pieces of another world's,
+  take it (`hjax/sharding/cross_mesh_transfer.py`).
 - `Transition.cost()` says what it will cost before it runs: bytes received per device, read off the
   compiled programs (loops times their trips), peak, temporaries, what is redundant. What no move
   does is left to the compiler and named.
@@ -99,13 +99,13 @@ than the bucket that is being moved.
 
 **Which programs know the formulas.** hybridflow's are the transition that a run takes: its moves
 are searched from the two layouts. Vanilla's and gather_all's were written to do what the formulas
-say (`hjax/dryrun/gather_all_baseline.py`): they gather all of the model, hold it and a bucket, and cut
-it. That these agree with the formulas is no evidence of other systems. So what a program receives
-that knows no method stands beside, as "plain": the identity from the same shards to the same
-shards, laid out by the compiler, one program for all arrays. It is compiled and not run; what it
-leaves redundant follows from the shards. It need not gather all of the model: in the example above
-a device of vanilla receives half of it instead of three quarters, and keeps the same quarter beside
-it. `--method=vanilla` and `--method=gather_all` print the plain figures of a case.
+say (`hjax/dryrun/gather_all_baseline.py`): they gather all of the model, hold it and a bucket, and
+cut it. That these agree with the formulas is no evidence of other systems. So what a program
+receives that knows no method stands beside, as "plain": the identity from the same shards to the
+same shards, laid out by the compiler, one program for all arrays. It is compiled and not run; what
+it leaves redundant follows from the shards. It need not gather all of the model: in the example
+above a device of vanilla receives half of it instead of three quarters, and keeps the same quarter
+beside it. `--method=vanilla` and `--method=gather_all` print the plain figures of a case.
 
 {summary}
 

@@ -94,8 +94,8 @@ class Dataset:
         list of token ids. verl's files (`prompt`, `data_source`, `reward_model`, `extra_info`) and
         GSM8K's (`question`, `answer`) work unchanged; so do preference pairs whose prompt is what
         `chosen` and `rejected` begin with (hh-rlhf). A conversation in the column `messages` makes
-        a row for each turn of the assistant (`hjax.data.preference_pairs`). Every column is kept; one
-        that a row lacks is None there.
+        a row for each turn of the assistant (`hjax.data.preference_pairs`). Every column is kept;
+        one that a row lacks is None there.
 
         Args:
           path: a file, a pattern, a folder, a data set of Hugging Face's (`owner/name:split`; its

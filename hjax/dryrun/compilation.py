@@ -198,7 +198,8 @@ def placed_of(rehearsal: AbstractWorkers, role: str) -> list[Any]:
 
 def axis_rings(rehearsal: AbstractWorkers) -> dict[str, dict[str, dict[str, float]]]:
     """By role and mesh axis what its rings cost: ``hops``, ``network`` and ``busiest`` of
-    ``hjax.sharding.interconnect.ConcurrentRings``; empty where devices do not say where they stand."""
+    ``hjax.sharding.interconnect.ConcurrentRings``; empty where devices do not say
+    where they stand."""
     found = {}
     for role, worker in rehearsal.workers.items():
         mesh = worker.layouts.train.mesh

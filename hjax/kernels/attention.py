@@ -146,9 +146,7 @@ class MaskSpec:
           block, keys: places of a block of queries, and of keys; 0: as many.
         """
         size = keys or block
-        low, high, own, after = (
-            x.reshape(-1, block) for x in self.reach(np.arange(length))
-        )
+        low, high, own, after = (x.reshape(-1, block) for x in self.reach(np.arange(length)))
         pairs = []
         for i in range(length // block):
             seen: set[int] = set()
@@ -268,7 +266,9 @@ def merge_heads(out: jax.Array) -> jax.Array:
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, kv_heads * groups, dim)
 
 
-def meeting(segments: jax.Array, of_keys: jax.Array, shared: PackedPrompts | None = None) -> jax.Array:
+def meeting(
+    segments: jax.Array, of_keys: jax.Array, shared: PackedPrompts | None = None
+) -> jax.Array:
     """bool [batch, queries, keys]: whether a key's segment is the query's, or its prompt's."""
     same = segments[:, :, None] == of_keys[:, None, :]
     return same if shared is None else same | (shared.prompts[:, :, None] == of_keys[:, None, :])

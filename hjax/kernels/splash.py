@@ -136,8 +136,8 @@ def _keys(block: int, length: int) -> int:
 
 
 def _kernel(
-    sight: MaskSpec, length: int, heads: int, softcap: float, block: int, parts: int, interpret: bool
-) -> Any:
+    sight: MaskSpec, length: int, heads: int, softcap: float, block: int, parts: int, interpret:
+bool ) -> Any:
     keys = _keys(block, length // parts)
     sizes = splash.BlockSizes(
         block_q=block,

@@ -1,6 +1,7 @@
 """Prefill that begins where earlier work ended: keys and values in blocks, and what reads them.
 
-``CacheBlocks`` holds tokens' keys and values after the sequences that wrote them are gone; ``AppendAttention``
+``CacheBlocks`` holds tokens' keys and values after the sequences that wrote them are gone;
+``AppendAttention``
 is the attention strategy of tokens whose beginning is there: a prompt's next chunk, a turn.
 
 Keys and values of a row end in its last column, known ones first, the new ones after them. Scores
@@ -91,7 +92,8 @@ class CacheBlocks:
 
 @dataclasses.dataclass(frozen=True)
 class AppendAttention:
-    """New tokens of rows whose first ones are in blocks; the strategy's cache is the ``CacheBlocks``.
+    """New tokens of rows whose first ones are in blocks; the strategy's cache is the
+    ``CacheBlocks``.
 
     Each new token sees what is known of its row and the new ones before it. Kept are the rows'
     keys and values [rows, heads, columns, head_dim], known and new, which end in the last column.

@@ -59,7 +59,9 @@ class AttentionInputs(NamedTuple):
 class Attention(Protocol):
     """One way to attend; called once per layer inside the decoder."""
 
-    def __call__(self, heads: AttentionInputs, cache: Any) -> tuple[jax.Array, Any, KeyValue | None]:
+    def __call__(
+        self, heads: AttentionInputs, cache: Any
+    ) -> tuple[jax.Array, Any, KeyValue | None]:
         """Returns the output ``[batch, length, heads, head_dim]``, the cache, and what to keep."""
 
 
@@ -116,8 +118,8 @@ class Causal:
     Attributes:
       mask: bool [batch, length], False at padding.
       keep: return each layer's keys and values, [batch, kv_heads, length, head_dim] (prefill).
-      int8: keep them as ``QuantizedCache``, and see them as these have them: what was read in one piece
-        is then what is read in several, or token by token.
+      int8: keep them as ``QuantizedCache``, and see them as these have them: what was read in one
+        piece is then what is read in several, or token by token.
       form: how; in one piece, queries stay split over a length and keys and values are gathered.
     """
 
@@ -126,7 +128,9 @@ class Causal:
     form: AttentionForm = AttentionForm()
     int8: bool = False
 
-    def __call__(self, heads: AttentionInputs, cache: Any) -> tuple[jax.Array, Any, KeyValue | None]:
+    def __call__(
+        self, heads: AttentionInputs, cache: Any
+    ) -> tuple[jax.Array, Any, KeyValue | None]:
         _, q, k, v, scoring, sinks = heads
         form, pieces = self.form, self.form.pieces(q.shape[1])
         kept: KeyValue | None = None
@@ -186,7 +190,9 @@ class Packed:
     prompts: jax.Array | None = None
     form: AttentionForm = AttentionForm()
 
-    def __call__(self, heads: AttentionInputs, cache: Any) -> tuple[jax.Array, Any, KeyValue | None]:
+    def __call__(
+        self, heads: AttentionInputs, cache: Any
+    ) -> tuple[jax.Array, Any, KeyValue | None]:
         _, q, k, v, scoring, sinks = heads
         length = q.shape[1]
         shared = None if self.prompts is None else PackedPrompts(self.prompts, self.positions)
@@ -226,7 +232,9 @@ class SharedPrompt:
         prompts = jnp.cumsum(self.prompt_mask, axis=-1, dtype=jnp.int32) - 1
         return jnp.concatenate([jnp.maximum(prompts, 0), answers], axis=1)
 
-    def __call__(self, heads: AttentionInputs, cache: Any) -> tuple[jax.Array, Any, KeyValue | None]:
+    def __call__(
+        self, heads: AttentionInputs, cache: Any
+    ) -> tuple[jax.Array, Any, KeyValue | None]:
         _, q, k, v, scoring, sinks = heads
         prompt = self.prompt_mask.shape[1]
         groups, total, _, dim = q.shape
@@ -252,9 +260,7 @@ class SharedPrompt:
 
         (qp, qr), (kp, kr), (vp, vr) = cut(q), cut(k), cut(v)
         kp, vp = kp.transpose(0, 2, 1, 3), vp.transpose(0, 2, 1, 3)
-        out_prompt = _causal(
-            split_heads(qp, kv_heads), kp, vp, self.prompt_mask, scoring, sinks
-        )
+        out_prompt = _causal(split_heads(qp, kv_heads), kp, vp, self.prompt_mask, scoring, sinks)
 
         def by_sample(x: jax.Array) -> jax.Array:
             x = x.reshape(groups, self.samples, length, kv_heads, -1, dim)

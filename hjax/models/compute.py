@@ -45,8 +45,8 @@ class Compute:
       home: the layout whose devices run it, given by ``on``; kernels that a compiler cannot split
         are split over it.
       dropout: what adapters' inputs lose in an update; None: nothing.
-      travel: weights may travel over a tensor axis, see ``hjax.models.collective_matmul``; ``on`` chooses
-        it for platforms that send while they multiply.
+      travel: weights may travel over a tensor axis, see ``hjax.models.collective_matmul``; ``on``
+        chooses it for platforms that send while they multiply.
     """
 
     dtype: Any = jnp.float32

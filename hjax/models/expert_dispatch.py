@@ -249,8 +249,8 @@ class _Piece(NamedTuple):
     """Rows, sorted by expert.
 
     Attributes:
-      entry, token: int32 [rows], of ``SortedTokens.shares`` and ``SortedTokens.rows``; anything where an
-        expert's are filled up, and after all of them.
+      entry, token: int32 [rows], of ``SortedTokens.shares`` and ``SortedTokens.rows``; anything
+        where an expert's are filled up, and after all of them.
       inside: bool [rows], not so.
       sizes: int32 [experts], rows of each, filled up.
     """

@@ -163,7 +163,8 @@ def mixture(
         experts for the tokens of all devices that differ from it in the ``expert`` axis alone:
         they are gathered before, and sums are scattered after; or they travel.
       kernels: of which the grouped products are taken.
-      counted: float32 [batch, length], see ``hjax.models.load_balancing.tallied``; None: nobody asks.
+      counted: float32 [batch, length], see ``hjax.models.load_balancing.tallied``; None: nobody
+        asks.
       travel: tokens go round the ``expert`` axis where that pays, see ``hjax.models.expert_ring``;
         not a long one.
       keep: what the experts' first products give is kept for the backward pass also where experts

@@ -68,8 +68,9 @@ def read_responses(
 ) -> Any:
     """What ``read`` makes of the states from which each response token is predicted.
 
-    Of a batch with a packing, rows go through the model in packs (``hjax.models.sequence_packing``), and
-    ``read`` sees states as they stand there: no padding is read.
+    Of a batch with a packing, rows go through the model in packs
+    (``hjax.models.sequence_packing``), and ``read`` sees states as they stand there: no padding is
+    read.
 
     Args:
       decoder, batch, samples, compute: as of ``response_states``.

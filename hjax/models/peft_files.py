@@ -333,8 +333,8 @@ def save_adapter(
             ranks[_in_layer(module)] = lora.rank * len(pieces)
     vectors = {
         f"{_PREFIX}{part.name}": (part, values[name][part.at])
-        for name in (n for n in layers if n.endswith("_m") and layers[n].kind is ParameterKind.ADAPTER)
-        for part in parts(layers[name])
+        for name in (n for n in layers if n.endswith("_m") and layers[n].kind is
+        ParameterKind.ADAPTER) for part in parts(layers[name])
     }
     shapes |= {name: part.shape for name, (part, _) in vectors.items()}
     if scalar:

@@ -60,7 +60,8 @@ class DeviceSet:
     def _programs(self) -> ProgramOptions:
         pool, own = self.pool, self.numerics.own
         by_cudnn = own and not pool.shape and not pool.shares_cores and self.numerics.compute == 2
-        return ProgramOptions(self.numerics, own and bool(pool.shape), by_cudnn, self.constants.logits)
+        return ProgramOptions(self.numerics, own and bool(pool.shape), by_cudnn,
+        self.constants.logits)
 
     def memory(self, model: ModelCounts, mesh: MeshSizes) -> MemoryEstimate:
         """What a role keeps and needs of a device."""

@@ -311,7 +311,7 @@ def learn_from(trainer: Any, workdir: Path | None = None) -> dict[str, Any] | No
 
 
 def lesson_of(trainer: Any, profile: Profile) -> Any:
-    """What a run says of a profile's constants (``hjax.planning.profile_correction.ProfileCorrection``)."""
+    """What a run says of a profile's constants (``ProfileCorrection``)."""
     return lesson(
         lambda constants: account(trainer, profile, constants),
         profile.constants,

@@ -243,7 +243,8 @@ def _rollouts(
         started = len(calls) * (place.constants.dispatch + place.constants.rollout)
         if not space.kv_cache:
             seconds = sum(
-                k * generation_cost.uncached_seconds(place, model, laid_out, n, work) for n, k in counted
+                k * generation_cost.uncached_seconds(place, model, laid_out, n, work)
+                for n, k in counted
             )
             needed = memory.generation(DecodeBatch(0, 1), work)
             found.append(_Rollouts(laid_out, seconds + moved + started, moved, needed, 1))
@@ -251,7 +252,9 @@ def _rollouts(
         prefill = sum(
             k * generation_cost.prefill_seconds(place, model, laid_out, n, work) for n, k in counted
         )
-        decoders = [(generation_cost.decoding(place, model, laid_out, n, work), k) for n, k in counted]
+        decoders = [
+            (generation_cost.decoding(place, model, laid_out, n, work), k) for n, k in counted
+        ]
         for waves, parts in _parts(place, laid_out, counted, work, space):
             decoded = sum(k * d.seconds(waves) for d, k in decoders)
             seconds = prefill + slowness * decoded
@@ -276,9 +279,15 @@ def _parts(
         if waves > max(local.values()):
             return
         if not place.numerics.own:
-            yield waves, [DecodeBatch(math.ceil(n / waves / s), s) for n, s in (
-                (n, work.samples if n % work.samples == 0 else 1) for n in local.values()
-            )]
+            yield (
+                waves,
+                [
+                    DecodeBatch(math.ceil(n / waves / s), s)
+                    for n, s in (
+                        (n, work.samples if n % work.samples == 0 else 1) for n in local.values()
+                    )
+                ],
+            )
             continue
         groups = slot_groups(mesh, math.ceil(prompts / replicas), waves)
         if groups in done:

@@ -38,7 +38,9 @@ def start(rows: int, length: int, sampling: SamplingParams | None) -> DecodeStat
     } | ({"top": no_tops((rows, length))} if sampling is None else {})
 
 
-def entered(state: DecodeState, drawn: SampledTokens, ends: jax.Array, at: int | jax.Array) -> DecodeState:
+def entered(
+    state: DecodeState, drawn: SampledTokens, ends: jax.Array, at: int | jax.Array
+) -> DecodeState:
     """What rows drew, in column ``at`` of the tables, or of each row its own.
 
     Args:
@@ -57,19 +59,23 @@ def entered(state: DecodeState, drawn: SampledTokens, ends: jax.Array, at: int |
         column = jnp.where(done.reshape(-1, *further), jnp.zeros_like(column), column)
         return jax.lax.dynamic_update_slice_in_dim(table, column[:, None], at, 1)
 
-    return state | {
-        "last": jnp.where(done, 0, drawn.token),
-        "done": done | ends,
-        "tokens": put(state["tokens"], drawn.token),
-        "mask": put(state["mask"], ~done),
-        "logprobs": {
-            name: put(table, getattr(drawn, _FIELDS[name]))
-            for name, table in state["logprobs"].items()
-        },
-    } | (
-        {"top": tuple(map(put, state["top"], (drawn.top_tokens, drawn.top)))}
-        if "top" in state
-        else {}
+    return (
+        state
+        | {
+            "last": jnp.where(done, 0, drawn.token),
+            "done": done | ends,
+            "tokens": put(state["tokens"], drawn.token),
+            "mask": put(state["mask"], ~done),
+            "logprobs": {
+                name: put(table, getattr(drawn, _FIELDS[name]))
+                for name, table in state["logprobs"].items()
+            },
+        }
+        | (
+            {"top": tuple(map(put, state["top"], (drawn.top_tokens, drawn.top)))}
+            if "top" in state
+            else {}
+        )
     )
 
 

@@ -5,8 +5,8 @@ prefills prompts and draws their first tokens, ``decode`` draws some tokens for 
 compiled loop, ``move`` brings the slots that are left together or gives them more room. All of them
 take the state and give it back in place (donated). Who enters when is ``hjax.rollout.scheduler``'s.
 
-A state has a fixed ``SlotSizes``. Sequences are told from each other by numbers of their own, from which
-their draws follow, so neither slot nor neighbours change what is drawn.
+A state has a fixed ``SlotSizes``. Sequences are told from each other by numbers of their own, from
+which their draws follow, so neither slot nor neighbours change what is drawn.
 """
 
 import dataclasses
@@ -51,7 +51,8 @@ STEPS = 16
 
 
 class Engine:
-    """The programs of one model under one layout of one stage; ``hjax.rollout.pipelined_engine`` has others.
+    """The programs of one model under one layout of one stage; ``hjax.rollout.pipelined_engine``
+    has others.
 
     Args:
       network: the model.
@@ -59,7 +60,8 @@ class Engine:
       compute: of the forward, with the kernels for the layout's devices.
       cache_form: of the cache, see ``hjax.kernels.decode``.
       copies: of each key-value head, see ``KVCache``.
-      guesses: tokens that are guessed at a time, see ``hjax.rollout.prompt_lookup``; none by the kernel.
+      guesses: tokens that are guessed at a time, see ``hjax.rollout.prompt_lookup``; none by the
+        kernel.
       int8: whether keys and values are kept in int8, see ``hjax.kernels.int8_cache``.
     """
 

@@ -226,7 +226,8 @@ class LanguageModel:
             response ends with them.
           constraint: that each response's text must match; one that is cut at its length is the
             beginning of one that does.
-          **options: of ``hjax.rollout.sampling_params.OPTIONS`` (docs/sampling.md), which change nothing
+          **options: of ``hjax.rollout.sampling_params.OPTIONS`` (docs/sampling.md), which change
+            nothing
             unless they are given: ``top_k``, sample among the k likeliest tokens, 0: all;
             ``top_p``, sample among the likeliest tokens of this total probability; ``min_p``,
             ``repetition_penalty``, ``presence_penalty``, ``frequency_penalty``, ``min_tokens``;

@@ -1,7 +1,7 @@
 """Which beginnings of sequences are kept in which blocks: a radix tree whose edges are blocks.
 
-Plain Python; ``hjax.rollout.prefix_cache`` has the blocks' keys and values (the idea: RadixAttention,
-Zheng et al., arXiv 2312.07104).
+Plain Python; ``hjax.rollout.prefix_cache`` has the blocks' keys and values (the idea:
+RadixAttention, Zheng et al., arXiv 2312.07104).
 """
 
 import collections

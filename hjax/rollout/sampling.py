@@ -175,7 +175,7 @@ def _when(asked: Any, wanted: Callable[[], T], otherwise: Callable[[], T]) -> T:
 
 
 def no_tops(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """The most probable tokens of so many places of which there are none, as of ``SampledTokens``."""
+    """No most probable tokens, in the shapes that ``SampledTokens`` has them."""
     shape = (*shape, MOST_TOP)
     return jnp.zeros(shape, jnp.int32), jnp.full(shape, -jnp.inf, jnp.float32)
 

@@ -1,8 +1,8 @@
 """Sampling options: one table, for training, ``load_model().generate``, commands and servers.
 
-An option is a field of ``SamplingParams`` that has a ``Key``: its default, which changes nothing, its
-meaning and its rule. Config keys under ``rollout``, arguments of ``generate``, flags of commands
-and fields of requests are made from ``OPTIONS``; docs/sampling.md is its printout.
+An option is a field of ``SamplingParams`` that has a ``Key``: its default, which changes nothing,
+its meaning and its rule. Config keys under ``rollout``, arguments of ``generate``, flags of
+commands and fields of requests are made from ``OPTIONS``; docs/sampling.md is its printout.
 """
 
 import dataclasses

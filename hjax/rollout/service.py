@@ -114,8 +114,8 @@ class GenerationService:
         self._own = SamplingSizes(model.config.vocab_size, penalties=True)
         self._shapes = ServiceBuckets(self._engine, self.slots, self.max_tokens, self._own)
         self._matchers = ConstraintCompiler(model.tokenizer, model.config.vocab_size)
-        self._waiting: list[RequestHandle] = []  # first come first, those among them that are being read
-        self._running: dict[int, RequestHandle] = {}  # by their numbers in the table
+        self._waiting: list[RequestHandle] = []  # in order of arrival, prefilling ones too
+        self._running: dict[int, RequestHandle] = {}  # by number in the slot table
         self._count = 0
         self._table = SlotTable(self._engine, self._shapes)
         self._replacement: tuple[Any, concurrent.futures.Future[None]] | None = None

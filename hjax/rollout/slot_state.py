@@ -103,15 +103,16 @@ class Admission:
       limit: int32 [groups * samples], tokens that may be drawn, those that are there included.
       options: of each of these, where sequences have their own.
       known: what is known of the prompts; None: nothing.
-      text: int32 [groups * samples, room], the prompts as ``RunningSequences`` has them, where it has.
+      text: int32 [groups * samples, room], the prompts as ``RunningSequences`` has them, where it
+        has.
       allowed: uint32 [groups * samples, words], which tokens may be drawn, as of
         ``vocabulary.only``, where sequences have options of their own; None: all.
       most: int32 [groups * samples], as of ``RunningSequences``; None: the limits.
       begun: what there is of the responses, of sequences without options of their own; None:
         nothing.
       flat: tokens of the prompts of a data-parallel part for which there is room, which are read
-        one after another without their padding, see ``hjax.models.packed_prefill``; 0: padded. None of what
-        had begun.
+        one after another without their padding, see ``hjax.models.packed_prefill``; 0: padded. None
+        of what had begun.
     """
 
     prompts: Any

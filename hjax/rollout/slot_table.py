@@ -125,8 +125,8 @@ class SlotTable:
         return drawn
 
     def decode(
-        self, sampling: SamplingParams, params: Weights, steps: int, allowed: Any = None, until: int = 0
-    ) -> DecodedTokens:
+        self, sampling: SamplingParams, params: Weights, steps: int, allowed: Any = None, until: int
+    = 0 ) -> DecodedTokens:
         """As ``Engine.decode``, as far as there are columns."""
         engine, most = self.engine, self.shapes.steps + self.engine.lookup
         if not engine.by_row:

@@ -1,9 +1,10 @@
 """Parameters to a disjoint pool: between devices of one process, and from other processes.
 
-What goes where is planned in ``hjax.sharding.transfer_plan``: every byte crosses once to the landing
-layout, and the receiving pool shares it by explicit moves. Where one process sees both pools,
-``PoolTransition`` does it all. Where each pool has processes of its own, those of the one ``lend``
-their parts, somebody carries them, and those of the other take them in (``IncomingParameters``).
+What goes where is planned in ``hjax.sharding.transfer_plan``: every byte crosses once to the
+landing layout, and the receiving pool shares it by explicit moves. Where one process sees both
+pools, ``PoolTransition`` does it all. Where each pool has processes of its own, those of the one
+``lend`` their parts, somebody carries them, and those of the other take them in
+(``IncomingParameters``).
 """
 
 from collections.abc import Sequence
@@ -83,8 +84,8 @@ def lend(params: Any, crossing: TransferPlan, process: int) -> Any:
       process: the number of this one in it.
 
     Returns:
-      nested dict of ``ArrayRegions`` in the plan's dtypes: the parts, in numpy, that this process sends,
-      copied. Those of all processes (``hjax.sharded_values.merge``) make up the parameters.
+      nested dict of ``ArrayRegions`` in the plan's dtypes: the parts, in numpy, that this process
+      sends, copied. Those of all processes (``hjax.sharded_values.merge``) make up the parameters.
 
     Raises:
       RunError: the parameters are not those of the plan.
@@ -128,8 +129,8 @@ class IncomingParameters:
       landing: nested dict of NamedSharding, in which the pieces are put together.
       within: the moves from there to the target.
       fetched_bytes: that this process has read through handles in the latest call. They are those
-        of the plan (``TransferPlan.received``) where the sender cut its parts by it (``lend``); of a
-        part that several processes need in part, each fetches all.
+        of the plan (``TransferPlan.received``) where the sender cut its parts by it (``lend``); of
+        a part that several processes need in part, each fetches all.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Where devices stand: their places on a torus, in a host or an NVLink domain, and how far apart.
 
-``hjax.sharding.device_mesh`` lays mesh axes on what is said here. Simulated devices stand nowhere, and
-keep the order in which they are given.
+``hjax.sharding.device_mesh`` lays mesh axes on what is said here. Simulated devices stand nowhere,
+and keep the order in which they are given.
 
 Tori, their wrap-around links and what joins slices: "How to Scale Your Model" (jax-ml, 2025), TPUs.
 """
@@ -269,13 +269,13 @@ def _first(free: np.ndarray, count: int, domain: int) -> int | None:
 
 @functools.lru_cache(maxsize=1 << 14)
 def ring_load(sides: tuple[int, ...], closes: tuple[bool, ...], size: int, stride: int) -> int:
-    """Steps over the most used link of a box (``ConcurrentRings.busiest``) when rings of ``size`` devices,
-    each standing for ``stride`` of inner axes, all run: a closed form for planners.
+    """Steps over the most used link of a box (``ConcurrentRings.busiest``) when rings of ``size``
+    devices, each standing for ``stride`` of inner axes, all run: a closed form for planners.
 
-    The sides are shared out as ``hjax.sharding.device_mesh`` does it: so that the ways are short, of
-    inner axes above all. Along one side that closes, neighbours are ``s`` links apart and as many
-    rings share each link; where it does not close, they also come back over it. Over several sides
-    a ring closes within the box.
+    The sides are shared out as ``hjax.sharding.device_mesh`` does it: so that the ways are short,
+    of inner axes above all. Along one side that closes, neighbours are ``s`` links apart and as
+    many rings share each link; where it does not close, they also come back over it. Over several
+    sides a ring closes within the box.
     """
     if size == 1:
         return 0

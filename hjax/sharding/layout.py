@@ -213,8 +213,8 @@ def make_layouts(
     """The layouts of a role on ``devices``.
 
     Args:
-      devices: laid on their wires (``hjax.sharding.device_mesh``); simulated ones stand in the order
-        in which they are given. Ranks count the mesh; consecutive ones form the micro
+      devices: laid on their wires (``hjax.sharding.device_mesh``); simulated ones stand in the
+        order in which they are given. Ranks count the mesh; consecutive ones form the micro
         data-parallel groups. Their number alone gives layouts that can be asked, but hold no array.
       train: sizes of the mesh axes for training; -1 takes what is left over.
       generate: sizes for generation; ``tensor`` and ``pipe`` must divide the training sizes. The

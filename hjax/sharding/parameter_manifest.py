@@ -72,8 +72,8 @@ def _entry(name: str, x: Any) -> ManifestEntry:
         regions = [tuple((0, n) for n in x.shape)]
     else:
         raise RunError(
-            f"{name} is a {type(x).__name__}; parameters are hjax.sharded_values.ArrayRegions, jax.Array or "
-            "numpy arrays, so send one of these"
+            f"{name} is a {type(x).__name__}; parameters are hjax.sharded_values.ArrayRegions, "
+            "jax.Array or numpy arrays, so send one of these"
         )
     return ManifestEntry(tuple(x.shape), np.dtype(x.dtype), tuple(regions))
 

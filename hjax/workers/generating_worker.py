@@ -41,7 +41,9 @@ class GeneratingWorker(ModelWorker):
         self._stops = StopConditions(
             context.stop_strings, context.tokenizer, context.sampling.min_tokens
         )
-        self._judges = {role: ConcurrentScorer(function) for role, function in context.judges.items()}
+        self._judges = {
+            role: ConcurrentScorer(function) for role, function in context.judges.items()
+        }
 
     def generation_config(
         self, greedy: bool = False, samples: int | None = None, end: int | None = None

@@ -1,11 +1,11 @@
 """The one estimate of what a role keeps of a device's memory and what its calls need beside it.
 
 In bytes per device, from shapes: no devices, no compiler. It answers for the check before a run,
-``model.remat=auto`` and ``rollout.slots=-1`` (``hjax.run.memory_check``), dry runs and the auto-mapping
-(``hjax.planning``). A run counts its parameters from their shardings (``RoleMemory``), a search
-from a record (``MemoryEstimate.counted``); all else is one formula for both. Held to what compilers say by
-``tests/test_run_rematerialise.py``, ``tests/extended/test_mapping_measured.py`` and
-``tests/extended/test_dryrun_updating.py``.
+``model.remat=auto`` and ``rollout.slots=-1`` (``hjax.run.memory_check``), dry runs and the
+auto-mapping (``hjax.planning``). A run counts its parameters from their shardings (``RoleMemory``),
+a search from a record (``MemoryEstimate.counted``); all else is one formula for both. Held to what
+compilers say by ``tests/test_run_rematerialise.py``, ``tests/extended/test_mapping_measured.py``
+and ``tests/extended/test_dryrun_updating.py``.
 """
 
 from __future__ import annotations

@@ -149,8 +149,8 @@ class ParameterWorker(Worker):
         They are lent, not copied: an update writes over them.
 
         Args:
-          landing: of a worker in other processes: it is given ``ArrayRegions``, copies cut as it wants
-            them, where its model has the same arrays as this one.
+          landing: of a worker in other processes: it is given ``ArrayRegions``, copies cut as it
+            wants them, where its model has the same arrays as this one.
         """
         params = self.without_adapters()
         if landing is None or landing.regions.keys() != named_leaves(params).keys():
@@ -186,8 +186,8 @@ class ParameterWorker(Worker):
         """Take another worker's parameters of the same shapes, in copy, whatever their layout.
 
         From another pool's devices every byte crosses once (``PoolTransition``); from another
-        pool's processes they come as ``ArrayRegions``, of which each process of this one's reads what
-        its devices land (``IncomingParameters``).
+        pool's processes they come as ``ArrayRegions``, of which each process of this one's reads
+        what its devices land (``IncomingParameters``).
 
         Args:
           params: nested dict of jax.Array, numpy arrays or ``ArrayRegions``.

@@ -110,7 +110,8 @@ REFUSED = {
     "sinks": (dict(sinks=np.zeros(2, np.float32)), "has no sinks"),
     "packs": (dict(sight=MaskSpec(packed=True)), "several sequences in a row"),
     "prompts in packs": (
-        dict(shared=PackedPrompts(np.ones((1, 16), int), np.ones((1, 16), int))), "several sequences"
+        dict(shared=PackedPrompts(np.ones((1, 16), int), np.ones((1, 16), int))),
+        "several sequences",
     ),
     "a length that is split": (dict(around=2), "does not split a row's length"),
 }  # fmt: skip

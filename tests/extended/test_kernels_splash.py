@@ -30,7 +30,7 @@ CASES = {
         MaskSpec(packed=True), ScoreOptions(softcap=2.0), 600, 2, 1, 256, True,
         lambda length: np.searchsorted([90, 91, 300, 520], np.arange(length), side="right") + 1,
     ),
-    "whole blocks, heads of 128": (MaskSpec(128, 640), ScoreOptions(), 1408, 4, 2, 128, False, LEFT),
+    "blocks, heads of 128": (MaskSpec(128, 640), ScoreOptions(), 1408, 4, 2, 128, False, LEFT),
 }  # fmt: skip
 EVERYDAY = "shared prompt, capped, sinks"
 

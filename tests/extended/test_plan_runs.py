@@ -83,7 +83,8 @@ def test_a_plan_for_the_paper_s_numerics_is_not_written_as_a_config(tmp_path, ca
 
 
 LAYOUTS = [
-    MeshSizes(data=8), MeshSizes(fsdp=8), MeshSizes(data=2, fsdp=4), MeshSizes(fsdp=4, tensor=2), MeshSizes(tensor=8),
+    MeshSizes(data=8), MeshSizes(fsdp=8), MeshSizes(data=2, fsdp=4), MeshSizes(fsdp=4, tensor=2),
+    MeshSizes(tensor=8),
     MeshSizes(fsdp=2, pipe=4), MeshSizes(pipe=2, tensor=2, data=2), MeshSizes(fsdp=4, context=2),
 ]  # fmt: skip
 

@@ -235,7 +235,8 @@ def test_at_every_beginning_the_tokens_that_go_on_by_a_grammar(prompt):
     if prompt == (BOS,):  # the first space is not in the text
         matching |= {b" " + text for text in matching}
     check_every_beginning(
-        ConstraintCompiler(tokenizer, len(WORDS)), Constraint(grammar=grammar), SamplingParams(stop=(EOS,)), prompt,
+        ConstraintCompiler(tokenizer, len(WORDS)), Constraint(grammar=grammar),
+        SamplingParams(stop=(EOS,)), prompt,
         tokenizer.token_bytes().tokens, matching,
     )  # fmt: skip
 
@@ -260,7 +261,8 @@ CHOICE = ["a.b", "a|b", "(é)", "^b$", "a b", "\\d+", "[a-b]", "a\nb&&~#-{2}", "
 def test_a_choice_is_word_for_word():
     matching = {text.encode() for text in CHOICE}
     check_every_beginning(
-        ConstraintCompiler(byte_tokenizer(), 260), Constraint.of_choice(CHOICE), SamplingParams(stop=(257,)), (65,),
+        ConstraintCompiler(byte_tokenizer(), 260), Constraint.of_choice(CHOICE),
+        SamplingParams(stop=(257,)), (65,),
         byte_tokenizer().token_bytes().tokens, matching,
     )  # fmt: skip
 

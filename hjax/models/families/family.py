@@ -1,7 +1,7 @@
 """What a family is: how its ``config.json`` and its tensors are named.
 
-A family is a subclass of ``Family``, whose defaults are Llama's. Reading asks a ``CheckedConfig`` for every
-key that means something; what nobody asked for is refused by name.
+A family is a subclass of ``Family``, whose defaults are Llama's. Reading asks a ``CheckedConfig``
+for every key that means something; what nobody asked for is refused by name.
 """
 
 import re
@@ -299,7 +299,9 @@ def write_rope(rope: Rope) -> dict[str, Any]:
     return content
 
 
-def read_windows(given: CheckedConfig, layers: int, types: list[str] | None) -> tuple[LayerKind, ...]:
+def read_windows(
+    given: CheckedConfig, layers: int, types: list[str] | None
+) -> tuple[LayerKind, ...]:
     """Kinds of layers whose windows alternate.
 
     Args:
