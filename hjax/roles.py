@@ -108,7 +108,7 @@ ROLES: dict[str, Role] = {
     )
 }
 # The actor of a run that trains a reward model: it has a scalar head and generates nothing.
-SCORER = Role("hjax.workers:Scorer", trained=True, scalar=True, model=True)
+SCORER = Role("hjax.workers:RewardTrainer", trained=True, scalar=True, model=True)
 # The role that generates in the actor's stead, where a placement names it.
 ROLLOUT = "rollout"
 
