@@ -11,11 +11,11 @@ spread over folders and kinds. A fault is a file, a line of text, and the line t
 ``probe`` and ``run`` take the first ``--count`` candidates whose line still stands (its text occurs
 in hjax/ once; the file may be another one). ``probe`` copies the checkout, wraps each candidate's
 expression in a call that notes the test under way (child processes inherit its name), and runs all
-tests but the slow ones. ``run`` sets one fault at a time into a copy. It runs, with ``-x``, the
-tests of the line in the files that execute the expression (no fixture is shared by files, so other
-files cannot notice it), the whole line where no file is known to or a module does so when it is
-imported, and where that passes the other tests of the files that execute it. The last line is JSON:
-how many were found by which part, and the share of all found that the test line finds. The
+tests but the slow ones, or those of ``--marks`` and ``--tests``. ``run`` sets one fault at a time
+into a copy. It runs, with ``-x``, the tests of the line in the files that execute the expression
+(no fixture is shared by files, so other files cannot notice it), the whole line where a module
+executes it when it is imported, and where that passes the other tests of those files. The last line
+is JSON: how many were found by which part, and the share of all found that the test line finds. The
 compilation cache is the suite's own.
 """
 
@@ -265,8 +265,8 @@ def marks_of_line() -> str:
     return arguments[arguments.index("-m", arguments.index("pytest")) + 1]
 
 
-def probe(hits: pathlib.Path, count: int) -> None:
-    """Runs all tests but the slow ones with every standing fault's expression noted."""
+def probe(hits: pathlib.Path, count: int, workers: str, marks: str, tests: list[str]) -> None:
+    """Runs tests with every standing fault's expression noted; what ``hits`` has already stays."""
     with tempfile.TemporaryDirectory() as scratch:
         checkout = copy_of_checkout(pathlib.Path(scratch) / "checkout")
         (checkout / "hjax/faults_probe.py").write_text(PROBE.format(path=str(hits.resolve())))
@@ -277,7 +277,7 @@ def probe(hits: pathlib.Path, count: int) -> None:
             noted = f"{line[:first]}{call}({fault['number']}, {line[first:last]}){line[last:]}"
             replace_line(checkout, fault["file"], line, noted)
         log = hits.with_suffix(".log")
-        pytest_in(checkout, "-n", "auto", "--dist", "worksteal", "-m", "not slow", log=log)
+        pytest_in(checkout, "-n", workers, "--dist", "worksteal", "-m", marks, *tests, log=log)
 
 
 def files_by_fault(hits: pathlib.Path) -> dict[int, list[str]]:
@@ -304,19 +304,21 @@ def run(hits: pathlib.Path, results: pathlib.Path, count: int, workers: str) -> 
         if fault["number"] in done:
             continue
         began = time.monotonic()
-        near = files.get(fault["number"], [""])
+        near = files.get(fault["number"], [])
         with tempfile.TemporaryDirectory() as scratch:
             checkout = copy_of_checkout(pathlib.Path(scratch) / "checkout")
             replace_line(checkout, fault["file"], fault["line"], fault["fault"])
             log = pathlib.Path(scratch) / "log"
             by, test = "nothing", ""
             named = [file for file in near if file]
-            for part, marks, chosen in (
-                ("line", line, [] if "" in near else named),
-                ("other", f"not slow and not ({line})", named),
-            ):
-                if part == "other" and not named:
-                    continue
+            parts: list[tuple[str, str, list[str]]] = []
+            if named:
+                parts.append(("line", line, named))
+            if "" in near:
+                parts.append(("line", line, []))
+            if named:
+                parts.append(("other", f"not slow and not ({line})", named))
+            for part, marks, chosen in parts:
                 arguments = ("-x", "-n", workers, "--dist", "worksteal", "-m", marks, *chosen)
                 status, test = pytest_in(checkout, *arguments, log=log)
                 if status not in (0, 5):  # 5: no test was chosen
@@ -341,13 +343,15 @@ def main() -> None:
     parser.add_argument("--hits", type=pathlib.Path, help="of probe and run: who executes what")
     parser.add_argument("--results", type=pathlib.Path, help="of run: a line per fault")
     parser.add_argument("--count", type=int, default=40)
-    parser.add_argument("--workers", default="auto", help="of run: processes, as pytest's -n")
+    parser.add_argument("--workers", default="auto", help="processes, as pytest's -n")
+    parser.add_argument("--marks", default="not slow", help="of probe: which tests, as pytest's -m")
+    parser.add_argument("--tests", nargs="*", default=[], help="of probe: these files alone")
     flags = parser.parse_args()
     if flags.command == "draw":
         rows = [json.dumps(row) for row in draw(flags.commit, flags.seed)]
         flags.output.write_text("[\n" + ",\n".join(rows) + "\n]\n")
     elif flags.command == "probe":
-        probe(flags.hits, flags.count)
+        probe(flags.hits, flags.count, flags.workers, flags.marks, flags.tests)
     else:
         print(json.dumps(run(flags.hits, flags.results, flags.count, flags.workers)))
 

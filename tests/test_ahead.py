@@ -13,7 +13,7 @@ from pickling import ObjectStore, PicklingExecutor, StoredFuture
 
 import hjax
 from hjax.errors import ConfigError, RunError
-from hjax.run.async_rollout import BatchQueue, PendingBatch, StalenessSchedule
+from hjax.run.async_rollout import BatchQueue, PendingBatch, StalenessSchedule, _Turn
 
 EVENS = pathlib.Path(__file__).parent / "evens_reward.py"
 AHEAD = {
@@ -220,6 +220,13 @@ def test_what_was_on_its_way_is_drawn_again(tmp_path):
 
 def tickets(*oldest):
     return [PendingBatch(number, {}, version, ready=True) for number, version in enumerate(oldest)]
+
+
+def test_a_batch_is_as_old_as_its_first_tokens():
+    ticket = PendingBatch(0, {})
+    for version in (0, 1):
+        _Turn(None, ticket).used(version)
+    assert ticket.oldest == 0
 
 
 @pytest.mark.extended

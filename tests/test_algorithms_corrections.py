@@ -7,6 +7,7 @@ import pytest
 from helpers import trainer_of
 from references import torch
 
+from hjax.algorithms.corrections import bounds_of, correction_weights
 from hjax.algorithms.losses import PolicyLoss
 from hjax.errors import ConfigError
 
@@ -52,6 +53,17 @@ def test_the_surrogate_is_weighed_by_hand(correction, weights, capped):
         assert "correction_capped" not in stats
     else:
         close(stats["correction_capped"], [[*capped, 0]])
+
+
+@pytest.mark.parametrize("kind", ["decoupled", "truncated", "icepop"])
+def test_weights_have_no_gradient(kind):
+    low, high = bounds_of(kind, None, None)
+
+    def total(old):
+        weights, _ = correction_weights(old, SAMPLER, MASK, kind=kind, low=low, high=high)
+        return jnp.sum(weights)
+
+    close(jax.grad(total)(jnp.asarray(OLD)), np.zeros_like(OLD))
 
 
 def test_reinforce_is_weighed_too():

@@ -111,6 +111,15 @@ def test_steps_are_judged_where_they_end():
     np.testing.assert_allclose(value, theirs, rtol=1e-5)
 
 
+def test_statistics_of_steps_have_no_gradient():
+    scores, batch, _ = batch_of()
+
+    def total(x):
+        return sum(jnp.sum(value) for value in StepLoss()(x, batch)[1].values())
+
+    assert not jax.jit(jax.grad(total))(scores.astype(np.float32)).any()
+
+
 def test_the_end_is_the_place_after_the_last_token():
     batch = with_end(
         {"responses": np.array([[7, 8], [9, 0]]), "response_mask": np.array([[1, 1], [1, 0]], bool)}

@@ -410,6 +410,17 @@ def test_the_smallest_and_largest_of_options_leave_a_distribution():
     np.testing.assert_allclose(drawn.sampled[1], np.log(1 / 3), rtol=1e-3)
 
 
+def test_top_p_counts_what_top_k_has_left():
+    # Of .5, .3 and .2 top-k leaves 5/8 and 3/8, so that the first token alone has .6.
+    logits = np.tile(np.log(np.array([0.5, 0.3, 0.2, 1e-9], np.float32)), (2, 1))
+    rows = RowSampling.of(
+        [SamplingParams(top_k=2, top_p=0.6), SamplingParams(top_p=0.6)], SamplingSizes(4)
+    )
+    drawn = [program()(logits, keys_of(2), jnp.int32(at), rows) for at in range(20)]
+    assert {(int(each.token[0]), float(each.sampled[0])) for each in drawn} == {(0, 0.0)}
+    assert {int(each.token[1]) for each in drawn} == {0, 1}
+
+
 def test_greedy_takes_the_likeliest_token_of_the_altered_logits_and_reports_it_untempered():
     logits = np.array([[0.0, 1.0, 3.0]] * 3, np.float32)
     asked = [
