@@ -113,7 +113,7 @@ def policy_keys(actor: str, reward: pathlib.Path, steps: int) -> dict[str, Any]:
         "rollout.samples": 4,
         "algorithm.kl_coef": 0.1,
         "actor.learning_rate": 2e-4,
-        "actor.warmup_steps": 3,
+        "actor.warmup_updates": 3,
         "critic.learning_rate": 1e-3,
         "eval.every": max(steps // 3, 1),
         "eval.prompts": 32,

@@ -56,7 +56,7 @@ def overrides(args: argparse.Namespace, data: pathlib.Path) -> list[str]:
         "model.unroll_layers": True,
         "actor.learning_rate": 1e-5,
         "actor.schedule": "constant",
-        "actor.warmup_steps": 0,
+        "actor.warmup_updates": 0,
         "actor.beta2": 0.999,
         "reward.function": f"{pathlib.Path(__file__).resolve()}:reward",
         "rollout.prompts": PROMPTS,

@@ -5,6 +5,7 @@ different things in different libraries, the answer says what hjax counts.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from hjax.errors import ConfigError
 
@@ -76,8 +77,8 @@ WISHES: Mapping[str, str] = _by_name({
     "lr_scheduler_type lr_scheduler warmup_style":
         "config.actor.schedule: constant, cosine or linear",
     "warmup_ratio lr_warmup_steps lr_warmup_steps_ratio lr_warmup_ratio":
-        "config.actor.warmup_steps, in optimizer updates",
-    "critic_warmup freezing_actor_steps": "config.actor.frozen_steps: the critic learns alone",
+        "config.actor.warmup_updates, in optimizer updates",
+    "critic_warmup freezing_actor_steps": "config.actor.frozen_updates: the critic learns alone",
     "adam_beta1": "config.actor.beta1",
     "adam_beta2": "config.actor.beta2",
     "adam_betas betas": "config.actor.beta1 and config.actor.beta2",
@@ -118,7 +119,7 @@ WISHES: Mapping[str, str] = _by_name({
     "dynamic_filtering dynamic_sampling":
         "config.algorithm.resample of GRPO draws such groups anew",
     "overlong_buffer soft_overlong":
-        "config.algorithm.overlong and config.algorithm.overlong_penalty",
+        "config.algorithm.overlong_buffer and config.algorithm.overlong_penalty",
     "reward_clip_range": "config.algorithm.reward_clip",
     "tis_imp_ratio_cap": "config.algorithm.correction=truncated and correction_cap",
     "vllm_importance_sampling_correction": "config.algorithm.correction=truncated",
@@ -228,6 +229,18 @@ WISHES: Mapping[str, str] = _by_name({
     "disable_tqdm": "config.display.enabled=False",
     "callbacks": "a loop of your own: trainer.step() returns a step's metrics",
 })  # fmt: skip
+# Keys that had another name -> their name; `*` is any section. A config.json of before is read so.
+RENAMED: Mapping[str, str] = {
+    "*.frozen_steps": "frozen_updates",
+    "*.warmup_steps": "warmup_updates",
+    "algorithm.gate_negative": "tau_negative",
+    "algorithm.gate_positive": "tau_positive",
+    "algorithm.overlong": "overlong_buffer",
+    "cluster.together": "colocation_label",
+    "reward.steps": "step_separator",
+    "rollout.lookup": "speculative_tokens",
+    "rollout.surplus": "extra_samples",
+}
 # The same of arguments of `model.generate`, and of names that are looked for in `hjax`.
 ARGUMENTS: Mapping[str, str] = _by_name({
     "max_tokens max_length max_completion_length": "max_new_tokens",
@@ -270,6 +283,25 @@ def refuse_arguments(function: str, unknown: Mapping[str, object]) -> None:
 _LEARNING = ("critic",)
 
 
+def current_name(key: str) -> str:
+    """A dotted key by the name that it has now."""
+    section, _, last = key.rpartition(".")
+    new = RENAMED.get(key) or (section and RENAMED.get(f"*.{last}"))
+    return f"{section}.{new}" if new else key
+
+
+def with_current_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a run's config.json, with the names that its keys have now."""
+    return {
+        name: {
+            current_name(f"{name}.{key}").rpartition(".")[2]: value for key, value in held.items()
+        }
+        if isinstance(held, Mapping)
+        else held
+        for name, held in config.items()
+    }
+
+
 def wish(name: str) -> str | None:
     """What hjax has for a name of another library's; None: the name is not known.
 
@@ -277,6 +309,8 @@ def wish(name: str) -> str | None:
       name: as it was typed, with or without dashes and dots.
     """
     name = name.strip("-").replace("-", "_").removeprefix("config.")
+    if (current := current_name(name)) != name:
+        return f"its name is config.{current} now"
     parts = name.lower().split(".")
     # The longest end of the name that is known, else a beginning (a section of theirs).
     ends = [".".join(parts[i:]) for i in range(len(parts))]

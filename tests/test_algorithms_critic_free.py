@@ -380,7 +380,7 @@ def test_corrections_by_hand(case):
         ("GRPO", {"ratio": "none", "clip_high": 0.3}, "clip_high=0.3 has no effect with"),
         ("GRPO", {"surrogate": "cispo", "ratio": "sequence"}, "weighs each token by its own"),
         ("GRPO", {"surrogate": "sapo", "clip_low": 0.1}, "clip_low=0.1 has no effect with"),
-        ("GRPO", {"gate_positive": 2.0}, "gate_positive=2.0 has no effect with surrogate='clip'"),
+        ("GRPO", {"tau_positive": 2.0}, "tau_positive=2.0 has no effect with surrogate='clip'"),
         ("CISPO", {"dual_clip": 3.0}, "dual_clip=3.0 has no effect with surrogate='cispo'"),
         ("GRPO", {"baseline": "none"}, "normalise='std' divides by what the group is compared"),
         ("GRPO", {"whiten": True, "rescale": "groups"}, "rescale has no effect with"),
@@ -481,7 +481,7 @@ def drawing(resample, prompts=4):
     """DAPO over such workers, and the one that draws."""
     algorithm = ALGORITHMS["DAPO"]
     config = algorithm.default_config()
-    config.update({"resample": resample, "overlong": 0.0})
+    config.update({"resample": resample, "overlong_buffer": 0.0})
     asked = iter(range(prompts, 100))
 
     def more(first):

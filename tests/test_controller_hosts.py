@@ -78,7 +78,7 @@ def test_where_labels_do_not_fit_the_error_says_what_does():
     racks = [host("GPU", 4, rack=rack) for rack in ("a", "a", "b")]
     with pytest.raises(ConfigError, match=r"pool p has 5 processes.* largest, a, takes 2.*=none"):
         rooms(racks, "p", "gpu", 5, 4, "rack")
-    with pytest.raises(ConfigError, match=r"together='rack': no host has this label.*tpu-slice"):
+    with pytest.raises(ConfigError, match=r"label='rack': no host has this label.*tpu-slice"):
         rooms(slices(a=4), "p", "tpu", 1, 4, "rack")
     assert rooms([host("TPU", 4)] * 2, "p", "tpu", 2, 4) == [
         ProcessPlacement("PACK")

@@ -191,7 +191,7 @@ CASES = {
         "prompts of 5 and responses of 60 tokens exceed the model's 64 positions; lower",
     ),
     "stop": ({"rollout.stop": "('12z',)"}, "the character 'z' of '12z' is not in its vocabulary"),
-    "steps": ({"reward.steps": "token"}, "config.reward.steps='token': what scores each step is a"),
+    "steps": ({"reward.step_separator": "token"}, "config.reward.step_separator='token': what"),
 }
 
 

@@ -94,6 +94,8 @@ def test_an_older_run_goes_on(tmp_path):
     old = json.loads((tmp_path / "config.json").read_text())
     old["model"]["unroll_layers"] = True
     old["data"] |= {"length_buckets": 0, "packing": 0}
+    old["rollout"]["surplus"] = old["rollout"].pop("extra_samples")  # names of before
+    old["actor"]["warmup_steps"] = old["actor"].pop("warmup_updates")
     (tmp_path / "config.json").write_text(json.dumps(old))
     (tmp_path / METRICS).write_text('{"step": 1}\n')
     assert Workdir(tmp_path).check(default_config())

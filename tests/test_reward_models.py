@@ -345,7 +345,7 @@ def test_a_process_reward_model_scores_each_step_of_an_answer(tmp_path):
     }
     judge = {"reward.path": str(tmp_path / "judge"), "steps": 1}
     for steps, how in (("token", {}), ("1", {}), ("token", {"data.packing": 24})):
-        keys = judge | how | {"reward.steps": steps}
+        keys = judge | how | {"reward.step_separator": steps}
         with trainer_of("PPO", keys) as trainer:
             rewards = trainer.roles.groups["reward"]
             trainer.prepare()

@@ -218,7 +218,7 @@ def test_one_that_is_cancelled_at_any_moment_is_told(service, monkeypatch):
         def cancelled(self, value):
             pass
 
-    monkeypatch.setattr("hjax.rollout.service.Ticket", Later)
+    monkeypatch.setattr("hjax.rollout.service.RequestHandle", Later)
     assert Answer(service, Request((1, 2, 3), 240)).whole()[2] == "cancelled"
 
 

@@ -179,7 +179,7 @@ def test_of_surplus_samples_those_are_kept_whose_texts_end_first():
     keys = {"steps": 1, "warm_start.steps": 0, "rollout.prompts": 8, "rollout.stop": STRINGS}
     keys |= {"rollout.slots": 16, "rollout.max_response_length": 32}
     made = []
-    for changes in ({"rollout.samples": 4}, {"rollout.samples": 2, "rollout.surplus": 2}):
+    for changes in ({"rollout.samples": 4}, {"rollout.samples": 2, "rollout.extra_samples": 2}):
         with trainer_of("GRPO", keys | changes) as trainer:
             trainer.step()
             made.append(trainer.batch)

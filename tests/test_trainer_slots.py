@@ -16,20 +16,21 @@ CASES = {
                          "layout.actor.train.tensor": 2}),
     "packs": ("GRPO", {"rollout.slots": 16, "data.packing": 128}),
     "apart": ("PPO", {"rollout.slots": 16, "placement": "disaggregate"}),
-    "guesses, slots": ("GRPO", {"rollout.lookup": 3, "rollout.slots": 16}),
-    "guesses, adapters, packs": ("PPO", {"rollout.lookup": 2, "actor.lora.rank": 2,
+    "guesses, slots": ("GRPO", {"rollout.speculative_tokens": 3, "rollout.slots": 16}),
+    "guesses, adapters, packs": ("PPO", {"rollout.speculative_tokens": 2, "actor.lora.rank": 2,
                                          "data.packing": 128}),
-    "guesses, devices": ("ReMax", {"rollout.lookup": 2, "layout.actor.generate.tensor": 2,
+    "guesses, devices": ("ReMax", {"rollout.speculative_tokens": 2,
+                                   "layout.actor.generate.tensor": 2,
                                    "layout.actor.train.tensor": 2}),
-    "guesses, ahead": ("GRPO", {"rollout.lookup": 2, "placement": "disaggregate"}),
-    "parts": ("GRPO", {"rollout.slots": 16, "rollout.lookup": 2, "placement": "disaggregate",
-                       "rollout.partial_tokens": 30, "rollout.max_staleness": 1,
-                       "rollout.deterministic": True}),
+    "guesses, ahead": ("GRPO", {"rollout.speculative_tokens": 2, "placement": "disaggregate"}),
+    "parts": ("GRPO", {"rollout.slots": 16, "rollout.speculative_tokens": 2,
+                       "placement": "disaggregate", "rollout.partial_tokens": 30,
+                       "rollout.max_staleness": 1, "rollout.deterministic": True}),
     "stages": ("GRPO", STAGES | {"rollout.slots": 16}),
     "stages, guesses, parts": ("GRPO", {
-        "rollout.slots": 8, "rollout.lookup": 2, "placement": "disaggregate", "model.layers": 2,
-        "layout.rollout.train.pipe": 2, "rollout.partial_tokens": 30, "rollout.max_staleness": 1,
-        "rollout.deterministic": True}),
+        "rollout.slots": 8, "rollout.speculative_tokens": 2, "placement": "disaggregate",
+        "model.layers": 2, "layout.rollout.train.pipe": 2, "rollout.partial_tokens": 30,
+        "rollout.max_staleness": 1, "rollout.deterministic": True}),
 }  # fmt: skip
 EVERYDAY: tuple[str, ...] = ()  # those below have slots too
 
@@ -40,14 +41,14 @@ EVERYDAY: tuple[str, ...] = ()  # those below have slots too
 def test_slots_change_no_metric(name, tmp_path):
     algorithm, changes = CASES[name]
     rows = {}
-    plain = {"rollout.slots": 0, "rollout.lookup": 0}
+    plain = {"rollout.slots": 0, "rollout.speculative_tokens": 0}
     for name, ways in (("with", {}), ("without", plain)):
         with trainer_of(algorithm, LONG | changes | ways, workdir=tmp_path / name) as trainer:
             rows[name] = trainer.run()
     for one, other in zip(*rows.values(), strict=True):
         found = computed(one)
         right = found.pop("rollout/guesses_right", None)
-        assert (right is not None and 0 <= right <= 1) == ("rollout.lookup" in changes)
+        assert (right is not None and 0 <= right <= 1) == ("rollout.speculative_tokens" in changes)
         assert found == pytest.approx(computed(other), rel=1e-4, abs=1e-5)
 
 
@@ -55,7 +56,7 @@ def test_slots_change_no_metric(name, tmp_path):
 def test_shorter_responses_are_kept_of_more_than_are_asked_for(tmp_path):
     lengths = {}
     for surplus in (0, 4):
-        keys = LONG | {"rollout.surplus": surplus, "steps": 1, "eval.every": 0}
+        keys = LONG | {"rollout.extra_samples": surplus, "steps": 1, "eval.every": 0}
         with trainer_of("GRPO", keys, workdir=tmp_path / str(surplus)) as trainer:
             lengths[surplus] = trainer.step()["response/length_mean"]
     assert lengths[4] < 0.7 * lengths[0]
@@ -81,9 +82,9 @@ def test_a_run_with_stages_resumes_bit_for_bit(tmp_path):
 
 def test_surplus_samples_in_parts_are_refused(tmp_path):
     keys = {"rollout.max_staleness": 1, "placement": "disaggregate", "rollout.partial_tokens": 2}
-    message = "rollout.surplus=8: of responses in parts .* use rollout.surplus=0"
+    message = "rollout.extra_samples=8: of responses in parts .* use rollout.extra_samples=0"
     with (
         pytest.raises(ConfigError, match=message),
-        trainer_of("GRPO", keys | {"rollout.surplus": 8}, workdir=tmp_path),
+        trainer_of("GRPO", keys | {"rollout.extra_samples": 8}, workdir=tmp_path),
     ):
         pass

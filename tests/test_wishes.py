@@ -7,7 +7,7 @@ import pytest
 import hjax
 from hjax.algorithms import ALGORITHMS
 from hjax.config import flatten
-from hjax.config_aliases import WISHES, wish
+from hjax.config_aliases import RENAMED, WISHES, current_name, wish, with_current_names
 from hjax.errors import ConfigError
 from hjax.settings.config_loading import load_config
 
@@ -35,7 +35,7 @@ TYPED = [
     ("--learning_rate=1e-5", "config.actor.learning_rate"),
     ("--config.critic.lr=1e-5", "config.critic.learning_rate"),
     ("--config.lr_scheduler_type=cosine", "config.actor.schedule"),
-    ("--config.warmup_ratio=0.1", "config.actor.warmup_steps"),
+    ("--config.warmup_ratio=0.1", "config.actor.warmup_updates"),
     ("--config.optim=adamw", "config.actor.optimizer"),
     ("--config.batch_size=8", "config.rollout.prompts"),
     ("--config.per_device_train_batch_size=8", "config.actor.micro_batch"),
@@ -114,7 +114,7 @@ TYPED = [
     ("--input_key=question", "config.data.columns"),
     ("--apply_chat_template", "config.data.chat"),
     ("--zero_stage=3", "config.layout.actor.train.fsdp"),
-    ("--freezing_actor_steps=20", "config.actor.frozen_steps"),
+    ("--freezing_actor_steps=20", "config.actor.frozen_updates"),
     ("--colocate_all_models", "config.placement=colocate"),
     ("--use_wandb=KEY", "config.display.wandb"),
     # Tunix
@@ -158,6 +158,22 @@ def test_every_key_that_is_named_exists():
             assert key in known | sections, (name, key)
         # A name that is a key is no wish.
         assert name not in known, name
+
+
+def test_renamed_keys_answer_with_their_names():
+    known = set(flatten(hjax.default_config()))
+    for algorithm in ALGORITHMS.values():
+        known |= {f"algorithm.{key}" for key in algorithm.default_config()}
+    for old in RENAMED:
+        old = old.replace("*", "critic")
+        new = current_name(old)
+        assert old not in known and new in known
+        with pytest.raises(ConfigError, match=f"config.{old}.*its name is config.{new} now$"):
+            load_config("ppo.py", {old: 1})
+        section, _, key = old.rpartition(".")
+        assert with_current_names({section: {key: 3, "x": 1}, "steps": 2}) == {
+            section: {new.rpartition(".")[2]: 3, "x": 1}, "steps": 2,
+        }  # fmt: skip
 
 
 def test_a_critic_is_told_of_its_own_keys():

@@ -39,7 +39,8 @@ def minimum(
     context, model = worker.context, network.config
     generates = phase == "generate"
     layout: Layout = worker.layouts.generate if generates else worker.layouts.train
-    samples = 1 if program.program.call.endswith("greedy") else context.samples + context.surplus
+    greedy = program.program.call.endswith("greedy")
+    samples = 1 if greedy else context.samples + context.extra_samples
     tokens = Tokens(program.rows, samples, prompt_length, context.max_response_length)
     element = np.dtype(context.compute.dtype).itemsize
     # Of the parameters, of which each device needs all that passes it.

@@ -224,10 +224,10 @@ class Algorithm(AlgorithmSpec):
         scores = np.asarray(batch["rewards"], np.float32) * np.float32(config.reward_scale)
         if config.reward_clip:
             scores = np.clip(scores, -config.reward_clip, config.reward_clip)
-        if config.overlong:
+        if config.overlong_buffer:
             limit = self.max_response_length
             lengths = np.asarray(batch["response_mask"], bool).sum(axis=1)
-            penalty = overlong_penalty(lengths, limit, config.overlong * limit)
+            penalty = overlong_penalty(lengths, limit, config.overlong_buffer * limit)
             scores = scores + np.float32(config.overlong_penalty) * np.asarray(penalty)
         return scores
 

@@ -37,7 +37,7 @@ class DAPO(GRPO):
         "kl_coef": 0.0,
         "filter": True,
         "resample": 2,
-        "overlong": 0.2,
+        "overlong_buffer": 0.2,
     }
 
 
@@ -172,7 +172,7 @@ class GDPO(GRPO):
     def check(cls, config: ConfigDict) -> None:
         """What is normalised anyway is neither clipped nor penalised before."""
         super().check(config)
-        for name in ("reward_clip", "overlong"):
+        for name in ("reward_clip", "overlong_buffer"):
             if config[name]:
                 raise ConfigError(
                     f"config.algorithm.{name}={config[name]}: GDPO takes the rewards as they are; "

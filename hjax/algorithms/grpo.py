@@ -70,8 +70,8 @@ class GRPO(Resampling, Algorithm):
             'bound on the ratio: "clip" (PPO), "cispo", "sapo", "dppo" or "dppo_kl"',
             one_of(*SURROGATES),
         ),
-        "gate_positive": Key(1.0, "tau of surrogate sapo where A > 0", above(0)),
-        "gate_negative": Key(1.05, "tau of surrogate sapo elsewhere", above(0)),
+        "tau_positive": Key(1.0, "tau of surrogate sapo where A > 0", above(0)),
+        "tau_negative": Key(1.05, "tau of surrogate sapo elsewhere", above(0)),
         "pretraining_coef": PPO.keys["pretraining_coef"],
         "kl_cumulated": Key(
             True,

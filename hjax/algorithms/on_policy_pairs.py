@@ -27,7 +27,7 @@ class OnlineDPO(DPO):
         "epochs",
         "reward_scale",
         "reward_clip",
-        "overlong",
+        "overlong_buffer",
         "overlong_penalty",
         "mask_truncated",
         "max_skipped",

@@ -60,7 +60,7 @@ class PolicyLoss(TokenLoss):
         covariance_share: of the step's tokens.
         covariance_low, covariance_high: bounds of those that "clip" draws from.
         covariance_coef: of "kl".
-        gate_positive, gate_negative: tau of "sapo", by the advantage's sign.
+        tau_positive, tau_negative: tau of "sapo", by the advantage's sign.
         aggregation: how tokens are added up, see `aggregation_weights`.
         max_length: tokens, for aggregation "constant".
         kl_coef: beta, of the KL in the loss; 0: none.
@@ -98,8 +98,8 @@ class PolicyLoss(TokenLoss):
     covariance_low: float = 1.0
     covariance_high: float = 5.0
     covariance_coef: float = 1.0
-    gate_positive: float = 1.0
-    gate_negative: float = 1.05
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
     kl_coef: float = 0.0
     kl_adaptive: bool = False
     kl_estimator: str = "k3+"
@@ -159,7 +159,7 @@ class PolicyLoss(TokenLoss):
         """Refuse switches that have no effect beside others, and values out of their range."""
         surrogate, covariance = self.surrogate, self.covariance
         clips, capless = ("clip_low", "clip_high"), ("cispo", "sapo")
-        gates, bounds = ("gate_positive", "gate_negative"), ("covariance_low", "covariance_high")
+        gates, bounds = ("tau_positive", "tau_negative"), ("covariance_low", "covariance_high")
         of_ratio = ("surrogate", *clips, "dual_clip", "ratio_cap", "covariance")
         by_surrogate, by_covariance = f"surrogate={surrogate!r}", f"covariance={covariance!r}"
         for idle, names, why in (
@@ -334,7 +334,7 @@ class PolicyLoss(TokenLoss):
         if self.surrogate == "cispo":
             return cispo(level, advantages, logprobs, mask, low=low, high=high)
         if self.surrogate == "sapo":
-            return sapo(level, advantages, self.gate_positive, self.gate_negative)
+            return sapo(level, advantages, self.tau_positive, self.tau_negative)
         if self.surrogate in ("dppo", "dppo_kl"):
             assert low is not None and high is not None
             cap, by_kl = self.ratio_cap or DPPO_CAP, self.surrogate == "dppo_kl"

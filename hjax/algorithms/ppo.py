@@ -167,7 +167,7 @@ class VAPO(PPO):
     """PPO for long answers with a verifier (arXiv 2504.05118).
 
     Lambdas of the critic and of each response, a wider upper clip, and the likelihood of right
-    answers in the loss. Its critic begins alone: ``actor.frozen_steps``.
+    answers in the loss. Its critic begins alone: ``actor.frozen_updates``.
     """
 
     defaults = {

@@ -97,7 +97,7 @@ class AlgorithmSpec:
         ),
         "reward_scale": Key(1.0, "rewards are multiplied by it before anything else", above(0)),
         "reward_clip": Key(0.0, "bound on the absolute scaled reward; 0: none", at_least(0)),
-        "overlong": Key(
+        "overlong_buffer": Key(
             0.0,
             "share of rollout.max_response_length, its end, in which a response's reward falls "
             "linearly by up to overlong_penalty (DAPO: 0.2); 0: none",

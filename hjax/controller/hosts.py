@@ -82,7 +82,7 @@ def rooms(
     if not groups and together not in ("auto", "none") and key:
         known = sorted({label for node in alive for label in node.get("Labels") or {}})
         raise ConfigError(
-            f"cluster.together={together!r}: no host has this label; they have "
+            f"cluster.colocation_label={together!r}: no host has this label; they have "
             f"{', '.join(known) or 'none'}"
         )
     if not groups:
@@ -96,8 +96,8 @@ def rooms(
         most = max(sizes, key=lambda value: sizes[value])
         raise ConfigError(
             f"pool {pool} has {processes} processes, which hosts of one {key} are to take "
-            f"(cluster.together={together!r}); the largest, {most}, takes {sizes[most]}: use "
-            "smaller pools, or cluster.together=none"
+            f"(cluster.colocation_label={together!r}); the largest, {most}, takes {sizes[most]}: "
+            "use smaller pools, or cluster.colocation_label=none"
         )
     return [room for _, value in fitting for room in near(groups[value], ((key, value),))]
 
@@ -145,7 +145,7 @@ def _whole_slices(
 
 
 def together_label(platform: str, together: str) -> str:
-    """The label that ``cluster.together`` stands for; empty: none.
+    """The label that ``cluster.colocation_label`` stands for; empty: none.
 
     A world of TPUs is one slice whatever is said: what joins slices is told to libtpu before JAX
     starts, which hjax does not do.

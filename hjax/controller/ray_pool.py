@@ -166,7 +166,7 @@ class ProcessPool:
                 platform=cluster.platform,
                 processes=processes,
                 each=self.devices,
-                together=cluster.together,
+                together=cluster.colocation_label,
                 labels=cluster.places.get(self.name, {}),
             )
         except ConfigError:

@@ -90,7 +90,7 @@ def _sizes(group: HostGroup, device: Device, each: int) -> Sequence[int]:
         raise ConfigError(
             f"placement=auto: {hosts} TPU hosts are {what}, which processes of {each} chips do not "
             "make up, one on each host; leave cluster.devices_per_process at 0 and "
-            "cluster.together at auto, or give a plan.json"
+            "cluster.colocation_label at auto, or give a plan.json"
         )
     return (hosts,)
 

@@ -4,7 +4,7 @@
 
     reward = Length(50, 100, unit="words")
 
-(A penalty near the length limit beside another reward is `algorithm.overlong`.)
+(A penalty near the length limit beside another reward is `algorithm.overlong_buffer`.)
 """
 
 from collections.abc import Sequence

@@ -36,16 +36,17 @@ def check_together(
 
     Of a user's function it is known how many rewards it gives once it has been called.
     """
-    if (parts := config.rollout.partial_tokens) and config.rollout.surplus:
+    if (parts := config.rollout.partial_tokens) and config.rollout.extra_samples:
         raise ConfigError(
-            f"config.rollout.surplus={config.rollout.surplus}: of responses in parts "
-            f"(rollout.partial_tokens={parts}) all are drawn to their end; use rollout.surplus=0, "
-            "or rollout.partial_tokens=0"
+            f"config.rollout.extra_samples={config.rollout.extra_samples}: of responses in parts "
+            f"(rollout.partial_tokens={parts}) all are drawn to their end; use "
+            "rollout.extra_samples=0, or rollout.partial_tokens=0"
         )
-    if config.reward.steps and not config.reward.path:
+    if config.reward.step_separator and not config.reward.path:
         raise ConfigError(
-            f"config.reward.steps={config.reward.steps!r}: what scores each step is a process "
-            "reward model; name it by config.reward.path (a function returns a list instead)"
+            f"config.reward.step_separator={config.reward.step_separator!r}: what scores each step "
+            "is a process reward model; name it by config.reward.path (a function "
+            "returns a list instead)"
         )
     if algorithm.generates and (config.reward.path or not config.reward.function):
         algorithm.check_rewards(config.algorithm, ())

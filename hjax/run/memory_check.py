@@ -234,7 +234,7 @@ class MemoryCheck:
     def slots(self) -> SlotBudget:
         """How many sequences have room at a time where the run generates."""
         rollout, role = self._config.rollout, self._generates
-        samples = rollout.samples + rollout.surplus
+        samples = rollout.samples + rollout.extra_samples
         work = Workload(
             self._prompt_length, rollout.max_response_length, rollout.prompts * samples, samples
         )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hjax.config import AUTO, Config, flatten
-from hjax.config_aliases import WISHES
+from hjax.config_aliases import WISHES, with_current_names
 from hjax.errors import ConfigError, DataError, RunError
 from hjax.files import (
     CALIBRATION,
@@ -315,7 +315,7 @@ class Workdir:
             raise ConfigError(f"--workdir={self.path}: not a directory") from error
         if found is not None and not isinstance(found, dict):
             raise DataError(f"{file}: not the config of a run; use another --workdir")
-        return found
+        return found and with_current_names(found)
 
     def _check_same(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
         before, now = _recorded(old), flatten(new)

@@ -33,7 +33,8 @@ from hjax.workers.optimizer import load_optimizer
 
 # What a worker takes from the sections ``rollout`` and its own as it is.
 _OF_ROLLOUT = (
-    "max_response_length", "slots", "lookup", "cache_dtype", "surplus", "transition_bucket_bytes"
+    "max_response_length", "slots", "speculative_tokens", "cache_dtype", "extra_samples",
+    "transition_bucket_bytes",
 )  # fmt: skip
 _OF_SECTION = ("learning_rate", "schedule", "weight_decay", "beta1", "beta2", "max_grad_norm")
 
@@ -132,7 +133,7 @@ class WorkerBuilder:
             judges=self._judges() if entry.generates or entry.apart else {},
             packing=packing,
             chooses=config.data.packing == AUTO and not follows,
-            steps=config.reward.steps if role == "reward" else "",
+            steps=config.reward.step_separator if role == "reward" else "",
             offload=section.get("offload", "none") if section is not None else "none",
             retokenize=retokenizes,
             **{name: config.rollout[name] for name in _OF_ROLLOUT},
@@ -235,8 +236,8 @@ class WorkerBuilder:
         per_step = config.algorithm.get("epochs", 1) * max(rows // minibatch, 1)
         return OptimizerConfig(
             **{name: section[name] for name in _OF_SECTION},
-            frozen_updates=section.frozen_steps,
-            warmup_updates=section.warmup_steps,
+            frozen_updates=section.frozen_updates,
+            warmup_updates=section.warmup_updates,
             total_updates=config.steps * (per_step if self.algorithm.generates else 1),
             optimizer=load_optimizer(section.optimizer, f"{name}.optimizer"),
         )

@@ -71,13 +71,13 @@ def _optimizer(role: str, learning_rate: float) -> dict[str, Key]:
             "learning rate after warm-up: constant, or cosine or linear decay to 0 over `steps`",
             one_of("constant", "cosine", "linear"),
         ),
-        "frozen_steps": Key(
+        "frozen_updates": Key(
             0,
             "optimizer updates at the beginning that leave the weights as they are (VAPO: the "
             "actor's, while the critic learns); warm-up follows",
             at_least(0),
         ),
-        "warmup_steps": Key(
+        "warmup_updates": Key(
             0, "optimizer updates over which the learning rate rises from 0", at_least(0)
         ),
         "weight_decay": Key(
@@ -330,7 +330,7 @@ KEYS: dict[str, Any] = {
     },
     "reward": {
         "path": Key("", "weights of a reward model; empty: the function"),
-        "steps": Key(
+        "step_separator": Key(
             "",
             "text behind which a step of a response ends, for a process reward model: its score of "
             "each step stands at the step's last token (rewards by token); `token`: every token is "
@@ -389,14 +389,14 @@ KEYS: dict[str, Any] = {
             "room for",
             at_least(-1),
         ),
-        "surplus": Key(
+        "extra_samples": Key(
             0,
             "further responses to each prompt: when `samples` of them have ended the others are "
             "given up, so that none waits for the longest ones (the shortest are what is learned "
             "from, which is a bias); 0: none",
             at_least(0),
         ),
-        "lookup": Key(
+        "speculative_tokens": Key(
             0,
             "tokens that are guessed at a time from what a text said before, and looked at in one "
             "pass: the responses are the same, and come sooner where they repeat themselves or "
@@ -502,7 +502,7 @@ KEYS: dict[str, Any] = {
         "reward_processes": Key(
             1, "processes of a cluster that share the calls of reward functions", at_least(1)
         ),
-        "together": Key(
+        "colocation_label": Key(
             "auto",
             "label of Ray's nodes whose value is the same for all hosts of a pool; auto: the slice "
             "on TPUs (ray.io/tpu-slice-name), none elsewhere; none: any hosts, on TPUs of one "

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hjax.config import flatten
+from hjax.config_aliases import with_current_names
 from hjax.errors import ConfigError
 from hjax.files import METRICS, SAMPLES, STARTS, read_json, read_rows, replace_file
 from hjax.show.charts import value_text
@@ -118,7 +119,7 @@ def read_runs(workdirs: Sequence[str | os.PathLike[str]]) -> list[RunSummary]:
             name,
             path,
             _COLORS[number],
-            flatten(read_json(path / "config.json")),
+            flatten(with_current_names(read_json(path / "config.json"))),
             read_rows(path / METRICS),
             read_rows(path / SAMPLES),
             read_rows(path / STARTS),

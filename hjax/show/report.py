@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hjax.config import flatten
+from hjax.config_aliases import with_current_names
 from hjax.errors import ConfigError
 from hjax.files import (
     CALIBRATION,
@@ -69,7 +70,7 @@ def _written(path: Path, template: str, content: Callable[[], Mapping[str, Any]]
 
 def run_content(path: Path) -> dict[str, Any]:
     """What a report says of the run in a workdir, by the names that templates have for it."""
-    config = flatten(read_json(path / "config.json") or {})
+    config = flatten(with_current_names(read_json(path / "config.json") or {}))
     metrics = read_rows(path / METRICS)
     samples = read_rows(path / SAMPLES)
     histograms = read_rows(path / HISTOGRAMS)

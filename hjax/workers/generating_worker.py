@@ -55,8 +55,8 @@ class GeneratingWorker(ModelWorker):
             samples=1 if greedy else samples or context.samples,
             sampling=dataclasses.replace(sampling, temperature=0.0) if greedy else sampling,
             slots=context.slots,
-            lookup=context.lookup,
-            surplus=0 if greedy else context.surplus,
+            lookup=context.speculative_tokens,
+            surplus=0 if greedy else context.extra_samples,
             end=end,
         )
 

@@ -176,9 +176,9 @@ class ModelReward(ModelWorker):
     def __init__(self, context: WorkerContext):
         if context.steps and context.retokenize:
             raise ConfigError(
-                f"config.reward.steps={context.steps!r}: scores of steps stand at the actor's "
-                "tokens, and this model has another tokenizer; leave it out, or use a model with "
-                "the actor's"
+                f"config.reward.step_separator={context.steps!r}: scores of steps stand at the "
+                "actor's tokens, and this model has another tokenizer; leave it out, or use a "
+                "model with the actor's"
             )
         super().__init__(context)
 

@@ -59,9 +59,9 @@ class GenerationContext:
       stop_strings: texts of several tokens that end one.
       max_response_length: tokens.
       slots: rows that are generated at a time; 0: all.
-      lookup: tokens that are guessed at a time, see ``hjax.rollout.prompt_lookup``.
+      speculative_tokens: tokens that are guessed at a time, see ``hjax.rollout.prompt_lookup``.
       cache_dtype: what keys and values are kept in, see ``hjax.rollout.generator``.
-      surplus: further responses to a prompt, of which the last ones to end are given up.
+      extra_samples: further responses to a prompt, of which the last ones to end are given up.
       in_parts: whether responses are left off and continued.
       judges: reward functions, by role, that are called with a prompt's answers while others are
         generated.
@@ -72,9 +72,9 @@ class GenerationContext:
     stop_strings: tuple[str, ...] = ()
     max_response_length: int = 0
     slots: int = 0
-    lookup: int = 0
+    speculative_tokens: int = 0
     cache_dtype: str = AUTO
-    surplus: int = 0
+    extra_samples: int = 0
     in_parts: bool = False
     judges: Mapping[str, RewardFunction] = dataclasses.field(default_factory=dict)
     transition_bucket_bytes: int = BUCKET_BYTES
@@ -120,7 +120,7 @@ class WorkerContext(BatchingContext, GenerationContext, LearningContext):
       base: the checkpoint that ``path`` means where that is a workdir; else None.
       compute: dtype and loop form.
       steps: text behind which a step of a response ends that a reward model scores, ``token`` or
-        empty, see the key ``reward.steps``.
+        empty, see the key ``reward.step_separator``.
       offload: what waits in pinned host memory while it is idle: ``none``, ``optimizer`` (its
         state, but in updates) or ``all`` (the parameters too, but in the role's own calls).
       retokenize: the role's tokenizer differs from the actor's, so text is tokenised again.

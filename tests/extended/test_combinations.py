@@ -23,7 +23,7 @@ from hjax.dryrun.description import describe
 from hjax.errors import ConfigError
 
 PARTS = {**AHEAD, "rollout.partial_tokens": 2}  # ahead of learning, in parts
-SLOTS = {"rollout.slots": 8, "rollout.lookup": 3}
+SLOTS = {"rollout.slots": 8, "rollout.speculative_tokens": 3}
 JUDGED = {"reward.while_generating": True, "reward.runs_in": "thread"}
 BFLOAT16 = {"model.dtype": "bfloat16"}
 PAIRS = {"warm_start.batch": 16, "data.packing": 32}
@@ -168,7 +168,8 @@ TABLE = {
     "dropout, packs, ahead": Row("GRPO", {**DROPS, **AHEAD, "data.packing": 16}, same=False),
     "fp8, ahead": Row("GRPO", {**FP8, **AHEAD}, "base", same=False),
     "context, surplus, bfloat16, guesses": Row(
-        "GSPO", {**axes(context=2, fsdp=4), **SLOTS, **BFLOAT16, "rollout.surplus": 1}, same=False),
+        "GSPO", {**axes(context=2, fsdp=4), **SLOTS, **BFLOAT16, "rollout.extra_samples": 1},
+        same=False),
     "apart, guesses, offload, packs": Row(
         "ReMax", {**APART, **SLOTS, **LESS, "data.packing": 16}, same=False),
     "critic's, standalone, guesses": Row(

@@ -26,7 +26,9 @@ CASES = {
         "GRPO", MOVED | LONG | {"model.dtype": "bfloat16", "rollout.slots": 16}, True),
     "float32": ("PPO", MOVED | LONG, False),
     "adapters": ("GRPO", MOVED | LONG | {"actor.lora.rank": 2}, False),
-    "apart, guesses": ("GRPO", LONG | {"placement": "disaggregate", "rollout.lookup": 2}, False),
+    "apart, guesses": (
+        "GRPO", LONG | {"placement": "disaggregate", "rollout.speculative_tokens": 2}, False
+    ),
 }  # fmt: skip
 EVERYDAY = ("bfloat16",)
 

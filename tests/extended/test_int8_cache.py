@@ -274,8 +274,8 @@ def test_another_cache_goes_on_with_no_run(tmp_path):
 # Beside what else a rollout may be asked for.
 TOGETHER = {
     "slots": {"rollout.slots": 8},
-    "guesses": {"rollout.lookup": 2},
-    "surplus": {"rollout.surplus": 2, "rollout.slots": 8},
+    "guesses": {"rollout.speculative_tokens": 2},
+    "surplus": {"rollout.extra_samples": 2, "rollout.slots": 8},
     "stages": {"model.layers": 2, "layout.actor.train.pipe": 2, "layout.actor.generate.pipe": 2},
     "tensor": {"layout.actor.train.tensor": 4, "layout.actor.generate.tensor": 2},
     "correction": {"algorithm.correction": "truncated"},

@@ -238,7 +238,8 @@ def plan_on(name, monkeypatch, **changes):
     hosts = hosts_of(nodes, platform, processes, each, together)
     monkeypatch.setattr("hjax.planning.auto.look_at_hosts", lambda config: hosts)
     keys = {"placement": "auto", "cluster.address": "10.0.0.1:6379", "rollout.prompts": 32,
-            "cluster.processes": processes, "cluster.together": together} | changes  # fmt: skip
+            "cluster.processes": processes,
+            "cluster.colocation_label": together} | changes  # fmt: skip
     config = tiny_config("PPO", keys)
     return hjax.plan(config), nodes, config
 

@@ -56,7 +56,7 @@ def keys(address, **changes):
         "cluster.address": address,
         "cluster.processes": 2,
         "cluster.devices_per_process": 2,
-        "cluster.together": "rack",
+        "cluster.colocation_label": "rack",
         "steps": 1,
         "algorithm.kl_coef": 0.0,
     } | changes
@@ -98,7 +98,8 @@ def test_a_plan_of_ones_own_says_where_its_sets_stand(critic, actor, racks, tmp_
     }  # fmt: skip
     file.write_text(json.dumps(plan))
     changes = {
-        "placement": str(file), "cluster.together": "none", "cluster.devices_per_process": 1,
+        "placement": str(file), "cluster.colocation_label": "none",
+        "cluster.devices_per_process": 1,
     }  # fmt: skip
     config = tiny_config("PPO", keys(racks, **changes))
     with contextlib.closing(hjax.Trainer(config)) as trainer:

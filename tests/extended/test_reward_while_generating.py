@@ -16,7 +16,7 @@ LONG = {"rollout.max_response_length": 90, "steps": 2, "eval.every": 2, "warm_st
 CASES = {
     "function": ("GRPO", {}),
     "cost, slots": ("SafeRLHF", {"rollout.slots": 16}),
-    "greedy, guesses": ("ReMax", {"rollout.lookup": 2}),
+    "greedy, guesses": ("ReMax", {"rollout.speculative_tokens": 2}),
     "packs": ("PPO", {"data.packing": 128}),
     "apart": ("GRPO", {"placement": "disaggregate"}),
     "ahead": ("GRPO", {"placement": "disaggregate", "rollout.max_staleness": 1,

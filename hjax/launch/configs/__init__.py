@@ -36,7 +36,7 @@ def judging(algorithm: str, task: str = "sorting", steps: int = 300) -> Config:
     # Sequences per update, of pairs two each.
     config.warm_start.batch = 128
     config.actor.learning_rate = 1e-3
-    config.actor.warmup_steps = 20
+    config.actor.warmup_updates = 20
     config.eval.every = 50
     return config
 

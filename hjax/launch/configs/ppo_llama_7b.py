@@ -51,7 +51,7 @@ def get_config() -> ConfigDict:
     config.critic.micro_batch = 32
 
     config.actor.learning_rate = 1e-6
-    config.actor.warmup_steps = 10
+    config.actor.warmup_updates = 10
     config.critic.learning_rate = 5e-6
     config.algorithm.kl_coef = 0.05
 

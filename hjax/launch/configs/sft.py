@@ -26,7 +26,7 @@ def get_config() -> ConfigDict:
     config.warm_start.batch = 64
     config.actor.learning_rate = 1e-3
     config.actor.schedule = "cosine"
-    config.actor.warmup_steps = 20
+    config.actor.warmup_updates = 20
 
     config.eval.every = 100
     config.checkpoint.every = 100

@@ -50,7 +50,7 @@ def get_config() -> ConfigDict:
     config.actor.learning_rate = 1.5e-4
     config.actor.schedule = "cosine"
     config.critic.learning_rate = 5e-4
-    config.actor.warmup_steps = 5
+    config.actor.warmup_updates = 5
 
     config.eval.every = 10
     config.eval.prompts = 0

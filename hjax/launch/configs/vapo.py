@@ -19,5 +19,5 @@ def get_config() -> ConfigDict:
     config.algorithm.lam_alpha = 1.0
     config.critic.learning_rate = 1e-3
     # Twenty steps of four updates in which the critic learns alone.
-    config.actor.frozen_steps = 80
+    config.actor.frozen_updates = 80
     return config

@@ -121,7 +121,7 @@ def _common(algorithm: str, steps: int) -> ConfigDict:
     config.data.eval_size = 0
     config.eval.prompts = 0
     config.actor.schedule = "cosine"
-    config.actor.warmup_steps = 10
+    config.actor.warmup_updates = 10
     config.checkpoint.every = 50
     return config
 
