@@ -20,6 +20,7 @@ from hjax.models.parameters import decoder_network
 from hjax.models.rotary import DynamicNTKScaling, Rope
 from hjax.rollout import service as services
 from hjax.rollout.language_model import LanguageModel
+from hjax.rollout.prefix_sharing import shared
 from hjax.rollout.radix_tree import RadixTree
 from hjax.rollout.requests import Request
 from hjax.rollout.sampling_params import SamplingParams
@@ -37,6 +38,16 @@ ODD = dataclasses.replace(
     attention_softcap=20.0,
 )
 SECONDS = 120
+
+
+def test_room_for_shared_prefixes_is_filled_by_what_each_adds():
+    # 32 blocks that two prompts share save 512 tokens, just enough to be read by themselves.
+    draw, size = np.random.default_rng(0), 32 * BLOCK
+    head, one, other = (draw.integers(0, 9, size).tolist() for _ in range(3))
+    prompts = [head + more + [i] for i, more in enumerate((one, one, other, other))]
+    for blocks, count in ((96, 3), (95, 2), (32, 1)):
+        found, _ = shared(prompts, blocks)
+        assert [prefix.new for prefix in found] == [size] * count
 
 
 # The tree
