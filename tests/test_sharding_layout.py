@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from hjax.errors import ConfigError
+from hjax.sharding.interconnect import wraps
 from hjax.sharding.layout import check_shapes, make_layouts, without
 
 DEVICES = 8
@@ -139,3 +140,17 @@ def test_kv_heads_fewer_than_the_tensor_axis_are_kept_whole_and_reported():
     whole = without(layouts.train, ["kv_heads"])
     assert whole.sharding("kv_heads").is_fully_replicated
     assert whole.ways("heads") == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "sides", "closed"),
+    [
+        ("v5e", (8, 16), (False, True)),
+        ("v5p", (4, 4, 8), (True, True, True)),
+        ("v5p", (2, 4, 4), (False, False, False)),
+        ("v5p", (1, 4, 4), (False, False, False)),
+        ("tpu7x", (4, 4, 4, 2), (True, True, True, False)),  # two devices a chip make no ring
+    ],
+)
+def test_sides_of_a_torus_that_close(kind, sides, closed):
+    assert wraps(kind, sides) == closed
