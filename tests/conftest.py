@@ -32,6 +32,9 @@ os.environ.setdefault(
     str(CACHE_ROOT / "hjax" / "tests" / f"jax-{importlib.metadata.version('jax')}"),
 )
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+# Where in the source an operation was traced says nothing here; walking the stack for it costs a
+# tenth of a test.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # A device count left in XLA_FLAGS would reach the child processes, whose tests expect defaults.
 os.environ["XLA_FLAGS"] = re.sub(
     r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -73,6 +74,16 @@ def trainer_of(
         yield trainer
     finally:
         trainer.close()
+
+
+@contextlib.contextmanager
+def models_loaded_once() -> Iterator[None]:
+    """Commands load a directory's model once, so that its programs are compiled once."""
+    import pytest
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hjax, "load_model", functools.cache(hjax.load_model))
+        yield
 
 
 def generated(

@@ -93,7 +93,7 @@ def test_import_loads_nothing_heavy():
     assert heavy.isdisjoint(loaded.split())
 
 
-def test_no_module_starts_a_backend_nor_does_reading_off_what_an_algorithm_calls():
+def test_no_module_starts_a_backend_nor_do_configs_nor_reading_off_what_an_algorithm_calls():
     """A planner would take a machine's devices, or find that they do not start."""
     modules = [
         module.name
@@ -106,6 +106,8 @@ def test_no_module_starts_a_backend_nor_does_reading_off_what_an_algorithm_calls
         f"import importlib\nfor name in {modules}: importlib.import_module(name)\n"
         "import jax._src.xla_bridge as bridge\n"
         "print(bridge.backends_are_initialized())\n"
+        "from hjax.settings.config_loading import load_config\n"
+        "load_config('ppo.py')\n"
         "from hjax.algorithms import ALGORITHMS\n"
         "from hjax.run.dataflow import step_calls\n"
         "for each in ALGORITHMS.values():\n"

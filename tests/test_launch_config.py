@@ -3,8 +3,6 @@
 import os
 import pathlib
 import signal
-import subprocess
-import sys
 
 import pytest
 from config_page import config_markdown
@@ -356,16 +354,6 @@ def test_cpu_devices_divide_the_batches():
     own = load_config("ppo.py", ["--config.layout.actor.train.tensor=3"])
     assert dividing_devices(own, cores=6) == 6
     assert available_cores() >= 1
-
-
-def test_reading_a_config_starts_no_backend():
-    code = (
-        "from hjax.settings.config_loading import load_config\n"
-        "load_config('ppo.py')\n"
-        "from jax._src import xla_bridge\n"
-        "assert not xla_bridge._backends\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_the_policies_of_rematerialisation_are_those_that_there_are():

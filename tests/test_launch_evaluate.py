@@ -7,7 +7,7 @@ import pathlib
 import statistics
 
 import pytest
-from helpers import read_rows, save_model, trainer_of
+from helpers import models_loaded_once, read_rows, save_model, trainer_of
 
 import hjax
 from hjax.data.dataset import Dataset
@@ -56,6 +56,12 @@ def three(prompts, responses, columns):
     return []
 '''
 QUESTIONS = [{"prompt": f"{i}+{i}=", "id": i, "answer": str(2 * i)} for i in range(4)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded_once():
+    with models_loaded_once():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -226,6 +226,7 @@ def test_jax_does_not_look_for_what_is_not_there(machine_with, monkeypatch, file
     assert options.jax_platforms == "cuda"
 
 
+@pytest.mark.extended
 def test_the_suite_asks_the_compiler_for_its_flags(monkeypatch, tmp_path):
     """By a process that dies of a flag it does not know; the answer is kept."""
     monkeypatch.setattr(conftest, "CACHE_ROOT", tmp_path)

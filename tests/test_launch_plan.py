@@ -136,6 +136,7 @@ def test_json_is_the_contract_s(capsys):
     assert found["origins"]["seconds"] == "assumed"
 
 
+@pytest.mark.extended
 def test_a_set_spans_slices_where_that_pays(capsys):
     flags = ["--models=qwen2.5-0.5b", "--prompt_length=64", "--response_length=128", "--batch=256"]
     joined = planned(*flags, "--cluster=2xv5e:2x2", capsys=capsys)
@@ -238,6 +239,7 @@ def test_a_plan_says_in_one_line_what_hjax_does_not_do_of_it(tmp_path, capsys):
     assert line in out.splitlines() and line in (tmp_path / "plan.html").read_text()
 
 
+@pytest.mark.extended
 def test_with_the_run_s_numerics_what_has_no_room_waits_for_a_slot(capsys):
     found = planned(*WAVES, capsys=capsys)
     slots = found["settings"]["actor"]["slots"]

@@ -84,6 +84,7 @@ def test_greedy_completions_are_the_models(model, client, prompt):
     assert found.usage.completion_tokens == len(expected.tokens)
 
 
+@pytest.mark.extended
 def test_a_seed_draws_the_same_again_streamed_or_beside_others(model, client):
     def draw(**fields):
         return client.completions.create(model=str(model), prompt="a", max_tokens=12, **fields)
@@ -100,6 +101,7 @@ def test_a_seed_draws_the_same_again_streamed_or_beside_others(model, client):
     assert streamed == first
 
 
+@pytest.mark.extended
 def test_chats_are_the_templates_prompts(model, client):
     messages = [{"role": "user", "content": "1+2="}]
     text = "<|im_start|>user\n1+2=<|im_end|>\n<|im_start|>assistant\n"
@@ -115,6 +117,7 @@ def test_chats_are_the_templates_prompts(model, client):
     assert cached == (plain.usage.prompt_tokens - 1) // 16 * 16 > 0
 
 
+@pytest.mark.extended
 def test_options_reach_the_draws(model, client):
     def draw(**fields):
         return (

@@ -138,7 +138,7 @@ def test_two_processes_do_not_share_a_workdir(workdir):
     other = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert "another process is training here" in other.stderr
     workdir.close()
-    subprocess.run(command, check=True, timeout=120)
+    Workdir(workdir.path).open(default_config())
 
 
 def test_nor_do_two_of_one_process(workdir):

@@ -111,7 +111,7 @@ def test_adapters_of_peft_give_its_numbers_merged_and_beside_the_weights(tmp_pat
     )
 
 
-@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize("rslora", [pytest.param(False, marks=pytest.mark.extended), True])
 def test_they_go_to_peft_and_back_bit_for_bit(tmp_path, rslora):
     theirs = adapted("qwen2", tmp_path, use_rslora=rslora)
     network = network_with(tmp_path, Lora(3, 7.0, ("q", "v", "o", "gate", "down"), rslora))

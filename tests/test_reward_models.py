@@ -292,19 +292,27 @@ def test_a_reward_model_is_trained_resumed_exported_and_used(tmp_path):
         hjax.load_model(tmp_path / "whole")
 
 
-def test_cost_and_process_models_and_pairs_of_dpo_are_evaluated():
-    for name, changes, keys in (
-        ("CostModel", COSTLY, {"eval/accuracy", "eval/label_accuracy"}),
+@pytest.mark.parametrize(
+    "name, changes, keys",
+    [
+        pytest.param(
+            "CostModel",
+            COSTLY,
+            {"eval/accuracy", "eval/label_accuracy"},
+            marks=pytest.mark.extended,
+        ),
         ("ProcessRewardModel", {"data.packing": 16}, {"eval/accuracy", "eval/loss"}),
         ("DPO", {}, {"eval/pair_accuracy", "eval/pair_loss", "eval/accuracy"}),
-    ):
-        once = {"steps": 1, "warm_start.batch": 16, "eval.every": 1}
-        with trainer_of(name, once | changes) as trainer:
-            [row] = trainer.run()
-            assert keys <= row.keys()
-            if name == "DPO":
-                # The policy is the reference yet.
-                np.testing.assert_allclose(row["eval/pair_loss"], np.log(2), atol=1e-6)
+    ],
+)
+def test_cost_and_process_models_and_pairs_of_dpo_are_evaluated(name, changes, keys):
+    once = {"steps": 1, "warm_start.batch": 16, "eval.every": 1}
+    with trainer_of(name, once | changes) as trainer:
+        [row] = trainer.run()
+    assert keys <= row.keys()
+    if name == "DPO":
+        # The policy is the reference yet.
+        np.testing.assert_allclose(row["eval/pair_loss"], np.log(2), atol=1e-6)
 
 
 @pytest.mark.slow

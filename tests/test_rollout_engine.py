@@ -148,7 +148,7 @@ CASES = {
     "in parts, penalties": Case(sampling=PENALISED, samples=2, slots=8, cuts=(40,)),
     "a long tail": Case(prompts=4),
     "the kernel": Case(prompts=4, slots=8, form=decode.INTERPRETED),
-    "stages": Case(samples=2, slots=8, sizes=(("pipe", 2), ("tensor", 2))),
+    "stages": Case(samples=2, prompts=8, slots=8, sizes=(("pipe", 2), ("tensor", 2))),
     "int8, slots are filled again, devices": Case(
         samples=2, slots=8, sizes=(("data", 2), ("tensor", 4)), cache="int8"),
 }  # fmt: skip
@@ -477,11 +477,19 @@ def by_hand(q, prompt_k, prompt_v, own_k, own_v, begin, end, start, column, prom
     return out
 
 
-@pytest.mark.parametrize("window, softcap, sinks", [(0, 0.0, False), (4, 5.0, True)])
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("new", [1, 3])
-def test_rows_see_their_prompt_and_their_own_columns(window, softcap, sinks, shared, parts, new):
+def half_of(cases):
+    """Cases of two values each, half of them extended; any three stand in every way in both."""
+    for number, case in enumerate(cases):
+        odd = number.bit_count() % 2
+        yield pytest.param(*case, marks=[pytest.mark.extended] * odd)
+
+
+@pytest.mark.parametrize(
+    "scores, shared, parts, new",
+    half_of(itertools.product([(0, 0.0, False), (4, 5.0, True)], (True, False), (1, 2), (1, 3))),
+)
+def test_rows_see_their_prompt_and_their_own_columns(scores, shared, parts, new):
+    window, softcap, sinks = scores
     rows, groups, samples, kv_heads, per_kv, dim, prompt, length = 8, 4, 3, 2, 3, 8, 6, 128
     groups = groups if shared else rows
     draw = np.random.default_rng(window)

@@ -185,7 +185,11 @@ def test_penalties_are_in_the_log_probs_sampled_and_not_in_the_policys(generator
                 np.testing.assert_allclose(penalised[name][row, at], expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("compute", [Compute(), Compute(unroll_layers=True)], ids=str)
+@pytest.mark.parametrize(
+    "compute",
+    [Compute(), pytest.param(Compute(unroll_layers=True), marks=pytest.mark.extended)],
+    ids=str,
+)
 def test_reported_log_probs_are_those_of_training(compute, network_and_params):
     network, params = network_and_params
     layout = make_layouts(jax.devices()[:1]).generate
@@ -242,15 +246,20 @@ def test_tokens_do_not_depend_on_the_batch(generators):
     alone = generate(generators, PROMPTS[2:3], sequence=[5])
     np.testing.assert_array_equal(alone["responses"][0], expected[2, 1])
 
+    eight = generate(generators, [p for p in PROMPTS for _ in range(2)], devices=8)
+    np.testing.assert_array_equal(eight["responses"].reshape(4, 2, NEW), expected)
+    np.testing.assert_allclose(eight["logprobs"], whole["logprobs"], atol=1e-5)
+
+
+@pytest.mark.extended
+def test_tokens_do_not_depend_on_padding_nor_on_who_shares_a_prompt(generators):
+    expected = generate(generators, samples=2)["responses"].reshape(4, 2, NEW)
+
     padding = generate(generators, samples=2, length=LENGTH + 5)
     np.testing.assert_array_equal(padding["responses"].reshape(4, 2, NEW), expected)
 
     apart = generate(generators, [p for p in PROMPTS for _ in range(2)])
     np.testing.assert_array_equal(apart["responses"].reshape(4, 2, NEW), expected)
-
-    eight = generate(generators, [p for p in PROMPTS for _ in range(2)], devices=8)
-    np.testing.assert_array_equal(eight["responses"].reshape(4, 2, NEW), expected)
-    np.testing.assert_allclose(eight["logprobs"], whole["logprobs"], atol=1e-5)
 
 
 def test_seed_step_and_sequence_each_change_the_draws(generators):

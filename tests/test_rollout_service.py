@@ -191,7 +191,7 @@ def test_log_probs_are_those_of_the_draw_and_of_the_policy(model, service):
 
 
 def test_a_request_that_is_cancelled_makes_room(service):
-    endless = Request((1, 2, 3), 240)
+    endless = Request((1, 2, 3), 120)
     answers = [Answer(service, dataclasses.replace(endless, seed=i)) for i in range(6)]
     while not answers[0].pieces:
         time.sleep(0.01)
@@ -200,7 +200,7 @@ def test_a_request_that_is_cancelled_makes_room(service):
         assert answer.whole()[2] == "cancelled"
     for answer in answers[1:5]:
         tokens, _, finish = answer.whole()
-        assert (len(tokens), finish) == (240, "length")
+        assert (len(tokens), finish) == (120, "length")
 
 
 def test_one_that_is_cancelled_at_any_moment_is_told(service, monkeypatch):
@@ -226,7 +226,7 @@ def test_a_listener_that_fails_is_dropped_and_logged_and_no_other(service, caplo
     def fails(piece: ResponseChunk):
         raise ValueError("gone")
 
-    service.submit(Request((1,), 200), fails)
+    service.submit(Request((1,), 100), fails)
     assert Answer(service, Request((5, 6), 20)).whole()[2] == "length"
     until = time.monotonic() + SECONDS
     while service.stats()["running"]:

@@ -160,6 +160,7 @@ def test_a_string_ends_a_response_from_min_tokens_on():
     assert StopConditions(["ab"], tokenizer, min_tokens=5).cut(tokenizer, [], tokens) is None
 
 
+@pytest.mark.extended
 def test_by_slots_a_row_is_left_behind_once_its_text_has_ended():
     """Of responses of up to 64 tokens the most end within a few; nothing behind is counted."""
     keys = {"steps": 1, "warm_start.steps": 0, "rollout.prompts": 8, "rollout.slots": 8}

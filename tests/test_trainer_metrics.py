@@ -20,6 +20,23 @@ CRITIC = {"critic/loss", "critic/explained_variance"}
 CONTRACT = EVERY_ROW | KL | CLIPPED | CRITIC
 
 
+@pytest.fixture(scope="module")
+def notebooks(tmp_path_factory):
+    """A PPO trainer without a workdir, its first row, the others, and the folder it ran in."""
+    folder = tmp_path_factory.mktemp("notebook")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        trainer = hjax.Trainer(tiny_config("PPO", {"steps": 2}))
+        assert trainer.batch == {}
+        first = trainer.step()
+        assert first["step"] == 1 and len(trainer.batch["response_text"]) == 16
+        trainer.batch["response_text"].clear()  # looking and changing does no harm
+        more = trainer.run(3)  # so many more, beyond config.steps
+        trainer.save()
+        trainer.close()
+    return trainer, first, more, folder
+
+
 @pytest.mark.parametrize(
     "algorithm, present",
     [
@@ -29,10 +46,12 @@ CONTRACT = EVERY_ROW | KL | CLIPPED | CRITIC
         pytest.param("SafeRLHF", CONTRACT, marks=pytest.mark.extended),
     ],
 )
-def test_keys_and_values_of_a_row(algorithm, present):
-    with trainer_of(algorithm, {"steps": 2}) as trainer:
-        rows = trainer.run()
-        batch = trainer.batch
+def test_keys_and_values_of_a_row(algorithm, present, notebooks):
+    if algorithm == "PPO":
+        rows, batch = notebooks[0].history, notebooks[0].batch
+    else:
+        with trainer_of(algorithm, {"steps": 4}) as trainer:
+            rows, batch = trainer.run(), trainer.batch
     if "critic/loss" in present:
         check_values(rows[-1], batch)
     for row in rows:
@@ -41,7 +60,7 @@ def test_keys_and_values_of_a_row(algorithm, present):
         assert not absent & row.keys()  # a key that does not apply is absent
         assert not any(key.startswith("eval/") for key in row)  # eval.every = 0
         json.dumps(row)  # plain numbers
-    assert [row["step"] for row in rows] == [1, 2]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert rows[0]["rollout/token_prob_error"] == pytest.approx(1, abs=1e-4)
 
 
@@ -128,19 +147,11 @@ def test_the_same_seed_gives_the_same_run_and_another_one_another():
     assert (rewards(0) != rewards(1)).any()
 
 
-def test_a_notebooks_trainer_writes_nothing(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    trainer = hjax.Trainer(tiny_config("PPO", {"steps": 2}))
-    assert trainer.batch == {}
-    first = trainer.step()
-    assert first["step"] == 1 and len(trainer.batch["response_text"]) == 16
-    trainer.batch["response_text"].clear()  # looking and changing does no harm
-    more = trainer.run(3)  # so many more, beyond config.steps
+def test_a_notebooks_trainer_writes_nothing(notebooks):
+    trainer, first, more, folder = notebooks
     assert [row["step"] for row in more] == [2, 3, 4]
     assert trainer.history == [first, *more]
-    trainer.save()
-    trainer.close()
-    assert list(tmp_path.iterdir()) == []
+    assert list(folder.iterdir()) == []
 
 
 def test_the_reward_function_can_be_changed_between_steps(tmp_path):

@@ -134,24 +134,30 @@ def test_an_actor_from_weights_starts_from_them_without_warm_start(models):
         assert trainer.roles.starts_from["reference"] == "actor"
 
 
-def test_a_workdir_gives_weights_to_the_next_run(models, tmp_path):
-    with trainer_of("GRPO", {"steps": 1}, workdir=tmp_path / "first") as trainer:
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """A folder with a run of one step and its export, and the embedding that was trained."""
+    folder = tmp_path_factory.mktemp("first")
+    with trainer_of("GRPO", {"steps": 1}, folder / "run") as trainer:
         trainer.run()
-        trained = np.asarray(trainer.roles.groups["actor"].worker.params["embedding"])
-    with trainer_of("GRPO", {"actor.path": f"{tmp_path}/first", "steps": 1}) as trainer:
+        trainer.export(folder / "model")
+        return folder, np.asarray(trainer.roles.groups["actor"].worker.params["embedding"])
+
+
+def test_a_workdir_gives_weights_to_the_next_run(first):
+    folder, trained = first
+    with trainer_of("GRPO", {"actor.path": f"{folder}/run", "steps": 1}) as trainer:
         trainer.prepare()
         again = np.asarray(trainer.roles.groups["actor"].worker.params["embedding"])
     np.testing.assert_array_equal(again, trained)
-    model = hjax.load_model(tmp_path / "first")
+    model = hjax.load_model(folder / "run")
     assert model.generate(["312>"], max_new_tokens=3, temperature=0)[0].text is not None
 
 
-def test_a_language_model_does_not_judge(tmp_path):
+def test_a_language_model_does_not_judge(first):
     """It got a head of zeros, and every answer the reward 0."""
-    with trainer_of("GRPO", {"steps": 1}, tmp_path / "run") as trainer:
-        trainer.run()
-        trainer.export(tmp_path / "model")
+    folder, _ = first
     for name in ("run", "model"):
         for algorithm, role in (("GRPO", "reward"), ("SafeRLHF", "cost")):
             with pytest.raises(ConfigError, match=f"{role}.path=.*{name}: a language model"):
-                hjax.Trainer(tiny_config(algorithm, {f"{role}.path": str(tmp_path / name)}))
+                hjax.Trainer(tiny_config(algorithm, {f"{role}.path": str(folder / name)}))

@@ -189,6 +189,7 @@ def lesson(batch, learner):
     return learn, *gradient(learner, lambda w: w.update_actor(learn))
 
 
+@pytest.mark.extended
 def test_updates_of_shuffled_rows_have_the_same_gradient(learner, lesson):
     learn, expected, _ = lesson
     order = np.random.default_rng(1).permutation(8)
@@ -475,11 +476,10 @@ def test_scores_are_made_in_micro_batches():
         "prompt_id": np.repeat(np.arange(4), SAMPLES),
     }
     found, temporary = {}, {}
-    for micro in (0, 8, 4):
+    for micro in (0, 4):
         worker = start(Reference, "reference", devices=2, micro_batch=micro)
         found[micro] = np.asarray(worker.compute_ref_log_prob(batch)["ref_logprobs"])
         (program,) = worker.programs(64, 32)
         temporary[micro] = program.trace().lower().compile().memory_analysis().temp_size_in_bytes
-    np.testing.assert_allclose(found[8], found[0], atol=1e-5)
     np.testing.assert_allclose(found[4], found[0], atol=1e-5)
-    assert temporary[4] < temporary[8] < 0.5 * temporary[0]
+    assert temporary[4] < 0.5 * temporary[0]
