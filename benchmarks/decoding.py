@@ -22,7 +22,7 @@ from hjax.kernels.int8_cache import AUTO, INT8, element_bytes
 from hjax.models.compute import Compute
 from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import decoder_network
-from hjax.models.presets import published
+from hjax.models.presets import preset
 from hjax.rollout.engine import STEPS
 from hjax.rollout.generator import Generator
 from hjax.rollout.rollout_job import GenerationConfig
@@ -99,7 +99,7 @@ def decoding(
     """
     topology = find_topology(case.topology)
     devices = topology.devices
-    model = published(case.model) if isinstance(case.model, str) else case.model
+    model = preset(case.model) if isinstance(case.model, str) else case.model
     sizes = {"fsdp": len(devices) // case.tensor, "tensor": case.tensor}
     layout = make_layouts(devices, sizes, {"tensor": -1}).generate
     layout = fitted(layout, model.dimensions, "generation")

@@ -26,8 +26,8 @@ def search_times(sizes: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
     """Seconds of the search by models and GPUs."""
     from paper_experiments import PAPER_WORK
 
-    from hjax.models.cost_inputs import MASTERS, counts
-    from hjax.models.presets import published
+    from hjax.models.cost_inputs import MASTERS, model_counts
+    from hjax.models.presets import preset
     from hjax.planning.hardware import cluster
     from hjax.planning.plan_types import Dataflow, PlannedCall
     from hjax.planning.search import PlanProblem
@@ -42,10 +42,10 @@ def search_times(sizes: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
         learned = [role for role in ("actor", "critic", "cost_critic") if role in roles]
         for role in learned:
             calls += [PlannedCall(role, "update", "update", 1 / 8)] * 8
-        shape = published("llama-70b")
+        shape = preset("llama-70b")
         problem = PlanProblem(
             Dataflow("ppo", roles, tuple(calls)),
-            {r: counts(shape, r, scalar=r not in ("actor", "reference")) for r in roles},
+            {r: model_counts(shape, r, scalar=r not in ("actor", "reference")) for r in roles},
             PAPER_WORK,
             cluster(f"{gpus // 8}x8:a100-80g"),
             numerics=MASTERS,

@@ -78,7 +78,7 @@ def flags_of(asked: dict[str, Any]) -> list[str]:
 
     for name in ("actor", "judge"):
         made = presets.shape_of("llama", **asked[name], length=4096)
-        presets.SHAPES[f"random-{name}"] = made
+        presets.PRESETS[f"random-{name}"] = made
     roles = {role: "random-judge" for role in judged(asked["algorithm"])}
     if asked["algorithm"] == "safe_rlhf":
         roles["cost_critic"] = "random-judge"

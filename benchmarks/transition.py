@@ -152,7 +152,7 @@ def contestants(narrow: bool) -> tuple[dict[str, Contestant], dict[str, Any]]:
         own = jax.tree.map(lambda x, s: jax.device_put(x, s, may_alias=False), params, zero)
         found["gather_all"] = Contestant(own, through(whole), whole.cost().received)
     return found, {
-        "model_bytes": 4 * parameter_counts.parameters(model),
+        "model_bytes": 4 * parameter_counts.parameter_count(model),
         "buckets": cost.buckets,
         "bucket_bytes": BUCKET_BYTES,
         "train_shard_bytes": cost.source,

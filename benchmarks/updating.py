@@ -23,7 +23,7 @@ from hjax.errors import ConfigError
 from hjax.kernels.registry import AUTO, BLOCKS, CUDNN
 from hjax.models.compute import Compute
 from hjax.models.model_config import ModelConfig
-from hjax.models.presets import published
+from hjax.models.presets import preset
 from hjax.sharding.layout import make_layouts
 from hjax.workers import Actor, OptimizerConfig, Reference, WorkerContext
 from hjax.workers.memory import RoleMemory
@@ -128,7 +128,7 @@ def updating(case: Case, cache: Path | None = None) -> dict[str, Any]:
       RunError: it does not compile for another reason than memory.
     """
     topology = find_topology(case.topology)
-    model = published(case.model) if isinstance(case.model, str) else case.model
+    model = preset(case.model) if isinstance(case.model, str) else case.model
     role, kind = ("reference", Reference) if case.scores else ("actor", Actor)
     worker: Any = kind(
         WorkerContext(

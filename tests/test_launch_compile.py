@@ -31,7 +31,7 @@ from hjax.dryrun.topologies import (
 from hjax.errors import ConfigError
 from hjax.launch.compile import main, parse
 from hjax.models import parameter_counts
-from hjax.models.presets import published
+from hjax.models.presets import preset
 from hjax.settings.config_loading import config_names, load_config
 from hjax.show.memory_table import WIDTH, memory_table, verdict
 from hjax.xla.collectives import received_bytes
@@ -130,7 +130,7 @@ def test_a_published_name_is_a_shape_unless_there_is_such_a_directory(tmp_path, 
     monkeypatch.chdir(tmp_path)
     assert is_published("llama-7b") and is_published("Qwen2.5-7B")
     assert not is_published("llama-8b") and not is_published("")
-    assert read_shape("llama-7b") == (published("llama-7b"), None)
+    assert read_shape("llama-7b") == (preset("llama-7b"), None)
     (tmp_path / "llama-7b").mkdir()
     assert not is_published("llama-7b")
     with pytest.raises(ConfigError, match="config.json"):
@@ -140,7 +140,7 @@ def test_a_published_name_is_a_shape_unless_there_is_such_a_directory(tmp_path, 
 def test_shapes_need_no_data_but_a_prompt_length():
     config = load_config("ppo_llama_7b.py")
     inputs = shape_inputs(config)
-    assert inputs.model == published("llama-7b")
+    assert inputs.model == preset("llama-7b")
     assert inputs.prompt_length == 1024 and inputs.tokenizer is None
     with pytest.raises(ConfigError, match="rollout.max_prompt_length=0"):
         shape_inputs(load_config("ppo_llama_7b.py", ["--config.rollout.max_prompt_length=0"]))
@@ -231,7 +231,7 @@ def test_an_fsdp_update_moves_parameters_and_gradients_not_activations():
     }  # fmt: skip
     programs, roles = programs_of("PPO", changes)
     text = programs["actor", "update"].program.trace().lower().compile().as_text()
-    model = 4 * parameter_counts.parameters(roles.workers["actor"].network.config)
+    model = 4 * parameter_counts.parameter_count(roles.workers["actor"].network.config)
     # Gathered for the forward and for the backward pass; gradients summed (which counts twice).
     rule = (1 + 1 + 2) * 7 / 8 * model
     assert received_bytes(text) == pytest.approx(rule, rel=0.05)

@@ -120,7 +120,7 @@ def test_the_memory_table_fits_with_whole_cells(width):
 def test_loading_says_how_far_it_is(tmp_path, monkeypatch):
     import io
 
-    from hjax.models.parameter_counts import parameters
+    from hjax.models.parameter_counts import parameter_count
 
     config = save_model(tmp_path / "model", layers=2)
     told = []
@@ -129,7 +129,7 @@ def test_loading_says_how_far_it_is(tmp_path, monkeypatch):
     hjax.load_model(tmp_path / "model")  # nobody listens
     assert {what for what, _, _ in told} == {"loading model"}
     assert [done for _, done, _ in told] == sorted({done for _, done, _ in told})
-    assert told[0][1:] == (0, parameters(config)) and told[-1][1] == told[-1][2]
+    assert told[0][1:] == (0, parameter_count(config)) and told[-1][1] == told[-1][2]
 
     out, clock = io.StringIO(), iter([0.0, 0.0, 0.0, 6.0, 6.0, 6.0, 24.0, 24.0])
     display = Display(default_config(), 3, out)

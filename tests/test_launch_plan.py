@@ -23,7 +23,7 @@ from hjax.dryrun import plan_programs as plan_compile
 from hjax.errors import ConfigError
 from hjax.launch import plan as command
 from hjax.launch import plan_flags
-from hjax.models.cost_inputs import FLOAT32, MeshSizes, counts
+from hjax.models.cost_inputs import FLOAT32, MeshSizes, model_counts
 from hjax.models.model_config import ModelConfig
 from hjax.planning import calibration, cost, generation_cost
 from hjax.planning.constants import Constants
@@ -603,7 +603,7 @@ def test_a_calibration_counts_a_prompt_once_for_its_responses():
 def test_a_calibrated_rollout_takes_what_it_took():
     """1 s to start, 8 s for each layer and token, the cache, and what is read of weights, which by
     its bandwidth would be 4 s a token and is 10."""
-    counted = counts(CALIBRATED)
+    counted = model_counts(CALIBRATED)
     read = 4 * (2 * counted.layer_parameters + counted.head_parameters)
     device = Device("d", 1e9, {"float32": 1e30}, read / 4, 1.0, 1.0, 1, 0, "by hand")
     values = {"memory": 1.0, "matmul": 1.0, "dispatch": 0.25, "rollout": 0.75,

@@ -19,7 +19,7 @@ from hjax.models import huggingface
 from hjax.models.attention_strategies import Causal
 from hjax.models.dropout import Dropout, row_keys, token_keys
 from hjax.models.lora import TARGETS, Lora, targets_of
-from hjax.models.lora_compute import merged
+from hjax.models.lora_compute import merge_adapters
 from hjax.models.parameters import decoder_network, scalar_network, to_host
 from hjax.models.peft_files import CONFIG, WEIGHTS, Adapter, save_adapter
 from hjax.models.weights import load_params
@@ -102,7 +102,7 @@ def test_adapters_of_peft_give_its_numbers_merged_and_beside_the_weights(tmp_pat
     params = load_params(tmp_path / "adapter", network, one_device())
     apart = run(network, params)
     np.testing.assert_allclose(apart, expected, atol=1e-4)
-    plain = merged(params, network)
+    plain = merge_adapters(params, network)
     assert jax.tree.structure(plain) == jax.tree.structure(network.base.shapes)
     bound = 1e-5 * np.abs(expected).max()
     np.testing.assert_allclose(run(network.base, plain), apart, rtol=0, atol=bound)
@@ -182,7 +182,7 @@ def test_gradients_are_the_matrices_times_the_other_part(tmp_path):
     learned, frozen = network.partition.split(params)
     join = network.partition.join
     found = jax.grad(lambda x: loss(network, join(x, frozen)))(learned)["layers"]
-    whole = jax.grad(lambda x: loss(network.base, x))(merged(params, network))["layers"]
+    whole = jax.grad(lambda x: loss(network.base, x))(merge_adapters(params, network))["layers"]
     layers, scaling = params["layers"], 6.0 / 4
     of = {
         "q": ("ldhe,lrhe->ldr", "ldr,ldhe->lrhe"),

@@ -11,10 +11,10 @@ from hjax.errors import ConfigError
 from hjax.models import parameter_counts
 from hjax.models.attention_strategies import Causal
 from hjax.models.compute import Compute
-from hjax.models.cost_inputs import counts
+from hjax.models.cost_inputs import model_counts
 from hjax.models.model_config import LayerKind, ModelConfig
 from hjax.models.parameters import decoder_network, scalar_network
-from hjax.models.presets import planning_shape, published
+from hjax.models.presets import planning_shape, preset
 from hjax.xla.flops import count_flops
 
 # Billions of parameters as their makers give them (papers, model cards).
@@ -35,33 +35,33 @@ ACTIVE = {"mixtral-8x7b": 12.9, "qwen3-30b-a3b": 3.35, "qwen3-235b-a22b": 22.2}
 
 @pytest.mark.parametrize("name, billions", PUBLISHED.items())
 def test_published_parameters(name, billions):
-    shape = published(name)
-    assert parameter_counts.parameters(shape) == pytest.approx(billions * 1e9, rel=0.01)
+    shape = preset(name)
+    assert parameter_counts.parameter_count(shape) == pytest.approx(billions * 1e9, rel=0.01)
 
 
 @pytest.mark.parametrize("name, billions", ACTIVE.items())
 def test_published_active_parameters_of_experts(name, billions):
-    shape = published(name)
+    shape = preset(name)
     embedding = shape.vocab_size * shape.hidden_size
-    active = counts(shape).active + embedding
+    active = model_counts(shape).active + embedding
     assert active == pytest.approx(billions * 1e9, rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["llama-7b", "qwen2.5-0.5b", "llama-3.2-1b"])
 def test_parameters_are_those_of_the_network(name):
-    shape = published(name)
+    shape = preset(name)
     for network, scalar in ((decoder_network, False), (scalar_network, True)):
         leaves = jax.tree.leaves(network(shape).shapes)
         counted = sum(math.prod(leaf.shape) for leaf in leaves)
-        assert parameter_counts.parameters(shape, scalar) == counted
+        assert parameter_counts.parameter_count(shape, scalar) == counted
         bias = 1 if scalar else 0  # which plans leave out
-        assert counts(shape, scalar=scalar).parameters == counted - bias
+        assert model_counts(shape, scalar=scalar).parameters == counted - bias
 
 
 def test_flops_by_hand():
     # One layer, hidden 4, MLP 8, one head of 4, vocabulary 10, 3 tokens:
     # products 2 * (4*4*4 attention + 3*4*8 MLP + 4*10 head) * 3; pairs 4 * 4 * 3 * 3 / 2.
-    shape = published("llama-7b").__class__(10, 4, 8, 1, 1, 1, 4, 16)
+    shape = preset("llama-7b").__class__(10, 4, 8, 1, 1, 1, 4, 16)
     assert parameter_counts.forward_flops(shape, 3) == 2 * (64 + 96 + 40) * 3 + 4 * 4 * 4.5
 
 
@@ -77,7 +77,7 @@ def test_flops_of_a_window_by_hand():
 
 def test_flops_are_those_of_the_traced_forward():
     """The jaxpr's matrix products, attention counted in full instead of its causal half."""
-    shape = published("llama-3.2-1b")
+    shape = preset("llama-3.2-1b")
     network = decoder_network(shape)
     length = 256
 
@@ -96,21 +96,21 @@ def test_flops_are_those_of_the_traced_forward():
 
 def test_cache_bytes_of_llama():
     # 32 layers * 2 * 4096 elements * 2 bytes = 512 KiB a token; 70B: 80 * 2 * 1024 * 2.
-    assert parameter_counts.cache_bytes(published("llama-7b")) == 512 * 1024
-    assert parameter_counts.cache_bytes(published("llama-70b")) == 320 * 1024
+    assert parameter_counts.cache_bytes(preset("llama-7b")) == 512 * 1024
+    assert parameter_counts.cache_bytes(preset("llama-70b")) == 320 * 1024
 
 
 def test_activations_by_hand():
     # Llama 7B: 4*4096 whole + 4*4096 of attention + 3*11008 of the MLP = 65792 elements a layer.
-    shape = published("llama-7b")
-    found = counts(shape)
+    shape = preset("llama-7b")
+    found = model_counts(shape)
     assert (found.layer_activations, found.layer_activations_whole) == (65792, 16384)
 
 
 def test_parameters_of_experts_are_those_of_the_network():
-    shape = published("mixtral-8x7b")
+    shape = preset("mixtral-8x7b")
     counted = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(decoder_network(shape).shapes))
-    assert parameter_counts.parameters(shape) == counted
+    assert parameter_counts.parameter_count(shape) == counted
 
 
 def test_a_config_json_of_another_family_is_read_for_planning(tmp_path):
@@ -123,8 +123,8 @@ def test_a_config_json_of_another_family_is_read_for_planning(tmp_path):
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     read = planning_shape(str(tmp_path))
-    assert parameter_counts.parameters(read) == parameter_counts.parameters(
-        published("qwen3-30b-a3b")
+    assert parameter_counts.parameter_count(read) == parameter_counts.parameter_count(
+        preset("qwen3-30b-a3b")
     )
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
     with pytest.raises(ConfigError, match="model_type 'mamba'"):

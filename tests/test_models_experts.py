@@ -12,8 +12,8 @@ from hjax.kernels import reference
 from hjax.kernels.reference import GroupFill
 from hjax.kernels.registry import KernelSet
 from hjax.models import expert_dispatch, experts
-from hjax.models.expert_dispatch import ExpertDispatch, in_pieces, sorted_tokens
-from hjax.models.quantized import quantized as in_bytes
+from hjax.models.expert_dispatch import ExpertDispatch, dispatch_to_experts, sort_tokens
+from hjax.models.quantized import quantize as in_bytes
 from hjax.sharding.layout import make_layouts
 
 TOKENS, WIDTH, MLP, EXPERTS, PER_TOKEN = 512, 8, 6, 8, 2
@@ -173,18 +173,18 @@ def test_in_pieces_and_at_once_are_a_plain_sum(load, form, kernels, monkeypatch)
     assert len(frozen) == (4 if form in ("int8", "fp8") else 0)
     weights = dataclasses.replace(weights, **dict.fromkeys(frozen))
     routing = experts.Routing(PER_TOKEN, True, lambda gate, up: jax.nn.silu(gate) * up)
-    made = experts._made(routing, kernels)
+    made = experts._projections(routing, kernels)
 
     def summed(rows, shares, weights, keep=False):
         weights = dataclasses.replace(weights, **frozen).joined()
         pieces = ExpertDispatch(
-            *made, kernels.multiple, (), PARTS, keep, tuple(frozen), experts._DOWN
+            *made, kernels.multiple, (), PARTS, keep, tuple(frozen), experts._DOWN_FIELDS
         )
         halves = zip(*(jnp.split(x, 2) for x in (rows, shares, chosen)), strict=True)
-        sets = [sorted_tokens(*half, EXPERTS) for half in halves]
+        sets = [sort_tokens(*half, EXPERTS) for half in halves]
         tokens = jax.tree.map(lambda *x: jnp.concatenate(x), *sets)
         assert pieces._cut(tokens, weights).size == size
-        return in_pieces(pieces, tokens, weights)
+        return dispatch_to_experts(pieces, tokens, weights)
 
     def gradients(run):
         def value(*arguments):
@@ -198,7 +198,7 @@ def test_in_pieces_and_at_once_are_a_plain_sum(load, form, kernels, monkeypatch)
     size = 384  # of 1024 rows: all on one expert take two
     found = [gradients(summed), gradients(functools.partial(summed, keep=True))]
     size = 1024  # at once
-    monkeypatch.setattr(expert_dispatch, "ROOM", float(PARTS))
+    monkeypatch.setattr(expert_dispatch, "CAPACITY_FACTOR", float(PARTS))
     found += [gradients(summed), gradients(functools.partial(summed, keep=True))]
     for several in zip(*found, expected, strict=True):
         for one in several[:-1]:
@@ -241,7 +241,7 @@ TRAVELLING = [(*LAYOUTS[2], "int8"), (*LAYOUTS[3], ""), (*LAYOUTS[4], "adapters"
 @pytest.mark.extended
 def test_tokens_that_travel_get_what_gathered_ones_get(train, count, form, monkeypatch):
     """Values and gradients, beside all experts on one device."""
-    monkeypatch.setattr(experts, "pays", lambda rows, weights: True)
+    monkeypatch.setattr(experts, "ring_is_cheaper", lambda rows, weights: True)
     layout = make_layouts(jax.devices(), train).train
     width, mlp = 32, 16
     keys = iter(jax.random.split(jax.random.key(0), 9))
@@ -268,7 +268,7 @@ def test_tokens_that_travel_get_what_gathered_ones_get(train, count, form, monke
     def found(*more, **travel):
         def run(x, weights, frozen):
             whole = dataclasses.replace(weights, **frozen)
-            return experts.mixture(x, whole, routing, *more, **travel)[0]
+            return experts.mixture_of_experts(x, whole, routing, *more, **travel)[0]
 
         @jax.jit
         def both(x, weights, frozen, given):
@@ -299,7 +299,7 @@ def test_a_few_tokens_are_gathered(length, travels):
     routing = experts.Routing(3, True, lambda gate, up: gate * up)
 
     def run(x):
-        return experts.mixture(x, weights, routing, layout, travel=True)[0]
+        return experts.mixture_of_experts(x, weights, routing, layout, travel=True)[0]
 
     text = str(jax.make_jaxpr(run)(jnp.ones((8, length, width))))
     assert ("ppermute" in text, "all_gather" in text) == (travels, not travels)

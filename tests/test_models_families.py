@@ -23,9 +23,9 @@ from hjax.models.families import FAMILIES, from_hf, to_hf
 from hjax.models.forward import sequence_states, token_log_probs
 from hjax.models.huggingface import load_weights, read_config, save_weights
 from hjax.models.parameters import decoder_network
-from hjax.models.presets import published
+from hjax.models.presets import preset
 from hjax.models.rotary import Rope
-from hjax.models.sequence_packing import arranged
+from hjax.models.sequence_packing import to_slots
 from hjax.rollout.requests import Request
 from hjax.rollout.sampling_params import SamplingParams
 from hjax.rollout.service import GenerationService
@@ -46,7 +46,7 @@ def test_logits_are_transformers_and_files_go_both_ways(name, tmp_path):
     expected = logits(theirs, TOKENS)
     ours = hjax.load_model(tmp_path / "theirs")
     np.testing.assert_allclose(ours.logits(TOKENS), expected, rtol=2e-5, atol=5e-5)
-    assert parameter_counts.parameters(ours.config) == theirs.num_parameters()
+    assert parameter_counts.parameter_count(ours.config) == theirs.num_parameters()
 
     config, params = load_weights(tmp_path / "theirs")
     written = from_hf(to_hf(config))
@@ -137,7 +137,7 @@ def test_packs_change_nothing(name, tmp_path, monkeypatch):
 
     def log_probs(params, batch, compute):
         decoder = network.bind(params)
-        return forward.response_log_probs(decoder, arranged(batch), 1, compute)
+        return forward.response_log_probs(decoder, to_slots(batch), 1, compute)
 
     batch["packing"] = make_packing(*lengths, (6, 11), 2, 24, 1)
     for whole, compute in ((512, Compute()), (0, Compute(kernel_set="backward"))):
@@ -193,7 +193,7 @@ def test_a_softcap_of_logits_holds_where_they_are_made_in_chunks(tmp_path, monke
 
 @pytest.mark.extended
 def test_a_program_of_alternating_layers_does_not_grow_with_depth():
-    shape = published("gemma-3-1b")
+    shape = preset("gemma-3-1b")
 
     def lines(layers):
         kinds = shape.layer_kinds[:6] * (layers // 6)
@@ -298,11 +298,11 @@ WRITTEN = {
 @pytest.mark.parametrize("name", WRITTEN)
 def test_config_json_as_its_makers_wrote_it_is_the_published_shape(name):
     read = from_hf(WRITTEN[name])
-    assert parameter_counts.parameters(read) == parameter_counts.parameters(published(name))
+    assert parameter_counts.parameter_count(read) == parameter_counts.parameter_count(preset(name))
     # What a shape is counted and compiled for does not depend on.
     free = ("norm_epsilon", "router_loss", "normalize_router")
-    same = {field: getattr(published(name), field) for field in free}
-    assert dataclasses.replace(read, **same) == published(name)
+    same = {field: getattr(preset(name), field) for field in free}
+    assert dataclasses.replace(read, **same) == preset(name)
 
 
 REFUSED = [
@@ -440,7 +440,7 @@ OWN = (pathlib.Path(hjax.__file__).parent / "models/families/olmo2.py").read_tex
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
     """A file with OLMo 2's family under another name, and a model of transformers' that has it."""
-    monkeypatch.setattr(families, "_own", {})
+    monkeypatch.setattr(families, "_user_families", {})
     file = tmp_path / "mine.py"
     text = OWN.replace("class Olmo2", "class Mine").replace('"olmo2"', '"mine"')
     file.write_text(text.replace("Olmo2ForCausalLM", "MineForCausalLM"))
@@ -464,7 +464,7 @@ def test_a_family_in_a_file_of_ones_own_loads(mine, tmp_path, monkeypatch):
     save_weights(tmp_path / "ours", config, params)
     assert json.loads((tmp_path / "ours/config.json").read_text())["model_type"] == "mine"
     # In another process, which has the model's shapes alone.
-    monkeypatch.setattr(families, "_own", {})
+    monkeypatch.setattr(families, "_user_families", {})
     assert families.family_of(ours.config).model_type == "mine"
     assert read_config(tmp_path / "ours") == ours.config
 
@@ -503,7 +503,7 @@ def test_a_run_trains_one_from_scratch(mine):
     ],
 )
 def test_what_is_no_family_is_refused(text, says, tmp_path, monkeypatch):
-    monkeypatch.setattr(families, "_own", {})
+    monkeypatch.setattr(families, "_user_families", {})
     (tmp_path / "mine.py").write_text(text)
     with pytest.raises(ConfigError, match=f"config.model.family=.*{says}"):
         tiny_config("PPO", {"model.family": f"{tmp_path}/mine.py:Mine"})

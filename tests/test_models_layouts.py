@@ -107,7 +107,7 @@ def one_step(path, devices, train, generate, micro_batch):
 @pytest.mark.extended
 def test_loss_gradient_and_tokens_are_those_of_one_device(name, tmp_path, monkeypatch):
     # Few rows go through in pieces too.
-    monkeypatch.setattr("hjax.models.expert_dispatch._TILES", (2,))
+    monkeypatch.setattr("hjax.models.expert_dispatch._TILE_ROWS", (2,))
     row, changes, *layout = RUNS[name]
     model(row, **changes).save_pretrained(tmp_path)
     expected_loss, expected, expected_drawn = one_step(tmp_path, 1, {"data": 1}, {}, 0)

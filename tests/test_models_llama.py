@@ -121,7 +121,7 @@ def test_parameters_are_counted_as_torch_counts_them():
     for changes in FAMILY.values():
         theirs = llama(**changes)
         config = from_hf(theirs.config.to_dict())
-        assert parameter_counts.parameters(config) == theirs.num_parameters()
+        assert parameter_counts.parameter_count(config) == theirs.num_parameters()
 
 
 def test_bfloat16_files_and_shards_load(tmp_path):
@@ -149,7 +149,7 @@ def test_one_parameter_at_a_time_is_in_memory_while_a_model_is_read(tmp_path):
     left, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     tensor = 4 * 4096 * 256
-    assert peak - left < largest + 1.5 * tensor < 0.6 * 4 * parameter_counts.parameters(config)
+    assert peak - left < largest + 1.5 * tensor < 0.6 * 4 * parameter_counts.parameter_count(config)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
 
 

@@ -51,7 +51,7 @@ def test_scores_equal_a_sequence_classifier(tied, tmp_path):
     config, params = load_scalar(tmp_path)
     network = scalar_network(config)
     assert (
-        parameter_counts.parameters(config, scalar=True) == theirs.num_parameters() + 1
+        parameter_counts.parameter_count(config, scalar=True) == theirs.num_parameters() + 1
     )  # and a bias
     tokens, mask = np.zeros((3, 8), np.int32), np.zeros((3, 8), bool)
     for i, row in enumerate(ROWS):

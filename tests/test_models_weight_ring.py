@@ -9,12 +9,12 @@ import pytest
 
 from hjax.models import collective_matmul
 from hjax.models.compute import Compute
-from hjax.models.cost_inputs import MeshSizes, counts
+from hjax.models.cost_inputs import MeshSizes, model_counts
 from hjax.models.forward import response_states, token_log_probs
 from hjax.models.lora import Lora
 from hjax.models.model_config import LayerKind, ModelConfig
 from hjax.models.parameters import decoder_network
-from hjax.models.quantized import quantized_params
+from hjax.models.quantized import quantize_params
 from hjax.sharding.layout import make_layouts
 
 LLAMA = ModelConfig(48, 32, 40, 2, 8, 4, 4, 64)
@@ -61,7 +61,7 @@ def params_of(config):
     keys = jax.random.split(jax.random.key(3), len(leaves))
     drawn = [0.3 * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
     params = jax.tree.unflatten(structure, drawn)
-    return quantized_params(params, decoder_network(config).declared)
+    return quantize_params(params, decoder_network(config).declared)
 
 
 def batch_of():
@@ -102,7 +102,7 @@ def test_loss_and_gradient_are_those_of_one_device(name, monkeypatch):
     loss, gradient = plain.lower().compile()(learned, frozen, batch)
 
     monkeypatch.setattr(collective_matmul, "PLATFORMS", ("cpu",))
-    monkeypatch.setattr(collective_matmul, "pays", lambda *_: True)
+    monkeypatch.setattr(collective_matmul, "fewer_bytes_received", lambda *_: True)
     layout = make_layouts(jax.devices()[:8], {"data": 1} | train, generate).train
     compute = dataclasses.replace(compute.on(layout), layout=layout)
     placed = network.place(params, layout)
@@ -120,8 +120,9 @@ def test_loss_and_gradient_are_those_of_one_device(name, monkeypatch):
 
 def test_activations_are_summed_where_weights_cannot_travel_or_are_more():
     def travels(sizes, **changes):
-        model = counts(dataclasses.replace(LLAMA, **changes))
-        return collective_matmul.travels(model, MeshSizes.of(make_layouts(8, sizes).train), 10_000)
+        model = model_counts(dataclasses.replace(LLAMA, **changes))
+        mesh = MeshSizes.of(make_layouts(8, sizes).train)
+        return collective_matmul.weights_travel(model, mesh, 10_000)
 
     assert travels({"fsdp": 2, "tensor": 4}) and travels({"data": 2, "tensor": 4}, lora=LORA)
     assert not travels({"fsdp": 8})
@@ -132,5 +133,6 @@ def test_activations_are_summed_where_weights_cannot_travel_or_are_more():
     # Llama-3-8B over 4: 218.1 million weights a layer; of each token two sums of 4096 elements are
     # received twice, or of 40 heads of 128 a quarter and back: from 218.1e6 / (16384 - 2560) on.
     llama = {"hidden_size": 4096, "mlp_size": 14336, "heads": 32, "kv_heads": 8, "head_dim": 128}
-    large = counts(dataclasses.replace(LLAMA, **llama))
-    assert not collective_matmul.pays(large, 15_700, 4) and collective_matmul.pays(large, 15_900, 4)
+    large = model_counts(dataclasses.replace(LLAMA, **llama))
+    fewer = collective_matmul.fewer_bytes_received
+    assert not fewer(large, 15_700, 4) and fewer(large, 15_900, 4)

@@ -132,7 +132,7 @@ def test_new_tokens_see_their_row_and_no_column_before_it(window, softcap, sinks
         total = weights.sum() + (np.exp(sink[h]) if sinks else 0)
         expected[r, i, h] = weights @ v[r, h // per_kv, seen] / total
     single = [jnp.asarray(x, jnp.float32) for x in (q, k, v)]
-    found = append_attention.attend(
+    found = append_attention.chunked_attention(
         *single, jnp.asarray(begin), ScoreOptions(None, softcap, window),
         jnp.asarray(sink, jnp.float32) if sinks else None, piece,
     )  # fmt: skip
@@ -144,7 +144,8 @@ def test_pieces_in_which_no_row_has_a_token_are_not_looked_at():
     q = jnp.ones((2, 3, 2, 8))
     k, v = np.ones((2, 2, 1, 21, 8), np.float32)
     k[:, :, :10], v[:, :, :10] = np.nan, np.nan
-    found = append_attention.attend(q, jnp.asarray(k), jnp.asarray(v), jnp.array([14, 11]), piece=5)
+    begin = jnp.array([14, 11])
+    found = append_attention.chunked_attention(q, jnp.asarray(k), jnp.asarray(v), begin, piece=5)
     np.testing.assert_allclose(found, 1, rtol=1e-6)
 
 

@@ -11,7 +11,7 @@ from hjax.algorithms.losses import PolicyLoss
 from hjax.dryrun.programs import memory_of
 from hjax.dryrun.shape_inputs import read_shape, shape_inputs
 from hjax.models.compute import Compute
-from hjax.models.cost_inputs import counts
+from hjax.models.cost_inputs import model_counts
 from hjax.models.model_config import ModelConfig
 from hjax.run.memory_check import choose
 from hjax.run.placement import placed
@@ -141,19 +141,19 @@ def test_what_is_kept_of_a_layer_by_hand():
     # hidden 8, MLP 24, 4 heads of 2, 2 of keys: norms 4 x 8; q and output 8 each, k and v 4 each;
     # gate and up 24 each, their product made again.
     model = ModelConfig(32, 8, 24, 3, 4, 2, 2, 64)
-    assert counts(model).kept("none") == (32 + 24 + 48, 32)
-    assert counts(model).kept("products") == (8 + 8 + 48 + 8 + 8 + 8, 8 + 8)
-    assert counts(model).kept("attention") == (8 + 8, 8)
-    assert counts(model).kept("full") == (8, 8)
-    assert counts(model).kept("offload") == (0, 0)
+    assert model_counts(model).kept("none") == (32 + 24 + 48, 32)
+    assert model_counts(model).kept("products") == (8 + 8 + 48 + 8 + 8 + 8, 8 + 8)
+    assert model_counts(model).kept("attention") == (8 + 8, 8)
+    assert model_counts(model).kept("full") == (8, 8)
+    assert model_counts(model).kept("offload") == (0, 0)
     biased = dataclasses.replace(model, mlp_bias=True)
-    assert counts(biased).kept("none") == (32 + 24 + 72, 32)
+    assert model_counts(biased).kept("none") == (32 + 24 + 72, 32)
 
 
 def test_the_gradients_of_a_layer_by_hand():
     # Of output and MLP's input 2 x 8; of gate, up and product 24 each, and the product again.
     def gradients(config):
-        return counts(config).layer_gradients, counts(config).layer_gradients_whole
+        return model_counts(config).layer_gradients, model_counts(config).layer_gradients_whole
 
     model = ModelConfig(32, 8, 24, 3, 4, 2, 2, 64)
     assert gradients(model) == (16 + 72 + 24, 16)

@@ -15,8 +15,8 @@ import numpy as np
 
 from hjax.dryrun.programs import StepProgram, phase_of
 from hjax.models import parameter_counts
-from hjax.models.collective_matmul import travels
-from hjax.models.cost_inputs import MeshSizes, counts
+from hjax.models.collective_matmul import weights_travel
+from hjax.models.cost_inputs import MeshSizes, model_counts
 from hjax.models.model_config import ModelConfig
 from hjax.sharding.layout import Layout, shard_bytes
 from program_costs.limits import Limits
@@ -44,7 +44,7 @@ def minimum(
     tokens = Tokens(program.rows, samples, prompt_length, context.max_response_length)
     element = np.dtype(context.compute.dtype).itemsize
     # Of the parameters, of which each device needs all that passes it.
-    held = _held(parameter_counts.parameters(model, worker.scalar), model, layout) * element
+    held = _held(parameter_counts.parameter_count(model, worker.scalar), model, layout) * element
     parts = layout.ways("embed")
     gather = held * (parts - 1) / parts
     forward = tokens.forward_flops(model, worker.scalar) / layout.mesh.size
@@ -52,7 +52,7 @@ def minimum(
     if generates and program.program.tokens == 0:
         # Prompts alone: as many of them as a run reads.
         tokens = Tokens(program.rows // program.runs, samples, prompt_length, 0)
-        moved = _held(parameter_counts.parameters(model), model, layout) * element
+        moved = _held(parameter_counts.parameter_count(model), model, layout) * element
         passed = tokens.all
         flops, received = tokens.forward_flops(model, False) / layout.mesh.size, 0.0
     elif generates and program.program.tokens is not None:
@@ -84,7 +84,8 @@ def minimum(
         rows = passed / layout.ways("batch")
         both = 2 if phase == "update" else 1
         pieces = 1 if generates else worker.passes.pieces_of(program.rows)
-        if not generates and travels(counts(model), MeshSizes.of(layout), rows / pieces):
+        mesh = MeshSizes.of(layout)
+        if not generates and weights_travel(model_counts(model), mesh, rows / pieces):
             # Of every layer the other parts of its weights, and of their gradients; queries, keys,
             # values and what attention makes of them.
             times = parameter_counts.update_passes(model, worker.scalar) if phase == "update" else 1
@@ -120,7 +121,7 @@ def decoding_bytes(
       cache_element: of an entry of the cache, see ``hjax.kernels.int8_cache.element_bytes``.
     """
     looked_up = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size
-    weights = _held(parameter_counts.parameters(model) - looked_up, model, layout) * element
+    weights = _held(parameter_counts.parameter_count(model) - looked_up, model, layout) * element
     cache = (
         parameter_counts.cache_elements(model) * cache_element * tokens.read_while_decoding(model)
     )
@@ -157,19 +158,19 @@ class Tokens:
         """Tokens whose keys and values are read, over all steps and layers: each prompt's once a
         step for all its samples, of each response those before; of a layer with a window those
         within it."""
-        own = parameter_counts.attended(model, self.response)
+        own = parameter_counts.attention_pairs(model, self.response)
         return self.groups * (self._responding(model) - own) + self.rows * own
 
     def _responding(self, model: ModelConfig) -> float:
         """Pairs of a response's token and one that it attends to, in all layers."""
-        whole = parameter_counts.attended(model, self.prompt + self.response)
-        return whole - parameter_counts.attended(model, self.prompt)
+        whole = parameter_counts.attention_pairs(model, self.prompt + self.response)
+        return whole - parameter_counts.attention_pairs(model, self.prompt)
 
     def forward_flops(self, model: ModelConfig, scalar: bool) -> float:
         """Matrix products of a forward pass; the head's of the responses alone."""
         layers = 2.0 * model.layers * parameter_counts.active_layer_parameters(model) * self.all
         head = 2.0 * model.hidden_size * (1 if scalar else model.vocab_size)
-        pairs = self.groups * parameter_counts.attended(model, self.prompt)
+        pairs = self.groups * parameter_counts.attention_pairs(model, self.prompt)
         pairs += self.rows * self._responding(model)
         attention = 4.0 * model.heads * model.head_dim * pairs
         return math.fsum([layers, head * self.rows * self.response, attention])

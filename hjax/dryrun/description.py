@@ -68,7 +68,7 @@ def describe(trainer: Any) -> dict[str, Any]:
         "placement": placement,
         "host_roles": [r for r in roles.builds if r not in roles.layouts],
         "parameters": {
-            role: parameter_counts.parameters(worker.network.config, worker.scalar)
+            role: parameter_counts.parameter_count(worker.network.config, worker.scalar)
             for role, worker in rehearsal.workers.items()
         },
         "learned": {

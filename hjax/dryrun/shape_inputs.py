@@ -9,14 +9,14 @@ from hjax.data.dataset import Dataset
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError
 from hjax.models.model_config import ModelConfig
-from hjax.models.presets import SHAPES, published
+from hjax.models.presets import PRESETS, preset
 from hjax.models.weights import read_config
 from hjax.run.inputs import Inputs, load_inputs, load_tokenizer
 
 
 def is_published(path: str) -> bool:
     """Whether a role's path names a published shape (a directory of that name comes first)."""
-    return path.lower() in SHAPES and not Path(path).expanduser().is_dir()
+    return path.lower() in PRESETS and not Path(path).expanduser().is_dir()
 
 
 def read_shape(path: str) -> tuple[ModelConfig, Tokenizer | None]:
@@ -26,7 +26,7 @@ def read_shape(path: str) -> tuple[ModelConfig, Tokenizer | None]:
       ConfigError: neither.
     """
     if is_published(path):
-        return published(path), None
+        return preset(path), None
     return read_config(path), load_tokenizer(path)
 
 
@@ -42,7 +42,7 @@ def shape_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
     path = config.actor.path
     if not is_published(path):
         return load_inputs(config, source)
-    model, length = published(path), config.rollout.max_prompt_length
+    model, length = preset(path), config.rollout.max_prompt_length
     if not length:
         raise ConfigError(
             f"rollout.max_prompt_length=0 takes the longest prompt in the data, but {path!r} names "

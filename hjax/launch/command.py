@@ -89,9 +89,9 @@ def settle(own: flags.FlagValues, rules: Mapping[str, Rule]) -> None:
         if own[name].value is not None and not rule.holds(own[name].value):
             raise ConfigError(f"--{name}={own[name].value}: must be {rule.text}")
     if own["family"].value:
-        from hjax.models.families import take_family
+        from hjax.models.families import load_family
 
-        take_family(own["family"].value, "--family")
+        load_family(own["family"].value, "--family")
 
 
 def parse_flags(own: flags.FlagValues, arguments: Sequence[str]) -> None:

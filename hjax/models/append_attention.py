@@ -25,7 +25,7 @@ from hjax.kernels.int8_cache import Held, QuantizedCache
 from hjax.models.attention_strategies import AttentionInputs, KeyValue
 
 BLOCK = 16  # tokens of a block, of consecutive positions of one sequence
-PIECE = 256  # columns whose scores are held at a time
+CHUNK = 256  # columns whose scores are held at a time
 
 Carry = TypeVar("Carry")
 
@@ -129,7 +129,9 @@ class AppendAttention:
         def widened(held: Held) -> jax.Array:
             return held.widened(q.dtype) if isinstance(held, QuantizedCache) else held
 
-        out = attend(q, widened(keys), widened(values), begin, scoring=scoring, sinks=sinks)
+        out = chunked_attention(
+            q, widened(keys), widened(values), begin, scoring=scoring, sinks=sinks
+        )
         return out, cache, (keys, values)
 
     def _joined(
@@ -142,7 +144,7 @@ class AppendAttention:
         """Keys and values [rows, heads, columns, head_dim] of rows that begin in columns ``begin``;
         pieces of columns in which none has a token stay zero."""
         columns, new = self.blocks.shape[1] * BLOCK, self.mask.shape[1]
-        size = min(PIECE, columns)
+        size = min(CHUNK, columns)
         count = size // BLOCK + 1  # blocks that a piece may touch
         of_layer = cache.rows(layer, self.blocks[:, :1])
         made = [int8_cache.like(held, x) for held, x in zip(of_layer, pair)]
@@ -177,11 +179,11 @@ class AppendAttention:
             return jnp.zeros(shape, x.dtype)
 
         held = tuple(int8_cache.each(room, x) for x in of_layer)
-        found = from_the_last(columns, begin, size, piece, held)
+        found = scan_chunks_backwards(columns, begin, size, piece, held)
         return cast(KeyValue, found)
 
 
-def from_the_last(
+def scan_chunks_backwards(
     columns: int,
     begin: jax.Array,
     piece: int,
@@ -209,14 +211,14 @@ def from_the_last(
     return jax.lax.fori_loop(0, (filled + piece - 1) // piece, one, carry)
 
 
-def attend(
+def chunked_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     begin: jax.Array,
     scoring: ScoreOptions = ScoreOptions(),
     sinks: jax.Array | None = None,
-    piece: int = PIECE,
+    piece: int = CHUNK,
 ) -> jax.Array:
     """Each new token sees its row's columns up to its own.
 
@@ -266,6 +268,6 @@ def attend(
         sink = sinks.astype(wide).reshape(kv_heads, -1)[None, :, :, None]
         top, total = jnp.broadcast_to(sink, top.shape), jnp.ones_like(top)
     carry = top, total, jnp.zeros(asked.shape, wide)
-    _, total, out = from_the_last(columns, begin, size, step, carry)
+    _, total, out = scan_chunks_backwards(columns, begin, size, step, carry)
     out = (out / total[..., None]).astype(q.dtype)
     return out.transpose(0, 3, 1, 2, 4).reshape(rows, new, heads, dim)

@@ -135,7 +135,7 @@ class Causal:
         form, pieces = self.form, self.form.pieces(q.shape[1])
         kept: KeyValue | None = None
         if self.int8:
-            k, v, kept = _rounded(k, v)
+            k, v, kept = _int8_rounded(k, v)
         if pieces:
             out = form.attend(q, k, v, self.mask, sinks, scoring)
             if not self.keep or kept:
@@ -150,7 +150,7 @@ class Causal:
         return out, cache, kept or ((k, v) if self.keep else None)
 
 
-def _rounded(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, KeyValue]:
+def _int8_rounded(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, KeyValue]:
     """Keys and values [batch, length, kv_heads, head_dim] as int8 has them, and what is kept."""
     made = [int8_cache.quantized(x) for x in (k, v)]
     wide = [(numbers * scale).astype(k.dtype) for numbers, scale in made]
@@ -242,7 +242,7 @@ class SharedPrompt:
         length = (total - prompt) // self.samples
         kept: KeyValue | None = None
         if self.int8:
-            k, v, kept = _rounded(k, v)
+            k, v, kept = _int8_rounded(k, v)
         elif self.keep:
             kept = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
         if self.form.pieces(prompt + length):

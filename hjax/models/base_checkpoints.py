@@ -13,8 +13,8 @@ from typing import Any
 
 from hjax.errors import DataError
 from hjax.files import read_json, saved_steps
-from hjax.models.checkpoint import damaged
-from hjax.models.checksums import saved_sums
+from hjax.models.checkpoint import damaged_error
+from hjax.models.checksums import read_checksums
 
 RECORD = "bases.json"
 _ITEMS = ("actor.params", "actor.base")  # what is read of a checkpoint
@@ -42,7 +42,7 @@ class BaseCheckpoint:
         there = saved_steps(checkpoints) if checkpoints.is_dir() else []
         if self.step not in there:
             wrong = f"is gone (there: {', '.join(map(str, there)) or 'none'})"
-        elif self.sums and self.sums != _sums(checkpoints / str(self.step)):
+        elif self.sums and self.sums != _item_checksums(checkpoints / str(self.step)):
             wrong = "is another one now: its checksum differs"
         else:
             return self.step
@@ -62,7 +62,7 @@ def newest_base(workdir: str | os.PathLike) -> BaseCheckpoint | None:
     checkpoints = Path(workdir) / "checkpoints"
     if not (steps := saved_steps(checkpoints)):
         return None
-    return BaseCheckpoint(steps[-1], _sums(checkpoints / str(steps[-1])))
+    return BaseCheckpoint(steps[-1], _item_checksums(checkpoints / str(steps[-1])))
 
 
 def read_bases(workdir: str | os.PathLike) -> dict[str, BaseCheckpoint]:
@@ -89,9 +89,9 @@ def recorded_step(workdir: str | os.PathLike, path: str | os.PathLike) -> int | 
     return None if base is None else base.check(path)
 
 
-def _sums(folder: Path) -> dict[str, Any]:
+def _item_checksums(folder: Path) -> dict[str, Any]:
     try:
-        saved = saved_sums(folder)
+        saved = read_checksums(folder)
     except (OSError, ValueError) as error:
-        raise damaged(folder, error) from error
+        raise damaged_error(folder, error) from error
     return {item: saved[item] for item in _ITEMS if item in saved}

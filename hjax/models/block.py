@@ -24,10 +24,10 @@ from hjax.models.architecture import decoder_parameters
 from hjax.models.attention_strategies import Attention, AttentionInputs
 from hjax.models.collective_matmul import WeightRing
 from hjax.models.compute import Compute
-from hjax.models.experts import AXES, ExpertWeights, Routing, mixture
+from hjax.models.experts import LOGICAL_AXES, ExpertWeights, Routing, mixture_of_experts
 from hjax.models.lora_compute import AdaptedMatrix
 from hjax.models.model_config import LayerKind, ModelConfig
-from hjax.models.parameter_spec import ParameterKind, create_in
+from hjax.models.parameter_spec import ParameterKind, create_parameters
 from hjax.models.rotary import Tables
 
 Rotary = tuple[Tables, ...]  # cos and sin, for each of a model's rotary positions
@@ -71,7 +71,7 @@ class Block(nnx.Module):
         base = {n: p for n, p in declared.items() if n not in adapters}
         for some, start in ((base, key), (adapters, jax.random.fold_in(key, 1))):
             keys = iter(jax.random.split(start, sum(p.scale > 0 for p in some.values()) or 1))
-            create_in(self, some, functools.partial(next, keys))
+            create_parameters(self, some, functools.partial(next, keys))
 
     def __call__(
         self,
@@ -93,7 +93,7 @@ class Block(nnx.Module):
           rotary: of the tokens' positions, see ``rotary_tables``.
           attention, cache, compute: as of ``Decoder``.
           kind: what this layer has of its own.
-          counted: tokens of which it is asked how they spread over experts, see ``mixture``.
+          counted: weight of each token in the routing statistics, see ``mixture_of_experts``.
           ring: along which weights travel; None: they stay.
 
         Returns:
@@ -101,11 +101,11 @@ class Block(nnx.Module):
         """
         config, kernels, compute = self.config, compute.kernels, compute.in_layer(layer)
         h = x if config.norms == "after" else self._norm("attention_norm", x, compute)
-        run = functools.partial(collective_matmul.along, ring, self)
+        run = functools.partial(collective_matmul.run_on_ring, ring, self)
         scoring = ScoreOptions(config.attention_scale, config.attention_softcap, kind.window or 0)
         turn = None
         if kind.rope is not None and rotary:
-            turn = functools.partial(_turn, kernels, *rotary[kind.rope])
+            turn = functools.partial(_rotate_heads, kernels, *rotary[kind.rope])
         times = None
         if turn is None and not config.query_key_norm:  # nothing else passes over the queries
             times = scoring.factor(config.head_dim)
@@ -210,14 +210,14 @@ class Block(nnx.Module):
     def _experts(
         self, x: jax.Array, compute: Compute, counted: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None]:
-        read = {name: getattr(self, name)[...] for name in AXES if hasattr(self, name)}
+        read = {name: getattr(self, name)[...] for name in LOGICAL_AXES if hasattr(self, name)}
         for name in ("gate_up_b", "down_b"):
             if name in read:
                 assert self.config.lora is not None
                 read[name] = self.config.lora.scaling * read[name]
         config = self.config
-        activation = functools.partial(gated, config)
-        return mixture(
+        activation = functools.partial(gated_activation, config)
+        return mixture_of_experts(
             x,
             ExpertWeights(**read),
             Routing(config.experts_per_token, config.normalize_router, activation),
@@ -236,7 +236,7 @@ class Block(nnx.Module):
             return compute.kernels.gated_mlp(x, self.gate_up[...], self.down[...])
         if config.gated_mlp:
             both = remat.first_products(self._product("btd,dcm->btcm", x, "gate_up", compute))
-            inner = gated(config, *_pair(both))
+            inner = gated_activation(config, *_pair(both))
         else:
             up = remat.first_products(self._product("btd,dm->btm", x, "up", compute))
             inner = ACTIVATIONS[config.activation](up)
@@ -249,7 +249,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def gated(config: ModelConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
+def gated_activation(config: ModelConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
     """What goes down in a gated MLP, of gate and up."""
     if config.activation != "clamped_swiglu":
         return ACTIVATIONS[config.activation](gate) * up
@@ -277,7 +277,7 @@ def norm(
     return (out if bias is None else out + bias[...].astype(jnp.float32)).astype(x.dtype)
 
 
-def _turn(kernels: KernelSet, cos: jax.Array, sin: jax.Array, x: jax.Array) -> jax.Array:
+def _rotate_heads(kernels: KernelSet, cos: jax.Array, sin: jax.Array, x: jax.Array) -> jax.Array:
     """The first part of every head rotated, as much as the tables are for."""
     size = 2 * cos.shape[-1]
     if size == x.shape[-1]:

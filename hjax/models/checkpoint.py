@@ -24,7 +24,7 @@ import numpy as np
 
 from hjax.errors import DataError, RunError
 from hjax.files import read_json, replace_file, saved_steps, to_json
-from hjax.models.checksums import check_sums, write_checksums
+from hjax.models.checksums import verify_checksums, write_checksums
 from hjax.sharding.offload import HOST
 
 CONTROLLER = "controller.json"
@@ -91,7 +91,7 @@ class Checkpoints:
         except BaseException as error:
             shutil.rmtree(part, ignore_errors=True)
             if isinstance(error, OSError):
-                raise not_written(step, error) from error
+                raise write_error(step, error) from error
             raise
         self._latest = step
         self._completing = threading.Thread(
@@ -109,11 +109,11 @@ class Checkpoints:
         try:
             content = read_json(folder / CONTROLLER)
         except (OSError, ValueError) as error:
-            raise damaged(folder, error) from error
+            raise damaged_error(folder, error) from error
         if content is None:
-            raise damaged(folder, FileNotFoundError(f"{CONTROLLER} is missing"))
+            raise damaged_error(folder, FileNotFoundError(f"{CONTROLLER} is missing"))
         if not isinstance(content, dict) or content.get("step") != step:
-            raise damaged(folder, DataError(f"its {CONTROLLER} is not of this step"))
+            raise damaged_error(folder, DataError(f"its {CONTROLLER} is not of this step"))
         return content
 
     def verify(self, step: int) -> bool:
@@ -127,9 +127,9 @@ class Checkpoints:
         """
         folder = self.folder(step)
         try:
-            summed = check_sums(folder)
+            summed = verify_checksums(folder)
         except (OSError, ValueError) as error:
-            raise damaged(folder, error) from error
+            raise damaged_error(folder, error) from error
         self.controller(step)
         return summed
 
@@ -181,7 +181,7 @@ class Checkpoints:
         """
         if self._failed is not None:
             (step, error), self._failed = self._failed, None
-            raise not_written(step, error) from error
+            raise write_error(step, error) from error
 
     def wait(self) -> None:
         """Until everything saved is on disk.
@@ -239,9 +239,9 @@ def write_state(folder: Path, items: Mapping[str, Any]) -> Callable[[], None]:
     jax.block_until_ready(copies)
 
     def write() -> None:
-        together = _together(ocp)
+        together = _process_barriers(ocp)
         handler = ocp.StandardCheckpointHandler(**together)
-        with _WRITING, _quiet_failure(), ocp.Checkpointer(handler, **together) as writer:
+        with _WRITING, _silent_io_failures(), ocp.Checkpointer(handler, **together) as writer:
             for name, tree in copies.items():
                 writer.save(folder / name, args=ocp.args.StandardSave(tree))
 
@@ -264,7 +264,7 @@ def read_state(folder: Path, items: Mapping[str, Any]) -> dict[str, Any]:
       DataError: the checkpoint is damaged or does not fit the run.
     """
     ocp = _orbax()
-    with _one_error(folder), ocp.StandardCheckpointer(**_together(ocp)) as reader:
+    with _one_line_errors(folder), ocp.StandardCheckpointer(**_process_barriers(ocp)) as reader:
         return {name: reader.restore(folder / name, tree) for name, tree in items.items()}
 
 
@@ -280,7 +280,7 @@ def _orbax() -> Any:
     return ocp
 
 
-def _together(ocp: Any) -> dict[str, Any]:
+def _process_barriers(ocp: Any) -> dict[str, Any]:
     """How the processes of a world wait for each other while one of them writes or reads.
 
     Named, they meet at barriers of the world's coordinator. Orbax's default is a program on the
@@ -319,14 +319,14 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def names_in(directory: Path, role: str) -> set[str]:
+def saved_parameter_names(directory: Path, role: str) -> set[str]:
     """The names at the top of a role's parameters in the newest checkpoint; reads no numbers.
 
     Raises:
       DataError: no complete checkpoint there, or a damaged one.
     """
     path = Path(directory).absolute() / str(newest_step(directory)) / f"{role}.params"
-    with _one_error(path), _orbax().StandardCheckpointer() as reader:
+    with _one_line_errors(path), _orbax().StandardCheckpointer() as reader:
         return set(reader.metadata(path).item_metadata.tree)
 
 
@@ -350,27 +350,27 @@ def restore_params(
     if kind != "params" and not path.is_dir():
         return None
     try:
-        check_sums(path.parent, [path.name])
+        verify_checksums(path.parent, [path.name])
     except (OSError, ValueError) as error:
-        raise damaged(path.parent, error) from error
-    with _one_error(path), ocp.StandardCheckpointer() as reader:
+        raise damaged_error(path.parent, error) from error
+    with _one_line_errors(path), ocp.StandardCheckpointer() as reader:
         tree = reader.metadata(path).item_metadata.tree
         # Into the host's memory: the reader may have other devices than those that saved.
         return reader.restore(path, jax.tree.map(lambda m: np.empty(m.shape, m.dtype), tree))
 
 
 @contextlib.contextmanager
-def _one_error(path: Path) -> Iterator[None]:
+def _one_line_errors(path: Path) -> Iterator[None]:
     """Whatever orbax and tensorstore raise for damaged files becomes one line, and the only one."""
     try:
-        with _quiet_failure():
+        with _silent_io_failures():
             yield
     except Exception as error:
-        raise damaged(path, error) from error
+        raise damaged_error(path, error) from error
 
 
 @contextlib.contextmanager
-def _quiet_failure() -> Iterator[None]:
+def _silent_io_failures() -> Iterator[None]:
     """Of a read or write that fails nothing is printed beside what is raised.
 
     The first array that cannot be read or written ends the event loop in which all are; the others
@@ -389,7 +389,7 @@ def _quiet_failure() -> Iterator[None]:
             time.sleep(0.1)
         unraised, uncaught = [], []
         # Slow ones end later still.
-        of_unraisable, of_uncaught = _without_abandoned(of_unraisable, of_uncaught)
+        of_unraisable, of_uncaught = _ignoring_abandoned_tasks(of_unraisable, of_uncaught)
         raise
     finally:
         sys.unraisablehook, sys.excepthook = of_unraisable, of_uncaught
@@ -399,10 +399,10 @@ def _quiet_failure() -> Iterator[None]:
             sys.excepthook(*about)
 
 
-def _without_abandoned(unraisable: Any, uncaught: Any) -> tuple[Any, Any]:
+def _ignoring_abandoned_tasks(unraisable: Any, uncaught: Any) -> tuple[Any, Any]:
     """The hooks, but silent about coroutines, tasks and event loops that were left."""
     closed = "Event loop is closed"
-    logging.getLogger("asyncio").addFilter(_of_no_abandoned_task)
+    logging.getLogger("asyncio").addFilter(_not_abandoned_task)
 
     def quiet_unraisable(about: Any) -> None:
         if not (inspect.iscoroutine(about.object) or closed in str(about.exc_value)):
@@ -415,11 +415,11 @@ def _without_abandoned(unraisable: Any, uncaught: Any) -> tuple[Any, Any]:
     return quiet_unraisable, quiet_uncaught
 
 
-def _of_no_abandoned_task(record: logging.LogRecord) -> bool:
+def _not_abandoned_task(record: logging.LogRecord) -> bool:
     return "exception was never retrieved" not in record.getMessage()
 
 
-def not_written(step: int, error: BaseException) -> RunError:
+def write_error(step: int, error: BaseException) -> RunError:
     """The one line for a checkpoint that cannot be written."""
     return RunError(
         f"checkpoint {step} could not be written: {_reason(error)}; with that mended the same "
@@ -427,7 +427,7 @@ def not_written(step: int, error: BaseException) -> RunError:
     )
 
 
-def damaged(path: Path, error: Exception) -> DataError:
+def damaged_error(path: Path, error: Exception) -> DataError:
     """The one line for a checkpoint that cannot be read."""
     reason = _reason(error)
     if not isinstance(error, DataError):

@@ -16,18 +16,18 @@ from hjax.errors import DataError
 from hjax.files import read_json, replace_file
 
 CHECKSUMS = "checksums.json"
-_AT_ONCE = 1 << 20  # bytes that are read at a time
-_SIDE_BY_SIDE = 8  # items
+_READ_BYTES = 1 << 20  # bytes that are read at a time
+_THREADS = 8  # items
 
 
 def write_checksums(folder: Path, step: int) -> None:
     """Write the checksums of everything in the folder of a checkpoint."""
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
-    content = {"step": step, "items": _sums(folder, names)}
+    content = {"step": step, "items": _checksums(folder, names)}
     replace_file(folder / CHECKSUMS, json.dumps(content, indent=1) + "\n")
 
 
-def check_sums(folder: Path, names: Iterable[str] | None = None) -> bool:
+def verify_checksums(folder: Path, names: Iterable[str] | None = None) -> bool:
     """Hold items of a checkpoint against its checksums.
 
     Args:
@@ -41,7 +41,7 @@ def check_sums(folder: Path, names: Iterable[str] | None = None) -> bool:
       DataError: it is of another step, or an item is missing or not what was saved.
       OSError: it cannot be read.
     """
-    saved = saved_sums(folder)
+    saved = read_checksums(folder)
     if not saved:
         return False
     names = list(saved) if names is None else list(names)
@@ -50,13 +50,13 @@ def check_sums(folder: Path, names: Iterable[str] | None = None) -> bool:
             raise DataError(f"{name} is not among what was saved")
         if not (folder / name).exists():
             raise DataError(f"{name} is missing")
-    for name, found in _sums(folder, names).items():
+    for name, found in _checksums(folder, names).items():
         if found != saved[name]:
             raise DataError(f"{name} is not what was saved: its checksum differs")
     return True
 
 
-def saved_sums(folder: Path) -> dict[str, dict[str, Any]]:
+def read_checksums(folder: Path) -> dict[str, dict[str, Any]]:
     """What the checksums of a checkpoint say, by item; empty: it has none.
 
     Raises:
@@ -75,12 +75,14 @@ def saved_sums(folder: Path) -> dict[str, dict[str, Any]]:
     return saved
 
 
-def _sums(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
-    with concurrent.futures.ThreadPoolExecutor(_SIDE_BY_SIDE) as threads:
-        return dict(zip(names, threads.map(lambda name: _sum(folder / name), names), strict=True))
+def _checksums(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
+        return dict(
+            zip(names, threads.map(lambda name: _checksum(folder / name), names), strict=True)
+        )
 
 
-def _sum(item: Path) -> dict[str, Any]:
+def _checksum(item: Path) -> dict[str, Any]:
     """Bytes and checksum of a file, or of all files in a folder."""
     files = [item] if item.is_file() else [path for path in item.rglob("*") if path.is_file()]
     total, digest = 0, hashlib.blake2b(digest_size=32)
@@ -88,7 +90,7 @@ def _sum(item: Path) -> dict[str, Any]:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             digest.update(f"{path.relative_to(item.parent).as_posix()}\0{size}\0".encode())
-            while piece := file.read(_AT_ONCE):
+            while piece := file.read(_READ_BYTES):
                 digest.update(piece)
         total += size
     return {"bytes": total, "blake2b": digest.hexdigest()}

@@ -24,14 +24,14 @@ from jax.sharding import PartitionSpec
 
 from hjax.kernels.attention import lengthened
 from hjax.models.architecture import decoder_parameters
-from hjax.models.cost_inputs import MeshSizes, ModelCounts, counts
+from hjax.models.cost_inputs import MeshSizes, ModelCounts, model_counts
 from hjax.models.model_config import ModelConfig
 from hjax.models.parameter_spec import ParameterSpec
 from hjax.sharding.layout import Layout
 
 Parts = dict[str, jax.Array]
 Block = TypeVar("Block", bound=nnx.Module)
-LONGEST = 8  # devices in a ring, whose steps are written out one after another
+MAX_RING_DEVICES = 8  # devices in a ring, whose steps are written out one after another
 PLATFORMS = ("tpu",)  # that send while they multiply
 
 
@@ -85,7 +85,7 @@ class WeightRing:
             for step, part in enumerate(self._around(weights)):
                 pieces.append(self._sent(made(part, x), step))
             own = jax.lax.axis_index(self.axes)
-            return jax.tree.map(lambda *of: _joined(1, self._count, own, of), *pieces)
+            return jax.tree.map(lambda *of: _join_chunks(1, self._count, own, of), *pieces)
 
         example = jax.eval_shape(made, weights, x)
         heads = jax.tree.map(
@@ -108,7 +108,7 @@ class WeightRing:
         """
 
         def run(x: jax.Array, weights: Parts) -> jax.Array:
-            pieces = _apart(1, self._count, jax.lax.axis_index(self.axes), x)
+            pieces = _split_chunks(1, self._count, jax.lax.axis_index(self.axes), x)
             out: Any = None
             for step, part in enumerate(self._around(weights)):
                 here = made(part, self._sent(pieces[step], -step))
@@ -140,7 +140,7 @@ class WeightRing:
         return self._map(run, (places, self._specs(weights)), places)(x, weights)
 
     def _sent(self, tree: Any, by: int) -> Any:
-        return sent(tree, by, self.axes, self._count)
+        return ring_shift(tree, by, self.axes, self._count)
 
     def _padded(self, x: jax.Array) -> jax.Array:
         return lengthened(x, -x.shape[1] % self._count)
@@ -187,7 +187,7 @@ class WeightRing:
         )
 
 
-def sent(tree: Any, by: int, axes: tuple[str, ...], count: int) -> Any:
+def ring_shift(tree: Any, by: int, axes: tuple[str, ...], count: int) -> Any:
     """Of every device of a ring to the one so many further on."""
     if by % count == 0:
         return tree
@@ -199,40 +199,40 @@ def sent(tree: Any, by: int, axes: tuple[str, ...], count: int) -> Any:
 # Their gradients are written out: by rule each would pass over the whole array.
 
 
-def _place(own: jax.Array, step: int, count: int, size: int) -> jax.Array:
+def _chunk_start(own: jax.Array, step: int, count: int, size: int) -> jax.Array:
     return (own - step) % count * size
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _joined(along: int, count: int, own: jax.Array, pieces: tuple[jax.Array, ...]) -> jax.Array:
+def _join_chunks(axis: int, count: int, own: jax.Array, pieces: tuple[jax.Array, ...]) -> jax.Array:
     shape = list(pieces[0].shape)
-    size = shape[along]
-    shape[along] *= count
+    size = shape[axis]
+    shape[axis] *= count
     out = jax.lax.empty(tuple(shape), pieces[0].dtype)  # the pieces fill it
     for step, piece in enumerate(pieces):
-        start = _place(own, step, count, size)
-        out = jax.lax.dynamic_update_slice_in_dim(out, piece, start, along)
+        start = _chunk_start(own, step, count, size)
+        out = jax.lax.dynamic_update_slice_in_dim(out, piece, start, axis)
     return out
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _apart(along: int, count: int, own: jax.Array, x: jax.Array) -> tuple[jax.Array, ...]:
-    size = x.shape[along] // count
-    starts = [_place(own, step, count, size) for step in range(count)]
-    return tuple(jax.lax.dynamic_slice_in_dim(x, start, size, along) for start in starts)
+def _split_chunks(axis: int, count: int, own: jax.Array, x: jax.Array) -> tuple[jax.Array, ...]:
+    size = x.shape[axis] // count
+    starts = [_chunk_start(own, step, count, size) for step in range(count)]
+    return tuple(jax.lax.dynamic_slice_in_dim(x, start, size, axis) for start in starts)
 
 
-_joined.defvjp(
-    lambda along, count, own, pieces: (_joined(along, count, own, pieces), own),
-    lambda along, count, own, g: (None, _apart(along, count, own, g)),
+_join_chunks.defvjp(
+    lambda axis, count, own, pieces: (_join_chunks(axis, count, own, pieces), own),
+    lambda axis, count, own, g: (None, _split_chunks(axis, count, own, g)),
 )
-_apart.defvjp(
-    lambda along, count, own, x: (_apart(along, count, own, x), own),
-    lambda along, count, own, g: (None, _joined(along, count, own, tuple(g))),
+_split_chunks.defvjp(
+    lambda axis, count, own, x: (_split_chunks(axis, count, own, x), own),
+    lambda axis, count, own, g: (None, _join_chunks(axis, count, own, tuple(g))),
 )
 
 
-def along(
+def run_on_ring(
     ring: WeightRing | None,
     block: Block,
     how: str,
@@ -261,33 +261,33 @@ def along(
     return getattr(ring, how)(made, x, weights)
 
 
-def ring_of(
+def make_weight_ring(
     layout: Layout | None, config: ModelConfig, rows: int, length: int, dtype: Any
 ) -> WeightRing | None:
     """The ring for passes of so many rows of so many places; None where activations are summed."""
     if layout is None or rows % layout.ways("batch"):
         return None
     tokens = rows * length / layout.ways("batch")
-    if not travels(counts(config), MeshSizes.of(layout), tokens):
+    if not weights_travel(model_counts(config), MeshSizes.of(layout), tokens):
         return None
     return WeightRing(layout, decoder_parameters(config)["layers"], dtype, length)
 
 
-def travels(model: ModelCounts, mesh: MeshSizes, tokens: float) -> bool:
+def weights_travel(model: ModelCounts, mesh: MeshSizes, tokens: float) -> bool:
     """Whether weights travel in passes of so many tokens of the devices along a tensor axis.
 
     Activations are summed where it is long; where keys and values do not divide over it; with
     stages, a split length, experts, adapters that need whole weights or draw what they drop; and
     where less is received so.
     """
-    if not 1 < mesh.tensor <= LONGEST or model.kv_heads % mesh.tensor:
+    if not 1 < mesh.tensor <= MAX_RING_DEVICES or model.kv_heads % mesh.tensor:
         return False
     if mesh.pipe * mesh.context > 1 or model.experts or model.dora or model.dropout:
         return False
-    return pays(model, tokens, mesh.tensor)
+    return fewer_bytes_received(model, tokens, mesh.tensor)
 
 
-def pays(model: ModelCounts, tokens: float, devices: int) -> bool:
+def fewer_bytes_received(model: ModelCounts, tokens: float, devices: int) -> bool:
     """Whether a forward pass of so many tokens receives less with weights that travel.
 
     Elements of a layer, each times (devices - 1) / devices: its weights, and queries, keys, values

@@ -21,7 +21,7 @@ from hjax.kernels.registry import (
 )
 from hjax.models import collective_matmul, remat
 from hjax.models.attention_strategies import AttentionForm
-from hjax.models.collective_matmul import WeightRing, ring_of
+from hjax.models.collective_matmul import WeightRing, make_weight_ring
 from hjax.models.dropout import Dropout
 from hjax.models.model_config import ModelConfig
 from hjax.sharding.layout import Layout
@@ -98,7 +98,9 @@ class Compute:
     def ring(self, config: ModelConfig, shape: tuple[int, ...]) -> WeightRing | None:
         """Along which weights travel in a pass over activations of [batch, length, embed]."""
         rows, length, _ = shape
-        return ring_of(self.layout, config, rows, length, self.dtype) if self.travel else None
+        return (
+            make_weight_ring(self.layout, config, rows, length, self.dtype) if self.travel else None
+        )
 
     @property
     def whole(self) -> bool:

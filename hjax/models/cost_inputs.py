@@ -23,7 +23,7 @@ Offload = Literal["none", "optimizer", "all"]
 
 @dataclasses.dataclass(frozen=True)
 class ModelCounts:
-    """What a model's shape says about its costs (``counts`` makes it).
+    """What a model's shape says about its costs (``model_counts`` makes it).
 
     Attributes:
       parameters: of the whole model, a scalar head's bias left out.
@@ -144,10 +144,10 @@ class ModelCounts:
         return every, self.hidden + self.layer_products_whole
 
 
-def counts(config: ModelConfig, name: str = "", scalar: bool = False) -> ModelCounts:
+def model_counts(config: ModelConfig, name: str = "", scalar: bool = False) -> ModelCounts:
     """The record of a shape; ``scalar``: with a value head instead of the vocabulary's."""
     head = config.hidden_size * (1 if scalar else config.vocab_size)
-    total = parameter_counts.parameters(config, scalar)
+    total = parameter_counts.parameter_count(config, scalar)
     hidden, width = config.hidden_size, config.heads * config.head_dim
     cache, lora = parameter_counts.cache_elements(config), config.lora
     used = config.mlp_size * (config.experts_per_token if config.experts else 1)
@@ -187,7 +187,7 @@ def counts(config: ModelConfig, name: str = "", scalar: bool = False) -> ModelCo
         layer_activations_whole=whole,
         frozen=total - parameter_counts.learned_parameters(config, scalar),
         bytes_each=sum(
-            p.size for p in parameter_counts.every(decoder_parameters(config)) if p.quantized
+            p.size for p in parameter_counts.all_specs(decoder_parameters(config)) if p.quantized
         ),
         remade=remade,
         layer_gates=gates,

@@ -63,7 +63,7 @@ class Decode:
             x = x.reshape(groups, rows // groups, kv_heads, -1, dim)
             return x.transpose(0, 2, 1, 3, 4)
 
-        k, v = (_copied(x, cache.copies, 2) for x in (k, v))
+        k, v = (_repeat_heads(x, cache.copies, 2) for x in (k, v))
         q, k, v = by_sample(q), by_sample(k)[:, :, :, 0], by_sample(v)[:, :, :, 0]
         if cache.form in KERNELS:
             out, cache = self._by_kernel(layer, q, k, v, cache, scoring, sinks)
@@ -73,7 +73,7 @@ class Decode:
             met = None
             if cache.form in BY_PARTS:
                 position = jnp.broadcast_to(self.seen.position, q.shape[:3:2])
-                met = _filled(
+                met = _attend_filled(
                     (q[..., None, :], own_k, own_v),
                     (jnp.zeros_like(position), position),
                     layout=self.layout,
@@ -149,7 +149,7 @@ class DecodeSlots:
         layer, q, k, v, scoring, sinks = heads
         rows, new, _, dim = q.shape
         kv_heads, column = k.shape[2] * cache.copies, self.slots.column
-        k, v = (_copied(x, cache.copies, 2) for x in (k, v))
+        k, v = (_repeat_heads(x, cache.copies, 2) for x in (k, v))
         if column.ndim:
             cache = cache.write_rows(layer, k, v, column)
         else:
@@ -159,7 +159,7 @@ class DecodeSlots:
         met = None
         if cache.form in BY_PARTS:
             one = jnp.broadcast_to(column, rows)
-            found = _filled(
+            found = _attend_filled(
                 jax.tree.map(lambda x: x[:, :, None], (q, own_k, own_v)),
                 (self.slots.start[:, None], one[:, None]),
                 layout=self.layout,
@@ -175,7 +175,7 @@ class DecodeSlots:
         return out.transpose(0, 3, 1, 2, 4).reshape(rows, new, -1, dim), cache, None
 
 
-def _filled(
+def _attend_filled(
     held: tuple[jax.Array, Held, Held],
     spans: tuple[jax.Array, jax.Array],
     layout: Layout | None,
@@ -344,7 +344,7 @@ class KVCache:
             return int8_cache.each(of, part, axis=axis)
 
         pair = keys_and_values(prompt, form in KERNELS)
-        prompt_k, prompt_v = (_prompt(x, form, copies) for x in pair)
+        prompt_k, prompt_v = (_prompt_cache(x, form, copies) for x in pair)
         return cls(
             prompt_k,
             prompt_v,
@@ -366,7 +366,7 @@ def keys_and_values(kept: Any, stacked: bool) -> tuple[Any, Any]:
     return jax.tree.map(lambda *x: jnp.stack(x), *k), jax.tree.map(lambda *x: jnp.stack(x), *v)
 
 
-def _prompt(x: Any, form: str, copies: int) -> Any:
+def _prompt_cache(x: Any, form: str, copies: int) -> Any:
     """A prompt's keys or values, [..., kv_heads, length, head_dim], as the cache has them."""
 
     first = jax.tree.leaves(x)[0]
@@ -378,10 +378,10 @@ def _prompt(x: Any, form: str, copies: int) -> Any:
             sides = [(0, 0)] * x.ndim
             sides[axis] = 0, missing
             x = jnp.pad(x, sides)
-        return _copied(x, copies, -3)
+        return _repeat_heads(x, copies, -3)
 
     return int8_cache.each(lay, x)
 
 
-def _copied(x: jax.Array, copies: int, axis: int) -> jax.Array:
+def _repeat_heads(x: jax.Array, copies: int, axis: int) -> jax.Array:
     return x if copies == 1 else jnp.repeat(x, copies, axis=axis)

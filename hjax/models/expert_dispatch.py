@@ -20,17 +20,17 @@ import jax.numpy as jnp
 
 from hjax.kernels.reference import GroupFill, filled
 
-ROOM = 1.25
+CAPACITY_FACTOR = 1.25
 # Rows of a tile of a TPU's grouped products, which would fill up a piece that they do not divide.
-_TILES = (512, 256, 128)
+_TILE_ROWS = (512, 256, 128)
 
-First = Callable[..., jax.Array]  # (rows, weights, sizes, fill, before) to gate and up
-Second = Callable[..., jax.Array]  # (these, shares, weights, sizes, fill, before) to rows
+GateUpProjection = Callable[..., jax.Array]  # (rows, weights, sizes, fill, before) to gate and up
+DownProjection = Callable[..., jax.Array]  # (these, shares, weights, sizes, fill, before) to rows
 Arrays = Sequence[jax.Array]
 
 
 class SortedTokens(NamedTuple):
-    """Sets of tokens, one after another, as many of each; of one set after ``by_expert``.
+    """Sets of tokens, one after another, as many of each; of one set after ``sort_by_expert``.
 
     Attributes:
       rows: [tokens, embed].
@@ -45,7 +45,7 @@ class SortedTokens(NamedTuple):
     counts: jax.Array
 
 
-def sorted_tokens(
+def sort_tokens(
     rows: jax.Array, shares: jax.Array, chosen: jax.Array, experts: int
 ) -> SortedTokens:
     """Tokens as a set.
@@ -55,11 +55,11 @@ def sorted_tokens(
       shares, chosen: float32 and int [tokens, per_token].
       experts: how many there are on all devices.
     """
-    order, counts = by_expert(chosen, experts)
+    order, counts = sort_by_expert(chosen, experts)
     return SortedTokens(rows, shares.reshape(-1), order[None], counts[None])
 
 
-def by_expert(chosen: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
+def sort_by_expert(chosen: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
     """int32: the order of entries of ``chosen`` by expert, and [experts], how many each has."""
     chosen = chosen.reshape(-1)
     counts = jnp.sum(chosen[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
@@ -82,8 +82,8 @@ class ExpertDispatch:
       of_second: fields that ``second`` reads; ``first`` the others.
     """
 
-    first: First
-    second: Second
+    first: GateUpProjection
+    second: DownProjection
     multiple: Callable[[int, jax.Array, float], int]
     axes: tuple[str, ...]
     parts: int
@@ -161,7 +161,7 @@ class ExpertDispatch:
         before = None if before is None else dataclasses.replace(before, **none)
         return cut.others(add, add(0, (tuple(sums), jnp.zeros_like(tokens.shares), before), kept))
 
-    def _cut(self, tokens: SortedTokens, weights: Any) -> _Cut:
+    def _cut(self, tokens: SortedTokens, weights: Any) -> _Chunks:
         here, (sets, entries) = weights.down.shape[0], tokens.order.shape
         first = jax.lax.axis_index(self.axes) * here if self.axes else 0
         ends = jnp.cumsum(tokens.counts, axis=1)
@@ -169,18 +169,18 @@ class ExpertDispatch:
             jax.lax.dynamic_slice_in_dim(x, first, here, 1) for x in (tokens.counts, ends)
         )
         starts = ends - sizes + entries * jnp.arange(sets)[:, None]
-        size = math.ceil(ROOM * sets * entries / self.parts)
-        tile = next((t for t in _TILES if size >= 8 * t), _TILES[-1])
+        size = math.ceil(CAPACITY_FACTOR * sets * entries / self.parts)
+        tile = next((t for t in _TILE_ROWS if size >= 8 * t), _TILE_ROWS[-1])
         whole = -(-size // tile) * tile
         share = sets * entries / self.parts / whole
         multiple = self.multiple(whole, weights.gate_up, share)
         most = sets * entries + here * (multiple - 1)
         size = min(-(-rows // multiple) * multiple for rows in (whole, most))
         fill = filled(size, here, share * whole / size, multiple)
-        return _Cut(tokens, sizes, starts, size, fill)
+        return _Chunks(tokens, sizes, starts, size, fill)
 
 
-class _Cut(NamedTuple):
+class _Chunks(NamedTuple):
     """The rows of the experts here in pieces.
 
     Attributes:
@@ -197,7 +197,7 @@ class _Cut(NamedTuple):
     size: int
     fill: GroupFill
 
-    def piece(self, turn: Any) -> _Piece:
+    def piece(self, turn: Any) -> _Chunk:
         """By number."""
         sets, entries = self.tokens.order.shape
         # An expert's rows are those of every set, and after them what fills it up.
@@ -219,7 +219,7 @@ class _Cut(NamedTuple):
         per_token = sets * entries // self.tokens.rows.shape[0]
         of_experts = jnp.cumsum(self.totals())
         held = jnp.diff(jnp.clip(of_experts - begin, 0, self.size), prepend=0).astype(jnp.int32)
-        return _Piece(entry, entry // per_token, inside, held)
+        return _Chunk(entry, entry // per_token, inside, held)
 
     def totals(self) -> jax.Array:
         """int32 [experts], rows of each, filled up."""
@@ -245,7 +245,7 @@ class _Cut(NamedTuple):
         return jax.lax.cond(every > self.size, run, lambda state: state, state)
 
 
-class _Piece(NamedTuple):
+class _Chunk(NamedTuple):
     """Rows, sorted by expert.
 
     Attributes:
@@ -277,7 +277,7 @@ class _Piece(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def in_pieces(pieces: ExpertDispatch, tokens: SortedTokens, weights: Any) -> jax.Array:
+def dispatch_to_experts(pieces: ExpertDispatch, tokens: SortedTokens, weights: Any) -> jax.Array:
     """[tokens, embed], the sum over those of each token's experts that are here; inside
     shard_map."""
     return _forward(pieces, tokens, weights)[0]
@@ -296,4 +296,4 @@ def _backward(pieces: ExpertDispatch, left: Any, d_out: jax.Array) -> tuple[Any,
     return SortedTokens(d_rows, d_shares, none, none), d_weights
 
 
-in_pieces.defvjp(_forward, _backward)
+dispatch_to_experts.defvjp(_forward, _backward)

@@ -17,10 +17,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from hjax.models.collective_matmul import LONGEST, sent
-from hjax.models.expert_dispatch import ExpertDispatch, sorted_tokens
+from hjax.models.collective_matmul import MAX_RING_DEVICES, ring_shift
+from hjax.models.expert_dispatch import ExpertDispatch, sort_tokens
 
-_LINK = 12.0  # bytes that a TPU reads while it receives one: v5e and v6e 9, v5p 15
+_BYTES_READ_PER_RECEIVED = (
+    12.0  # bytes that a TPU reads while it receives one: v5e and v6e 9, v5p 15
+)
 
 
 class ExpertRing(NamedTuple):
@@ -37,12 +39,12 @@ class ExpertRing(NamedTuple):
     pieces: ExpertDispatch
 
 
-def goes_round(ways: int) -> bool:
+def ring_is_supported(ways: int) -> bool:
     """Whether tokens may travel over so many devices."""
-    return 1 < ways <= LONGEST
+    return 1 < ways <= MAX_RING_DEVICES
 
 
-def pays(rows: jax.Array, weights: Any) -> bool:
+def ring_is_cheaper(rows: jax.Array, weights: Any) -> bool:
     """Whether tokens had better travel than be gathered. A device reads its experts' weights again
     for each device's tokens; gathered ones, and their sums, it waits for. Of a few tokens, such as
     a decoding loop has, weights are much more.
@@ -52,11 +54,11 @@ def pays(rows: jax.Array, weights: Any) -> bool:
       weights: of the experts here, joined.
     """
     read = sum(w.size * w.dtype.itemsize for w in (weights.gate_up, weights.down))
-    return read <= _LINK * 2 * rows.size * rows.dtype.itemsize
+    return read <= _BYTES_READ_PER_RECEIVED * 2 * rows.size * rows.dtype.itemsize
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def around(
+def experts_on_ring(
     ring: ExpertRing, rows: jax.Array, shares: jax.Array, chosen: jax.Array, weights: Any
 ) -> jax.Array:
     """[tokens, embed], each token's sum over the experts of all devices; inside shard_map.
@@ -73,82 +75,82 @@ def around(
 def _forward(
     ring: ExpertRing, rows: jax.Array, shares: jax.Array, chosen: jax.Array, weights: Any
 ) -> tuple[jax.Array, Any]:
-    rows = _by_rows(rows)
+    rows = _row_major(rows)
     experts = ring.ways * weights.down.shape[0]
-    halves = _halves(ring, (rows, shares, chosen))
-    sets = [sorted_tokens(r, s, c, experts) for r, s, c in halves]
+    halves = _split_directions(ring, (rows, shares, chosen))
+    sets = [sort_tokens(r, s, c, experts) for r, s, c in halves]
     sums: Any = [jnp.zeros_like(half.rows) for half in sets]
     kept: list[jax.Array | None] = []  # by whose tokens are here
     here: Any = sets
     for step in range(ring.ways):
-        here, coming, sums = _step(ring, step, here, sums)
-        tokens = _joined(here) if step else _joined(here)._replace(rows=rows)
+        here, coming, sums = _advance(ring, step, here, sums)
+        tokens = _concatenate(here) if step else _concatenate(here)._replace(rows=rows)
         sums, left = ring.pieces.forward(tokens, weights, sums)
         kept.append(left)
         here = coming
     none: Any = None
     left_by = [half._replace(rows=none) for half in sets]
-    return _joined(_sent(ring, sums)), (kept, rows, left_by, weights)
+    return _concatenate(_shift(ring, sums)), (kept, rows, left_by, weights)
 
 
 def _backward(ring: ExpertRing, left: Any, d_out: jax.Array) -> tuple[Any, ...]:
     kept, rows, sets, weights = left
-    d_out = _by_rows(d_out)
-    halves = zip(sets, _halves(ring, (rows, d_out)), strict=True)
+    d_out = _row_major(d_out)
+    halves = zip(sets, _split_directions(ring, (rows, d_out)), strict=True)
     here: Any = [(half._replace(rows=own), given) for half, (own, given) in halves]
     sums: Any = [(jnp.zeros_like(given), jnp.zeros_like(half.shares)) for half, given in here]
     of_weights: Any = None  # grows, from device to device's tokens
     for step in range(ring.ways):
-        here, coming, sums = _step(ring, step, here, sums)
+        here, coming, sums = _advance(ring, step, here, sums)
         before, of_shares = zip(*sums, strict=True)
-        tokens, given = _joined(here)
+        tokens, given = _concatenate(here)
         if not step:
             tokens, given = tokens._replace(rows=rows), d_out
         of_rows, made, of_weights = ring.pieces.backward(
             kept[step], tokens, weights, of_weights, given, before
         )
-        added = [x + y for x, y in zip(of_shares, _halves(ring, made), strict=True)]
+        added = [x + y for x, y in zip(of_shares, _split_directions(ring, made), strict=True)]
         sums, here = list(zip(of_rows, added, strict=True)), coming
-    d_rows, d_shares = _joined(_sent(ring, sums))
+    d_rows, d_shares = _concatenate(_shift(ring, sums))
     return d_rows, d_shares.reshape(d_rows.shape[0], -1), None, of_weights
 
 
-around.defvjp(_forward, _backward)
+experts_on_ring.defvjp(_forward, _backward)
 
 
-def _by_rows(tree: Any) -> Any:
+def _row_major(tree: Any) -> Any:
     """Arrays whose rows lie one after another, as they are gathered and added to. The compiler
     would have columns so where the width is no multiple of its tiles, and turn them each time that
     they are sent."""
     return jax.tree.map(lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))), tree)
 
 
-def _halves(ring: ExpertRing, tree: Any) -> list[Any]:
+def _split_directions(ring: ExpertRing, tree: Any) -> list[Any]:
     """Tokens by the way that they go."""
     leaves, structure = jax.tree.flatten(tree)
-    ways = len(_ways(ring, leaves[0].shape[0]))
+    ways = len(_directions(ring, leaves[0].shape[0]))
     cut = [jnp.split(x, ways) for x in leaves]
     return [jax.tree.unflatten(structure, part) for part in zip(*cut, strict=True)]
 
 
-def _ways(ring: ExpertRing, tokens: int) -> tuple[int, ...]:
+def _directions(ring: ExpertRing, tokens: int) -> tuple[int, ...]:
     """Which way parts of so many tokens go."""
     return (1, -1) if ring.ways > 2 and tokens % 2 == 0 else (1,)
 
 
-def _joined(parts: Sequence[Any]) -> Any:
+def _concatenate(parts: Sequence[Any]) -> Any:
     if len(parts) == 1:
         return parts[0]
     return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
 
 
-def _sent(ring: ExpertRing, parts: Sequence[Any]) -> list[Any]:
+def _shift(ring: ExpertRing, parts: Sequence[Any]) -> list[Any]:
     """Each part to the next device of its way."""
     ways = zip(parts, (1, -1))
-    return [_by_rows(sent(_by_rows(x), way, ring.axes, ring.ways)) for x, way in ways]
+    return [_row_major(ring_shift(_row_major(x), way, ring.axes, ring.ways)) for x, way in ways]
 
 
-def _step(ring: ExpertRing, step: int, here: Any, sums: Any) -> tuple[Any, Any, Any]:
+def _advance(ring: ExpertRing, step: int, here: Any, sums: Any) -> tuple[Any, Any, Any]:
     """By parts the tokens that are here, those that come next, and the sums that came along.
 
     What comes next is sent before anything is made of what is here, and when the step before has
@@ -156,6 +158,6 @@ def _step(ring: ExpertRing, step: int, here: Any, sums: Any) -> tuple[Any, Any, 
     """
     if step:
         here, sums = jax.lax.optimization_barrier((here, sums))
-        sums = _sent(ring, sums)
-    coming = here if step + 1 == ring.ways else _sent(ring, here)
+        sums = _shift(ring, sums)
+    coming = here if step + 1 == ring.ways else _shift(ring, here)
     return here, coming, sums

@@ -20,15 +20,15 @@ from hjax.kernels.backward import scaled_rows
 from hjax.kernels.reference import GroupFill
 from hjax.kernels.registry import KernelSet
 from hjax.models.expert_dispatch import (
+    DownProjection,
     ExpertDispatch,
-    First,
-    Second,
-    by_expert,
-    in_pieces,
-    sorted_tokens,
+    GateUpProjection,
+    dispatch_to_experts,
+    sort_by_expert,
+    sort_tokens,
 )
-from hjax.models.expert_ring import ExpertRing, around, goes_round, pays
-from hjax.models.load_balancing import tallied
+from hjax.models.expert_ring import ExpertRing, experts_on_ring, ring_is_cheaper, ring_is_supported
+from hjax.models.load_balancing import routing_sums
 from hjax.models.remat import first_products
 from hjax.sharding.layout import Layout
 
@@ -60,9 +60,9 @@ class Routing:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertWeights:
-    """Of one layer's experts, whose logical axes are ``AXES``; None: there is no such bias, no such
-    adapter (its two parts are multiplied to what is added to a matrix), or no scale: the matrix is
-    no one of one byte per element."""
+    """The weights of one layer's experts; ``LOGICAL_AXES`` has their axes.
+
+    None: the layer has no such bias or adapter, or no scale because the matrix is not quantized."""
 
     router: Any  # [embed, experts]
     gate_up: Any  # [experts, embed, 2, mlp]
@@ -105,7 +105,7 @@ class ExpertWeights:
 
 jax.tree_util.register_dataclass(ExpertWeights)
 
-AXES = {
+LOGICAL_AXES = {
     "router": (None, None),
     "gate_up": ("experts", "embed", None, "mlp"),
     "down": ("experts", "mlp", "embed"),
@@ -119,8 +119,10 @@ AXES = {
     "gate_up_scale": ("experts", None, "mlp"),
     "down_scale": ("experts", "embed"),
 }
-_TILE, _LONG = 128, 32  # columns of a TPU's tile; tiles
-_DOWN = tuple(name for name in AXES if name.startswith("down"))  # of the second product
+_TILE, _MAX_TILES = 128, 32  # columns of a TPU's tile; tiles
+_DOWN_FIELDS = tuple(
+    name for name in LOGICAL_AXES if name.startswith("down")
+)  # of the second product
 
 
 def fsdp_axes(
@@ -131,7 +133,7 @@ def fsdp_axes(
     none and all devices can have as many: what is gathered then lies as it is read.
 
     Args:
-      names: as declared, or of ``AXES``.
+      names: as declared, or of ``LOGICAL_AXES``.
       experts: how many a layer has; 0: none.
       width: of ``embed``.
     """
@@ -143,7 +145,7 @@ def fsdp_axes(
     return tuple({"experts": "whole_experts", "embed": None}.get(a or "", a) for a in names)
 
 
-def mixture(
+def mixture_of_experts(
     x: jax.Array,
     weights: ExpertWeights,
     routing: Routing,
@@ -163,26 +165,27 @@ def mixture(
         experts for the tokens of all devices that differ from it in the ``expert`` axis alone:
         they are gathered before, and sums are scattered after; or they travel.
       kernels: of which the grouped products are taken.
-      counted: float32 [batch, length], see ``hjax.models.load_balancing.tallied``; None: nobody
-        asks.
+      counted: float32 [batch, length], see ``hjax.models.load_balancing.routing_sums``; None: no
+        routing statistics are returned.
       travel: tokens go round the ``expert`` axis where that pays, see ``hjax.models.expert_ring``;
         not a long one.
       keep: what the experts' first products give is kept for the backward pass also where experts
         are split, see ``hjax.models.expert_dispatch``.
 
     Returns:
-      [batch, length, embed] in the dtype of x, and what ``tallied`` says of all devices' tokens, or
-      None.
+      [batch, length, embed] in the dtype of x, and ``routing_sums`` of all devices' tokens or None.
     """
     weights = weights.computed(x.dtype)
     if layout is None or layout.mesh.size == 1:
-        return _of_all(x, weights, counted, routing, kernels)
+        return _on_one_device(x, weights, counted, routing, kernels)
     inside = jax.sharding.get_abstract_mesh()
     # In a stage of a pipeline its axes are taken.
     taken = () if inside.empty else inside.manual_axes
     free = set(layout.mesh.axis_names) - set(taken)
     tokens = layout.spec(("batch", "length"))
-    there = {name: axes for name, axes in AXES.items() if getattr(weights, name) is not None}
+    there = {
+        name: axes for name, axes in LOGICAL_AXES.items() if getattr(weights, name) is not None
+    }
     experts = weights.router.shape[-1]
     there = {n: fsdp_axes(axes, experts, x.shape[-1], layout) for n, axes in there.items()}
     if x.shape[-1] % layout.ways("embed"):  # then the compiler gathers them
@@ -190,7 +193,12 @@ def mixture(
     split = ExpertWeights(**{name: layout.spec(axes) for name, axes in there.items()})
     return jax.shard_map(
         functools.partial(
-            _part, routing=routing, layout=layout, kernels=kernels, travel=travel, keep=keep
+            _on_each_device,
+            routing=routing,
+            layout=layout,
+            kernels=kernels,
+            travel=travel,
+            keep=keep,
         ),
         mesh=layout.mesh if inside.empty else inside,
         axis_names=free,
@@ -200,38 +208,38 @@ def mixture(
     )(x, weights, counted)
 
 
-def _of_all(
+def _on_one_device(
     x: jax.Array,
     weights: ExpertWeights,
     counted: jax.Array | None,
     routing: Routing,
     kernels: KernelSet,
 ) -> tuple[jax.Array, jax.Array | None]:
-    shares, chosen, sums = _routed(x, weights, counted, routing)
+    shares, chosen, sums = _route(x, weights, counted, routing)
     rows = x.reshape(-1, x.shape[-1])
-    out = _summed(rows, shares, chosen, weights.joined(), *_made(routing, kernels))
+    out = _all_experts(rows, shares, chosen, weights.joined(), *_projections(routing, kernels))
     return out.reshape(x.shape), sums
 
 
-def _routed(
+def _route(
     x: jax.Array, weights: ExpertWeights, counted: jax.Array | None, routing: Routing
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """What ``Routing.choose`` gives [batch, length, per_token], and what ``tallied`` says."""
+    """What ``Routing.choose`` gives [batch, length, per_token], and what ``routing_sums`` says."""
     logits = jnp.einsum("btd,de->bte", x, weights.router, preferred_element_type=jnp.float32)
     if weights.router_bias is not None:
         logits += weights.router_bias.astype(jnp.float32)
     probabilities = jax.nn.softmax(logits, axis=-1)
     shares, chosen = routing.choose(probabilities)
-    return shares, chosen, None if counted is None else tallied(probabilities, chosen, counted)
+    return shares, chosen, None if counted is None else routing_sums(probabilities, chosen, counted)
 
 
-def _made(routing: Routing, kernels: KernelSet) -> tuple[First, Second]:
+def _projections(routing: Routing, kernels: KernelSet) -> tuple[GateUpProjection, DownProjection]:
     """What experts make of sorted rows."""
-    second = functools.partial(_second, kernels=kernels, activation=routing.activation)
-    return functools.partial(_first, kernels=kernels), second
+    second = functools.partial(_down_projection, kernels=kernels, activation=routing.activation)
+    return functools.partial(_gate_up_projection, kernels=kernels), second
 
 
-def _part(
+def _on_each_device(
     x: jax.Array,
     weights: ExpertWeights,
     counted: jax.Array | None,
@@ -243,8 +251,8 @@ def _part(
     keep: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     """On one device: its tokens and its experts."""
-    weights = _gathered(weights.joined(), x.shape[-1], layout)
-    shares, chosen, sums = _routed(x, weights, counted, routing)
+    weights = _gather_fsdp(weights.joined(), x.shape[-1], layout)
+    shares, chosen, sums = _route(x, weights, counted, routing)
     if sums is not None and (split := layout.axes("batch") + layout.axes("length")):
         sums = jax.lax.psum(sums, split)
     rows = x.reshape(-1, x.shape[-1])
@@ -254,9 +262,9 @@ def _part(
         bias = jnp.where(jax.lax.axis_index(mlp) == 0, weights.down_bias, 0)
         weights = dataclasses.replace(weights, down_bias=bias)
 
-    first, second = _made(routing, kernels)
+    first, second = _projections(routing, kernels)
     if not experts:
-        out = _summed(rows, shares, chosen, weights, first=first, second=second)
+        out = _all_experts(rows, shares, chosen, weights, first=first, second=second)
     else:
         pieces = ExpertDispatch(
             first=first,
@@ -266,17 +274,17 @@ def _part(
             parts=parts,
             keep=keep,
             frozen=tuple(weights.frozen()),
-            of_second=_DOWN,
+            of_second=_DOWN_FIELDS,
         )
-        travel = travel and goes_round(parts) and pays(rows, weights)
+        travel = travel and ring_is_supported(parts) and ring_is_cheaper(rows, weights)
         if travel:
-            out = around(ExpertRing(experts, parts, pieces), rows, shares, chosen, weights)
+            out = experts_on_ring(ExpertRing(experts, parts, pieces), rows, shares, chosen, weights)
         else:
-            tokens = sorted_tokens(rows, shares, chosen, parts * weights.down.shape[0])
+            tokens = sort_tokens(rows, shares, chosen, parts * weights.down.shape[0])
             tokens = jax.tree.map(
                 lambda part: jax.lax.all_gather(part, experts, axis=0, tiled=True), tokens
             )
-            out = in_pieces(pieces, tokens, weights)
+            out = dispatch_to_experts(pieces, tokens, weights)
     if mlp:
         out = jax.lax.psum(out, mlp)
     if experts and not travel:
@@ -284,13 +292,13 @@ def _part(
     return out.reshape(x.shape), sums
 
 
-def _summed(
+def _all_experts(
     rows: jax.Array,
     shares: jax.Array,
     chosen: jax.Array,
     weights: ExpertWeights,
-    first: First,
-    second: Second,
+    first: GateUpProjection,
+    second: DownProjection,
 ) -> jax.Array:
     """[tokens, embed]: the sum over each token's experts, which are all here.
 
@@ -302,15 +310,15 @@ def _summed(
       first, second: what experts make of rows.
     """
     per_token = chosen.size // rows.shape[0]
-    order, sizes = by_expert(chosen, weights.down.shape[0])
+    order, sizes = sort_by_expert(chosen, weights.down.shape[0])
     back = jnp.argsort(order)
-    both = first(_sorted(rows, order, back), weights, sizes)
+    both = first(_sort_rows(rows, order, back), weights, sizes)
     out = second(both, shares.reshape(-1)[order], weights, sizes)
-    out = _unsorted(out, order, back).reshape(-1, per_token, rows.shape[-1])
+    out = _restore_order(out, order, back).reshape(-1, per_token, rows.shape[-1])
     return jnp.sum(out.astype(jnp.float32), axis=1).astype(rows.dtype)
 
 
-def _first(
+def _gate_up_projection(
     rows: jax.Array,
     weights: ExpertWeights,
     sizes: jax.Array,
@@ -330,14 +338,14 @@ def _first(
       before: what gradients of weights are added to; None: to nothing.
       kernels: of which the grouped products are taken.
     """
-    how = _Rows(weights, before, sizes, fill, rows.shape[0], kernels)
+    how = _ExpertRows(weights, before, sizes, fill, rows.shape[0], kernels)
     both = how.through(rows, "gate_up")
     if weights.gate_up_bias is not None:
         both += how.bias("gate_up")
     return first_products(both)
 
 
-def _second(
+def _down_projection(
     both: jax.Array,
     shares: jax.Array,
     weights: ExpertWeights,
@@ -348,10 +356,10 @@ def _second(
     kernels: KernelSet,
     activation: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
-    """[rows, embed]: what comes of ``_first``'s, times each row's share, float32 [rows]; nor do
-    gradients of shares know of rows of no expert."""
-    how = _Rows(weights, before, sizes, fill, both.shape[0], kernels)
-    shares = _within(shares[:, None], how.inside)
+    """[rows, embed]: the down projection of ``_gate_up_projection``'s result, times each row's
+    routing weight, float32 [rows]. Rows of no expert have no part in the gradients of these weights."""
+    how = _ExpertRows(weights, before, sizes, fill, both.shape[0], kernels)
+    shares = _mask_rows(shares[:, None], how.inside)
     active = activation(*jnp.split(both, 2, axis=-1))
     # A share of what goes down is one of what comes: there are fewer elements of it.
     out = how.through((active.astype(jnp.float32) * shares).astype(active.dtype), "down")
@@ -360,8 +368,8 @@ def _second(
     return out
 
 
-class _Rows:
-    """Rows that stand sorted by their expert; arguments as of ``_first``."""
+class _ExpertRows:
+    """Rows that stand sorted by their expert; arguments as of ``_gate_up_projection``."""
 
     def __init__(
         self,
@@ -397,10 +405,10 @@ class _Rows:
         one, sums = (getattr(w, f"{name}_bias") for w in (self.weights, self.before))
         one = one if sums is None else reference.sum_after(one, sums)
         own = jax.nn.one_hot(self.own, one.shape[0], dtype=one.dtype)
-        return _within(jnp.einsum("re,eo->ro", own, one, precision="highest"), self.inside)
+        return _mask_rows(jnp.einsum("re,eo->ro", own, one, precision="highest"), self.inside)
 
 
-def _gathered(weights: ExpertWeights, width: int, layout: Layout) -> ExpertWeights:
+def _gather_fsdp(weights: ExpertWeights, width: int, layout: Layout) -> ExpertWeights:
     """Whole matrices of the experts here, of parts over FSDP's axes; backwards a reduce-scatter,
     where the compiler would sum all and cut then."""
     axes, here = layout.axes("embed"), weights.router.shape[-1] // layout.ways("experts")
@@ -411,7 +419,7 @@ def _gathered(weights: ExpertWeights, width: int, layout: Layout) -> ExpertWeigh
         if weight is None:
             return None
         if weight.shape[0] != here:
-            return _every(axes, weight)
+            return _gather_experts(axes, weight)
         if weight.shape[by_width[name]] != width:
             return jax.lax.all_gather(weight, axes, axis=by_width[name], tiled=True)
         return weight
@@ -420,17 +428,17 @@ def _gathered(weights: ExpertWeights, width: int, layout: Layout) -> ExpertWeigh
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _every(axes: tuple[str, ...], weight: jax.Array) -> jax.Array:
+def _gather_experts(axes: tuple[str, ...], weight: jax.Array) -> jax.Array:
     """[experts of all these devices, ...] of each device's own."""
     return jax.lax.all_gather(weight, axes, axis=0, tiled=True)
 
 
-def _every_backward(axes: tuple[str, ...], own: tuple[int, ...], given: jax.Array) -> Any:
+def _gather_experts_backward(axes: tuple[str, ...], own: tuple[int, ...], given: jax.Array) -> Any:
     # As rows: of more dimensions a TPU's compiler sums some sizes whole. Nor does it send sums of
     # gpt-oss's 5760 columns, an odd number of tiles, to SparseCores; both parts of them it does.
     rows = given.reshape(-1, given.shape[-1])
     tiles = rows.shape[1] // _TILE
-    cut = [tiles // 2 * _TILE] if tiles > _LONG and tiles % 2 else []
+    cut = [tiles // 2 * _TILE] if tiles > _MAX_TILES and tiles % 2 else []
     parts = [
         jax.lax.psum_scatter(part, axes, scatter_dimension=0, tiled=True)
         for part in jnp.split(rows, cut, axis=1)
@@ -438,10 +446,12 @@ def _every_backward(axes: tuple[str, ...], own: tuple[int, ...], given: jax.Arra
     return (jnp.concatenate(parts, axis=1).reshape(own),)
 
 
-_every.defvjp(lambda axes, weight: (_every(axes, weight), weight.shape), _every_backward)
+_gather_experts.defvjp(
+    lambda axes, weight: (_gather_experts(axes, weight), weight.shape), _gather_experts_backward
+)
 
 
-def _within(x: jax.Array, inside: jax.Array | None) -> jax.Array:
+def _mask_rows(x: jax.Array, inside: jax.Array | None) -> jax.Array:
     """0 in rows of no group, here and in the gradient."""
     return x if inside is None else jnp.where(inside, x, 0)
 
@@ -450,28 +460,29 @@ def _within(x: jax.Array, inside: jax.Array | None) -> jax.Array:
 
 
 @jax.custom_vjp
-def _sorted(rows: jax.Array, order: jax.Array, back: jax.Array) -> jax.Array:
+def _sort_rows(rows: jax.Array, order: jax.Array, back: jax.Array) -> jax.Array:
     """[tokens * per_token, embed]: each token's row for each of its experts, in their order."""
     return rows[order // (order.size // rows.shape[0])]
 
 
-def _sorted_backward(kept: Any, given: jax.Array) -> Any:
+def _sort_rows_backward(kept: Any, given: jax.Array) -> Any:
     back, tokens = kept
     each = given[back].reshape(tokens, -1, given.shape[-1])
     return jnp.sum(each.astype(jnp.float32), axis=1).astype(given.dtype), None, None
 
 
-_sorted.defvjp(
-    lambda rows, order, back: (_sorted(rows, order, back), (back, rows.shape[0])), _sorted_backward
+_sort_rows.defvjp(
+    lambda rows, order, back: (_sort_rows(rows, order, back), (back, rows.shape[0])),
+    _sort_rows_backward,
 )
 
 
 @jax.custom_vjp
-def _unsorted(rows: jax.Array, order: jax.Array, back: jax.Array) -> jax.Array:
+def _restore_order(rows: jax.Array, order: jax.Array, back: jax.Array) -> jax.Array:
     """Rows in the order of their tokens again."""
     return rows[back]
 
 
-_unsorted.defvjp(
+_restore_order.defvjp(
     lambda rows, order, back: (rows[back], order), lambda order, given: (given[order], None, None)
 )

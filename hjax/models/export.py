@@ -14,15 +14,15 @@ import numpy as np
 from hjax.data.tokenizer import MORE_TEMPLATES, TEMPLATE, Tokenizer
 from hjax.errors import ConfigError
 from hjax.models.base_checkpoints import recorded_step
-from hjax.models.huggingface import has_scores, read_config, save_weights, stored_dtypes
+from hjax.models.huggingface import has_score_head, read_config, save_weights, stored_dtypes
 from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import Network, Params
 from hjax.models.peft_files import save_adapter
 from hjax.models.weights import (
     actor_path,
-    base_of,
+    adapter_base,
     is_workdir,
-    load_learned,
+    load_actor_checkpoint,
     load_trained,
     model_directory,
 )
@@ -30,7 +30,7 @@ from hjax.sharded_values import ArrayRegions
 from hjax.user_input import given_path
 
 # What may stand beside weights and config, copied as it is, with further chat templates.
-FILES = (
+COPIED_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -77,7 +77,7 @@ def export_weights(
     Raises:
       ConfigError: the directory is not empty.
     """
-    with _appearing(output) as made:
+    with _atomic_directory(output) as made:
         _write_model(made, config, params, beside, tokenizer, dtypes)
     return Path(output).expanduser()
 
@@ -107,7 +107,7 @@ def export_adapters(
     """
     path = Path(output).expanduser()
     assert network.config.lora is not None
-    with _appearing(output) as made:
+    with _atomic_directory(output) as made:
         base = base or str((path / "base").resolve())
         values = jax.tree.map(
             lambda x: x.whole() if isinstance(x, ArrayRegions) else np.asarray(x), learned
@@ -119,7 +119,7 @@ def export_adapters(
 
 
 @contextlib.contextmanager
-def _appearing(output: str | os.PathLike) -> Iterator[Path]:
+def _atomic_directory(output: str | os.PathLike) -> Iterator[Path]:
     """A directory to write in, which then stands as ``output``."""
     path = check_output(output)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -144,7 +144,7 @@ def _write_model(
         tokenizer.save(made)
     if beside is None:
         return
-    for file in (beside / name for name in FILES):
+    for file in (beside / name for name in COPIED_FILES):
         if file.is_file():
             shutil.copyfile(file, made / file.name)
     for file in sorted((beside / MORE_TEMPLATES).glob("*.jinja")):
@@ -174,7 +174,7 @@ def export_model(
     check_output(output)
     if not adapter:
         directory = model_directory(source)
-        if not is_workdir(source) and has_scores(directory):
+        if not is_workdir(source) and has_score_head(directory):
             raise ConfigError(
                 f"{source}: its weights have a sequence classifier's head (score.weight), which a "
                 "language model's export would leave out"
@@ -187,7 +187,7 @@ def export_model(
         return config, set(dtypes.values()) or {config.dtype}
     if not is_workdir(source):
         raise ConfigError(f"{source}: adapters are exported of a workdir, which this is not")
-    network, learned, own = load_learned(source)
+    network, learned, own = load_actor_checkpoint(source)
     if "decoder" in learned:
         raise ConfigError(
             f"{source}: adapters of a model with a scalar head are exported with its weights; "
@@ -198,6 +198,6 @@ def export_model(
     base = ""
     if own is None:
         start = actor_path(source)
-        base, own = base_of(start, recorded_step(source, start))
+        base, own = adapter_base(start, recorded_step(source, start))
     export_adapters(output, network, learned, base, own, model_directory(source))
     return network.config, {"float32"}

@@ -20,14 +20,14 @@ from hjax.models.attention_strategies import Causal, SharedPrompt
 from hjax.models.compute import Compute
 from hjax.models.dropout import KEY as DROPOUT
 from hjax.models.dropout import Dropout, token_keys
-from hjax.models.sequence_packing import KEY, read_packs
+from hjax.models.sequence_packing import KEY, map_packed_states
 from hjax.sharding.layout import Layout
 from hjax.sharding.pipeline import plain
 
 LOGIT_CHUNK_BYTES = 256 * 2**20
 
 
-def positions_of(mask: jax.Array) -> jax.Array:
+def token_positions(mask: jax.Array) -> jax.Array:
     """int32 [batch, length]: each real token's index in its sequence; padding gets 0.
 
     Args:
@@ -56,10 +56,10 @@ def response_states(
     Raises:
       AssertionError: other shapes or dtypes, when traced.
     """
-    return read_responses(decoder, batch, samples, compute, lambda states, _: states)
+    return map_response_states(decoder, batch, samples, compute, lambda states, _: states)
 
 
-def read_responses(
+def map_response_states(
     decoder: Any,
     batch: Mapping[str, jax.Array],
     samples: int,
@@ -81,7 +81,7 @@ def read_responses(
       its arrays as [rows, length, ...]; undefined on padding.
     """
     if KEY in batch:
-        return read_packs(decoder, batch, compute, read)
+        return map_packed_states(decoder, batch, compute, read)
     return read(_padded_states(decoder, batch, samples, compute), batch["responses"])
 
 
@@ -116,7 +116,7 @@ def _padded_states(
     prompt = prompts.shape[1]
     tokens = jnp.concatenate([prompts, responses.reshape(groups, share * length)], axis=1)
     after = jnp.sum(mask, axis=-1, dtype=jnp.int32)[:, None] + jnp.arange(length, dtype=jnp.int32)
-    positions = jnp.concatenate([positions_of(mask), jnp.tile(after, (1, share))], axis=1)
+    positions = jnp.concatenate([token_positions(mask), jnp.tile(after, (1, share))], axis=1)
     attention: SharedPrompt | Causal = SharedPrompt(mask, share, form)
     if split is not None and not long:
         # Causality alone hides what follows a response.
@@ -129,9 +129,7 @@ def _padded_states(
         compute = dataclasses.replace(compute, dropout=Dropout.of(keys, positions))
     counted = None
     if decoder.tally is not None:  # a prompt that stands once counts as often as it would stand
-        own, answers = (
-            whole(batch[key]) for key in ("counted_prompts", "counted_responses")
-        )
+        own, answers = (whole(batch[key]) for key in ("counted_prompts", "counted_responses"))
         own = jnp.sum(own.reshape(groups, share, -1), axis=1)
         own = whole(jnp.pad(own, ((0, 0), (short, 0))))
         counted = whole(jnp.concatenate([own, answers.reshape(groups, -1)], axis=1))
@@ -139,13 +137,13 @@ def _padded_states(
     if split is not None and share == 1:
         states = whole(hidden[:, prompt - 1 : -1])
     else:
-        states = _of_responses(hidden, share, length)
+        states = _response_states(hidden, share, length)
     if split is None or length % ways:
         return states
     return compute.hold(states, "batch", "length", None)
 
 
-def _of_responses(hidden: jax.Array, share: int, length: int) -> jax.Array:
+def _response_states(hidden: jax.Array, share: int, length: int) -> jax.Array:
     """States [rows, length, embed] that responses are predicted from, of rows
     [groups, prompt + share * length, embed] of a prompt and its responses."""
     groups, places, width = hidden.shape
@@ -171,7 +169,7 @@ def sequence_states(
     """
     _check_tokens(tokens, mask)
     attention = Causal(mask, form=compute.form)
-    return decoder.hidden_states(tokens, positions_of(mask), attention, compute)
+    return decoder.hidden_states(tokens, token_positions(mask), attention, compute)
 
 
 def _check_tokens(tokens: jax.Array, mask: jax.Array) -> None:
@@ -209,7 +207,7 @@ def token_log_probs(
     chex.assert_rank((hidden, tokens), (3, {2, 3}))
     chex.assert_equal(hidden.shape[:2], tokens.shape[:2])
     chex.assert_type(tokens, int)
-    chunks = _chunks(decoder, hidden, layout)
+    chunks = _logit_chunks(decoder, hidden, layout)
     if chunks > 1 and decoder.stack is plain:
         head = _head(decoder, temperature, layout)
         logprobs, entropy = token_scores(hidden, decoder.output_table, tokens, head)
@@ -220,7 +218,7 @@ def token_log_probs(
         if temperature != 1:
             logits = logits / temperature
         total = jax.nn.logsumexp(logits, axis=-1)
-        picked = _pick(logits, tokens, decoder.stack is plain)
+        picked = _token_logits(logits, tokens, decoder.stack is plain)
         picked -= total if tokens.ndim == 2 else total[..., None]
         if not with_entropy:
             return picked, None
@@ -229,7 +227,7 @@ def token_log_probs(
 
     if chunks <= 1:
         return score(hidden, tokens)
-    return _in_parts(score, (hidden, tokens), chunks)
+    return _map_chunks(score, (hidden, tokens), chunks)
 
 
 def log_probs_and_top(
@@ -279,10 +277,10 @@ def top_log_probs(
         logits = jax.lax.stop_gradient(decoder.logits(hidden)) / temperature
         return jax.lax.top_k(jax.nn.log_softmax(logits), count)
 
-    return _in_parts(score, (hidden,), _chunks(decoder, hidden, layout))
+    return _map_chunks(score, (hidden,), _logit_chunks(decoder, hidden, layout))
 
 
-def _chunks(decoder: Any, hidden: jax.Array, layout: Layout | None) -> int:
+def _logit_chunks(decoder: Any, hidden: jax.Array, layout: Layout | None) -> int:
     """Into how many pieces a device's logits of all tokens have to be cut."""
     split = ("batch", "length", "vocab")
     parts = 1 if layout is None else math.prod(layout.ways(name) for name in split)
@@ -295,7 +293,7 @@ def _head(decoder: Any, temperature: float, layout: Layout | None) -> LogProbHea
     return LogProbHead(temperature, decoder.config.final_softcap, LOGIT_CHUNK_BYTES, spread)
 
 
-def _in_parts(score: Callable[..., Any], arrays: tuple[jax.Array, ...], parts: int) -> Any:
+def _map_chunks(score: Callable[..., Any], arrays: tuple[jax.Array, ...], parts: int) -> Any:
     """``score`` of so many or more parts of the length of arrays [rows, length, ...], one after
     another.
 
@@ -329,11 +327,11 @@ def response_log_probs(
     def read(states: jax.Array, tokens: jax.Array) -> jax.Array:
         return token_log_probs(decoder, states, tokens, temperature, False, compute.layout)[0]
 
-    logprobs = read_responses(decoder, batch, samples, compute, read)
+    logprobs = map_response_states(decoder, batch, samples, compute, read)
     return jnp.where(batch["response_mask"], logprobs, 0.0)
 
 
-def _pick(logits: jax.Array, tokens: jax.Array, gather: bool) -> jax.Array:
+def _token_logits(logits: jax.Array, tokens: jax.Array, gather: bool) -> jax.Array:
     """Each token's logit; in a pipeline's stage without a gather, which XLA cannot split there."""
     if gather:
         several = tokens if tokens.ndim == 3 else tokens[..., None]

@@ -24,7 +24,7 @@ from hjax.models.model_config import ModelConfig
 from hjax.models.parameter_spec import ParameterSpec, TensorPart, parts
 from hjax.models.parameters import Params
 from hjax.models.peft_files import Adapter
-from hjax.models.quantized import inputs_of, quantized
+from hjax.models.quantized import input_dimensions, quantize
 from hjax.models.safetensors_files import DTYPES, TensorFile, create_file
 from hjax.models.sharded_loading import ParameterShards
 from hjax.progress import tell
@@ -32,11 +32,11 @@ from hjax.sharded_values import ArrayRegions
 from hjax.user_input import read_object
 
 # What files hold beside parameters: buffers, and a scalar head that is read apart.
-SCORE = "score.weight"
-_BESIDE = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", SCORE)
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SCORE_HEAD = "score.weight"
+_IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", SCORE_HEAD)
+SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
-OUTPUT = "lm_head.weight"
+OUTPUT_TABLE = "lm_head.weight"
 
 
 def read_config(path: str | os.PathLike) -> ModelConfig:
@@ -46,7 +46,7 @@ def read_config(path: str | os.PathLike) -> ModelConfig:
     Raises:
       ConfigError: no such file, or a model this version does not support.
     """
-    content = read_content(path)
+    content = read_config_json(path)
     if not any(map(content.get, DTYPE_KEYS)):
         content |= {DTYPE_KEYS[0]: _dtype_of_files(Path(path))}
     return from_hf(content, str(Path(path) / "config.json"))
@@ -57,7 +57,7 @@ def _dtype_of_files(path: Path) -> str:
     if not (path / INDEX).is_file() and not any(path.glob("*.safetensors")):
         return "float32"
     files = _Tensors(path).files
-    found = {file.dtypes[name] for name, file in files.items() if not name.endswith(_BESIDE)}
+    found = {file.dtypes[name] for name, file in files.items() if not name.endswith(_IGNORED)}
     return DTYPES.get(found.pop(), "float32") if len(found) == 1 else "float32"
 
 
@@ -69,14 +69,14 @@ def stored_dtypes(path: str | os.PathLike, config: ModelConfig) -> dict[str, str
       config: of the language model there.
     """
     tensors, found = _Tensors(Path(path)), {}
-    for parameter, _ in _pairs(decoder_parameters(config)):
+    for parameter, _ in _specs_and_values(decoder_parameters(config)):
         for part in parts(parameter):
             if (name := tensors.name(part)) is not None:
                 found[part.name] = tensors.files[name].dtype(name).name
     return found
 
 
-def read_content(path: str | os.PathLike) -> dict[str, Any]:
+def read_config_json(path: str | os.PathLike) -> dict[str, Any]:
     """What a directory's config.json says.
 
     Raises:
@@ -136,7 +136,7 @@ def load_params(
     if adapter is not None:
         adapter.check(declared, path)
 
-    total, done = sum(parameter.size for parameter, _ in _pairs(declared)), 0
+    total, done = sum(parameter.size for parameter, _ in _specs_and_values(declared)), 0
     what = f"loading {Path(path).name}"
     tell(what, 0, total)
 
@@ -155,7 +155,7 @@ def load_params(
             if parameter.quantized:
                 assert shardings is not None, f"{name} is quantized onto devices"
                 scale = f"{name}_scale"
-                both = tensors.quantized(parameter, declared[scale], where, shardings[scale])
+                both = tensors.read_quantized(parameter, declared[scale], where, shardings[scale])
                 params |= zip((name, scale), both)
                 done += declared[scale].size
             else:
@@ -168,7 +168,7 @@ def load_params(
     return read_all(declared, shardings, shapes)
 
 
-def check_files(path: str | os.PathLike) -> None:
+def check_headers(path: str | os.PathLike) -> None:
     """Hold the headers of a directory's safetensors files against its config.json.
 
     No tensor is read: whether values are finite is seen when they are loaded.
@@ -179,14 +179,14 @@ def check_files(path: str | os.PathLike) -> None:
     """
     config, tensors = read_config(path), _Tensors(Path(path))
     declared = dict(decoder_parameters(config))
-    if SCORE in tensors.files:  # a sequence classifier may have no output table
+    if SCORE_HEAD in tensors.files:  # a sequence classifier may have no output table
         declared.pop("unembedding", None)
     tensors.check(declared, config)
 
 
-def has_scores(path: str | os.PathLike) -> bool:
+def has_score_head(path: str | os.PathLike) -> bool:
     """Whether a directory's weights have the head of a sequence classifier; reads none."""
-    return SCORE in _Tensors(Path(path)).files
+    return SCORE_HEAD in _Tensors(Path(path)).files
 
 
 def save_weights(
@@ -212,35 +212,35 @@ def save_weights(
     scalar = "decoder" in params
     write_config(path, config, tokenizer, scalar)
     declared = scalar_parameters(config) if scalar else decoder_parameters(config)
-    every = (part for parameter, _ in _pairs(declared) for part in parts(parameter))
+    every = (part for parameter, _ in _specs_and_values(declared) for part in parts(parameter))
     own = dtypes or {}
     wanted = {part.name: (part.shape, own.get(part.name, config.dtype)) for part in every}
     sizes = {n: math.prod(x) * jnp.dtype(dtype).itemsize for n, (x, dtype) in wanted.items()}
     tensors: dict[str, np.ndarray] = {}
     index: dict[str, str] = {}
-    for file, names in _files(sizes, shard_bytes).items():
+    for file, names in _shard_files(sizes, shard_bytes).items():
         tensors |= create_file(Path(path) / file, {n: wanted[n] for n in names})
         index |= dict.fromkeys(names, file)
     if len(set(index.values())) > 1:
         about = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}
         (Path(path) / INDEX).write_text(json.dumps(about, indent=1) + "\n")
-    for parameter, values in _pairs(declared, params):
+    for parameter, values in _specs_and_values(declared, params):
         here = values.whole() if isinstance(values, ArrayRegions) else np.asarray(values)
         for part in parts(parameter):
             part.into(tensors[part.name], here[part.at])
 
 
-def _pairs(declared: Mapping[str, Any], params: Params | None = None) -> Iterator[tuple]:
+def _specs_and_values(declared: Mapping[str, Any], params: Params | None = None) -> Iterator[tuple]:
     """Every parameter's declaration, and its values where they are given."""
     for name, parameter in declared.items():
         values = None if params is None else params[name]
         if isinstance(parameter, ParameterSpec):
             yield parameter, values
         else:
-            yield from _pairs(parameter, values)
+            yield from _specs_and_values(parameter, values)
 
 
-def _files(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
+def _shard_files(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
     """The tensors of each file, of so many bytes at most, by file name."""
     shards: list[list[str]] = [[]]
     left = most
@@ -276,7 +276,7 @@ def write_config(
     replace_file(path / "config.json", json.dumps(content, indent=1) + "\n")
 
 
-def _finite(tensor: np.ndarray) -> bool:
+def _all_finite(tensor: np.ndarray) -> bool:
     """Whether all values are, looked at some rows at a time."""
     rows = tensor.reshape(tensor.shape[0] if tensor.ndim else 1, -1)
     step = max(1, 2**18 // max(rows.shape[1], 1))
@@ -306,7 +306,7 @@ class _Tensors:
 
     def _listed(self) -> list[Path]:
         """The files that the index names, or all there are."""
-        index, single = self.path / INDEX, self.path / WHOLE
+        index, single = self.path / INDEX, self.path / SINGLE_FILE
         if not index.is_file():
             # Beside it some publish the same weights under their own names.
             return [single] if single.is_file() else sorted(self.path.glob("*.safetensors"))
@@ -335,7 +335,7 @@ class _Tensors:
         assert name is not None, part.name
         self._check_form(name, part)
         tensor = self.files[name].rows(name)
-        if name not in self._read and not _finite(tensor):
+        if name not in self._read and not _all_finite(tensor):
             raise ConfigError(f"{self.path}: {name} has values that are not finite")
         self._read.add(name)
         return tensor if self._adapter is None else self._adapter.added(tensor, part)
@@ -380,14 +380,14 @@ class _Tensors:
                 gc.collect(0)  # JAX lets go of memory that it was handed at a collection
         return shards.whole()
 
-    def quantized(
+    def read_quantized(
         self, parameter: ParameterSpec, scale: ParameterSpec, sharding: Any, scale_sharding: Any
     ) -> tuple[jax.Array, jax.Array]:
         """A matrix of one byte per element and its scales on the devices of their shardings, each
         tensor quantized as it is read."""
         matrix = ParameterShards(parameter, sharding, parameter.dtype)
         scales = ParameterShards(scale, scale_sharding, scale.dtype)
-        inputs = inputs_of(parameter)
+        inputs = input_dimensions(parameter)
         for part in parts(parameter):
             at = tuple(index for i, index in enumerate(part.at) if i not in inputs)
             cuts, scale_cuts = matrix.cuts(part.at), scales.cuts(at)
@@ -395,7 +395,7 @@ class _Tensors:
                 continue
             over = part.inputs
             assert over is not None
-            small, each = quantized(self.read(part), (over,), parameter.dtype)
+            small, each = quantize(self.read(part), (over,), parameter.dtype)
             matrix.write(part.of(small), cuts, part, small)
             # Every element's, of which any one along the inputs is its output's.
             every = part.of(np.broadcast_to(np.expand_dims(each, over), small.shape))
@@ -416,8 +416,10 @@ class _Tensors:
         Raises:
           ConfigError: they don't, by name.
         """
-        ours = {OUTPUT}  # of a language model that is read without it; see also ``check_tied``
-        for parameter, _ in _pairs(declared):
+        ours = {
+            OUTPUT_TABLE
+        }  # of a language model that is read without it; see also ``check_tied``
+        for parameter, _ in _specs_and_values(declared):
             for part in parts(parameter):
                 name = self.name(part)
                 if name is not None:
@@ -425,7 +427,7 @@ class _Tensors:
                     ours.add(name)
                 elif not parameter.optional:
                     raise ConfigError(f"{self.path}: tensor {part.name!r} is missing")
-        left = sorted(n for n in self.files if n not in ours and not n.endswith(_BESIDE))
+        left = sorted(n for n in self.files if n not in ours and not n.endswith(_IGNORED))
         if left:
             raise ConfigError(
                 f"{self.path}: tensor {left[0]!r} is not one of a {config.family} model as "
@@ -438,12 +440,12 @@ class _Tensors:
         Raises:
           ConfigError: it differs.
         """
-        if OUTPUT not in self.files or not config.tie_embeddings:
+        if OUTPUT_TABLE not in self.files or not config.tie_embeddings:
             return
         [embedding] = parts(decoder_parameters(config)["embedding"])
-        self._check_form(OUTPUT, embedding)
-        if not np.array_equal(self.files[OUTPUT].rows(OUTPUT), self.read(embedding)):
+        self._check_form(OUTPUT_TABLE, embedding)
+        if not np.array_equal(self.files[OUTPUT_TABLE].rows(OUTPUT_TABLE), self.read(embedding)):
             raise ConfigError(
-                f"{self.path}: {OUTPUT} differs from {embedding.name}, but config.json ties "
+                f"{self.path}: {OUTPUT_TABLE} differs from {embedding.name}, but config.json ties "
                 "them (tie_word_embeddings)"
             )

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 # What is summed over a layer's tokens, of each expert: the router's probability p, how often it was
 # chosen, and -p log p.
 PROBABILITY, CHOSEN, ENTROPY = range(3)
-SUMS = 3
+NUM_SUMS = 3
 
 
 class RoutingStats(NamedTuple):
@@ -42,7 +42,7 @@ class RoutingTally:
         self.routed = routed if self.routed is None else jax.tree.map(jnp.add, self.routed, routed)
 
 
-def tallied(shares: jax.Array, chosen: jax.Array, counted: jax.Array) -> jax.Array:
+def routing_sums(shares: jax.Array, chosen: jax.Array, counted: jax.Array) -> jax.Array:
     """float32 [SUMS, experts], of a layer's tokens.
 
     Args:
@@ -57,7 +57,7 @@ def tallied(shares: jax.Array, chosen: jax.Array, counted: jax.Array) -> jax.Arr
     return jnp.stack([jnp.sum(weights * x, axis=(0, 1)) for x in (shares, picked, entropy)])
 
 
-def counted_tokens(batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+def router_token_weights(batch: Mapping[str, Any]) -> dict[str, jax.Array]:
     """Which tokens of rows [prompt | response] count, as entries for their batch.
 
     Those of rows that are answered and weigh something, but for each response's last, from which

@@ -17,7 +17,7 @@ from hjax.errors import ConfigError
 from hjax.models.parameter_spec import ParameterKind, ParameterSpec, StoredTensor
 
 # Parts of a layer's matrices, and which parameter has them; of a pair, which half.
-_PLACES: dict[str, tuple[tuple[str, int | None], ...]] = {
+_TARGET_PLACES: dict[str, tuple[tuple[str, int | None], ...]] = {
     "q": (("q", None),),
     "k": (("kv", 0),),
     "v": (("kv", 1),),
@@ -26,7 +26,7 @@ _PLACES: dict[str, tuple[tuple[str, int | None], ...]] = {
     "up": (("gate_up", 1), ("up", None)),
     "down": (("down", None),),
 }
-TARGETS = tuple(_PLACES)
+TARGETS = tuple(_TARGET_PLACES)
 ALL = "all"
 
 
@@ -124,21 +124,21 @@ def _no_targets(key: str, unknown: Sequence[str]) -> ConfigError:
     return ConfigError(f"{key}.targets={said}: {ALL}, or some of {', '.join(TARGETS)}")
 
 
-def halves(lora: Lora, name: str, parameter: ParameterSpec) -> tuple[int | None, ...]:
+def adapted_halves(lora: Lora, name: str, parameter: ParameterSpec) -> tuple[int | None, ...]:
     """Of a layer's matrix, which halves of its ``pair`` axis have an adapter each; (None,): the
     whole has one; empty: none has."""
     if parameter.kind is not ParameterKind.MATRIX:
         return ()
-    places = [place for target in lora.targets for place in _PLACES[target]]
+    places = [place for target in lora.targets for place in _TARGET_PLACES[target]]
     if "experts" in parameter.names:
         return (None,) if name in dict(places) else ()
     paired = "pair" in parameter.names
     return tuple(h for place, h in places if place == name and (h is not None) == paired)
 
 
-def place_number(name: str, half: int | None) -> int:
+def matrix_number(name: str, half: int | None) -> int:
     """The number of a matrix with an adapter among ``TARGETS``."""
-    return next(i for i, places in enumerate(_PLACES.values()) if (name, half) in places)
+    return next(i for i, places in enumerate(_TARGET_PLACES.values()) if (name, half) in places)
 
 
 def adapter_parameters(layers: Mapping[str, ParameterSpec], lora: Lora) -> dict[str, ParameterSpec]:
@@ -146,8 +146,7 @@ def adapter_parameters(layers: Mapping[str, ParameterSpec], lora: Lora) -> dict[
 
     ``<name>_a``: [layers, (halves,) inputs..., rank], drawn with PEFT's variance, 1 / (3 inputs);
     ``<name>_b``: [layers, (halves,) rank, outputs...], zero. With ``dora`` there is ``<name>_m``
-    too, the magnitudes [layers, (halves,) outputs...], for which ``magnitudes`` has the values to
-    start from. Those of experts are [layers, experts, inputs, rank] and [layers, experts, rank,
+    too, the magnitudes [layers, (halves,) outputs...], which start as ``initial_magnitudes``. Those of experts are [layers, experts, inputs, rank] and [layers, experts, rank,
     outputs...]. Tensors are named as PEFT's.
 
     Raises:
@@ -156,13 +155,13 @@ def adapter_parameters(layers: Mapping[str, ParameterSpec], lora: Lora) -> dict[
     """
     declared = {}
     for name, parameter in layers.items():
-        if of := halves(lora, name, parameter):
+        if of := adapted_halves(lora, name, parameter):
             if "experts" in parameter.names:
-                _check_of_experts(lora)
-            a, b = _both(parameter, lora, of)
+                _check_expert_targets(lora)
+            a, b = _adapter_pair(parameter, lora, of)
             declared[f"{name}_a"], declared[f"{name}_b"] = a, b
             if lora.dora:
-                declared[f"{name}_m"] = _magnitude(parameter, b, lora)
+                declared[f"{name}_m"] = _magnitude_spec(parameter, b, lora)
     if not declared:
         raise ConfigError(
             f"{lora.key}.targets={','.join(lora.targets)}: this model has no such matrix in a "
@@ -171,7 +170,7 @@ def adapter_parameters(layers: Mapping[str, ParameterSpec], lora: Lora) -> dict[
     return declared
 
 
-def _check_of_experts(lora: Lora) -> None:
+def _check_expert_targets(lora: Lora) -> None:
     """Raise ConfigError where PEFT has no adapters of experts' matrices like these."""
     if len({"gate", "up"} & set(lora.targets)) == 1:
         raise ConfigError(
@@ -186,22 +185,22 @@ def _check_of_experts(lora: Lora) -> None:
             )
 
 
-def _both(
+def _adapter_pair(
     parameter: ParameterSpec, lora: Lora, of: tuple[int | None, ...]
 ) -> tuple[ParameterSpec, ParameterSpec]:
     sizes = dict(parameter.axes)
-    lead = [(name, sizes[name]) for name in lead_axes(parameter, of) if name != "pair"]
+    lead = [(name, sizes[name]) for name in adapter_axes(parameter, of) if name != "pair"]
     lead += [("pair", len(of))] if of[0] is not None else []
     inner = [(name, sizes[name]) for name in parameter.inputs]
     beside = {*dict(lead), *parameter.inputs}
     outer = [axis for axis in parameter.axes if axis[0] not in beside]
     into, out = [], []
     if "experts" in sizes:
-        a, b = _stored_of_experts(parameter, lora)
+        a, b = _peft_expert_tensors(parameter, lora)
         into, out = [a], [b]
     else:
         for stored in parameter.stored:
-            some, more = _stored(stored, parameter, of)
+            some, more = _peft_tensors(stored, parameter, of)
             into += some
             out += more
     scale = (3 * math.prod(size for _, size in inner)) ** -0.5
@@ -212,13 +211,13 @@ def _both(
     )
 
 
-def lead_axes(parameter: ParameterSpec, of: tuple[int | None, ...]) -> list[str]:
+def adapter_axes(parameter: ParameterSpec, of: tuple[int | None, ...]) -> list[str]:
     """The axes of a matrix that each have adapters of their own."""
     names = ["layers", "experts"] + (["pair"] if of[0] is not None else [])
     return [name for name in names if name in parameter.names]
 
 
-def _stored_of_experts(parameter: ParameterSpec, lora: Lora) -> tuple[StoredTensor, StoredTensor]:
+def _peft_expert_tensors(parameter: ParameterSpec, lora: Lora) -> tuple[StoredTensor, StoredTensor]:
     """PEFT's tensors for an array of all experts of a layer: ``lora_A`` [experts rank, inputs],
     ``lora_B`` [outputs, rank experts]. Of two such arrays the later one's stand outside."""
     first = parameter.stored[0]
@@ -239,7 +238,7 @@ def _stored_of_experts(parameter: ParameterSpec, lora: Lora) -> tuple[StoredTens
 INNER, NESTED = "gate_up_proj", ".base_layer"
 
 
-def _magnitude(parameter: ParameterSpec, b: ParameterSpec, lora: Lora) -> ParameterSpec:
+def _magnitude_spec(parameter: ParameterSpec, b: ParameterSpec, lora: Lora) -> ParameterSpec:
     """Of what ``b`` is a part of."""
     for stored in parameter.stored:
         if stored.part is not None or (stored.pair is None and "pair" in parameter.names):
@@ -259,7 +258,7 @@ def _magnitude(parameter: ParameterSpec, b: ParameterSpec, lora: Lora) -> Parame
     return ParameterSpec(axes, ParameterKind.ADAPTER, fill=1.0, stored=kept)
 
 
-def _stored(
+def _peft_tensors(
     stored: StoredTensor, parameter: ParameterSpec, of: tuple[int | None, ...]
 ) -> tuple[list[StoredTensor], list[StoredTensor]]:
     """PEFT's tensors for a stored matrix: ``lora_A`` [rank, inputs], ``lora_B`` [outputs, rank]."""

@@ -57,7 +57,7 @@ class ModelConfig:
       layer_kinds: one per layer; empty: all alike.
       lora: of the adapters that learn in place of everything else; None: there are none.
       quantized: what the layers' matrices, frozen beside adapters, are kept in, of
-        ``hjax.models.quantized.FORMS``; empty: as floats.
+        ``hjax.models.quantized.FORMATS``; empty: as floats.
     """
 
     vocab_size: int

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from hjax.models.attention_strategies import Attention, AttentionInputs, KeyValue
 
 
-def rooms(columns: int) -> tuple[int, int]:
+def packed_sizes(columns: int) -> tuple[int, int]:
     """Sizes of flat rows for what takes so many columns with its padding, growing: few, as each is
     a program."""
     return columns // 2, columns * 3 // 4

@@ -12,56 +12,56 @@ from hjax.models.model_config import ModelConfig
 from hjax.models.parameter_spec import ParameterKind, ParameterSpec
 
 
-def every(declared: Mapping[str, Any]) -> Iterator[ParameterSpec]:
+def all_specs(declared: Mapping[str, Any]) -> Iterator[ParameterSpec]:
     """The parameters of a nested dict."""
     for parameter in declared.values():
         if isinstance(parameter, ParameterSpec):
             yield parameter
         else:
-            yield from every(parameter)
+            yield from all_specs(parameter)
 
 
 def expert_parameters(config: ModelConfig) -> int:
     """Of all experts of a layer; 0 without any."""
-    layers = every(decoder_parameters(config)["layers"])
+    layers = all_specs(decoder_parameters(config)["layers"])
     return sum(p.size for p in layers if "experts" in p.names[:-1]) // config.layers
 
 
 def layer_parameters(config: ModelConfig) -> int:
     """One layer: attention, its MLP or all its experts with their router, norms, biases."""
-    return sum(p.size for p in every(decoder_parameters(config)["layers"])) // config.layers
+    return sum(p.size for p in all_specs(decoder_parameters(config)["layers"])) // config.layers
 
 
 def active_layer_parameters(config: ModelConfig) -> int:
     """Those of a layer that multiply one token."""
     matrices = [
-        p for p in every(decoder_parameters(config)["layers"]) if p.kind is ParameterKind.MATRIX
+        p for p in all_specs(decoder_parameters(config)["layers"]) if p.kind is ParameterKind.MATRIX
     ]
     experts = sum(p.size for p in matrices if "experts" in p.names[:-1])
     used = experts * config.experts_per_token // max(config.experts, 1)
     return (sum(p.size for p in matrices) - experts + used) // config.layers
 
 
-def parameters(config: ModelConfig, scalar: bool = False) -> int:
+def parameter_count(config: ModelConfig, scalar: bool = False) -> int:
     """Of the whole model; ``scalar``: with a value head and its bias instead of the vocabulary's.
 
     The one count that everyone takes.
     """
     declared = (scalar_parameters if scalar else decoder_parameters)(config)
-    return sum(parameter.size for parameter in every(declared))
+    return sum(parameter.size for parameter in all_specs(declared))
 
 
 def learned_parameters(config: ModelConfig, scalar: bool = False) -> int:
     """Those that an update changes: all, or adapters and a scalar head."""
     declared = (scalar_parameters if scalar else decoder_parameters)(config)
     everything = config.lora is None
-    return sum(p.size for p in every(declared) if everything or p.kind.beside_adapters)
+    return sum(p.size for p in all_specs(declared) if everything or p.kind.beside_adapters)
 
 
 def update_passes(config: ModelConfig, scalar: bool = False) -> float:
     """Forward passes whose FLOPs an update takes: 3, and 2 of what is frozen beside adapters, of
     which there are no gradients."""
-    return 2 + learned_parameters(config, scalar) / parameters(config, scalar)
+    return 2 + learned_parameters(config, scalar) / parameter_count(config, scalar)
 
 
 def forward_flops(
@@ -78,11 +78,11 @@ def forward_flops(
     if context is not None:
         pairs = config.layers * length * context
     else:
-        pairs = attended(config, length)
+        pairs = attention_pairs(config, length)
     return products + 4.0 * config.heads * config.head_dim * pairs
 
 
-def attended(config: ModelConfig, length: int) -> float:
+def attention_pairs(config: ModelConfig, length: int) -> float:
     """Pairs of a token and one it attends to in a sequence of ``length``, in all layers: causal,
     half of all, or what a layer's window leaves of it."""
     windows = [kind.window for kind in config.layer_kinds] or [None] * config.layers

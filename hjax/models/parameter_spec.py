@@ -160,7 +160,7 @@ def vector(fill: float, /, **axes: int) -> ParameterSpec:
     return ParameterSpec(tuple(axes.items()), ParameterKind.VECTOR, fill=fill)
 
 
-def create_in(
+def create_parameters(
     module: Any, declared: Mapping[str, ParameterSpec], draw: Callable[[], jax.Array]
 ) -> None:
     """Give a module its parameters as attributes; ``draw``: the next PRNG key."""

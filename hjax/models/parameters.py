@@ -157,7 +157,7 @@ class Network:
             dtype = self.frozen_dtype if parameter.quantized else kept.dtype
             return jax.ShapeDtypeStruct(kept.shape, dtype)
 
-        kept, declared = (_like(plain.shapes, tree) for tree in (self.shapes, self.declared))
+        kept, declared = (_select(plain.shapes, tree) for tree in (self.shapes, self.declared))
         return plain.with_shapes(jax.tree.map(read, kept, declared))
 
     @functools.cached_property
@@ -166,12 +166,12 @@ class Network:
         if self.config.lora is None:
             return self
         plain = network_of(self.module, dataclasses.replace(self.config, lora=None))
-        plain = plain.with_shapes(_like(plain.shapes, self.shapes))
+        plain = plain.with_shapes(_select(plain.shapes, self.shapes))
         return dataclasses.replace(plain, frozen_dtype=self.frozen_dtype)
 
     def bare_of(self, tree: Params) -> Params:
         """Of a tree like the parameters what the model without adapters has."""
-        return tree if self.config.lora is None else _like(self.bare.declared, tree)
+        return tree if self.config.lora is None else _select(self.bare.declared, tree)
 
     def create(self, seed: int, layout: Layout) -> Params:
         """Initial parameters, each device making its own part; the same under every layout."""
@@ -198,7 +198,7 @@ class Network:
 
     def place(self, params: Params, layout: Layout) -> Params:
         """Host arrays (or arrays elsewhere) laid out for ``layout``."""
-        return placed(params, self.shardings(layout), self.shapes)
+        return place_params(params, self.shardings(layout), self.shapes)
 
 
 @functools.lru_cache(maxsize=64)
@@ -230,15 +230,15 @@ def network_of(module: type, config: ModelConfig) -> Network:
     return Network(module, config, graph, declared, axes, kinds, shapes, partition, create, state)
 
 
-def _like(tree: Params, other: Params) -> Params:
+def _select(tree: Params, other: Params) -> Params:
     """The leaves of ``other`` that ``tree`` has too."""
     return {
-        name: _like(part, other[name]) if isinstance(part, dict) else other[name]
+        name: _select(part, other[name]) if isinstance(part, dict) else other[name]
         for name, part in tree.items()
     }
 
 
-def by_layer(params: Params, shardings: Params, given_up: Params | None = None) -> Layered:
+def unstack_layers(params: Params, shardings: Params, given_up: Params | None = None) -> Layered:
     """Arrays of its own for each layer, one stacked array after another.
 
     Args:
@@ -251,7 +251,7 @@ def by_layer(params: Params, shardings: Params, given_up: Params | None = None) 
     free = jax.tree.map(lambda _: False, stacked) if given_up is None else given_up["layers"]
 
     def cut(x: jax.Array, sharding: Any, last: bool) -> Any:
-        parts = _cut(x.shape[0], sharding)(x)
+        parts = _split_layers(x.shape[0], sharding)(x)
         if last:
             jax.block_until_ready(parts)
             x.delete()
@@ -264,7 +264,7 @@ def by_layer(params: Params, shardings: Params, given_up: Params | None = None) 
     return Layered(rest, tuple(layers))
 
 
-def decoding_orders(axes: Params, heads_split: bool) -> Params:
+def decoding_memory_orders(axes: Params, heads_split: bool) -> Params:
     """In which order a TPU's compiler wants the dimensions of stacked weights in memory to decode.
 
     Given them as they are declared, every program lays some out anew before its loop over tokens: a
@@ -291,23 +291,23 @@ def decoding_orders(axes: Params, heads_split: bool) -> Params:
     return jax.tree.map(order, axes, is_leaf=lambda x: isinstance(x, tuple))
 
 
-def relaid(params: Params, orders: Params, given_up: Params | None = None) -> Params:
+def in_memory_orders(params: Params, orders: Params, given_up: Params | None = None) -> Params:
     """Arrays whose dimensions lie in memory in these orders, made one after another.
 
     Args:
       params: jax.Array, or jax.ShapeDtypeStruct with shardings.
-      orders: as of ``decoding_orders``; an array that lies so already stays what it is.
-      given_up: as of ``by_layer``, which arrays are deleted as soon as they are laid out anew.
+      orders: as of ``decoding_memory_orders``; an array that lies so already stays what it is.
+      given_up: as of ``unstack_layers``: arrays that are deleted once they are laid out anew.
     """
     free = jax.tree.map(lambda _: False, params) if given_up is None else given_up
 
     def lay(x: Any, order: tuple[int, ...], last: bool) -> Any:
-        if lies_in(x) == order:
+        if memory_order(x) == order:
             return x
         wanted = memory.Format(memory.Layout(order), x.sharding)
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=wanted)
-        laid = _laid(wanted)(x)
+        laid = _relayout(wanted)(x)
         if last:
             jax.block_until_ready(laid)
             x.delete()
@@ -316,19 +316,19 @@ def relaid(params: Params, orders: Params, given_up: Params | None = None) -> Pa
     return jax.tree.map(lay, params, orders, free)
 
 
-def lies_in(x: Any) -> tuple[int, ...]:
+def memory_order(x: Any) -> tuple[int, ...]:
     """The order in which an array's dimensions lie in memory, of abstract ones too."""
     found = x.format.layout
     return tuple(range(len(x.shape))) if found is None else tuple(found.major_to_minor)
 
 
 @functools.lru_cache(maxsize=64)
-def _laid(wanted: memory.Format) -> Callable[[jax.Array], jax.Array]:
+def _relayout(wanted: memory.Format) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda x: x, out_shardings=wanted)
 
 
-def by_layer_abstract(params: Params) -> Layered:
-    """``by_layer`` of jax.ShapeDtypeStruct with shardings."""
+def unstack_layers_abstract(params: Params) -> Layered:
+    """``unstack_layers`` of jax.ShapeDtypeStruct with shardings."""
 
     def one(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=_without_layers(x.sharding))
@@ -339,7 +339,7 @@ def by_layer_abstract(params: Params) -> Layered:
 
 
 @functools.lru_cache(maxsize=64)
-def _cut(layers: int, sharding: jax.sharding.NamedSharding) -> Callable[[jax.Array], Any]:
+def _split_layers(layers: int, sharding: jax.sharding.NamedSharding) -> Callable[[jax.Array], Any]:
     def parts(x: jax.Array) -> list[jax.Array]:
         return [x[i] for i in range(layers)]
 
@@ -350,7 +350,7 @@ def _without_layers(sharding: Any) -> jax.sharding.NamedSharding:
     return jax.sharding.NamedSharding(sharding.mesh, jax.P(*sharding.spec[1:]))
 
 
-def placed(params: Params, shardings: Params, shapes: Params) -> Params:
+def place_params(params: Params, shardings: Params, shapes: Params) -> Params:
     """Host arrays (or arrays elsewhere) laid out, in the dtypes of ``shapes``."""
     return jax.tree.map(
         lambda x, sharding, like: place(x.astype(like.dtype), sharding), params, shardings, shapes

@@ -26,7 +26,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _A, _B, _M = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 # Keys whose values change nothing of what the tensors and the scaling say.
-_HARMLESS = frozenset(
+_IGNORED_KEYS = frozenset(
     """
     auto_mapping base_model_name_or_path corda_config eva_config exclude_modules fan_in_fan_out
     inference_mode init_lora_weights layers_pattern layers_to_transform lora_alpha lora_dropout
@@ -35,7 +35,13 @@ _HARMLESS = frozenset(
     qalora_group_size use_dora target_parameters
     """.split()
 )
-_CHANGING = ("pissa", "olora", "corda", "loftq", "eva")  # initial values that change the base
+_BASE_CHANGING_INITS = (
+    "pissa",
+    "olora",
+    "corda",
+    "loftq",
+    "eva",
+)  # initial values that change the base
 
 
 def is_adapter(path: str | os.PathLike) -> bool:
@@ -84,10 +90,10 @@ class Adapter:
         if config.get("peft_type") != "LORA":
             kind = config.get("peft_type")
             raise ConfigError(f"{file}: peft_type {kind!r} is not supported; supported: LORA")
-        left = {key: x for key, x in config.items() if x and key not in _HARMLESS}
+        left = {key: x for key, x in config.items() if x and key not in _IGNORED_KEYS}
         if left.get("bias") == "none":
             del left["bias"]
-        if str(start := config.get("init_lora_weights")).startswith(_CHANGING):
+        if str(start := config.get("init_lora_weights")).startswith(_BASE_CHANGING_INITS):
             left["init_lora_weights"] = start
         if left:
             shown = ", ".join(f"{key}={value!r}" for key, value in sorted(left.items()))
@@ -330,11 +336,13 @@ def save_adapter(
         shapes[f"{_PREFIX}{module}{_A}"] = (low * len(pieces), inputs)
         shapes[f"{_PREFIX}{module}{_B}"] = (outputs, low * len(pieces))
         if len(pieces) > 1:
-            ranks[_in_layer(module)] = lora.rank * len(pieces)
+            ranks[_name_in_layer(module)] = lora.rank * len(pieces)
     vectors = {
         f"{_PREFIX}{part.name}": (part, values[name][part.at])
-        for name in (n for n in layers if n.endswith("_m") and layers[n].kind is
-        ParameterKind.ADAPTER) for part in parts(layers[name])
+        for name in (
+            n for n in layers if n.endswith("_m") and layers[n].kind is ParameterKind.ADAPTER
+        )
+        for part in parts(layers[name])
     }
     shapes |= {name: part.shape for name, (part, _) in vectors.items()}
     if scalar:
@@ -354,9 +362,7 @@ def save_adapter(
         tensors[f"{_PREFIX}score.weight"][0] = params["head"]
     sources = {module: pieces[0][0] for module, pieces in modules.items()}
     turned = any(part.turned for p in layers.values() for part in parts(p))
-    config = _adapter_config(
-        lora, base, scalar, sources=sources, ranks=ranks, turned=turned
-    )
+    config = _adapter_config(lora, base, scalar, sources=sources, ranks=ranks, turned=turned)
     (directory / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
 
 
@@ -379,7 +385,7 @@ def _adapter_config(
     # Of blocks the same scaling at their larger rank.
     grow = {n: rank / lora.rank for n, rank in ranks.items()}
     alphas = {n: lora.alpha * (math.sqrt(x) if lora.rslora else x) for n, x in grow.items()}
-    arrays = sorted({_in_layer(part.stacked) for part in sources.values() if part.stacked})
+    arrays = sorted({_name_in_layer(part.stacked) for part in sources.values() if part.stacked})
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if scalar else "CAUSAL_LM",
@@ -401,6 +407,6 @@ def _adapter_config(
     }
 
 
-def _in_layer(name: str) -> str:
+def _name_in_layer(name: str) -> str:
     """A module's or an array's name after the layer's number."""
     return re.sub(r"^.*\.\d+\.", "", name)

@@ -64,7 +64,7 @@ _LLAMA, _LLAMA3 = {"rms_norm_eps": 1e-5}, {"rms_norm_eps": 1e-5, "rope_theta": 5
 _QWEN, _TIED = {"rope_theta": 1e6}, {"tie_word_embeddings": True}
 # Llama 1 and 2 (Touvron et al. 2023), Code Llama's 34B, Llama 3 (Dubey et al. 2024), Qwen2.5,
 # Qwen3, Mixtral and those after it (their config.json files).
-SHAPES: dict[str, ModelConfig] = {
+PRESETS: dict[str, ModelConfig] = {
     "llama-7b": shape_of("llama", 32, 4096, 11008, 32, 32, 32000, 4096, **_LLAMA),
     "llama-13b": shape_of("llama", 40, 5120, 13824, 40, 40, 32000, 4096, **_LLAMA),
     "llama-34b": shape_of("llama", 48, 8192, 22016, 64, 8, 32000, 16384, **_LLAMA),
@@ -114,15 +114,15 @@ SHAPES: dict[str, ModelConfig] = {
 }
 
 
-def published(name: str) -> ModelConfig:
+def preset(name: str) -> ModelConfig:
     """The shape of a published model.
 
     Raises:
       ConfigError: an unknown name, with the nearest known ones.
     """
-    shape = SHAPES.get(name.lower())
+    shape = PRESETS.get(name.lower())
     if shape is None:
-        near = difflib.get_close_matches(name.lower(), SHAPES, n=3, cutoff=0.4) or list(SHAPES)
+        near = difflib.get_close_matches(name.lower(), PRESETS, n=3, cutoff=0.4) or list(PRESETS)
         raise ConfigError(f"no published model is named {name!r}; known: {', '.join(near)}")
     return shape
 
@@ -135,5 +135,5 @@ def planning_shape(name: str) -> ModelConfig:
     """
     path = given_path(name, "model ")
     if not path.exists():
-        return published(name)
+        return preset(name)
     return read_config(path if path.is_dir() else path.parent)

@@ -18,7 +18,7 @@ import numpy as np
 from hjax.models.parameter_spec import ParameterKind, ParameterSpec
 
 FLOAT, INT8, FP8 = "float", "int8", "fp8"
-FORMS = (INT8, FP8)
+FORMATS = (INT8, FP8)
 _DTYPES = {INT8: "int8", FP8: "float8_e4m3fn"}
 _LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 _CHUNK = 2**22  # elements that are float32 at a time
@@ -31,7 +31,7 @@ def quantized_parameters(
 
     Args:
       layers: by name.
-      form: one of ``FORMS``.
+      form: one of ``FORMATS``.
 
     Returns:
       by name; ``<name>_scale``, float32, has the matrix's outputs: [layers, (experts,) (halves,)
@@ -47,12 +47,12 @@ def quantized_parameters(
     return declared
 
 
-def inputs_of(parameter: ParameterSpec) -> tuple[int, ...]:
+def input_dimensions(parameter: ParameterSpec) -> tuple[int, ...]:
     """The dimensions over which products with a matrix sum."""
     return tuple(parameter.names.index(axis) for axis in parameter.inputs)
 
 
-def quantized(
+def quantize(
     values: np.ndarray, over: tuple[int, ...], dtype: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """Numbers of one byte, and by what to multiply them.
@@ -86,7 +86,7 @@ def _rows(values: np.ndarray) -> Iterator[slice]:
     return (slice(i, i + step) for i in range(0, len(values), step))
 
 
-def quantized_params(params: Mapping[str, Any], declared: Mapping[str, Any]) -> dict[str, Any]:
+def quantize_params(params: Mapping[str, Any], declared: Mapping[str, Any]) -> dict[str, Any]:
     """Parameters as they are declared, of those of a model without quantized matrices.
 
     Args:
@@ -96,16 +96,16 @@ def quantized_params(params: Mapping[str, Any], declared: Mapping[str, Any]) -> 
     made: dict[str, Any] = {}
     for name, parameter in declared.items():
         if not isinstance(parameter, ParameterSpec):
-            made[name] = quantized_params(params[name], parameter)
+            made[name] = quantize_params(params[name], parameter)
         elif parameter.quantized:
-            over = inputs_of(parameter)
-            made[name], made[f"{name}_scale"] = quantized(params[name], over, parameter.dtype)
+            over = input_dimensions(parameter)
+            made[name], made[f"{name}_scale"] = quantize(params[name], over, parameter.dtype)
         elif parameter.kind is not ParameterKind.SCALE:
             made[name] = params[name]
     return made
 
 
-def dequantized(weight: Any, scale: Any, parameter: ParameterSpec) -> Any:
+def dequantize(weight: Any, scale: Any, parameter: ParameterSpec) -> Any:
     """float32, what the numbers of one byte stand for; numpy arrays or jax.Array.
 
     Args:
@@ -113,4 +113,4 @@ def dequantized(weight: Any, scale: Any, parameter: ParameterSpec) -> Any:
       parameter: the matrix's declaration.
     """
     xp = weight.__array_namespace__()
-    return weight.astype(np.float32) * xp.expand_dims(scale, inputs_of(parameter))
+    return weight.astype(np.float32) * xp.expand_dims(scale, input_dimensions(parameter))

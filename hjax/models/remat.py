@@ -34,7 +34,7 @@ def product(x: jax.Array) -> jax.Array:
     return checkpoint_name(x, _PRODUCT)
 
 
-def recomputed(run: Callable[..., Any], policy: str, unrolled: bool) -> Callable[..., Any]:
+def with_remat(run: Callable[..., Any], policy: str, unrolled: bool) -> Callable[..., Any]:
     """One layer's function under a policy.
 
     Args:

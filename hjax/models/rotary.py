@@ -186,7 +186,7 @@ class LongRopeScaling(RopeScaling):
         return math.sqrt(1 + math.log(stretch) / math.log(self.original_max_length))
 
 
-FORMS: dict[str, type[RopeScaling]] = {
+SCALINGS: dict[str, type[RopeScaling]] = {
     form.kind: form
     for form in (LinearScaling, DynamicNTKScaling, YarnScaling, LongRopeScaling, Llama3Scaling)
 }
@@ -253,7 +253,7 @@ class Rope:
         return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
 
 
-def reach(ropes: Sequence[Rope], length: int) -> int:
+def stretched_length(ropes: Sequence[Rope], length: int) -> int:
     """Positions of a model whose file says ``length`` (``max_position_embeddings``): where they are
     stretched for longer sequences, which the file does not count, as many times more."""
     stretched = (r.scaling.factor for r in ropes if isinstance(r.scaling, DynamicNTKScaling))
@@ -261,7 +261,7 @@ def reach(ropes: Sequence[Rope], length: int) -> int:
 
 
 def original_length(ropes: Sequence[Rope], positions: int) -> int:
-    """The ``length`` of which ``reach`` made so many positions."""
+    """The ``length`` of which ``stretched_length`` made so many positions."""
     own = (r.scaling.original_max_length for r in ropes if isinstance(r.scaling, DynamicNTKScaling))
     return next(own, positions)
 
@@ -285,11 +285,12 @@ def read_scaling(given: Mapping[str, Any], max_length: int, what: str) -> RopeSc
         if given:
             raise ConfigError(f"{what}: rope_type 'default' knows no {', '.join(sorted(given))}")
         return None
-    if kind not in FORMS:
+    if kind not in SCALINGS:
         raise ConfigError(
-            f"{what}: rope_type {kind!r} is not supported; supported: default, {', '.join(FORMS)}"
+            f"{what}: rope_type {kind!r} is not supported; supported: default, "
+            f"{', '.join(SCALINGS)}"
         )
-    form = FORMS[kind]
+    form = SCALINGS[kind]
     by_key = {field.metadata["key"]: field for field in dataclasses.fields(form)}
     if kind in ("yarn", "llama3", "longrope"):
         given.setdefault("original_max_position_embeddings", max_length)
@@ -309,7 +310,7 @@ def read_scaling(given: Mapping[str, Any], max_length: int, what: str) -> RopeSc
     values = {}
     for key, field in by_key.items():
         if key in given:
-            values[field.name] = _value(given[key], str(field.type), f"{what}: rope {key}")
+            values[field.name] = _checked_value(given[key], str(field.type), f"{what}: rope {key}")
     return form(**values)
 
 
@@ -318,7 +319,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _value(value: Any, kind: str, what: str) -> Any:
+def _checked_value(value: Any, kind: str, what: str) -> Any:
     if kind.startswith("bool"):
         if not isinstance(value, bool):
             raise ConfigError(f"{what} is {value!r}; true or false")

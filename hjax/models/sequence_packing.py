@@ -52,7 +52,7 @@ class Packing(NamedTuple):
     passes: Any = None
 
 
-def arranged(batch: Mapping[str, Any]) -> dict[str, Any]:
+def to_slots(batch: Mapping[str, Any]) -> dict[str, Any]:
     """A batch of [rows, ...] with its rows in their slots; zeros in empty ones; inside jit.
 
     Numbers that hold for all rows, and a batch without packs, stay as they are.
@@ -68,8 +68,8 @@ def arranged(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {key: x if key == KEY else jax.tree.map(slots, x) for key, x in batch.items()}
 
 
-def restored(made: Any, order: jax.Array, rows: int) -> Any:
-    """Arrays of [slots, ...] in the order of the batch's rows; the way back of ``arranged``."""
+def from_slots(made: Any, order: jax.Array, rows: int) -> Any:
+    """Arrays of [slots, ...] in the order of the batch's rows; the way back of ``to_slots``."""
 
     def back(x: jax.Array) -> jax.Array:
         return jnp.zeros((rows, *x.shape[1:]), x.dtype).at[order.reshape(-1)].set(x, mode="drop")
@@ -77,7 +77,7 @@ def restored(made: Any, order: jax.Array, rows: int) -> Any:
     return jax.tree.map(back, made)
 
 
-def read_packs(
+def map_packed_states(
     decoder: Any,
     batch: Mapping[str, Any],
     compute: Compute,
@@ -105,30 +105,30 @@ def read_packs(
         """[cells, packs, ...] -> [cells * packs, ...]."""
         return x.reshape(-1, *x.shape[2:])
 
-    places = joined(_pick(tokens, packing.source))
+    places = joined(_gather_in_cells(tokens, packing.source))
     prompts = None if packing.prompts is None else joined(packing.prompts)
     positions = joined(packing.positions)
     if DROPOUT in batch:
         keys = token_keys(batch[DROPOUT], 1, batch["prompts"].shape[1], batch["responses"].shape[1])
-        keys = joined(_pick(keys.reshape(cells, -1, keys.shape[-1]), packing.source))
+        keys = joined(_gather_in_cells(keys.reshape(cells, -1, keys.shape[-1]), packing.source))
         compute = dataclasses.replace(compute, dropout=Dropout.of(keys, positions))
     attention = Packed(joined(packing.segments), positions, prompts, compute.form)
     counted = None
     if decoder.tally is not None:
         counted = joined(
-            _counted(packing, batch["counted_prompts"], batch["counted_responses"])
+            _packed_token_weights(packing, batch["counted_prompts"], batch["counted_responses"])
         )
     hidden = decoder.hidden_states(places, positions, attention, compute, counted)
-    states = _pick(hidden.reshape(cells, -1, hidden.shape[-1]), packing.states)
-    made = read(joined(states), joined(_pick(tokens, packing.targets)))
+    states = _gather_in_cells(hidden.reshape(cells, -1, hidden.shape[-1]), packing.states)
+    made = read(joined(states), joined(_gather_in_cells(tokens, packing.targets)))
 
     def by_row(x: jax.Array) -> jax.Array:
-        return joined(_pick(x.reshape(cells, -1, *x.shape[2:]), packing.back))
+        return joined(_gather_in_cells(x.reshape(cells, -1, *x.shape[2:]), packing.back))
 
     return jax.tree.map(by_row, made)
 
 
-def _counted(packing: Packing, prompts: jax.Array, responses: jax.Array) -> jax.Array:
+def _packed_token_weights(packing: Packing, prompts: jax.Array, responses: jax.Array) -> jax.Array:
     """float32 [cells, packs, places], as how many each token counts.
 
     A prompt counts for every response that reads it.
@@ -140,7 +140,7 @@ def _counted(packing: Packing, prompts: jax.Array, responses: jax.Array) -> jax.
     cells, packs, places = packing.source.shape
     slots = packing.back.shape[1]
     alone = jnp.concatenate([jnp.zeros_like(prompts), responses], axis=1)
-    alone = _pick(alone.reshape(cells, -1), packing.source)
+    alone = _gather_in_cells(alone.reshape(cells, -1), packing.source)
     # Of each slot's prompt the last place, from which its first response token is predicted; the
     # prompt's places begin so many before it, and a running sum spreads the slot over them.
     length = jnp.sum(prompts, axis=1, dtype=jnp.int32).reshape(cells, slots)
@@ -157,7 +157,7 @@ def _counted(packing: Packing, prompts: jax.Array, responses: jax.Array) -> jax.
     return alone + shared.reshape(cells, packs, places)
 
 
-def _pick(x: jax.Array, index: jax.Array) -> jax.Array:
+def _gather_in_cells(x: jax.Array, index: jax.Array) -> jax.Array:
     """Of each cell's entries [cells, entries, ...] those of [cells, ...]; 0 past the last."""
 
     def of_cell(x: jax.Array, index: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ class TensorSlice:
     start: tuple[int, ...]
 
 
-def cut_of(at: tuple[Any, ...], region: Region) -> TensorSlice | None:
+def slice_in_region(at: tuple[Any, ...], region: Region) -> TensorSlice | None:
     """Of the values of a parameter ``at`` what lies in a region of it; None: nothing does."""
     of, begins = [], []
     for index, (start, stop) in zip(at, region, strict=True):
@@ -74,7 +74,7 @@ class ParameterShards:
 
     def cuts(self, at: tuple[Any, ...]) -> dict[jax.Device, TensorSlice]:
         """By device that has some of the parameter's values ``at``, which of them."""
-        cuts = {device: cut_of(at, region) for device, region in self._regions.items()}
+        cuts = {device: slice_in_region(at, region) for device, region in self._regions.items()}
         return {device: cut for device, cut in cuts.items() if cut is not None}
 
     def write(

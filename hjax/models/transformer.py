@@ -27,11 +27,11 @@ from hjax.models.attention_strategies import Attention
 from hjax.models.block import Block, Rotary, norm, rotary_tables
 from hjax.models.collective_matmul import WeightRing
 from hjax.models.compute import Compute
-from hjax.models.load_balancing import SUMS, RoutingStats, RoutingTally
+from hjax.models.load_balancing import NUM_SUMS, RoutingStats, RoutingTally
 from hjax.models.model_config import LayerKind, ModelConfig
 from hjax.sharding.pipeline import Stack, first_layer, plain
 
-LookUp = Callable[[jax.Array], Rotary]  # of int positions [batch, length]
+RotaryLookup = Callable[[jax.Array], Rotary]  # of int positions [batch, length]
 
 
 class Decoder(nnx.Module):
@@ -75,7 +75,7 @@ class Decoder(nnx.Module):
         cache: Any = None,
         compute: Compute = Compute(),
         layers: list[Any] | None = None,
-        rotary: LookUp | None = None,
+        rotary: RotaryLookup | None = None,
     ) -> tuple[jax.Array, Any, Any]:
         """Run the decoder.
 
@@ -145,7 +145,7 @@ class Decoder(nnx.Module):
         def embed() -> tuple:
             sums = None
             if counted is not None:
-                sums = jnp.zeros((config.layers, SUMS, config.experts), jnp.float32)
+                sums = jnp.zeros((config.layers, NUM_SUMS, config.experts), jnp.float32)
             return self.embed(tokens, compute, positions), sums
 
         x, sums = self.stack(layers, nnx.state(self.layers), embed)
@@ -162,7 +162,7 @@ class Decoder(nnx.Module):
             x += self.positions[...].astype(compute.dtype)[positions]
         return compute.hold(x, "batch", "length", None)
 
-    def rotary(self, lengths: jax.Array, tables: int = 0) -> LookUp | None:
+    def rotary(self, lengths: jax.Array, tables: int = 0) -> RotaryLookup | None:
         """What turns queries and keys in a loop over tokens.
 
         Args:
@@ -194,7 +194,7 @@ class Decoder(nnx.Module):
         layers: list[Any] | None = None,
         first: int | jax.Array = 0,
         stride: int = 1,
-        rotary: LookUp | None = None,
+        rotary: RotaryLookup | None = None,
     ) -> tuple[jax.Array, Any, Any]:
         """The layers alone, as many as the bound parameters have; ``__call__`` has the rest.
 
@@ -221,7 +221,7 @@ class Decoder(nnx.Module):
         cache: Any,
         compute: Compute,
         numbers: tuple[int | jax.Array, int] = (0, 1),
-        rotary: LookUp | None = None,
+        rotary: RotaryLookup | None = None,
         counted: jax.Array | None = None,
         ring: WeightRing | None = None,
     ) -> tuple[jax.Array, Any, Any, jax.Array | None]:
@@ -243,7 +243,7 @@ class Decoder(nnx.Module):
                 )
                 return held(x), cache, (kept, sums)
 
-            return remat.recomputed(run, compute.remat, unrolled=compute.unroll_layers)
+            return remat.with_remat(run, compute.remat, unrolled=compute.unroll_layers)
 
         count = jax.tree.leaves(stacked)[0].shape[0]
         period = self.config.period
@@ -263,7 +263,7 @@ class Decoder(nnx.Module):
                 tallies.append(sums)
             return x, cache, tuple(keeps), None if counted is None else jnp.stack(tallies)
         numbered = first + stride * jnp.arange(count), stacked
-        x, cache, kept = _scanned(runs, (x, cache), numbered)
+        x, cache, kept = _scan_layers(runs, (x, cache), numbered)
         return x, cache, *kept
 
     def unstack(self) -> list[Any]:
@@ -289,7 +289,7 @@ class Decoder(nnx.Module):
         return cap * jnp.tanh(logits / cap) if cap else logits
 
 
-def _scanned(
+def _scan_layers(
     runs: list[Callable[..., tuple]], carry: tuple, numbered: Any
 ) -> tuple[jax.Array, Any, Any]:
     """A scan over layers; of alternating kinds over whole periods, then what is left of one.

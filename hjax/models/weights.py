@@ -15,12 +15,12 @@ from hjax.files import read_json, saved_steps
 from hjax.models import huggingface
 from hjax.models.base_checkpoints import recorded_step
 from hjax.models.lora import Lora, layers_of, with_layers
-from hjax.models.lora_compute import magnitudes, merged
+from hjax.models.lora_compute import initial_magnitudes, merge_adapters
 from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import Network, Params, decoder_network, scalar_network
 from hjax.models.peft_files import Adapter, is_adapter
-from hjax.models.presets import SHAPES
-from hjax.models.quantized import FLOAT, quantized_params
+from hjax.models.presets import PRESETS
+from hjax.models.quantized import FLOAT, quantize_params
 from hjax.sharding.global_arrays import place
 from hjax.sharding.layout import Layout
 from hjax.user_input import given_path, read_object
@@ -44,7 +44,7 @@ def model_directory(path: str | os.PathLike) -> Path:
     """
     directory = given_path(path, "model ")
     if not directory.is_dir():
-        if str(path).lower() in SHAPES:
+        if str(path).lower() in PRESETS:
             raise ConfigError(
                 f"{str(path)!r} names a published shape, without weights: "
                 "`python -m hjax.launch.compile` compiles it; to run it, give its weights as a "
@@ -104,26 +104,26 @@ def check_weights(path: str | os.PathLike) -> None:
     """
     directory = model_directory(path)
     if not is_workdir(path):
-        huggingface.check_files(directory)
+        huggingface.check_headers(directory)
         _adapter(path)
     elif not saved_steps(Path(path) / "checkpoints"):
         raise ConfigError(f"{path}: no complete checkpoint there; train a step first")
 
 
-def has_scores(path: str | os.PathLike) -> bool:
+def has_score_head(path: str | os.PathLike) -> bool:
     """Whether the weights at a path have a scalar head, so that they score; reads none.
 
     Raises:
       ConfigError: missing or damaged files.
       DataError: no complete checkpoint in the workdir, or a damaged one.
     """
-    from hjax.models.checkpoint import names_in
+    from hjax.models.checkpoint import saved_parameter_names
 
     if is_workdir(path):
-        return "decoder" in names_in(Path(path) / "checkpoints", "actor")
+        return "decoder" in saved_parameter_names(Path(path) / "checkpoints", "actor")
     adapter = _adapter(path)
-    learned = adapter is not None and huggingface.SCORE in adapter.names
-    return learned or huggingface.has_scores(model_directory(path))
+    learned = adapter is not None and huggingface.SCORE_HEAD in adapter.names
+    return learned or huggingface.has_score_head(model_directory(path))
 
 
 def newest_checkpoint(path: str | os.PathLike) -> int | None:
@@ -173,14 +173,14 @@ def load_params(
             adapter=adapter if base is network else None,
         )
     else:
-        params = _restored(path, checkpoint)
+        params = _checkpoint_params(path, checkpoint)
         if "decoder" not in base.declared:
             _check_generates(params, path)
         elif "decoder" not in params:
             params.pop("unembedding", None)
             fill = {name: np.zeros(base.declared[name].shape, np.float32) for name in _SCALAR}
             params = {"decoder": params, **fill}
-        params = base.place(quantized_params(params, base.declared), layout)
+        params = base.place(quantize_params(params, base.declared), layout)
     if base is not network:
         _, frozen = network.partition.split(params)
         heads = {name: params[name] for name in _SCALAR if name in params}
@@ -198,7 +198,7 @@ def _magnitudes(frozen: Params, network: Network, layout: Layout) -> Params:
     placed = layers_of(network.shardings(layout))
 
     def make(layers: Params) -> Params:
-        return magnitudes(layers, network)
+        return initial_magnitudes(layers, network)
 
     layers = layers_of(frozen)
     out = {name: placed[name] for name in jax.eval_shape(make, layers)}
@@ -206,9 +206,7 @@ def _magnitudes(frozen: Params, network: Network, layout: Layout) -> Params:
     return made
 
 
-def _read_adapters(
-    adapter: Adapter, network: Network, layout: Layout, learned: Params
-) -> Params:
+def _read_adapters(adapter: Adapter, network: Network, layout: Layout, learned: Params) -> Params:
     """What learns, adapters as a PEFT directory has them."""
     lora = network.config.lora
     assert lora is not None
@@ -251,7 +249,7 @@ def load_trained(
     directory = model_directory(path)
     if not is_workdir(path):
         return huggingface.load_weights(directory, _adapter(path))
-    return huggingface.read_config(directory), _restored(path, checkpoint)
+    return huggingface.read_config(directory), _checkpoint_params(path, checkpoint)
 
 
 def _check_generates(params: Params, path: str | os.PathLike) -> None:
@@ -263,9 +261,9 @@ def _check_generates(params: Params, path: str | os.PathLike) -> None:
         )
 
 
-def _restored(path: str | os.PathLike, checkpoint: int | None = None) -> Params:
+def _checkpoint_params(path: str | os.PathLike, checkpoint: int | None = None) -> Params:
     """The actor's of a workdir, adapters added to their matrices."""
-    network, learned, base = load_learned(path, checkpoint)
+    network, learned, base = load_actor_checkpoint(path, checkpoint)
     if network.config.lora is None:
         return learned
     if base is None:
@@ -273,15 +271,15 @@ def _restored(path: str | os.PathLike, checkpoint: int | None = None) -> Params:
         _, found = load_trained(start, recorded_step(path, start))
         if "decoder" not in learned:
             _check_generates(found, start)
-            base = quantized_params(found, declared)
+            base = quantize_params(found, declared)
         else:  # whose base may have had a head of its own
             found = found.get("decoder", found)
             found.pop("unembedding", None)
-            base = {"decoder": quantized_params(found, declared["decoder"])}
-    return merged(network.partition.join(learned, base), network)
+            base = {"decoder": quantize_params(found, declared["decoder"])}
+    return merge_adapters(network.partition.join(learned, base), network)
 
 
-def load_learned(
+def load_actor_checkpoint(
     path: str | os.PathLike, checkpoint: int | None = None
 ) -> tuple[Network, Params, Params | None]:
     """What a workdir's checkpoint has of its actor.
@@ -313,10 +311,12 @@ def load_learned(
 def actor_path(path: str | os.PathLike) -> str:
     """Where the model of a workdir's actor is, without adapters; empty: it began from scratch."""
     start = str(_settings(path)["path"])
-    return base_path(start) if start else ""
+    return base_model_path(start) if start else ""
 
 
-def base_of(path: str | os.PathLike, checkpoint: int | None = None) -> tuple[str, Params | None]:
+def adapter_base(
+    path: str | os.PathLike, checkpoint: int | None = None
+) -> tuple[str, Params | None]:
     """What other tools find of the base that adapters are for: its path, whole; or, of a workdir,
     which only hjax reads, none and the parameters of its decoder in a checkpoint."""
     if is_workdir(path):
@@ -324,7 +324,7 @@ def base_of(path: str | os.PathLike, checkpoint: int | None = None) -> tuple[str
     return str(Path(path).resolve() if Path(path).is_dir() else path), None
 
 
-def base_path(path: str | os.PathLike) -> str:
+def base_model_path(path: str | os.PathLike) -> str:
     """A model's path; of a PEFT directory that of its base."""
     adapter = _adapter(path)
     return str(path) if adapter is None else adapter.base

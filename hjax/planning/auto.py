@@ -16,7 +16,7 @@ from hjax.errors import ConfigError
 from hjax.kernels.int8_cache import INT8, element_bytes
 from hjax.machine import device_memory
 from hjax.models import parameter_counts
-from hjax.models.cost_inputs import FLOAT32, MASTERS, MeshSizes, Numerics, Workload, counts
+from hjax.models.cost_inputs import FLOAT32, MASTERS, MeshSizes, Numerics, Workload, model_counts
 from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import decoder_network, scalar_network
 from hjax.models.remat import NONE
@@ -346,7 +346,7 @@ def run_problem(
         space = dataclasses.replace(space, pipes=(1,), contexts=(1,))
     return PlanProblem(
         flow,
-        {r: counts(m, _name(config, table[r]), table[r].scalar) for r, m in models.items()},
+        {r: model_counts(m, _name(config, table[r]), table[r].scalar) for r, m in models.items()},
         Workload(prompt_length, rollout.max_response_length, rows, rollout.samples),
         cluster,
         constants,

@@ -22,7 +22,7 @@ import numpy as np
 from hjax.controller import Future
 from hjax.devices import Device
 from hjax.machine import available_cores, device_memory
-from hjax.models.cost_inputs import FLOAT32, MASTERS, MeshSizes, Workload, counts
+from hjax.models.cost_inputs import FLOAT32, MASTERS, MeshSizes, Workload, model_counts
 from hjax.models.model_config import ModelConfig
 from hjax.models.remat import NONE
 from hjax.planning import rates
@@ -197,7 +197,7 @@ def _split_cost(
     data axis: ``gather`` of FSDP, whose collectives wait for the slowest device, ``unsplit`` of a
     tensor axis. The cost model is linear in either."""
     data = MeshSizes(data=place.devices)
-    counted = counts(model, "actor")
+    counted = model_counts(model, "actor")
 
     def extra(value: float) -> float:
         constants = place.constants.with_values({name: value})
@@ -217,7 +217,7 @@ def _split_cost(
 def _decode_cost(place: DeviceSet, model: ModelConfig, rows: int, seconds: float) -> float:
     """The constant that explains what a rollout of ``rows`` sequences takes beside starting, its
     prompts and what each layer of a token takes: ``decode``, in which the cost model is linear."""
-    counted = counts(model, "actor")
+    counted = model_counts(model, "actor")
     mesh = MeshSizes(data=place.devices, generate_pipe=1, generate_tensor=1)
     work = Workload(PROMPT, RESPONSE, rows, SAMPLES)
 
@@ -396,7 +396,7 @@ class _Probe:
         """Its calls, which took so many seconds."""
         rows, response = self.batch["responses"].shape
         length = Workload(PROMPT, response, rows, SAMPLES).row_tokens(FLOAT32.shared_prompt)
-        counted = counts(self.model, "actor")
+        counted = model_counts(self.model, "actor")
         flops = forward_flops(counted, rows, length) / self.mesh.devices
         scores = rows / self.mesh.devices * self.model.heads * length**2 * self.model.layers
         return _Calls(forward, generate, update, flops, scores, length)

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm, get_algorithm
 from hjax.errors import ConfigError
-from hjax.models.cost_inputs import FLOAT32, MASTERS, MIXED, Workload, counts
+from hjax.models.cost_inputs import FLOAT32, MASTERS, MIXED, Workload, model_counts
 from hjax.models.presets import planning_shape
 from hjax.models.remat import FULL, NONE
 from hjax.planning.constants import Constants
@@ -127,7 +127,7 @@ def pose_problem(
     space = SearchSpace(even=True) if own else dataclasses.replace(PAPER_SPACE, even=even)
     return PlanProblem(
         flow,
-        {role: counts(shape, names[role], table[role].scalar) for role, shape in shapes.items()},
+        {r: model_counts(shape, names[r], table[r].scalar) for r, shape in shapes.items()},
         work,
         cluster,
         constants or Constants(),

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from hjax.kernels.cache_axis import TILE
-from hjax.models.packed_prefill import rooms
+from hjax.models.packed_prefill import packed_sizes
 from hjax.rollout.engine import STEPS, Engine
 from hjax.rollout.prefix_cache import columns_for
 from hjax.rollout.rollout_job import RolloutJob
@@ -111,7 +111,7 @@ class ServiceBuckets:
         """
         if not self.engine.reads_flat or each == 1:
             return [0]
-        without = rooms(each * new)
+        without = packed_sizes(each * new)
         # Else the columns of all are half of those of twice as long ones.
         return [*without, 0] if new == self.most_new(known) else [*without]
 

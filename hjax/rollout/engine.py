@@ -24,7 +24,7 @@ from hjax.models.append_attention import BLOCK, AppendAttention, CacheBlocks
 from hjax.models.attention_strategies import Attention, Causal, SharedPrompt
 from hjax.models.compute import Compute
 from hjax.models.decoding import Decode, KVCache, keys_and_values
-from hjax.models.forward import positions_of
+from hjax.models.forward import token_positions
 from hjax.models.packed_prefill import PackedPrefill
 from hjax.models.parameters import Network, Weights
 from hjax.rollout.chunked_prefill import ChunkedPrefill
@@ -628,7 +628,7 @@ class Engine:
         if isinstance(attention, SharedPrompt):
             length = (columns - mask.shape[1]) // attention.samples
             return attention.positions(length), columns
-        return positions_of(mask), columns
+        return token_positions(mask), columns
 
     def _pass(self, sampling: SamplingParams, state: SlotState) -> ForwardPass:
         return ForwardPass(self, sampling, _size(state.cache.v), state.cache.own_prompts)

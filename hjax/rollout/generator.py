@@ -24,11 +24,11 @@ from hjax.models.parameters import (
     Network,
     Params,
     Weights,
-    by_layer,
-    by_layer_abstract,
-    decoding_orders,
-    lies_in,
-    relaid,
+    decoding_memory_orders,
+    in_memory_orders,
+    memory_order,
+    unstack_layers,
+    unstack_layers_abstract,
 )
 from hjax.rollout.bucketing import COLUMNS
 from hjax.rollout.decode_step import responses
@@ -139,17 +139,17 @@ class Generator:
 
         Args:
           params: in the generate layout.
-          given_up: as of ``hjax.models.parameters.by_layer``.
+          given_up: as of ``hjax.models.parameters.unstack_layers``.
         """
         if isinstance(params, Layered):
             return params
         if self.relays:
-            return relaid(params, self._orders, given_up)
+            return in_memory_orders(params, self._orders, given_up)
         if not self.reads_layers:
             return params
         if isinstance(jax.tree.leaves(params)[0], jax.ShapeDtypeStruct):
-            return by_layer_abstract(params)
-        return by_layer(params, self.network.shardings(self.layout), given_up)
+            return unstack_layers_abstract(params)
+        return unstack_layers(params, self.network.shardings(self.layout), given_up)
 
     def beside(self, params: Params, given_up: Params) -> list[jax.ShapeDtypeStruct]:
         """Of abstract parameters, those that stay while ``as_read`` has others of them."""
@@ -157,7 +157,7 @@ class Generator:
             params, given_up = params["layers"], given_up["layers"]
             made = jax.tree.map(lambda _: True, params)
         elif self.relays:
-            made = jax.tree.map(lambda x, order: lies_in(x) != order, params, self._orders)
+            made = jax.tree.map(lambda x, order: memory_order(x) != order, params, self._orders)
         else:
             return []
         each = zip(*map(jax.tree.leaves, (params, made, given_up)), strict=True)
@@ -165,7 +165,7 @@ class Generator:
 
     @functools.cached_property
     def _orders(self) -> Params:
-        return decoding_orders(self.network.axes, self.layout.ways("heads") > 1)
+        return decoding_memory_orders(self.network.axes, self.layout.ways("heads") > 1)
 
     def generate(
         self,

@@ -18,7 +18,7 @@ from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, DataError, RunError
 from hjax.kernels.int8_cache import AUTO
 from hjax.models.compute import Compute
-from hjax.models.families import take_family
+from hjax.models.families import load_family
 from hjax.models.forward import sequence_states, token_log_probs
 from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import decoder_network
@@ -452,7 +452,7 @@ def load_model(
         that there are not or that does not divide the model.
     """
     if family:
-        take_family(family, "family")
+        load_family(family, "family")
     directory = model_directory(path)
     config = read_config(path)
     layout = local_layout(config, tensor, copies)

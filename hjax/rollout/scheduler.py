@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hjax.models.packed_prefill import rooms
+from hjax.models.packed_prefill import packed_sizes
 from hjax.models.parameters import Weights
 from hjax.rollout.bucketing import COLUMNS, RolloutBuckets
 from hjax.rollout.engine import STEPS, Engine
@@ -203,7 +203,7 @@ class RolloutScheduler:
         with it. ``new``: as of ``PrefixSharing``."""
         columns = each * (new or self.work.prompts.shape[1])
         padded = self.work.mask.all() or self._width or not self.engine.reads_flat
-        return (0,) if padded or columns < FLAT else (*rooms(columns), 0)
+        return (0,) if padded or columns < FLAT else (*packed_sizes(columns), 0)
 
     # Running
 

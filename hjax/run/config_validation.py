@@ -13,7 +13,7 @@ from hjax.kernels import cudnn
 from hjax.kernels.attention import WHOLE
 from hjax.kernels.registry import AUTO, CUDNN, TRIED, choose
 from hjax.models.model_config import ModelConfig
-from hjax.models.weights import has_scores
+from hjax.models.weights import has_score_head
 from hjax.roles import ROLLOUT, Role, worker_class
 from hjax.run.inputs import Inputs
 from hjax.run.placement import Plan, role_path
@@ -59,7 +59,7 @@ def check_judges(config: ConfigDict, table: Mapping[str, Role]) -> None:
     """Raise ConfigError where a model is to score that has no head for it, and learns none."""
     for entry in table.values():
         path = role_path(config, entry) if entry.scalar and not entry.trained else ""
-        if path and not has_scores(path):
+        if path and not has_score_head(path):
             raise ConfigError(
                 f"{entry.config_section}.path={path}: a language model, without the head that "
                 "makes scores; give a run of hjax's reward_model.py, cost_model.py or "

@@ -14,7 +14,7 @@ from hjax.data.tasks import TASKS, Task, get_task
 from hjax.data.tokenizer import Tokenizer
 from hjax.data.unpaired import read_verdicts
 from hjax.errors import ConfigError, DataError
-from hjax.models.families import with_sizes
+from hjax.models.families import family_config
 from hjax.models.model_config import ModelConfig
 from hjax.models.weights import model_directory, read_config, read_eos_ids
 from hjax.rewards.function import load_function
@@ -236,7 +236,7 @@ def _model(config: ConfigDict, tokenizer: Tokenizer | None, prompt_length: int) 
         max_length=shape.max_length or prompt_length + config.rollout.max_response_length,
         **{name: shape[name] for name in _SIZES},
     )
-    return with_sizes(shape.family, sizes) if shape.family else sizes
+    return family_config(shape.family, sizes) if shape.family else sizes
 
 
 def _check_tokens(name: str, dataset: Dataset | None, vocab: int) -> None:

@@ -24,7 +24,7 @@ from hjax.models.base_checkpoints import RECORD, BaseCheckpoint, read_bases
 from hjax.models.export import export_adapters, export_weights
 from hjax.models.huggingface import write_config
 from hjax.models.parameters import decoder_network
-from hjax.models.weights import MODEL_DIRECTORY, base_of, base_path, model_directory
+from hjax.models.weights import MODEL_DIRECTORY, adapter_base, base_model_path, model_directory
 from hjax.run.inputs import Inputs
 from hjax.run.placement import train_sizes
 from hjax.run.role_groups import RoleGroups
@@ -94,7 +94,7 @@ def export_actor(
     if path:
         began = roles.bases.get(path)
         step = None if began is None else began.check(path)
-        base, own = base_of(base_path(path), step)
+        base, own = adapter_base(base_model_path(path), step)
     else:
         base, own = "", actor.base_weights().result()
     return export_adapters(

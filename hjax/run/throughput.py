@@ -133,5 +133,5 @@ def token_seconds(roles: RoleGroups, devices: Sequence[Any], float32: bool) -> f
         return 0.0
     sizes = roles.layouts[role].generate.describe()
     split = sizes.get("tensor", 1) * sizes.get("pipe", 1)
-    weights = parameter_counts.parameters(roles.models[role]) * (4 if float32 else 2)
+    weights = parameter_counts.parameter_count(roles.models[role]) * (4 if float32 else 2)
     return weights / split / known.bandwidth

@@ -16,7 +16,7 @@ from hjax.errors import LOG_FOLLOWS, ConfigError, ProcessLost, RunError
 from hjax.files import METRICS, STARTS, WARM_START
 from hjax.machine import device_memory
 from hjax.models.base_checkpoints import BaseCheckpoint
-from hjax.models.checkpoint import Checkpoints, damaged
+from hjax.models.checkpoint import Checkpoints, damaged_error
 from hjax.progress import shown
 from hjax.run.async_rollout import AsyncRollout
 from hjax.run.backends import Backend, ClusterBackend, LocalBackend
@@ -308,7 +308,7 @@ class TrainingRun:
         except ConfigError:
             raise
         except (LookupError, TypeError, AttributeError, ValueError) as error:
-            raise damaged(folder, error) from error  # JSON, but not what a run writes
+            raise damaged_error(folder, error) from error  # JSON, but not what a run writes
         self._ahead_state = controller.get("ahead")
         if self.policy is not None:
             self.policy.reset(step)

@@ -205,9 +205,9 @@ def on_cluster(config: ConfigDict) -> bool:
 def _check_model(config: ConfigDict) -> None:
     model = config.model
     if model.family:
-        from hjax.models.families import take_family
+        from hjax.models.families import load_family
 
-        take_family(model.family, "config.model.family")
+        load_family(model.family, "config.model.family")
     if model.hidden_size % model.heads:
         raise ConfigError(
             f"config.model.heads={model.heads} does not divide config.model.hidden_size="

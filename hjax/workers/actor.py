@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from hjax.errors import ConfigError
-from hjax.models.forward import read_responses, response_log_probs, response_states
+from hjax.models.forward import map_response_states, response_log_probs, response_states
 from hjax.models.parameters import Network, Params
 from hjax.sharding.pipeline import Stack
 from hjax.sharding.protocols import control, protocol
@@ -65,7 +65,7 @@ class Actor(LanguageWorker, GeneratingWorker):
             token_loss, stats = loss(found[..., :-1], entropy, batch)
             logprobs = found[..., -1]
         else:
-            logprobs, entropy = read_responses(model, batch, share, self.compute, read)
+            logprobs, entropy = map_response_states(model, batch, share, self.compute, read)
             token_loss, stats = loss(logprobs, entropy, batch)
         behaviour = batch.get("policy_logprobs", batch.get("logprobs"))
         if behaviour is not None:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hjax.models.forward import read_responses, token_log_probs, top_log_probs
+from hjax.models.forward import map_response_states, token_log_probs, top_log_probs
 from hjax.sharding.protocols import protocol
 from hjax.workers.model import ModelWorker
 from hjax.workers.trainable_worker import TrainableWorker, update_reads
@@ -33,7 +33,7 @@ class LanguageWorker(TrainableWorker):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The loss of the responses' log-probs, and its statistics."""
         read = self.reader(model, loss)
-        logprobs, entropy = read_responses(model, batch, share, self.compute, read)
+        logprobs, entropy = map_response_states(model, batch, share, self.compute, read)
         return loss(logprobs, entropy, batch)
 
     def reader(self, model: Any, loss: Any) -> Callable[[jax.Array, jax.Array], Any]:
@@ -87,7 +87,7 @@ class Teacher(ModelWorker):
             temperature, layout = self.context.temperature, self.compute.layout
             return top_log_probs(model, states, self.top, temperature, layout)
 
-        logprobs, tokens = read_responses(model, batch, share, self.compute, read)
+        logprobs, tokens = map_response_states(model, batch, share, self.compute, read)
         mask = batch["response_mask"][..., None]
         return jnp.where(mask, logprobs, 0.0), jnp.where(mask, tokens, 0)
 

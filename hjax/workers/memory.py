@@ -30,10 +30,10 @@ from hjax.models.cost_inputs import (
     Numerics,
     Offload,
     Workload,
-    counts,
+    model_counts,
 )
-from hjax.models.expert_dispatch import ROOM
-from hjax.models.expert_ring import goes_round
+from hjax.models.expert_dispatch import CAPACITY_FACTOR
+from hjax.models.expert_ring import ring_is_supported
 from hjax.models.forward import LOGIT_CHUNK_BYTES
 from hjax.models.parameters import Network, decoder_network, scalar_network
 from hjax.models.remat import NONE, PRODUCTS
@@ -270,14 +270,14 @@ class MemoryEstimate:
         # In pieces of what an even load gives, of which no more than the first products is kept.
         # Kept are tokens, of all devices along the axis where they are gathered, and matrices where
         # they are.
-        every = 1 if self.programs.tpu and goes_round(ways) else ways
+        every = 1 if self.programs.tpu and ring_is_supported(ways) else ways
         kept = tokens * size * model.hidden * every if every > 1 else 0.0
         if mesh.fsdp > 1:
             kept += size * model.layer_expert / ways / mesh.tensor
-        piece = ROOM * every / ways * chosen * (2 * own + 4 * model.hidden)
+        piece = CAPACITY_FACTOR * every / ways * chosen * (2 * own + 4 * model.hidden)
         first = chosen * 2 * model.mlp / mesh.tensor
         kept += first - chosen * own
-        return kept, (ROOM - 1) * first, piece
+        return kept, (CAPACITY_FACTOR - 1) * first, piece
 
     def _cast(self) -> float:
         """Weights in the compute dtype, where an update has them so: of those in a byte, and of the
@@ -356,7 +356,7 @@ class MemoryEstimate:
         return 2 * layer / (1 if travels else self.mesh.tensor)
 
     def _travels(self, tokens: float) -> bool:
-        return self.programs.tpu and collective_matmul.travels(self.model, self.mesh, tokens)
+        return self.programs.tpu and collective_matmul.weights_travel(self.model, self.mesh, tokens)
 
     # Generation.
 
@@ -499,7 +499,7 @@ class RoleMemory:
         )
         programs = ProgramOptions(numerics, tpu, by_cudnn)
         mesh = MeshSizes.of(layout, generates=True)
-        memory = MemoryEstimate(programs, counts(config, context.role, scalar), mesh, held)
+        memory = MemoryEstimate(programs, model_counts(config, context.role, scalar), mesh, held)
         return cls(memory, context, network, layout)
 
     def with_state(self, rows: int, prompt: int, policy: str) -> float:

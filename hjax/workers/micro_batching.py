@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from hjax.models.parameters import Params
-from hjax.models.sequence_packing import KEY, arranged, restored
+from hjax.models.sequence_packing import KEY, from_slots, to_slots
 from hjax.sharding.layout import Layout
 from hjax.sharding.pipeline import Pipeline, Stack, plain
 from hjax.trainable_split import TrainableSplit
@@ -57,7 +57,7 @@ class MicroBatches:
     def gradients(self, objective: Objective, params: Params, batch: Batch) -> Any:
         """((loss, statistics), gradients of what learns), summed over micro-batches; inside jit."""
         pieces, filled = self.pieces(batch), passes_of(batch)
-        batch = arranged(batch)
+        batch = to_slots(batch)
         learned, frozen = self.partition.split(params)
 
         def loss(learned: Params, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -85,8 +85,8 @@ class MicroBatches:
         """``compute``'s arrays, one row of each per row of the batch; inside jit."""
         if KEY not in batch:
             return self._forward(compute, params, batch)
-        made = self._forward(compute, params, arranged(batch))
-        made = restored(made, batch[KEY].order, rows_of(batch))
+        made = self._forward(compute, params, to_slots(batch))
+        made = from_slots(made, batch[KEY].order, rows_of(batch))
         return jax.tree.map(lambda x: self.layout.constrain(x, "batch"), made)
 
     def _forward(

@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from hjax.errors import ConfigError
-from hjax.models.lora import halves, layers_of
-from hjax.models.lora_compute import merged_matrices
-from hjax.models.parameters import Network, Params, decoder_network, placed, scalar_network
+from hjax.models.lora import adapted_halves, layers_of
+from hjax.models.lora_compute import merge_matrices
+from hjax.models.parameters import Network, Params, decoder_network, place_params, scalar_network
 from hjax.models.weights import load_params, read_config
 from hjax.sharded_values import ArrayRegions
 from hjax.sharding.cross_mesh_transfer import IncomingParameters, PoolTransition, lend
@@ -40,7 +40,9 @@ class AdapterMerge:
     def __init__(self, network: Network, layout: Layout):
         assert network.config.lora is not None
         declared, lora = layers_of(network.declared), network.config.lora
-        self._matrices = [n for n, p in declared.items() if p.quantized or halves(lora, n, p)]
+        self._matrices = [
+            n for n, p in declared.items() if p.quantized or adapted_halves(lora, n, p)
+        ]
         beside = [f"{name}{part}" for name in self._matrices for part in _PARTS]
         self._reads = [name for name in beside if name in declared]
         shardings = layers_of(network.shardings(layout))
@@ -51,7 +53,7 @@ class AdapterMerge:
         }
 
         def merge(layers: dict[str, jax.Array]) -> dict[str, jax.Array]:
-            return merged_matrices(layers, network)
+            return merge_matrices(layers, network)
 
         placed = {name: shardings[name] for name in self._matrices}
         self._program = jax.jit(merge, out_shardings=placed)
@@ -230,7 +232,7 @@ class ParameterWorker(Worker):
             self.fetched_bytes = arrival.fetched_bytes
             return landed
         if not all(isinstance(x, jax.Array) for x in leaves):
-            return placed(params, shardings, shapes)
+            return place_params(params, shardings, shapes)
         devices = list(self.layouts.train.mesh.devices.flat)
         if all(x.sharding.device_set.isdisjoint(devices) for x in leaves):
             source = jax.tree.map(lambda x: x.sharding, params)

@@ -9,7 +9,7 @@ import numpy as np
 
 from hjax.data.response_text import ResponseText
 from hjax.errors import ConfigError, RunError
-from hjax.models.forward import read_responses, sequence_states
+from hjax.models.forward import map_response_states, sequence_states
 from hjax.models.sequence_packing import KEY as PACKING
 from hjax.models.sequence_packing import Packing
 from hjax.rewards.concurrent_rewards import PendingReward
@@ -270,7 +270,7 @@ class ModelReward(ModelWorker):
 
     def _last_score(self, model: Any, batch: Any, share: int) -> jax.Array:
         if PACKING in batch:
-            return read_responses(
+            return map_response_states(
                 model.decoder, batch, 1, self.compute, lambda states, _: model.score(states)
             )[:, 0]
         mask = batch["mask"]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from hjax.models.forward import read_responses
+from hjax.models.forward import map_response_states
 from hjax.models.parameters import Params
 from hjax.sharded_values import ArrayRegions
 from hjax.sharding.protocols import protocol
@@ -34,7 +34,7 @@ class ScalarWorker(TrainableWorker):
         def read(states: jax.Array, _: jax.Array) -> jax.Array:
             return self.head(model, states)
 
-        return read_responses(model.decoder, dict(batch), share, self.compute, read)
+        return map_response_states(model.decoder, dict(batch), share, self.compute, read)
 
     def head(self, model: Any, states: jax.Array) -> jax.Array:
         """The numbers of hidden states."""

@@ -9,7 +9,12 @@ import jax.numpy as jnp
 from hjax.errors import ConfigError
 from hjax.models.dropout import KEY as DROPOUT
 from hjax.models.dropout import row_keys
-from hjax.models.load_balancing import RoutingTally, balance_loss, balance_metrics, counted_tokens
+from hjax.models.load_balancing import (
+    RoutingTally,
+    balance_loss,
+    balance_metrics,
+    router_token_weights,
+)
 from hjax.models.parameters import Network, Params
 from hjax.sharding.global_arrays import place
 from hjax.sharding.parameter_manifest import ParameterManifest
@@ -121,7 +126,7 @@ class TrainableWorker(ModelWorker):
                 rows = batch["responses"].shape[0]
                 made[DROPOUT] = row_keys(self.context.seed, batch[UPDATE], rows, samples)
             if router_loss:
-                made |= counted_tokens(batch)
+                made |= router_token_weights(batch)
             return batch | made
 
         return objective, prepare

@@ -18,7 +18,7 @@ from test_quantized import dequantize, quantized_network
 import hjax
 from hjax.errors import ConfigError
 from hjax.models.lora import Lora
-from hjax.models.lora_compute import merged
+from hjax.models.lora_compute import merge_adapters
 from hjax.models.parameter_spec import parts
 from hjax.models.parameters import to_host
 from hjax.models.peft_files import WEIGHTS, save_adapter
@@ -54,7 +54,7 @@ def test_peft_has_the_same_numbers_and_gradients(tmp_path, name):
     expected = logits(theirs, TOKENS)
     network, params = loaded(tmp_path, Lora(3, 7.0, TARGETS, dora=True))
     np.testing.assert_allclose(run(network, params), expected, atol=1e-4)
-    for plain in (merged(params, network), merged(to_host(params), network)):
+    for plain in (merge_adapters(params, network), merge_adapters(to_host(params), network)):
         np.testing.assert_allclose(run(network.base, plain), expected, atol=1e-4)
     found = hjax.load_model(tmp_path / "adapter").logits(TOKENS)
     np.testing.assert_allclose(found, expected, atol=1e-4)

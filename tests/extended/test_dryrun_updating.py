@@ -11,7 +11,7 @@ import pytest
 from updating import FAMILIES, Case, family_table, table
 
 from hjax.models import families
-from hjax.models.presets import published
+from hjax.models.presets import preset
 from hjax.models.remat import POLICIES
 
 # Heavy in attention and in the head's table, light to compile.
@@ -163,4 +163,4 @@ def test_each_family_has_an_update_beside_its_least():
     refused = family_table([{**dataclasses.asdict(FAMILIES[0]), "refused_bytes": 2**34}])
     assert "remat products | refused: 16.0 GiB |" in refused
     assert len({line.count("|") for line in refused.splitlines()}) == 1
-    assert {published(str(case.model)).family for case in FAMILIES} == families.FAMILIES.keys()
+    assert {preset(str(case.model)).family for case in FAMILIES} == families.FAMILIES.keys()

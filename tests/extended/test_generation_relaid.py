@@ -6,7 +6,12 @@ import pytest
 from helpers import computed, trainer_of
 
 from hjax.models.model_config import ModelConfig
-from hjax.models.parameters import decoder_network, decoding_orders, lies_in, relaid
+from hjax.models.parameters import (
+    decoder_network,
+    decoding_memory_orders,
+    in_memory_orders,
+    memory_order,
+)
 from hjax.rollout.generator import Generator
 from hjax.sharding.layout import make_layouts
 
@@ -35,8 +40,8 @@ def test_orders_put_pairs_and_heads_outside_of_what_is_summed_over():
     as_declared = {"o": (0, 1, 2, 3), "down": (0, 1, 2), "of experts": (0, 1, 2, 3, 4)}
     whole = {"gate_up": (0, 2, 1, 3), "kv": (0, 2, 3, 1, 4), "q": (0, 2, 1, 3)}
     split = {"gate_up": (0, 2, 1, 3), "kv": (0, 2, 3, 4, 1), "q": (0, 2, 3, 1)}
-    assert decoding_orders(axes, heads_split=False) == as_declared | whole
-    assert decoding_orders(axes, heads_split=True) == as_declared | split
+    assert decoding_memory_orders(axes, heads_split=False) == as_declared | whole
+    assert decoding_memory_orders(axes, heads_split=True) == as_declared | split
 
 
 def test_arrays_are_the_same_numbers_in_another_order_and_what_is_given_up_is_freed():
@@ -44,20 +49,20 @@ def test_arrays_are_the_same_numbers_in_another_order_and_what_is_given_up_is_fr
     network = decoder_network(CONFIG)
     params = network.create(0, layout)
     host = jax.tree.map(np.array, params)
-    orders = decoding_orders(network.axes, heads_split=True)
+    orders = decoding_memory_orders(network.axes, heads_split=True)
     given_up = jax.tree.map(lambda x: x.ndim > 4, params)
-    laid = relaid(params, orders, given_up)
+    laid = in_memory_orders(params, orders, given_up)
     moved = []
     for name, x in laid["layers"].items():
-        assert lies_in(x) == orders["layers"][name]
+        assert memory_order(x) == orders["layers"][name]
         np.testing.assert_array_equal(x, host["layers"][name])
-        if lies_in(x) != tuple(range(x.ndim)):
+        if memory_order(x) != tuple(range(x.ndim)):
             moved.append(name)
             assert params["layers"][name].is_deleted() == given_up["layers"][name]
         else:
             assert x is params["layers"][name]
     assert sorted(moved) == ["gate_up", "kv", "q"]
-    again = relaid(laid, orders)
+    again = in_memory_orders(laid, orders)
     assert all(a is b for a, b in zip(*map(jax.tree.leaves, (laid, again)), strict=True))
 
 
@@ -75,10 +80,10 @@ def test_metrics_are_those_of_weights_as_they_are_declared(name, monkeypatch):
         if "rollout" not in trainer.roles.groups:
             before = jax.tree.map(np.array, worker.params)
             with worker.gathered() as params:
-                assert lies_in(params["layers"]["gate_up"]) == (0, 2, 1, 3)
+                assert memory_order(params["layers"]["gate_up"]) == (0, 2, 1, 3)
             assert jax.tree.all(jax.tree.map(np.array_equal, worker.params, before))
-            assert lies_in(worker.params["layers"]["gate_up"]) == (0, 1, 2, 3)
+            assert memory_order(worker.params["layers"]["gate_up"]) == (0, 1, 2, 3)
         else:
-            assert lies_in(worker.params["layers"]["gate_up"]) == (0, 2, 1, 3)
+            assert memory_order(worker.params["layers"]["gate_up"]) == (0, 2, 1, 3)
     for one, other in zip(rows, expected, strict=True):
         assert computed(one) == pytest.approx(computed(other), rel=2e-3, abs=2e-3)

@@ -22,7 +22,7 @@ from hjax.kernels.attention import ScoreOptions
 from hjax.kernels.int8_cache import QuantizedCache
 from hjax.models.attention_strategies import Causal
 from hjax.models.compute import Compute
-from hjax.models.forward import positions_of
+from hjax.models.forward import token_positions
 from hjax.models.model_config import LayerKind, ModelConfig
 from hjax.models.parameters import decoder_network
 from hjax.rollout.generator import Generator
@@ -216,7 +216,7 @@ def test_log_probs_are_those_of_a_forward_that_rounds(slots, sizes):
         there = jnp.concatenate([rollout["prompt_mask"], rollout["response_mask"]], axis=1)
         model = network.bind(jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), params))
         rotary = model.rotary(jnp.sum(there, axis=-1), tables=tokens.shape[1])
-        run = tokens, positions_of(there), attention(there)
+        run = tokens, token_positions(there), attention(there)
         hidden, _, _ = model(*run, compute=Compute(), rotary=rotary)
         scores = jax.nn.log_softmax(model.logits(hidden[:, 11:-1]))
         found = jnp.take_along_axis(scores, rollout["responses"][..., None], axis=-1)

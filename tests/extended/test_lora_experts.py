@@ -18,7 +18,7 @@ import hjax
 from hjax.errors import ConfigError
 from hjax.models import parameter_counts
 from hjax.models.lora import Lora
-from hjax.models.lora_compute import merged
+from hjax.models.lora_compute import merge_adapters
 from hjax.models.model_config import ModelConfig
 from hjax.models.parameter_spec import parts
 from hjax.models.parameters import decoder_network, to_host
@@ -65,7 +65,7 @@ def test_peft_has_the_same_numbers_and_gradients(tmp_path, name, targets):
     apart = run(network, params)
     np.testing.assert_allclose(apart, expected, atol=1e-4)
     bound = 1e-5 * np.abs(expected).max()
-    for plain in (merged(params, network), merged(to_host(params), network)):
+    for plain in (merge_adapters(params, network), merge_adapters(to_host(params), network)):
         np.testing.assert_allclose(run(network.base, plain), apart, rtol=0, atol=bound)
     np.testing.assert_allclose(run(network.base, network.bare_of(params)), bare, atol=1e-4)
 

@@ -147,7 +147,7 @@ def test_a_dry_run_counts_what_learns(base):
     assert not any(role == "reference" for role, _ in programs)
     model = hjax.models.weights.read_config(base)
     assert (
-        found["parameters"]["actor"] - parameter_counts.parameters(model)
+        found["parameters"]["actor"] - parameter_counts.parameter_count(model)
         == found["learned"]["actor"]
     )
     assert found["learned"]["critic"] == found["parameters"]["critic"]

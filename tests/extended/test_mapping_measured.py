@@ -171,7 +171,7 @@ def planned_sets(problem, rows):
 @pytest.mark.parametrize("half", [0, 1])
 def test_plans_need_what_compilers_said(half, monkeypatch):
     """One plan of each of 40 random problems: today's estimate beside the recorded bytes."""
-    monkeypatch.setattr(presets, "SHAPES", dict(presets.SHAPES))
+    monkeypatch.setattr(presets, "PRESETS", dict(presets.PRESETS))
     seeds = {row["problem"] for row in COMPILED["sample"]}
     assert len(seeds) == 40
     for seed in sorted(seeds)[half::2]:

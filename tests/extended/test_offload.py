@@ -57,7 +57,7 @@ def run(changes):
 
         actor.generator.generate = watched
         rows.append(trainer.step())
-        return rows, seen, parameter_counts.parameters(trainer.roles.models["actor"])
+        return rows, seen, parameter_counts.parameter_count(trainer.roles.models["actor"])
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_the_dry_run_says_what_it_saves():
     # A pool of 4 kB models: the reference is idle in the largest program, an update.
     with trainer_of("PPO", {"reference.offload": "all"}) as trainer:
         told = describe(trainer)
-        size = 4 * parameter_counts.parameters(trainer.roles.models["reference"])
+        size = 4 * parameter_counts.parameter_count(trainer.roles.models["reference"])
     assert told["offload"]["saved_bytes"] == size
     assert told["offload"]["peak_without_bytes"] - told["offload"]["peak_bytes"] == size
     [generate] = [row for row in told["memory"] if row["program"] == "generate"]

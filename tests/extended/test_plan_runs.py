@@ -15,8 +15,8 @@ from hjax.dryrun.shape_inputs import read_shape, shape_inputs
 from hjax.kernels.registry import AUTO, CUDNN
 from hjax.launch import plan as command
 from hjax.models.compute import Compute
-from hjax.models.cost_inputs import MASTERS, MeshSizes, Workload, counts
-from hjax.models.presets import published
+from hjax.models.cost_inputs import MASTERS, MeshSizes, Workload, model_counts
+from hjax.models.presets import preset
 from hjax.planning.auto import run_problem
 from hjax.planning.constants import Constants
 from hjax.planning.cost import DeviceSet, micro_batches
@@ -94,7 +94,7 @@ LAYOUTS = [
 def test_a_plan_counts_parameters_and_passes_as_its_run_does(name, platform):
     """The planner from a record of counts, the run from the parameters' shapes and shardings, and
     from how its passes are cut."""
-    model, pool = published(name), POOLS[platform]
+    model, pool = preset(name), POOLS[platform]
     works = Workload(1024, 1024, 64, 1), Workload(256, 128, 64, 4), Workload(1024, 512, 64, 8)
     compared = 0
     for scalar, mesh, work in ((s, m, w) for s in (False, True) for m in LAYOUTS for w in works):
@@ -105,7 +105,7 @@ def test_a_plan_counts_parameters_and_passes_as_its_run_does(name, platform):
             continue
         layout = make_layouts(8, mesh.train_axes()).train
         layout = without(layout, check_shapes(layout, model.dimensions, ""))
-        mine = place.memory(counts(model, name, scalar), mesh)
+        mine = place.memory(model_counts(model, name, scalar), mesh)
         for rows, remat in (
             (1, "none"), (2, "products"), (4, "attention"), (64 // mesh.replicas, "full"),
         ):  # fmt: skip
@@ -141,7 +141,7 @@ def test_what_slots_take_by_hand(refills, generate):
     pipe, tensor = generate
     mesh = MeshSizes(pipe=2, tensor=4, generate_pipe=pipe, generate_tensor=tensor)
     place = DeviceSet(POOLS["gpu"], 8, Constants(), MASTERS)
-    memory = place.memory(counts(published("llama-7b")), mesh)
+    memory = place.memory(model_counts(preset("llama-7b")), mesh)
     needed = memory.generation(DecodeBatch(2, 4, True, refills), Workload(1024, 512, 64, 4))
     layers = 32 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096)
     weights = 2 * (layers / pipe + 2 * 32000 * 4096 + 4096) / tensor

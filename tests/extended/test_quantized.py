@@ -23,12 +23,12 @@ from hjax.errors import ConfigError
 from hjax.models import huggingface
 from hjax.models.attention_strategies import Causal
 from hjax.models.compute import Compute
-from hjax.models.cost_inputs import counts
+from hjax.models.cost_inputs import model_counts
 from hjax.models.lora import Lora
-from hjax.models.lora_compute import merged
+from hjax.models.lora_compute import merge_adapters
 from hjax.models.parameters import decoder_network
 from hjax.models.peft_files import Adapter
-from hjax.models.quantized import quantized
+from hjax.models.quantized import quantize
 from hjax.models.weights import load_params
 from hjax.sharding.layout import make_layouts
 from hjax.workers.memory import RoleMemory
@@ -49,7 +49,7 @@ def test_rounding_is_by_half_a_step_at_most(dtype, over):
     values = rng.normal(size=(300, 40, 8)) * rng.lognormal(0, 3, size=(300, 40, 1))
     values = values.astype(ml_dtypes.bfloat16)
     values[:, 3], values[7] = 0, 0
-    small, scale = quantized(values, over, dtype)
+    small, scale = quantize(values, over, dtype)
     assert small.dtype == dtype and scale.dtype == np.float32 and small.shape == values.shape
     most = np.abs(values.astype(np.float64)).max(axis=over, keepdims=True)
     step = most / LARGEST[dtype]
@@ -128,7 +128,7 @@ def test_a_quantized_base_gives_transformers_numbers_of_its_weights(tmp_path, na
     np.testing.assert_allclose(run(network, params), expected, atol=1e-4)
     bare = run(network.bare, network.bare_of(params))
     np.testing.assert_allclose(bare, expected_base, atol=1e-4)
-    floats = merged(params, network)
+    floats = merge_adapters(params, network)
     assert jax.tree.map(lambda x: x.shape, floats) == jax.tree.map(
         lambda x: x.shape, network.base.shapes
     )
@@ -156,7 +156,7 @@ def test_gradients_are_those_beside_the_dequantized_base(tmp_path, name, form):
     learned, frozen = network.partition.split(params)
     floats = network_with(tmp_path, lora)
     off = jax.tree.map(jnp.zeros_like, learned)  # adding nothing
-    plain = merged(network.partition.join(off, frozen), network)
+    plain = merge_adapters(network.partition.join(off, frozen), network)
 
     def loss(network, learned, frozen):
         joined = network.partition.join(learned, frozen)
@@ -245,7 +245,7 @@ def test_a_matrix_takes_a_byte_per_element(base):
             total = sum(x.nbytes for x in jax.tree.leaves(actor.params))
             estimate = RoleMemory.built(actor).memory.resident(trained=False)
             assert estimate == total
-            counted = counts(actor.network.config).bytes_each
+            counted = model_counts(actor.network.config).bytes_each
             small = (x.size for x in jax.tree.leaves(actor.params) if x.dtype.itemsize == 1)
             assert counted == sum(small)
             return bytes_of, total, used.argument_size_in_bytes

@@ -38,7 +38,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-class _Own(NamedTuple):
+class _UserFamily(NamedTuple):
     """A family in a file of the user's; ``spec``: absolute ``path.py:Class``."""
 
     spec: str
@@ -46,10 +46,10 @@ class _Own(NamedTuple):
 
 
 # By model_type, those that take_family has loaded.
-_own: dict[str, _Own] = {}
+_user_families: dict[str, _UserFamily] = {}
 
 
-def take_family(spec: str, setting: str = "model.family") -> Family:
+def load_family(spec: str, setting: str = "model.family") -> Family:
     """Load a family in a file of the user's: models of its ``model_type`` are read with it.
 
     Args:
@@ -71,7 +71,7 @@ def take_family(spec: str, setting: str = "model.family") -> Family:
             f"among hjax's own ({', '.join(FAMILIES)})"
         )
     path, name = origin(found) or spec.rsplit(":", 1)
-    own = _own[model_type] = _Own(f"{path}:{name}", found())
+    own = _user_families[model_type] = _UserFamily(f"{path}:{name}", found())
     return own.family
 
 
@@ -79,18 +79,18 @@ def family_of(config: ModelConfig) -> Family:
     """The family of a model; one of a user's is loaded where this process does not have it yet."""
     if config.family in FAMILIES:
         return FAMILIES[config.family]
-    known = (own.family for own in _own.values() if own.spec == config.family)
-    return next(known, None) or take_family(config.family)
+    known = (own.family for own in _user_families.values() if own.spec == config.family)
+    return next(known, None) or load_family(config.family)
 
 
-def with_sizes(spec: str, sizes: ModelConfig) -> ModelConfig:
+def family_config(spec: str, sizes: ModelConfig) -> ModelConfig:
     """A model from scratch of a family in a file of the user's.
 
     Args:
-      spec: as of ``take_family``.
+      spec: as of ``load_family``.
       sizes: Llama's plain form in the sizes that are wanted; the parts are the family's.
     """
-    return from_hf(take_family(spec).write(sizes), f"model.family={spec!r}")
+    return from_hf(load_family(spec).write(sizes), f"model.family={spec!r}")
 
 
 def from_hf(content: Mapping[str, Any], what: str = "config.json") -> ModelConfig:
@@ -100,7 +100,7 @@ def from_hf(content: Mapping[str, Any], what: str = "config.json") -> ModelConfi
       ConfigError: another family, or a key or value that this one does not have, by name.
     """
     model_type = content.get("model_type")
-    known = {**FAMILIES, **{name: own.family for name, own in _own.items()}}
+    known = {**FAMILIES, **{name: own.family for name, own in _user_families.items()}}
     if not isinstance(model_type, str) or model_type not in known:
         raise ConfigError(
             f"{what}: model_type {model_type!r} is not supported; supported: {', '.join(known)} "
@@ -109,7 +109,7 @@ def from_hf(content: Mapping[str, Any], what: str = "config.json") -> ModelConfi
     try:
         config = known[model_type].read(content, what)
         # By its file, so that other processes find it too.
-        own = _own.get(model_type)
+        own = _user_families.get(model_type)
         return config if own is None else dataclasses.replace(config, family=own.spec)
     except ConfigError:
         raise

@@ -9,7 +9,7 @@ from hjax.models.rotary import is_number
 
 # Keys that change nothing of what a forward computes: ids, bookkeeping, and what applies to
 # initial values, to generation, or, as dropout, to transformers' own training.
-HARMLESS = frozenset(
+IGNORED_KEYS = frozenset(
     """
     _name_or_path attention_dropout attn_implementation cache_implementation
     chunk_size_feed_forward embd_pdrop id2label initializer_range is_decoder
@@ -20,7 +20,7 @@ HARMLESS = frozenset(
     """.split()
 )
 
-_MOST = 2**31 - 1  # of a size
+_MAX_SIZE = 2**31 - 1  # of a size
 
 
 class CheckedConfig:
@@ -54,9 +54,9 @@ class CheckedConfig:
           ConfigError: another value, one of more than 31 bits, or none without a default.
         """
         value = self.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST:
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MAX_SIZE:
             problem = "is missing" if value is None else f"is {value!r}"
-            raise self.error(f"{key} {problem}; a whole number of 1 to {_MOST}")
+            raise self.error(f"{key} {problem}; a whole number of 1 to {_MAX_SIZE}")
         return value
 
     def number(self, key: str, default: float) -> float:
@@ -106,7 +106,7 @@ class CheckedConfig:
         left = {
             key: value
             for key, value in self.content.items()
-            if key not in self._asked | HARMLESS and value is not None
+            if key not in self._asked | IGNORED_KEYS and value is not None
         }
         if left:
             shown = ", ".join(f"{key}={value!r}" for key, value in sorted(left.items()))

@@ -16,8 +16,8 @@ from hjax.models.rotary import (
     RopeScaling,
     is_number,
     original_length,
-    reach,
     read_scaling,
+    stretched_length,
     write_scaling,
 )
 
@@ -29,7 +29,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"  # layer_types
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
-_LAYERS = 10_000  # a model has fewer
+_MAX_LAYERS = 10_000  # a model has fewer
 
 
 class ConfigField(NamedTuple):
@@ -124,8 +124,8 @@ class Family:
         """Fields of ``ModelConfig`` but for ``always`` and those of ``own``; a subclass adds to
         these."""
         fields: dict[str, Any] = {name: given.size(key) for name, key in self.keys.items()}
-        if fields["layers"] > _LAYERS:
-            raise given.error(f"{self.keys['layers']} is {fields['layers']}; at most {_LAYERS}")
+        if fields["layers"] > _MAX_LAYERS:
+            raise given.error(f"{self.keys['layers']} is {fields['layers']}; at most {_MAX_LAYERS}")
         heads = fields["heads"]
         fields["family"] = self.model_type
         fields["kv_heads"] = given.size("num_key_value_heads", heads)
@@ -139,7 +139,7 @@ class Family:
         fields["ropes"] = self.ropes(given, fields["max_length"])
         for rope in fields["ropes"]:
             rope.check(fields["head_dim"], given.what)
-        fields["max_length"] = reach(fields["ropes"], fields["max_length"])
+        fields["max_length"] = stretched_length(fields["ropes"], fields["max_length"])
         return fields
 
     def ropes(self, given: CheckedConfig, max_length: int) -> tuple[Rope, ...]:
@@ -374,7 +374,7 @@ def check_classes(given: CheckedConfig, own: str, classifier: str) -> None:
     def of_family(name: str) -> bool:
         return name == own or _family(name) == _family(classifier)
 
-    for name in _strings(given, "architectures", given.get("architectures", [])):
+    for name in _class_names(given, "architectures", given.get("architectures", [])):
         if not of_family(name):
             raise given.error(
                 f"architectures has {name!r}, which is no class of model_type {kind} (its own is "
@@ -386,7 +386,7 @@ def check_classes(given: CheckedConfig, own: str, classifier: str) -> None:
     for key, found in code.items():
         if not str(key).startswith(("AutoConfig", "AutoModel")):
             continue  # how text is read: tokenizer.json says it
-        for name in _strings(given, f"auto_map.{key}", found):
+        for name in _class_names(given, f"auto_map.{key}", found):
             if not of_family(name.rpartition(".")[2]):
                 raise given.error(
                     f"auto_map.{key} has {name!r}, code of the model's own, which is not run; "
@@ -400,7 +400,7 @@ def _family(name: str) -> str:
     return (match[1] if match else name).lower()
 
 
-def _strings(given: CheckedConfig, key: str, found: Any) -> Iterable[str]:
+def _class_names(given: CheckedConfig, key: str, found: Any) -> Iterable[str]:
     every = [found] if isinstance(found, str) else found
     if not isinstance(every, list) or not all(isinstance(name, str) for name in every):
         raise given.error(f"{key} is {found!r}; names of classes")

@@ -1,5 +1,4 @@
-"""Mistral (Jiang et al. 2023, arXiv 2310.06825) and Mixtral (Jiang et al. 2024, arXiv 2401.04088).
-"""
+"""Mistral (Jiang et al. 2023, arXiv 2310.06825) and Mixtral (Jiang et al. 2024, 2401.04088)."""
 
 from typing import Any
 
