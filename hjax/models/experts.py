@@ -357,7 +357,7 @@ def _down_projection(
     activation: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
     """[rows, embed]: the down projection of ``_gate_up_projection``'s result, times each row's
-    routing weight, float32 [rows]. Rows of no expert have no part in the gradients of these weights."""
+    routing weight, float32 [rows], whose gradient is 0 in rows of no expert."""
     how = _ExpertRows(weights, before, sizes, fill, both.shape[0], kernels)
     shares = _mask_rows(shares[:, None], how.inside)
     active = activation(*jnp.split(both, 2, axis=-1))

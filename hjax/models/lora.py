@@ -142,12 +142,12 @@ def matrix_number(name: str, half: int | None) -> int:
 
 
 def adapter_parameters(layers: Mapping[str, ParameterSpec], lora: Lora) -> dict[str, ParameterSpec]:
-    """Both parts of the adapters of a layer's parameters, by name.
+    """The LoRA parameters A and B of a layer's matrices, by name.
 
-    ``<name>_a``: [layers, (halves,) inputs..., rank], drawn with PEFT's variance, 1 / (3 inputs);
-    ``<name>_b``: [layers, (halves,) rank, outputs...], zero. With ``dora`` there is ``<name>_m``
-    too, the magnitudes [layers, (halves,) outputs...], which start as ``initial_magnitudes``. Those of experts are [layers, experts, inputs, rank] and [layers, experts, rank,
-    outputs...]. Tensors are named as PEFT's.
+    ``<name>_a``: [layers, (halves,) inputs..., rank], drawn with PEFT's variance, 1 / (3 inputs).
+    ``<name>_b``: [layers, (halves,) rank, outputs...], zero. Experts' are [layers, experts, inputs,
+    rank] and [layers, experts, rank, outputs...]. DoRA adds ``<name>_m``, the magnitudes [layers,
+    (halves,) outputs...], which start as ``initial_magnitudes``. Tensors have PEFT's names.
 
     Raises:
       ConfigError: no such matrix, with ``dora`` several in one tensor of the family's files, or
