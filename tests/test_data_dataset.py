@@ -51,7 +51,8 @@ def test_of_a_conversation_the_assistants_turns_are_demonstrations(tmp_path):
         {"prompt": "ab", "response": "c", "messages": TALK},
     )
     for demonstrated, texts in ((False, ["ab", "ab"]), (True, ["abh", "abcdeh", "ab"])):
-        dataset = Dataset.from_file(path, with_template(tmp_path), demonstrated=demonstrated)
+        tokenizer = with_template(tmp_path)
+        dataset = Dataset.from_file(path, tokenizer, learns_demonstrations=demonstrated)
         assert dataset.prompt_text == texts
 
 
@@ -117,7 +118,7 @@ def test_lines_of_text(tmp_path):
 
 def test_strings_are_worded_and_nothing_else_is(tmp_path):
     path = jsonl(tmp_path, {"prompt": "ab"}, {"prompt": [5, 6]})
-    dataset = Dataset.from_file(path, LETTERS, wording=lambda text: text + "c")
+    dataset = Dataset.from_file(path, LETTERS, format_prompt=lambda text: text + "c")
     assert dataset.prompt_text == ["abc", "cd"] and dataset.columns["prompt"] == ["ab", [5, 6]]
 
 

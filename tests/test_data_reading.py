@@ -8,7 +8,7 @@ import pytest
 
 from hjax.data.dataset import Dataset
 from hjax.data.mixing import MixedSampler
-from hjax.data.read_options import ReadOptions, weights_of
+from hjax.data.read_options import ReadOptions, parse_source_weights
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, DataError
 from hjax.run.inputs import load_inputs, prompt_order
@@ -37,8 +37,8 @@ def data(**changes):
 
 
 def test_columns_are_renamed_and_what_they_replace_gives_way(questions):
-    reading = ReadOptions.of(data(columns="question = prompt, solution=answer"))
-    dataset = Dataset.from_file(questions, LETTERS, reading=reading)
+    reading = ReadOptions.from_config(data(columns="question = prompt, solution=answer"))
+    dataset = Dataset.from_file(questions, LETTERS, options=reading)
     assert dataset.prompt_text == ["ab", "abcdef"]
     assert dataset.columns == {"prompt": ["ab", "abcdef"], "answer": ["x", None]}
 
@@ -53,12 +53,12 @@ def test_columns_are_renamed_and_what_they_replace_gives_way(questions):
 def test_long_prompts(questions, overlong, prompts, said):
     reading = ReadOptions({"question": "prompt"}, overlong)
     told = []
-    dataset = Dataset.from_file(questions, LETTERS, 4, reading=reading, tell=told.append)
+    dataset = Dataset.from_file(questions, LETTERS, 4, options=reading, notify=told.append)
     assert dataset.prompt_text == prompts and said in told[0]
     assert [len(tokens) for tokens in dataset.prompt_tokens] == [3, 4][: len(prompts)]
     if overlong == "filter":
         with pytest.raises(DataError, match="all 2 prompts have more"):
-            Dataset.from_file(questions, LETTERS, 1, reading=reading)
+            Dataset.from_file(questions, LETTERS, 1, options=reading)
 
 
 def test_texts_become_chats_with_the_templates_variables(tmp_path):
@@ -66,12 +66,12 @@ def test_texts_become_chats_with_the_templates_variables(tmp_path):
         tmp_path / "chats.jsonl",
         [{"prompt": "ab"}, {"prompt": [{"role": "user", "content": "cd"}]}],
     )
-    reading = ReadOptions.of(
+    reading = ReadOptions.from_config(
         data(chat=True, system="be kind", template_arguments='{"tone": "calm"}')
     )
     LETTERS.save(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-    found = Dataset.from_file(path, Tokenizer.load(tmp_path), reading=reading).prompt_text
+    found = Dataset.from_file(path, Tokenizer.load(tmp_path), options=reading).prompt_text
     render = jinja2.Template(TEMPLATE).render
     user = {"role": "user", "content": "ab"}
     system = {"role": "system", "content": "be kind"}
@@ -170,4 +170,4 @@ def test_a_data_sets_name_without_the_library_says_so(monkeypatch):
 
 
 def test_weights_are_read():
-    assert weights_of("gsm8k=2, math = 0.5") == {"gsm8k": 2.0, "math": 0.5}
+    assert parse_source_weights("gsm8k=2, math = 0.5") == {"gsm8k": 2.0, "math": 0.5}

@@ -63,7 +63,7 @@ def test_saved_characters_load_here_and_in_transformers(tmp_path):
     tokenizer = Tokenizer.characters("abc|")
     tokenizer.save(tmp_path)
     again = Tokenizer.load(tmp_path)
-    assert again.same_as(tokenizer)
+    assert again.same_vocabulary(tokenizer)
     assert (again.pad_id, again.bos_id, again.eos_id) == (0, 1, 2)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     ids = tokenizer.encode("cab|")
@@ -75,12 +75,12 @@ def test_saved_characters_load_here_and_in_transformers(tmp_path):
 def test_pickled_tokenizer_is_the_same():
     tokenizer = Tokenizer.characters("abc")
     again = pickle.loads(pickle.dumps(tokenizer))
-    assert again.same_as(tokenizer) and again.encode("cab") == tokenizer.encode("cab")
+    assert again.same_vocabulary(tokenizer) and again.encode("cab") == tokenizer.encode("cab")
 
 
 def test_same_as_compares_ids():
-    assert Tokenizer.characters("ab").same_as(Tokenizer.characters("ab"))
-    assert not Tokenizer.characters("ab").same_as(Tokenizer.characters("ba"))
+    assert Tokenizer.characters("ab").same_vocabulary(Tokenizer.characters("ab"))
+    assert not Tokenizer.characters("ab").same_vocabulary(Tokenizer.characters("ba"))
 
 
 def test_end_of_sequence_ids_of_the_neighbouring_files(tmp_path):

@@ -219,7 +219,7 @@ def test_chat_templates_without_end(name, tmp_path, monkeypatch):
     begun = time.monotonic()
     one_line(lambda: tokenizer.chat([{"role": "user", "content": "a"}]), says)
     assert time.monotonic() - begun < 30
-    chat_templates._apart.cache_clear()
+    chat_templates._renderer.cache_clear()
 
 
 def test_torn_entries_of_the_compile_cache_are_dropped(tmp_path):

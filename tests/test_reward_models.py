@@ -164,7 +164,7 @@ def lines(path, rows):
 
 def test_labelled_texts_become_pairs(tmp_path):
     rows = [{"text": t, "label": y} for t, y in (("a", 1), ("b", 0), ("c", 1), ("d", 0), ("e", 1))]
-    made = Dataset.from_file(lines(tmp_path / "x.jsonl", rows), Letters(), labelled=True)
+    made = Dataset.from_file(lines(tmp_path / "x.jsonl", rows), Letters(), learns_pairs=True)
     assert made.prompt_tokens == [[1], [1]]
     assert made.columns["chosen"] == ["a", "c"] and made.columns["rejected"] == ["b", "d"]
     assert made.columns["chosen_label"] == [1, 1] and made.columns["rejected_label"] == [0, 0]

@@ -8,7 +8,7 @@ import tokenizers
 from serving_double import byte_tokenizer
 from tokenizers import decoders, models
 
-from hjax.data.response_text import WAITING, ResponseText
+from hjax.data.response_text import MAX_HELD_TOKENS, ResponseText
 from hjax.data.tokenizer import Tokenizer
 from hjax.serving.tool_calls import BARE, TAGGED, AllowedCalls, CallPart, call_form, read_calls
 
@@ -61,14 +61,15 @@ def test_a_first_word_keeps_its_space_and_bytes_fall_back():
 
 
 def test_special_tokens_say_nothing_and_cost_nothing():
-    pieces = fed(byte_tokenizer(), [65], [*b"a", *[256] * (3 * WAITING), *"é".encode(), 257])
+    invalid = [256] * (3 * MAX_HELD_TOKENS)
+    pieces = fed(byte_tokenizer(), [65], [*b"a", *invalid, *"é".encode(), 257])
     assert "".join(pieces) == "aé"
 
 
 def test_bytes_of_no_character_come_out_late_and_bounded():
     text = ResponseText(byte_tokenizer(), [65])
     pieces = [text.feed(0xFF) for _ in range(100)]
-    assert not any(pieces[:WAITING]) and sum(map(len, pieces)) >= 100 - WAITING
+    assert not any(pieces[:MAX_HELD_TOKENS]) and sum(map(len, pieces)) >= 100 - MAX_HELD_TOKENS
     assert "".join(pieces) + text.close() == "\ufffd" * 100
     assert "".join(fed(byte_tokenizer(), [65], [0xFF, *b"ok", 0xC3])) == "\ufffdok\ufffd"
 

@@ -1,7 +1,7 @@
-"""Chat templates (Jinja) rendered apart: they come with models, from anybody.
+"""Chat templates (Jinja), rendered in an isolated process: a model's template is untrusted code.
 
-A sandbox keeps a template from Python's inner objects, not from taking all time and memory. So it
-is rendered in a process of its own, with limits on both, and what it writes has one too.
+Jinja's sandbox hides Python's internals from a template, but it does not limit time or memory.
+So each template is rendered in a process with a deadline and limits on memory and output size.
 """
 
 import datetime
@@ -14,7 +14,7 @@ from typing import Any
 from hjax.errors import DataError
 from hjax.isolated_process import DeadlineExceeded, IsolatedProcess, ProcessDied, TaskFailed
 
-# Of one rendering: time, and characters. Of the process: memory.
+# Deadline and output limit of one rendering; memory limit of the process.
 SECONDS, CHARACTERS, MEMORY_BYTES = 10.0, 16 * 2**20, 2**30
 
 
@@ -23,18 +23,18 @@ def render(template: str, values: Mapping[str, Any]) -> str:
 
     Args:
       template: its source.
-      values: that it may read.
+      values: variables of the template.
 
     Raises:
-      DataError: it refuses them, takes too long or too much, or they cannot be handed to it; the
-        message is half a sentence about the template.
+      DataError: the template raises, exceeds a limit, or the values cannot be pickled. The message
+        has no subject: the caller puts the template's name before it.
     """
     try:
         request = pickle.dumps(dict(values))
     except Exception as error:
         raise DataError(f"cannot be given this ({type(error).__name__}: {error})") from None
     try:
-        said = json.loads(_apart(template).call(request, SECONDS))
+        said = json.loads(_renderer(template).call(request, SECONDS))
     except DeadlineExceeded:
         raise DataError(f"takes longer than {SECONDS:g} s") from None
     except (ProcessDied, TaskFailed) as error:
@@ -45,16 +45,16 @@ def render(template: str, values: Mapping[str, Any]) -> str:
 
 
 @functools.lru_cache(maxsize=16)
-def _apart(template: str) -> IsolatedProcess:
-    return IsolatedProcess("hjax.data.chat_templates:answers", template.encode())
+def _renderer(template: str) -> IsolatedProcess:
+    return IsolatedProcess("hjax.data.chat_templates:render_handler", template.encode())
 
 
-def answers(given: bytes) -> Callable[[bytes], bytes]:
-    """What renders a template, in its process: pickled values in, JSON out."""
+def render_handler(template_bytes: bytes) -> Callable[[bytes], bytes]:
+    """Return the isolated process's request handler: pickled values in, JSON out."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    source = given.decode()
+    source = template_bytes.decode()
 
     def answer(request: bytes) -> bytes:
         try:
@@ -78,13 +78,13 @@ def _limited(template: Any, values: Mapping[str, Any]) -> str:
 
 @functools.lru_cache(maxsize=1)
 def _compiled(template: str) -> Any:
-    """The environment that Hugging Face chat templates are written for, sandboxed."""
+    """The template, compiled in a sandboxed copy of the environment that transformers uses."""
     import jinja2
     import jinja2.ext
     import jinja2.sandbox
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %}` marks the assistant's tokens; for rendering it is transparent."""
+        """`{% generation %}` marks the assistant's tokens; rendering ignores the tag."""
 
         tags = {"generation"}
 

@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from hjax.data.labels import labelled_pairs
-from hjax.data.preference_pairs import assistant_turns, with_prompt
+from hjax.data.labels import pair_labelled_texts
+from hjax.data.preference_pairs import assistant_turns, split_off_prompt
 from hjax.data.read_options import ReadOptions
-from hjax.data.sources import read_all
+from hjax.data.sources import read_sources
 from hjax.data.tasks import Task
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, DataError, short
 
-# Arguments of a reward function that a column would hide.
+# Argument names of a reward function, which no column may have.
 _RESERVED = ("prompts", "responses")
-# Where a row's prompt stands; the first that it has.
+# Columns that may hold a row's prompt, in order of preference.
 _PROMPT_COLUMNS = ("prompt_tokens", "prompt", "question")
 
 
@@ -29,8 +29,8 @@ class Dataset:
 
     Attributes:
       prompt_tokens: token ids per prompt, none empty.
-      prompt_text: what was tokenised, per prompt (a chat's after its template); None without a
-        tokenizer.
+      prompt_text: the text that was tokenised, per prompt (of a chat, the rendered template);
+        None without a tokenizer.
       columns: column name to one value per prompt; values are whatever the file holds.
     """
 
@@ -47,7 +47,7 @@ class Dataset:
         return max(map(len, self.prompt_tokens))
 
     def rows(self, indices: Iterable[int]) -> dict[str, Any]:
-        """`prompt_tokens`, `prompt_text` (or None) and `columns` of some prompts, in that order."""
+        """`prompt_tokens`, `prompt_text` (or None) and `columns` of the prompts at `indices`."""
         indices = [int(i) for i in indices]
         text = self.prompt_text
         return {
@@ -57,7 +57,7 @@ class Dataset:
         }
 
     def select(self, indices: Iterable[int]) -> Dataset:
-        """The dataset of some prompts, in that order."""
+        """A dataset of the prompts at `indices`, in that order."""
         return Dataset(**self.rows(indices))
 
     @classmethod
@@ -81,52 +81,52 @@ class Dataset:
         max_prompt_length: int = 0,
         *,
         vocab_size: int | None = None,
-        wording: Callable[[str], str | list[dict[str, Any]]] | None = None,
-        reading: ReadOptions | None = None,
-        tell: Callable[[str], None] | None = None,
-        labelled: bool = False,
-        demonstrated: bool = False,
+        format_prompt: Callable[[str], str | list[dict[str, Any]]] | None = None,
+        options: ReadOptions | None = None,
+        notify: Callable[[str], None] | None = None,
+        learns_pairs: bool = False,
+        learns_demonstrations: bool = False,
     ) -> Dataset:
         """Reads .jsonl (one JSON object per line), .parquet or .txt files (a prompt per line).
 
         A row's prompt is its `prompt_tokens` if it has them, else its `prompt`, else its
         `question`: a string, a list of chat messages (rendered by the tokenizer's template), or a
         list of token ids. verl's files (`prompt`, `data_source`, `reward_model`, `extra_info`) and
-        GSM8K's (`question`, `answer`) work unchanged; so do preference pairs whose prompt is what
-        `chosen` and `rejected` begin with (hh-rlhf). A conversation in the column `messages` makes
-        a row for each turn of the assistant (`hjax.data.preference_pairs`). Every column is kept;
-        one that a row lacks is None there.
+        GSM8K's (`question`, `answer`) work unchanged. So do preference pairs whose prompt is the
+        common prefix of `chosen` and `rejected` (hh-rlhf). A conversation in the column `messages`
+        becomes one row per assistant turn (`hjax.data.preference_pairs`). Every column is kept; a
+        value that a row lacks is None.
 
         Args:
-          path: a file, a pattern, a folder, a data set of Hugging Face's (`owner/name:split`; its
-            library must be installed), or several with commas between.
+          path: a file, a glob pattern, a folder, a Hugging Face dataset (`owner/name:split`, which
+            needs the `datasets` package), or several of these, separated by commas.
           tokenizer: for strings and chats; not needed where all prompts are token ids.
-          max_prompt_length: tokens; a longer prompt is an error, or what ``reading`` says. 0: no
+          max_prompt_length: tokens; ``options.overlong`` says what happens to longer prompts. 0: no
             limit.
           vocab_size: token ids must be below it; by default the tokenizer's.
-          wording: makes the text or chat messages to tokenise out of a prompt that is a string.
-          reading: names of columns, chats, overlong prompts.
-          tell: is told how many prompts were left out or cut.
-          labelled: make pairs of labelled texts, see ``hjax.data.labels.labelled_pairs``.
-          demonstrated: demonstrations are learned from: a row's `messages` go before its prompt.
+          format_prompt: maps a prompt that is a string to the text or chat messages to tokenise.
+          options: column names, chats, overlong prompts.
+          notify: called with a message about prompts that were dropped or truncated.
+          learns_pairs: make preference pairs of labelled texts (``hjax.data.labels``).
+          learns_demonstrations: `messages` win over a row's prompt.
 
         Raises DataError, one line with the file and the line (jsonl) or row (parquet, from 1).
         """
-        reading = reading or ReadOptions()
-        rows = _rows_of(path, reading, labelled, demonstrated)
+        options = options or ReadOptions()
+        rows = _rows_of(path, options, learns_pairs, learns_demonstrations)
         if vocab_size is None and tokenizer is not None:
             vocab_size = tokenizer.vocab_size
         tokens: list[list[int]] = []
         texts: list[str] = []
         kept: list[tuple[str, dict[str, Any]]] = []
         longer = 0
-        limit = max_prompt_length if reading.overlong == "error" else 0
+        limit = max_prompt_length if options.overlong == "error" else 0
         for where, row in rows:
-            ids, text = _prompt_of(row, where, tokenizer, wording, reading)
+            ids, text = _encode_prompt(row, where, tokenizer, format_prompt, options)
             _check_tokens(ids, where, vocab_size, limit)
             if 0 < max_prompt_length < len(ids):
                 longer += 1
-                if reading.overlong == "filter":
+                if options.overlong == "filter":
                     continue
                 ids, text = ids[-max_prompt_length:], None
             if text is None and tokenizer is not None:
@@ -134,9 +134,9 @@ class Dataset:
             kept.append((where, row))
             tokens.append(ids)
             texts.append(text or "")
-        if longer and tell is not None:
-            done = "were left out" if reading.overlong == "filter" else "lost their beginning"
-            tell(
+        if longer and notify is not None:
+            done = "were left out" if options.overlong == "filter" else "lost their beginning"
+            notify(
                 f"{path}: {longer} of {len(rows)} prompts have more than "
                 f"rollout.max_prompt_length={max_prompt_length} tokens and {done}"
             )
@@ -153,28 +153,28 @@ class Dataset:
 
 
 def _rows_of(
-    path: str | Path, reading: ReadOptions, labelled: bool, demonstrated: bool
+    path: str | Path, options: ReadOptions, learns_pairs: bool, learns_demonstrations: bool
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Rows that each have a prompt, and where they stand; arguments as of ``from_file``."""
-    read = read_all(path)
-    for old, new in reading.columns.items():
+    """(location, row) pairs, each row with a prompt; arguments as in ``from_file``."""
+    read = read_sources(path)
+    for old, new in options.columns.items():
         if read and not any(old in row for _, row in read):
             raise DataError(
                 f"{path}: config.data.columns takes {new!r} from a column {old!r}, which no "
                 f"row has; the first one has {', '.join(map(str, read[0][1]))}"
             )
-    found = [(where, reading.renamed(row)) for where, row in read]
-    found = assistant_turns(found, _PROMPT_COLUMNS, demonstrated)
-    if labelled:
-        found = labelled_pairs(found)
-    rows = [(where, with_prompt(row, where, _PROMPT_COLUMNS)) for where, row in found]
+    found = [(where, options.rename_columns(row)) for where, row in read]
+    found = assistant_turns(found, _PROMPT_COLUMNS, learns_demonstrations)
+    if learns_pairs:
+        found = pair_labelled_texts(found)
+    rows = [(where, split_off_prompt(row, where, _PROMPT_COLUMNS)) for where, row in found]
     if not rows:
         raise DataError(f"{path}: the dataset is empty; it must have at least one prompt")
     return rows
 
 
 def _columns(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Rows by column, None where one lacks it."""
+    """Transpose rows to columns; a missing value is None."""
     names = dict.fromkeys(key for row in rows for key in row)
     for name in _RESERVED:
         if name in names:
@@ -186,7 +186,7 @@ def _columns(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, l
 
 
 def split_held_out(dataset: Dataset, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
-    """Splits off a seeded random share: (train, held out), each at least one prompt.
+    """Split off a seeded random held-out set: (train, held out), each at least one prompt.
 
     `fraction` is the held-out share, above 0 and below 1; rows keep their order.
     """
@@ -201,10 +201,10 @@ def split_held_out(dataset: Dataset, fraction: float, seed: int) -> tuple[Datase
 
 
 class PromptSampler:
-    """Which prompts each step takes: a new shuffled order per epoch, without end.
+    """Draws each step's prompts: an endless sequence of epochs, each in a new shuffled order.
 
-    The order is a function of (seed, position) alone, so `state` is a few numbers and a restored
-    sampler goes on exactly. A step that reaches the end of an epoch goes on in the next one; with
+    The order depends only on (seed, position), so `state` is a few integers and a restored sampler
+    continues exactly. A step at the end of an epoch takes the rest from the next one; with
     `per_step` above `size` a step holds some prompts more than once.
     """
 
@@ -221,19 +221,19 @@ class PromptSampler:
         missing = self.per_step
         while missing:
             epoch, offset = divmod(self.position, self.size)
-            part = self._order_of(epoch)[offset : offset + missing]
+            part = self._epoch_order(epoch)[offset : offset + missing]
             taken.append(part)
             missing -= len(part)
             self.position += len(part)
         return np.concatenate(taken)
 
     def state(self) -> dict[str, int]:
-        """What `restore` needs: plain ints."""
+        """The sampler's position for a checkpoint: plain ints."""
         return {"position": self.position, "size": self.size, "seed": self.seed}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Goes on where `state` was taken; ConfigError if that was other data or another seed."""
-        found = whole_numbers(state, ("size", "seed", "position"))
+        """Continue from a `state`; ConfigError if its data size or seed differs."""
+        found = check_sampler_state(state, ("size", "seed", "position"))
         for key, mine in (("size", self.size), ("seed", self.seed)):
             if found[key] != mine:
                 raise ConfigError(
@@ -242,15 +242,15 @@ class PromptSampler:
                 )
         self.position = found["position"]
 
-    def _order_of(self, epoch: int) -> np.ndarray:
+    def _epoch_order(self, epoch: int) -> np.ndarray:
         if epoch != self._epoch:
             self._epoch = epoch
             self._order = np.random.default_rng([self.seed, epoch]).permutation(self.size)
         return self._order
 
 
-def whole_numbers(state: Any, keys: Sequence[str]) -> dict[str, int]:
-    """Entries of a checkpoint's prompt order; DataError unless they are whole numbers from 0 on."""
+def check_sampler_state(state: Any, keys: Sequence[str]) -> dict[str, int]:
+    """Integers of a checkpoint's sampler state; DataError unless each is 0 or more."""
     if not isinstance(state, Mapping):
         raise DataError(f"the checkpoint's prompt order is {state!r}, not an object")
     for key in keys:
@@ -266,14 +266,14 @@ def whole_numbers(state: Any, keys: Sequence[str]) -> dict[str, int]:
 def pad_left(
     rows: Sequence[Sequence[int]], length: int, pad: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of ids as tokens int32 [n, length] and mask bool [n, length], padding in front."""
+    """Left-pad rows of token ids: tokens int32 [n, length] and mask bool [n, length]."""
     return _padded(rows, length, pad, left=True)
 
 
 def pad_right(
     rows: Sequence[Sequence[int]], length: int, pad: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of ids as tokens int32 [n, length] and mask bool [n, length], padding behind."""
+    """Right-pad rows of token ids: tokens int32 [n, length] and mask bool [n, length]."""
     return _padded(rows, length, pad, left=False)
 
 
@@ -291,14 +291,14 @@ def _padded(
     return tokens, mask
 
 
-def _prompt_of(
+def _encode_prompt(
     row: dict[str, Any],
     where: str,
     tokenizer: Tokenizer | None,
-    wording: Callable[[str], str | list[dict[str, Any]]] | None,
-    reading: ReadOptions,
+    format_prompt: Callable[[str], str | list[dict[str, Any]]] | None,
+    options: ReadOptions,
 ) -> tuple[list[int], str | None]:
-    """Token ids and the text they were made of; None where the row gives ids."""
+    """A row's prompt as token ids, and its text (None where the row holds ids)."""
     prompt = next((row[name] for name in _PROMPT_COLUMNS if row.get(name) is not None), None)
     if prompt is None:
         raise DataError(
@@ -322,10 +322,10 @@ def _prompt_of(
         )
     try:
         if isinstance(prompt, str):
-            prompt = (wording or reading.messages)(prompt)
+            prompt = (format_prompt or options.messages)(prompt)
         if isinstance(prompt, str):
             return tokenizer.encode(prompt), prompt
-        text = tokenizer.chat(prompt, **reading.template)  # brings its own special tokens
+        text = tokenizer.chat(prompt, **options.template)  # brings its own special tokens
         return tokenizer.encode(text, add_special=False), text
     except DataError as error:
         raise DataError(f"{where}: {error}") from None

@@ -1,4 +1,4 @@
-"""Labels of responses and of their steps: good or bad, right or wrong, by how much."""
+"""Labels of preference pairs and of reasoning steps, and the margins of pairs."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,40 +7,42 @@ from typing import Any
 from hjax.data.preference_pairs import SIDES
 from hjax.errors import DataError
 
-# Where a row without a pair has its text.
+# Columns that may hold the text of a row without a pair, in order of preference.
 TEXT_COLUMNS = ("text", "response")
 PAIR_LABELS = tuple(f"{side}_label" for side in SIDES)
 
 
-def label_of(value: Any, what: str) -> bool:
-    """A label as 1 or 0, true or false.
+def parse_label(value: Any, what: str) -> bool:
+    """Parse a binary label: 1 or 0, true or false.
 
     Args:
-      value: of a column.
+      value: the column's value.
       what: names it in the error.
 
     Raises:
-      DataError: it is something else.
+      DataError: the value is something else.
     """
     if isinstance(value, bool) or (isinstance(value, int | float) and value in (0, 1)):
         return bool(value)
     raise DataError(f"{what} is {value!r}; a label is 1 or 0, true or false")
 
 
-def labelled_pairs(rows: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
-    """Pairs of texts of which the one is labelled 1 and the other 0; other rows as they are.
+def pair_labelled_texts(
+    rows: Sequence[tuple[str, dict[str, Any]]],
+) -> list[tuple[str, dict[str, Any]]]:
+    """Pair texts labelled 1 with texts labelled 0; rows that are not single texts stay as they are.
 
-    The first text with a label of 1 stands beside the first with 0, and so on: as many pairs as
-    the rarer label has, every text in one of them at most.
+    The n-th text labelled 1 is paired with the n-th labelled 0. So there are as many pairs as the
+    rarer label has texts, and each text is in at most one pair.
 
     Args:
-      rows: (where, row) of a file.
+      rows: (location, row) pairs of a file.
 
     Returns:
       rows with ``prompt`` (empty), ``chosen``, ``rejected`` and their labels.
 
     Raises:
-      DataError: a label that is none, a prompt, or texts that all have the same label.
+      DataError: an invalid label, a row with a prompt, or only one of the two labels.
     """
     if any("label" not in row or any(side in row for side in SIDES) for _, row in rows):
         return list(rows)
@@ -54,7 +56,7 @@ def labelled_pairs(rows: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[str
                 f"{where}: a labelled text is learned from whole, and this one has a prompt; put "
                 "both into `text`, or give pairs as `chosen` and `rejected`"
             )
-        by_label[label_of(row["label"], f"{where}: the label")].append((where, text))
+        by_label[parse_label(row["label"], f"{where}: the label")].append((where, text))
     for label, texts in by_label.items():
         if not texts:
             raise DataError(f"no text is labelled {int(label)}: one of each label makes a pair")
@@ -66,15 +68,15 @@ def labelled_pairs(rows: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[str
 
 
 def pair_labels(columns: Mapping[str, Sequence[Any]]) -> list[tuple[bool, bool]] | None:
-    """(of the chosen, of the rejected response) of each pair; None: the data has none.
+    """Labels (chosen, rejected) of each pair; None where the data has no label columns.
 
     Raises:
-      DataError: a label that is none.
+      DataError: a value that is no label.
     """
     if any(name not in columns for name in PAIR_LABELS):
         return None
     of_side = [
-        [label_of(value, f"{name} of pair {i}") for i, value in enumerate(columns[name])]
+        [parse_label(value, f"{name} of pair {i}") for i, value in enumerate(columns[name])]
         for name in PAIR_LABELS
     ]
     return list(zip(*of_side, strict=True))
@@ -84,7 +86,7 @@ def pair_margins(columns: Mapping[str, Sequence[Any]], count: int) -> list[float
     """The margin of each of ``count`` pairs: 1 where the data has no column ``margin``.
 
     Raises:
-      DataError: one that is no finite number of 0 or more.
+      DataError: a margin that is negative or not a finite number.
     """
     margins = list(columns.get("margin", [1.0] * count))
     for i, margin in enumerate(margins):
@@ -94,16 +96,16 @@ def pair_margins(columns: Mapping[str, Sequence[Any]], count: int) -> list[float
     return [float(margin) for margin in margins]
 
 
-def labelled_steps(steps: Any, labels: Any, shown: str) -> tuple[list[str], list[bool]]:
-    """The steps of a response and which are right, as TRL's stepwise supervision has them.
+def check_labelled_steps(steps: Any, labels: Any, shown: str) -> tuple[list[str], list[bool]]:
+    """Validate a response's steps and their correctness labels (TRL's stepwise supervision format).
 
     Args:
-      steps: of the column ``completions``: texts, none empty.
-      labels: of the column ``labels``, as many.
-      shown: which row it is, for the error.
+      steps: of the column ``completions``: non-empty texts.
+      labels: of the column ``labels``, one per step.
+      shown: names the row in errors.
 
     Raises:
-      DataError: they are something else, or not as many.
+      DataError: wrong types, an empty step, or a different number of labels.
     """
     texts = isinstance(steps, Sequence) and not isinstance(steps, str)
     if not texts or not steps or not all(isinstance(step, str) and step for step in steps):
@@ -115,4 +117,4 @@ def labelled_steps(steps: Any, labels: Any, shown: str) -> tuple[list[str], list
             f"{shown} has {len(steps)} completions and the labels {labels!r}; there must be a "
             "label for each"
         )
-    return list(steps), [label_of(x, f"a label of {shown}") for x in labels]
+    return list(steps), [parse_label(x, f"a label of {shown}") for x in labels]

@@ -1,25 +1,25 @@
-"""Prompts of several sources in fixed shares."""
+"""Mixing prompts of several data sources by weight."""
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from hjax.data.dataset import PromptSampler, whole_numbers
+from hjax.data.dataset import PromptSampler, check_sampler_state
 from hjax.errors import ConfigError, DataError
 
 
 class MixedSampler:
-    """Which prompts each step takes where each source has its share of them.
+    """Draws each step's prompts so that every data source keeps its share.
 
-    The next prompt is of the source that is furthest behind its share, so that each step has the
-    shares nearly. Each source has epochs of its own, shuffled as `PromptSampler`'s: a small one
-    comes round more often.
+    The next prompt comes from the source that is furthest behind its share, so every step is close
+    to the shares. Each source is shuffled by a `PromptSampler` of its own, so a small source
+    repeats more often.
 
     Args:
-      sources: of each prompt of the data.
-      weights: by source, above 0.
-      per_step: prompts of a step.
-      seed: of the orders.
+      sources: the source of each prompt of the dataset.
+      weights: by source, above 0; a source's share is its weight over their sum.
+      per_step: prompts per step.
+      seed: of the shuffles.
 
     Raises:
       ConfigError: a source of the data without a weight, or a weight without a source.
@@ -62,17 +62,17 @@ class MixedSampler:
         return np.array(found)
 
     def state(self) -> dict[str, int]:
-        """What `restore` needs: plain ints."""
+        """The samplers' positions for a checkpoint: plain ints."""
         return {"size": self.size, "seed": self.seed} | {
             f"position_{i}": order.position for i, order in enumerate(self._orders)
         }
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Goes on where `state` was taken; DataError if that was of other data or another seed."""
+        """Continue from a `state`; DataError if its sources, data size or seed differ."""
         mine = self.state()
         same = not isinstance(state, Mapping) or state.keys() == mine.keys()
         if same:
-            found = whole_numbers(state, list(mine))
+            found = check_sampler_state(state, list(mine))
         if not same or any(found[key] != mine[key] for key in ("size", "seed")):
             raise DataError(
                 "the checkpoint's prompt order is of other sources or another seed; resume with "

@@ -1,5 +1,8 @@
-"""Preference pairs, a chosen and a rejected answer to a prompt, as published files write them; and
-conversations as demonstrations: each turn of the assistant's answers what stands before it."""
+"""Rows of published preference pairs and conversations, brought into hjax's columns.
+
+A preference pair is a prompt with a chosen and a rejected response. A conversation becomes one
+demonstration per assistant turn, whose prompt is all messages before that turn.
+"""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -8,22 +11,24 @@ from typing import Any
 from hjax.errors import DataError
 
 SIDES = ("chosen", "rejected")
-# Where the answer of a dialogue written as text begins (hh-rlhf).
-_TURN = "\n\nAssistant:"
+# Begins an assistant turn in a dialogue that is written as text (hh-rlhf).
+_ASSISTANT_TURN = "\n\nAssistant:"
 
 
-def with_prompt(row: dict[str, Any], where: str, prompt_columns: tuple[str, ...]) -> dict[str, Any]:
-    """A row whose prompt stands in its pair alone, with the prompt apart; other rows as they are.
+def split_off_prompt(
+    row: dict[str, Any], where: str, prompt_columns: tuple[str, ...]
+) -> dict[str, Any]:
+    """Split the prompt off a pair that has none of its own; other rows are returned unchanged.
 
-    ``chosen`` and ``rejected`` may each be a whole dialogue, as text (hh-rlhf) or as chat messages:
-    the prompt is what both begin with, of a text up to the last ``Assistant:`` in it.
+    ``chosen`` and ``rejected`` may each be a whole dialogue, as text (hh-rlhf) or as chat messages.
+    Their common prefix becomes the prompt; in text the prefix ends at its last ``Assistant:``.
 
     Args:
-      row: of a file; ``where``: its place, for the error.
-      prompt_columns: names of a prompt.
+      row: of a file; ``where``: its location, for the error.
+      prompt_columns: names of columns that hold a prompt.
 
     Raises:
-      DataError: both sides are equal, or begin with nothing in common.
+      DataError: both sides are equal, or have no common prefix.
     """
     given = any(row.get(key) is not None for key in prompt_columns)
     if given or any(side not in row for side in SIDES):
@@ -36,9 +41,9 @@ def with_prompt(row: dict[str, Any], where: str, prompt_columns: tuple[str, ...]
         equal = itertools.takewhile(lambda two: two[0] == two[1], zip(chosen, rejected))
         same = len(list(equal))
     if same and isinstance(chosen, str):
-        turn = chosen.rfind(_TURN, 0, same)
+        turn = chosen.rfind(_ASSISTANT_TURN, 0, same)
         word = max(chosen.rfind(" ", 0, same), chosen.rfind("\n", 0, same)) + 1
-        same = word if turn < 0 else turn + len(_TURN)
+        same = word if turn < 0 else turn + len(_ASSISTANT_TURN)
     if not same:
         raise DataError(
             f"{where}: there is no prompt, and chosen and rejected begin with nothing in common; "
@@ -48,15 +53,15 @@ def with_prompt(row: dict[str, Any], where: str, prompt_columns: tuple[str, ...]
     return row | {"prompt": chosen[:same]} | apart
 
 
-def answer_text(value: Any, side: str, shown: str) -> str:
-    """The text of an answer: a string, or chat messages whose last one is the assistant's.
+def parse_response(value: Any, side: str, shown: str) -> str:
+    """The text of a response: a string, or the last of chat messages, which is the assistant's.
 
     Args:
       value: of the column ``side``.
-      shown: which row it is, for the error.
+      shown: names the row in errors.
 
     Raises:
-      DataError: it is neither.
+      DataError: the value is neither.
     """
     if isinstance(value, list) and value and isinstance(value[-1], Mapping):
         last = value[-1]
@@ -74,39 +79,38 @@ def answer_text(value: Any, side: str, shown: str) -> str:
     return value
 
 
-COLUMN = "messages"
-# Where a demonstration stands; the first that a row has.
+MESSAGES_COLUMN = "messages"
+# Columns that may hold a demonstration, in order of preference.
 RESPONSE_COLUMNS = ("response", "demonstration", "completion")
 
 Rows = Sequence[tuple[str, dict[str, Any]]]
 
 
 def assistant_turns(
-    rows: Rows, prompt_columns: Sequence[str], demonstrated: bool
+    rows: Rows, prompt_columns: Sequence[str], learns_demonstrations: bool
 ) -> list[tuple[str, dict[str, Any]]]:
-    """A row for each turn of the assistant in the column `messages`; other rows as they are.
+    """One row per assistant turn of the column `messages`; other rows are returned unchanged.
 
-    Of such a row `prompt` are the messages before the turn and `response` is its text, so that of a
-    conversation the assistant's tokens are learned, each once, and nobody else's. Its other columns
-    are the conversation's.
+    In each row `prompt` holds the messages before the turn and `response` its text. So each
+    assistant token is learned from exactly once, and no token of another speaker is. The other
+    columns of the conversation are copied.
 
     Args:
-      rows: (where, row) of a file.
-      prompt_columns: names of a prompt.
-      demonstrated: demonstrations are learned from: a conversation counts beside a prompt too.
+      rows: (location, row) pairs of a file.
+      prompt_columns: names of columns that hold a prompt.
+      learns_demonstrations: the run learns from demonstrations, so `messages` win over a prompt.
 
     Raises:
-      DataError: no list of messages with a role and a text, no turn of the assistant's, or one
-        before which nothing stands.
+      DataError: malformed messages, no assistant turn, or an assistant turn that comes first.
     """
     made: list[tuple[str, dict[str, Any]]] = []
     for where, row in rows:
         answered = any(row.get(name) is not None for name in (*RESPONSE_COLUMNS, *SIDES))
         asked = any(row.get(name) is not None for name in prompt_columns)
-        if row.get(COLUMN) is None or answered or (asked and not demonstrated):
+        if row.get(MESSAGES_COLUMN) is None or answered or (asked and not learns_demonstrations):
             made.append((where, row))
             continue
-        messages = _checked(row[COLUMN], where)
+        messages = _checked(row[MESSAGES_COLUMN], where)
         rest = {key: value for key, value in row.items() if key not in prompt_columns}
         made.extend(
             (where, rest | {"prompt": messages[:at], "response": message["content"]})

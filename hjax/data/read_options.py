@@ -1,6 +1,6 @@
-"""How rows become prompts: which column is which, what a chat's template is told, what is too long.
+"""Options for reading data files: column names, chat templates, overlong prompts.
 
-The texts are those of the config's `data` section.
+They are parsed from the strings of the config's `data` section.
 """
 
 import dataclasses
@@ -18,11 +18,11 @@ class ReadOptions:
     """Options of `Dataset.from_file`.
 
     Attributes:
-      columns: name in the file to the name here.
-      overlong: what a prompt above the limit does: `error`, `filter` (the row is left out) or
-        `truncate_left` (its beginning is).
-      chat: whether a prompt that is text becomes the user's message of a chat.
-      system: of that chat the system's message; empty: none.
+      columns: maps a file's column name to hjax's.
+      overlong: what happens to a prompt above the limit: `error`, `filter` (its row is dropped) or
+        `truncate_left` (its first tokens are dropped).
+      chat: whether a prompt that is text becomes the user message of a chat.
+      system: system message of that chat; empty: none.
       template: further variables of the chat template.
     """
 
@@ -33,11 +33,11 @@ class ReadOptions:
     template: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, data: Any) -> Self:
-        """What the config's section `data` says.
+    def from_config(cls, data: Any) -> Self:
+        """The options of the config's section `data`.
 
         Raises:
-          ConfigError: a text that cannot be read, or keys that do not go together.
+          ConfigError: a string that cannot be parsed, or keys that exclude each other.
         """
         if data.system and not data.chat:
             raise ConfigError(
@@ -45,33 +45,33 @@ class ReadOptions:
                 "config.data.chat=True makes chats of texts; set that too"
             )
         return cls(
-            renamed(data.columns),
+            parse_column_names(data.columns),
             data.overlong,
             data.chat,
             data.system,
-            template_arguments(data.template_arguments),
+            parse_template_arguments(data.template_arguments),
         )
 
-    def renamed(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """A row under the names of here; what a new name stood for before gives way."""
+    def rename_columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The row with renamed columns; a column that already has a new name is replaced."""
         if not self.columns:
             return dict(row)
         moved = {new: row[old] for old, new in self.columns.items() if old in row}
         return {k: v for k, v in row.items() if k not in self.columns and k not in moved} | moved
 
     def messages(self, text: str) -> str | list[dict[str, Any]]:
-        """A prompt that is text, as a chat where it is to be one."""
+        """A text prompt, as chat messages if the ``chat`` option is set."""
         if not self.chat:
             return text
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, {"role": "user", "content": text}]
 
 
-def renamed(text: str) -> dict[str, str]:
-    """`question=prompt, answer=solution` as a dict, the file's name first.
+def parse_column_names(text: str) -> dict[str, str]:
+    """Parse `question=prompt, answer=solution` to {column in the file: column in hjax}.
 
     Raises:
-      ConfigError: it is not of this form, or two columns get one name.
+      ConfigError: wrong syntax, or two columns get the same name.
     """
     found = dict(_pairs(text, "config.data.columns", "question=prompt"))
     if len(set(found.values())) < len(found):
@@ -79,11 +79,11 @@ def renamed(text: str) -> dict[str, str]:
     return found
 
 
-def weights_of(text: str) -> dict[str, float]:
-    """`gsm8k=2, math=1` as a dict.
+def parse_source_weights(text: str) -> dict[str, float]:
+    """Parse the data sources' weights, `gsm8k=2, math=1`, to a dict.
 
     Raises:
-      ConfigError: it is not of this form, or a number is not above 0.
+      ConfigError: wrong syntax, or a weight that is not a finite number above 0.
     """
     found = {}
     for name, number in _pairs(text, "config.data.weights", "gsm8k=2, math=1"):
@@ -99,11 +99,11 @@ def weights_of(text: str) -> dict[str, float]:
     return found
 
 
-def template_arguments(text: str) -> dict[str, Any]:
-    """A JSON object as a dict; empty: none.
+def parse_template_arguments(text: str) -> dict[str, Any]:
+    """Parse a JSON object to a dict; an empty string gives an empty dict.
 
     Raises:
-      ConfigError: it is none.
+      ConfigError: the text is no JSON object.
     """
     if not text:
         return {}

@@ -1,22 +1,22 @@
-"""The text of a response as its tokens come, in whole characters."""
+"""Incremental detokenization: the text of a response as its tokens arrive, in whole characters."""
 
 from collections.abc import Sequence
 
 from hjax.data.tokenizer import Tokenizer
 
-# Tokens of the prompt that are decoded along, so that a first word keeps its space.
-CONTEXT = 32
-# Tokens that may wait for the rest of a character: one has at most 4 bytes, so that the first of
-# more than these are no beginning of any.
-WAITING, UNFINISHED = 16, 3
+# Prompt tokens that are decoded along, so that the first word keeps its space.
+CONTEXT_TOKENS = 32
+# Most tokens that are held back for an incomplete character. A character has at most 4 bytes, so
+# all but the last 3 tokens of a longer buffer are invalid UTF-8 and are released.
+MAX_HELD_TOKENS, INCOMPLETE_TOKENS = 16, 3
 _BROKEN = "\ufffd"
 
 
 class ResponseText:
-    """Text that tokens add to a prompt, token by token.
+    """Decodes a response token by token (streaming detokenizer).
 
-    What is given out, joined, is ``Tokenizer.decode_response`` of all tokens, as long as they are
-    whole characters. Bytes that belong to no character come out as U+FFFD, late.
+    The returned pieces, joined, equal ``Tokenizer.decode_response`` of all tokens if these form
+    whole characters. Invalid bytes are returned as U+FFFD, after a delay.
 
     Args:
       tokenizer: of the model.
@@ -25,30 +25,30 @@ class ResponseText:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
         self._tokenizer = tokenizer
-        self._before = list(prompt[-CONTEXT:])
-        self._waiting: list[int] = []
+        self._context = list(prompt[-CONTEXT_TOKENS:])
+        self._held: list[int] = []
 
     def feed(self, token: int) -> str:
-        """The text that is certain now that ``token`` has come, mostly the token's."""
-        self._waiting.append(token)
-        text = self._text(self._waiting)
+        """Add a token; returns the text that is now final, usually this token's."""
+        self._held.append(token)
+        text = self._text(self._held)
         if text and not text.endswith(_BROKEN):
-            return self._give(len(self._waiting), text)
-        if len(self._waiting) <= WAITING:
+            return self._release(len(self._held), text)
+        if len(self._held) <= MAX_HELD_TOKENS:
             return ""
-        settled = len(self._waiting) - UNFINISHED
-        return self._give(settled, self._text(self._waiting[:settled]))
+        settled = len(self._held) - INCOMPLETE_TOKENS
+        return self._release(settled, self._text(self._held[:settled]))
 
     def close(self) -> str:
-        """What is left when no more tokens come."""
-        return self._give(len(self._waiting), self._text(self._waiting))
+        """The remaining text, after the last token."""
+        return self._release(len(self._held), self._text(self._held))
 
     def _text(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode_response(self._before, tokens)
+        return self._tokenizer.decode_response(self._context, tokens)
 
-    def _give(self, count: int, text: str) -> str:
+    def _release(self, count: int, text: str) -> str:
         # Tokens without text (special ones) are no context for what follows.
         if text:
-            self._before = self._waiting[:count]
-        self._waiting = self._waiting[count:]
+            self._context = self._held[:count]
+        self._held = self._held[count:]
         return text

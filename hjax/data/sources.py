@@ -1,5 +1,4 @@
-"""Where prompts come from: files, patterns and folders of them, and Hugging Face's data sets; and
-the rows that they hold."""
+"""Reading rows from data sources: files, glob patterns, folders and Hugging Face datasets."""
 
 import glob
 import re
@@ -11,28 +10,28 @@ from hjax.errors import DataError, short
 from hjax.user_input import given_path, parse_json
 
 SUFFIXES = (".jsonl", ".parquet", ".txt")
-# owner/name, with a configuration and a split: owner/name/main:train.
+# owner/name, optionally with a configuration and a split: owner/name/main:train.
 _HUB = re.compile(r"([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?::([\w\[\]%:+-]+))?")
-# What `datasets.save_to_disk` writes beside the rows.
+# Metadata files of `datasets.save_to_disk`.
 _SAVED = ("state.json", "dataset_dict.json")
 
 
-def parts(path: str | Path) -> list[str]:
-    """What a `data.path` names, one by one: it lists them with commas between."""
+def split_paths(path: str | Path) -> list[str]:
+    """Split a `data.path` at its commas."""
     if isinstance(path, Path):
         return [str(path)]
     found = [part.strip() for part in path.split(",") if part.strip()]
     return found or [path]
 
 
-def files_of(part: str) -> list[Path] | None:
-    """The files that one part names: itself, those of a pattern, or of a folder, sorted.
+def data_files(part: str) -> list[Path] | None:
+    """The files that one source names: a file, a glob pattern's matches or a folder's, sorted.
 
     Returns:
-      None: it is a data set of Hugging Face's.
+      None for a Hugging Face dataset.
 
     Raises:
-      DataError: a pattern or folder without such files.
+      DataError: a pattern without matches, or a folder without data files.
     """
     path = given_path(part, "data: ")
     if path.is_dir():
@@ -52,16 +51,15 @@ def files_of(part: str) -> list[Path] | None:
     return [path]
 
 
-def hub_rows(part: str, split: str = "train") -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, row) of a data set of Hugging Face's: a name, or a folder of `save_to_disk`.
+def huggingface_rows(part: str, split: str = "train") -> Iterator[tuple[str, dict[str, Any]]]:
+    """(location, row) pairs of a Hugging Face dataset: a name, or a folder of `save_to_disk`.
 
     Args:
-      part: `owner/name`, `owner/name/configuration`, each with `:split` behind it or not; or the
-        folder, likewise.
-      split: which one where ``part`` names none.
+      part: `owner/name` or `owner/name/configuration`, each optionally with `:split`; or a folder.
+      split: the split to read where ``part`` names none.
 
     Raises:
-      DataError: `datasets` is not installed, or it cannot load this.
+      DataError: `datasets` is not installed, or cannot load the dataset.
     """
     try:
         import datasets
@@ -77,7 +75,7 @@ def hub_rows(part: str, split: str = "train") -> Iterator[tuple[str, dict[str, A
                 table = table[split]
         else:
             match = _HUB.fullmatch(part)
-            assert match is not None  # or files_of had taken it
+            assert match is not None  # `data_files` returned None
             table = datasets.load_dataset(match[1], match[2], split=match[3] or split)
         rows = [dict(row) for row in table]
     except Exception as error:  # the library raises many kinds
@@ -86,13 +84,13 @@ def hub_rows(part: str, split: str = "train") -> Iterator[tuple[str, dict[str, A
     yield from ((f"{part}: row {number}", row) for number, row in enumerate(rows, start=1))
 
 
-def read_all(path: str | Path) -> list[tuple[str, dict[str, Any]]]:
-    """The rows of everything that a path names, in its order."""
+def read_sources(path: str | Path) -> list[tuple[str, dict[str, Any]]]:
+    """(location, row) pairs of all sources of a `data.path`, in order."""
     rows: list[tuple[str, dict[str, Any]]] = []
-    for part in parts(path):
-        files = files_of(part)
+    for part in split_paths(path):
+        files = data_files(part)
         if files is None:
-            rows += hub_rows(part)
+            rows += huggingface_rows(part)
         else:
             for file in files:
                 rows += _read_rows(file)
@@ -100,7 +98,7 @@ def read_all(path: str | Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _read_rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """(where, row) pairs; `where` names file and line or row for messages."""
+    """(location, row) pairs of a file; the location is `file:line` or `file: row n`."""
     if path.suffix not in SUFFIXES:
         raise DataError(f"{path}: its name must end in {', '.join(SUFFIXES[:-1])} or .txt")
     if not path.is_file():
@@ -145,8 +143,8 @@ def _read_parquet(path: Path) -> list[tuple[str, dict[str, Any]]]:
     import pyarrow.parquet
 
     try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()  # which may find more that is wrong
-    except Exception as error:  # Arrow's, and whatever its values are made with
+        rows = pyarrow.parquet.read_table(path).to_pylist()  # conversion may fail too
+    except Exception as error:  # Arrow's errors, and those of value conversion
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(f"{path}: not a readable parquet file ({reason[:200]})") from None
     return [(f"{path}: row {i}", row) for i, row in enumerate(rows, start=1)]

@@ -1,7 +1,7 @@
-"""The bytes that a tokenizer's tokens stand for, by the decoder that its tokenizer.json has.
+"""Token id to bytes, derived from the decoder in tokenizer.json (constrained decoding needs it).
 
-Text comes of byte strings put one after another where a decoder looks at each token alone: GPT-2's
-names of bytes, SentencePiece's `▁` for a space and `<0x0A>` for a byte, or the token as it is.
+Text is the concatenation of the tokens' bytes if the decoder treats each token alone. Such decoders
+are GPT-2's byte-level one, SentencePiece-like ones (`▁` is a space, `<0x0A>` a byte), and none.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from hjax.errors import DataError
 
-# A SentencePiece-like decoder's last step: a text loses its first space.
+# Last step of a SentencePiece-like decoder: it drops the first space of the text.
 _FIRST_SPACE = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _Spell = Callable[[str], bytes]
@@ -22,22 +22,22 @@ class TokenBytes:
     """The bytes of every token.
 
     Attributes:
-      tokens: by id; empty where a token has no text: special ones, ids that there are none of.
-      drops_space: whether a text that is decoded loses its first space.
+      tokens: by id; empty for special tokens and unused ids.
+      drops_space: whether decoding drops the first space of a text.
     """
 
     tokens: Sequence[bytes]
     drops_space: bool
 
     @classmethod
-    def of(
+    def from_decoder(
         cls, decoder: Mapping[str, Any] | None, tokens: Mapping[int, str], name: str
     ) -> Self:
-        """The bytes of ``tokens``, id to spelling, special ones left out.
+        """The bytes of ``tokens``.
 
         Args:
-          decoder: of a tokenizer.json.
-          tokens: those that have text.
+          decoder: the decoder section of a tokenizer.json.
+          tokens: id to spelling, without special tokens.
           name: of the tokenizer, for messages.
 
         Raises:
@@ -92,13 +92,13 @@ def _by_steps(steps: Sequence[Mapping[str, Any]]) -> _Spell:
 
 
 def _by_byte_names(token: str) -> bytes:
-    """By GPT-2's characters for bytes; a token with another character (an added one) is text."""
+    """Decode GPT-2's byte-level spelling; a token with other characters (an added one) is text."""
     values = [_BYTES.get(character) for character in token]
     return token.encode() if None in values else bytes(v for v in values if v is not None)
 
 
 def _byte_names() -> dict[str, int]:
-    """Printable bytes of Latin-1 are their own names, the others' are from U+0100 on."""
+    """GPT-2's character for each byte: printable Latin-1 is itself, the rest starts at U+0100."""
     own = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)]
     others = [byte for byte in range(256) if byte not in own]
     return {chr(byte): byte for byte in own} | {chr(256 + i): b for i, b in enumerate(others)}

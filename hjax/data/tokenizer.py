@@ -16,18 +16,18 @@ from hjax.user_input import given_path, read_object, read_text
 if TYPE_CHECKING:
     import tokenizers
 
-# What a bare tokenizer.json calls its special tokens when no tokenizer_config.json says so.
-_CUSTOMARY = {
+# Usual names of special tokens, for a tokenizer.json without a tokenizer_config.json.
+_USUAL_NAMES = {
     "bos_token": ("<s>", "<bos>", "<|begin_of_text|>", "[BOS]"),
     "eos_token": ("</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>", "[EOS]"),
     "pad_token": ("<pad>", "[PAD]"),
 }
 
-# Where files have chat templates beside the default one's, each NAME.jinja.
+# Files of the default chat template and of further ones (folder of NAME.jinja); the default's name.
 TEMPLATE, MORE_TEMPLATES, DEFAULT = "chat_template.jinja", "additional_chat_templates", "default"
 
-# Characters of a text that takes long enough for other threads to be let run.
-LONG = 4096
+# Characters from which on a text is encoded with the GIL released.
+LONG_TEXT = 4096
 
 
 class Tokenizer:
@@ -41,8 +41,8 @@ class Tokenizer:
       bos_id, eos_id, pad_id: ids, or None where the tokenizer has no such token.
       eos_ids: every id that ends a sequence, `eos_id` first: the tokenizer's and those that
         `generation_config.json` or `config.json` beside it add.
-      chat_template: Jinja source of the default one, which `chat` renders, or None.
-      chat_templates: of others by name, which are kept and saved.
+      chat_template: Jinja source of the default chat template, which `chat` renders, or None.
+      chat_templates: sources of further templates by name; they are only saved again.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class Tokenizer:
         self.pad_id = self._special_id("pad_token")
         own = () if self.eos_id is None else (self.eos_id,)
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*own, *extra_eos_ids]))
-        self._prefix = self._added_before()
+        self._prefix = self._added_prefix()
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Reads a directory with a tokenizer.json, or the json file itself.
+        """Load a directory with a tokenizer.json, or the json file itself.
 
-        Beside it are read, where present: tokenizer_config.json, special_tokens_map.json,
-        chat_template.jinja and additional_chat_templates/*.jinja (which win over the config's
+        These files beside it are read too: tokenizer_config.json, special_tokens_map.json,
+        chat_template.jinja and additional_chat_templates/*.jinja (which override the config's
         templates), generation_config.json and config.json (end-of-sequence ids). Raises DataError
         when there is no usable tokenizer.
         """
@@ -93,7 +93,7 @@ class Tokenizer:
         except Exception as error:  # the library raises plain Exception
             reason = str(error).splitlines()[0]
             raise DataError(f"tokenizer {file}: not a readable tokenizer.json ({reason})") from None
-        # A file's own padding and truncation would silently change what encode returns.
+        # The file's padding and truncation settings would silently change what `encode` returns.
         backend.no_padding()
         backend.no_truncation()
         folder = file.parent
@@ -152,11 +152,10 @@ class Tokenizer:
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Token ids of `text`.
 
-        With `add_special` the tokens that belong in front (BOS) come first: as
-        tokenizer_config.json's `add_bos_token` says, else as the json's post-processor does.
-        EOS is never added. Text that already holds its special tokens (a chat template's)
-        wants `add_special=False`. Raises DataError for a character the vocabulary lacks (of
-        tokenizers without an unknown token).
+        `add_special` prepends BOS, if tokenizer_config.json's `add_bos_token` or, without that,
+        the json's post-processor says so. EOS is never added. Pass `add_special=False` for text
+        that already contains its special tokens, such as a rendered chat template. Raises
+        DataError for a character outside the vocabulary of a tokenizer without an unknown token.
         """
         try:
             ids = self._ids(text)
@@ -174,25 +173,24 @@ class Tokenizer:
         return [*self._prefix, *ids] if add_special else ids
 
     def _ids(self, text: str) -> list[int]:
-        if len(text) < LONG:
+        if len(text) < LONG_TEXT:
             return self._backend.encode(text, add_special_tokens=False).ids
-        # The other lets no other thread run meanwhile, which for some MB is many seconds.
+        # `encode` holds the GIL: megabytes of text would block other threads for many seconds.
         [found] = self._backend.encode_batch_fast([text], add_special_tokens=False)
         return found.ids
 
     def decode(self, tokens: Sequence[int], skip_special: bool = True) -> str:
-        """Text of token ids (ints or an integer array); special tokens left out unless asked."""
+        """Text of token ids (ints or an integer array), by default without special tokens."""
         return self._backend.decode([int(t) for t in tokens], skip_special_tokens=skip_special)
 
     def decode_response(
         self, prompt_tokens: Sequence[int], response_tokens: Sequence[int]
     ) -> str:
-        """Text that `response_tokens` add after `prompt_tokens`, special tokens left out.
+        """Text that `response_tokens` add after `prompt_tokens`, without special tokens.
 
-        SentencePiece-like tokenizers drop the first space of whatever they decode; here the
-        prompt is decoded along, so a response that begins a new word keeps its space. Where the
-        prompt's text is not a prefix of the whole (it ends inside a character's bytes), the
-        response is decoded by itself.
+        SentencePiece-like tokenizers drop the first space of what they decode. So the prompt is
+        decoded along, and a response that begins a new word keeps its space. If the prompt ends
+        inside a character, its text is no prefix of the whole; then the response is decoded alone.
         """
         before = self.decode(prompt_tokens)
         whole = self.decode([*prompt_tokens, *response_tokens])
@@ -204,15 +202,15 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """Renders chat messages with the tokenizer's Jinja template, in a sandbox with limits.
+        """Render chat messages with the tokenizer's Jinja template, in an isolated process.
 
         Args:
           messages: dicts with `role` and `content`, as Hugging Face templates expect them.
           add_generation_prompt: end with the header of the assistant's turn.
-          **variables: whatever else the template reads (`tools`, `enable_thinking`, ...).
+          **variables: further variables of the template (`tools`, `enable_thinking`, ...).
 
-        Returns the text, special tokens included: encode it with `add_special=False`.
-        Raises DataError without a template, or when the template refuses the messages.
+        Returns the text with special tokens: encode it with `add_special=False`.
+        Raises DataError without a template, or when the template raises.
         """
         if not self.chat_template:
             raise DataError(
@@ -224,7 +222,7 @@ class Tokenizer:
                 f"tokenizer {self.name}: continue_final_message is not supported; render the turns "
                 "before it with add_generation_prompt, and add the beginning of the last"
             )
-        # As transformers does: templates have cases for keys that are missing, not for null.
+        # As in transformers: templates test for missing keys, not for null.
         messages = [{k: v for k, v in each.items() if v is not None} for each in messages]
         special = {
             key: text for key in self._config
@@ -241,20 +239,20 @@ class Tokenizer:
             ) from None
 
     def token_bytes(self) -> TokenBytes:
-        """The bytes of each token, of which every text is made; DataError where they are unknown.
+        """The bytes of each token; DataError where the decoder does not tell them.
 
-        A response is its tokens' bytes; after a prompt without text a SentencePiece-like tokenizer
-        drops the first space of it.
+        A response is the concatenation of its tokens' bytes; after a prompt without text a
+        SentencePiece-like tokenizer drops its first space.
         """
         added = self._backend.get_added_tokens_decoder()
         special = {i for i, token in added.items() if token.special}
         spelled = self._backend.get_vocab(with_added_tokens=True)
         tokens = {i: token for token, i in spelled.items() if i not in special}
         decoder = json.loads(self._backend.to_str())["decoder"]
-        return TokenBytes.of(decoder, tokens, self.name)
+        return TokenBytes.from_decoder(decoder, tokens, self.name)
 
     def check_fits(self, vocab_size: int, what: str | Path) -> None:
-        """Raises ConfigError if a model of so many embedding rows lacks some of the ids."""
+        """Raise ConfigError if some ids exceed an embedding of ``vocab_size`` rows."""
         if self.vocab_size > vocab_size:
             raise ConfigError(
                 f"{what}: its tokenizer has ids up to {self.vocab_size - 1}, its embedding "
@@ -262,9 +260,8 @@ class Tokenizer:
             )
 
     def save(self, directory: str | Path) -> None:
-        """Writes tokenizer.json, tokenizer_config.json and, if there are any, the templates."""
-        directory = Path(directory)
-        directory.mkdir(parents=True, exist_ok=True)
+        """Write tokenizer.json, tokenizer_config.json and the chat templates."""
+        (directory := Path(directory)).mkdir(parents=True, exist_ok=True)
         replace_file(directory / "tokenizer.json", self._backend.to_str(pretty=True))
         config = {k: v for k, v in self._config.items() if k != "chat_template"}
         text = json.dumps(config, indent=1, ensure_ascii=False)
@@ -275,8 +272,8 @@ class Tokenizer:
             (directory / MORE_TEMPLATES).mkdir(exist_ok=True)
             replace_file(directory / MORE_TEMPLATES / f"{name}.jinja", template)
 
-    def same_as(self, other: Tokenizer) -> bool:
-        """Whether every token has the same id in both, so that ids need no re-tokenising."""
+    def same_vocabulary(self, other: Tokenizer) -> bool:
+        """Whether both map every token to the same id, so that ids can be shared."""
         return self._backend.get_vocab(with_added_tokens=True) == other._backend.get_vocab(
             with_added_tokens=True
         )
@@ -290,12 +287,12 @@ class Tokenizer:
             raise DataError(
                 f"tokenizer {self.name}: {key} is {short(self._config[key], 80)}; text, or null"
             )
-        candidates = _CUSTOMARY[key] if not self._config else (text,) if text else ()
+        candidates = _USUAL_NAMES[key] if not self._config else (text,) if text else ()
         ids = (self._backend.token_to_id(candidate) for candidate in candidates)
         return next((i for i in ids if i is not None), None)
 
-    def _added_before(self) -> list[int]:
-        """Ids that belong in front of a text; what a post-processor puts behind it is left out."""
+    def _added_prefix(self) -> list[int]:
+        """Ids that `encode` prepends (BOS); what a post-processor appends is ignored."""
         says = self._config.get("add_bos_token")
         if says is not None:
             return [self.bos_id] if says and self.bos_id is not None else []
@@ -316,30 +313,31 @@ def _read_json(file: Path) -> dict[str, Any]:
     return read_object(file) if file.is_file() else {}
 
 
-def _templates(folder: Path, written: Any) -> dict[str, str]:
-    """Chat templates by name: those that stand in files, or else in tokenizer_config.json."""
+def _templates(folder: Path, in_config: Any) -> dict[str, str]:
+    """Chat templates by name, from files if there are any, else from tokenizer_config.json."""
     files = {DEFAULT: folder / TEMPLATE}
     for file in sorted((folder / MORE_TEMPLATES).glob("*.jinja")):
         files[file.name.removesuffix(".jinja")] = file
     found = {name: read_text(file) for name, file in files.items() if file.is_file()}
-    return found or _written_templates(written)
+    return found or _config_templates(in_config)
 
 
-def _written_templates(written: Any) -> dict[str, str]:
-    """tokenizer_config.json holds one template, or a list of named ones."""
-    if written is None:
+def _config_templates(in_config: Any) -> dict[str, str]:
+    """Templates in tokenizer_config.json: one, or a list of named ones."""
+    if in_config is None:
         return {}
-    entries = written if isinstance(written, list) else [{"name": DEFAULT, "template": written}]
+    one = {"name": DEFAULT, "template": in_config}
+    entries = in_config if isinstance(in_config, list) else [one]
     named: dict[str, str] = {}
     for entry in entries:
         of = entry if isinstance(entry, dict) else {}
         name, template = of.get("name"), of.get("template")
         if not isinstance(name, str) or not isinstance(template, str) or not name:
             raise DataError(
-                f"tokenizer_config.json: chat_template is {short(written, 80)}; text, or a list of "
-                "named ones"
+                f"tokenizer_config.json: chat_template is {short(in_config, 80)}; text, or a list "
+                "of named ones"
             )
-        if Path(name).name != name:  # a file is called so where it is saved
+        if Path(name).name != name:  # `save` names a file after it
             raise DataError(
                 f"tokenizer_config.json: a chat_template is named {short(name, 80)}; a name "
                 "without /"
@@ -349,5 +347,5 @@ def _written_templates(written: Any) -> dict[str, str]:
 
 
 def _content(token: Any) -> Any:
-    """A special token is written as a string, or as an object with a `content`."""
+    """The text of a special token: a string, or an object with a `content`."""
     return token.get("content") if isinstance(token, dict) else token

@@ -174,7 +174,7 @@ def _questions(own: Any, data: Path | None, task: Task | None, front: ModelInfo)
 
     wording = front.wording(own.chat, own.instruction)
     if data is not None:
-        options: dict[str, Any] = {"vocab_size": front.vocab_size, "wording": wording}
+        options: dict[str, Any] = {"vocab_size": front.vocab_size, "format_prompt": wording}
         found = Dataset.from_file(data, front.tokenizer, **options)
         return found.select(range(min(own.limit or len(found), len(found))))
     assert task is not None

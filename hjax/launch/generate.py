@@ -153,7 +153,7 @@ def _prompts(own: Any, front: ModelInfo) -> Dataset:
         if path.suffix not in (".txt", ".jsonl"):
             raise ConfigError(f"--prompts={own.prompts}: its name must end in .txt or .jsonl")
         found = Dataset.from_file(
-            path, front.tokenizer, vocab_size=front.vocab_size, wording=wording
+            path, front.tokenizer, vocab_size=front.vocab_size, format_prompt=wording
         )
         hidden = next((name for name in FIELDS if name in found.columns), None)
         if hidden is not None:

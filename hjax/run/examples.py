@@ -9,11 +9,11 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm
 from hjax.data.dataset import Dataset, PromptSampler, pad_left, pad_right
-from hjax.data.labels import labelled_steps, pair_labels, pair_margins
-from hjax.data.preference_pairs import RESPONSE_COLUMNS, SIDES, answer_text
+from hjax.data.labels import check_labelled_steps, pair_labels, pair_margins
+from hjax.data.preference_pairs import RESPONSE_COLUMNS, SIDES, parse_response
 from hjax.data.tasks import Task
 from hjax.data.tokenizer import Tokenizer
-from hjax.data.unpaired import records_of
+from hjax.data.unpaired import task_records
 from hjax.errors import ConfigError, DataError
 
 Examples = list[tuple[list[int], ...]]
@@ -167,11 +167,11 @@ def _steps(
     rows = []
     if task is not None:
         rng = np.random.default_rng([config.seed, 4])
-        rows = [task.steps(record, rng) for record in records_of(train)]
+        rows = [task.steps(record, rng) for record in task_records(train)]
     elif {"completions", "labels"} <= train.columns.keys():
         each = zip(train.columns["completions"], train.columns["labels"], strict=True)
         rows = [
-            labelled_steps(completions, labels, _row(train, i))
+            check_labelled_steps(completions, labels, _row(train, i))
             for i, (completions, labels) in enumerate(each)
         ]
     if not rows:
@@ -193,7 +193,7 @@ def _shown(config: ConfigDict, task: Task | None, train: Dataset) -> list[tuple[
                 return [(text,) for text in train.columns[name]]
         return None
     rng = np.random.default_rng([config.seed, 2])
-    return [(task.demonstration(record, rng),) for record in records_of(train)]
+    return [(task.demonstration(record, rng),) for record in task_records(train)]
 
 
 def shown_responses(config: ConfigDict, task: Task | None, rows: Dataset) -> list[str] | None:
@@ -212,13 +212,13 @@ def _pairs(config: ConfigDict, task: Task | None, train: Dataset) -> list[tuple[
         found = []
         for i, pair in enumerate(zip(*(train.columns[side] for side in SIDES), strict=True)):
             shown = _row(train, i)
-            chosen, rejected = map(answer_text, pair, SIDES, (shown, shown))
+            chosen, rejected = map(parse_response, pair, SIDES, (shown, shown))
             if chosen == rejected:
                 raise DataError(f"chosen and rejected of {shown} are equal: the pair says nothing")
             found.append((chosen, rejected))
         return found
     rng = np.random.default_rng([config.seed, 3])
-    return [task.pair(record, rng) for record in records_of(train)]
+    return [task.pair(record, rng) for record in task_records(train)]
 
 
 class Demonstrations:

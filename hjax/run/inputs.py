@@ -9,10 +9,10 @@ from ml_collections import ConfigDict
 
 from hjax.data.dataset import Dataset, PromptSampler, pad_left, split_held_out
 from hjax.data.mixing import MixedSampler
-from hjax.data.read_options import ReadOptions, weights_of
+from hjax.data.read_options import ReadOptions, parse_source_weights
 from hjax.data.tasks import TASKS, Task, get_task
 from hjax.data.tokenizer import Tokenizer
-from hjax.data.unpaired import read_verdicts
+from hjax.data.unpaired import read_unpaired
 from hjax.errors import ConfigError, DataError
 from hjax.models.families import family_config
 from hjax.models.model_config import ModelConfig
@@ -85,7 +85,7 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
             f"tokens exceed the model's {model.max_length} positions; lower "
             "rollout.max_prompt_length or rollout.max_response_length"
         )
-    verdicts = read_verdicts(config.seed, task, train) if source == "verdicts" else None
+    verdicts = read_unpaired(config.seed, task, train) if source == "verdicts" else None
     learned = examples_of(config, task, tokenizer, train, source, verdicts)
     judged = LearnedExamples()
     if held_out is not None and source in ("pairs", "steps") and config.eval.every:
@@ -135,7 +135,7 @@ def _datasets(
     config: ConfigDict,
     task: Task | None,
     tokenizer: Tokenizer | None,
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
     source: str,
 ) -> tuple[Dataset, Dataset | None]:
     data, seed = config.data, config.seed
@@ -167,11 +167,12 @@ def _datasets(
     vocabulary = _vocabulary(config, tokenizer) if sized else None
     if vocabulary is not None and tokenizer is not None:
         vocabulary = min(vocabulary, tokenizer.vocab_size)
-    how: dict[str, Any] = {"vocab_size": vocabulary, "reading": ReadOptions.of(data), "tell": tell}
-    how |= {"labelled": source == "pairs", "demonstrated": source == "demonstrations"}
-    train = Dataset.from_file(data.path, tokenizer, limit, **how)
+    options: dict[str, Any] = {"vocab_size": vocabulary, "options": ReadOptions.from_config(data)}
+    options |= {"notify": notify, "learns_pairs": source == "pairs"}
+    options["learns_demonstrations"] = source == "demonstrations"
+    train = Dataset.from_file(data.path, tokenizer, limit, **options)
     if data.eval_path:
-        held_out = Dataset.from_file(data.eval_path, tokenizer, limit, **how)
+        held_out = Dataset.from_file(data.eval_path, tokenizer, limit, **options)
     elif data.eval_fraction and config.eval.every:
         train, held_out = split_held_out(train, data.eval_fraction, seed)
     else:
@@ -196,7 +197,7 @@ def prompt_order(config: ConfigDict, train: Dataset) -> PromptSampler | MixedSam
             f"config.data.weights={config.data.weights!r} weighs the column data_source, which "
             f"this data has not; it has {', '.join(train.columns)} (config.data.columns renames)"
         )
-    return MixedSampler(sources, weights_of(config.data.weights), per_step, config.seed)
+    return MixedSampler(sources, parse_source_weights(config.data.weights), per_step, config.seed)
 
 
 def _vocabulary(config: ConfigDict, tokenizer: Tokenizer | None) -> int:

@@ -165,7 +165,7 @@ class WorkerBuilder:
             return self._from_scratch(role), self.inputs.tokenizer
         model, tokenizer = self.read(path)
         ours = self.inputs.tokenizer
-        differs = ours is not None and tokenizer is not None and not ours.same_as(tokenizer)
+        differs = ours is not None and tokenizer is not None and not ours.same_vocabulary(tokenizer)
         fewer = model.vocab_size < self.inputs.model.vocab_size
         if (entry.starts_from or entry.per_token) and (differs or fewer):
             raise ConfigError(
@@ -227,7 +227,7 @@ class WorkerBuilder:
         ours = self.inputs.tokenizer
         if not self.table[role].whole or ours is None or tokenizer is None:
             return False
-        return not ours.same_as(tokenizer)
+        return not ours.same_vocabulary(tokenizer)
 
     def _optimizer(self, name: str) -> OptimizerConfig:
         config, section = self.config, self.config[name]

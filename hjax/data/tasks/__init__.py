@@ -1,4 +1,4 @@
-"""Built-in tasks: prompts, verifiers and demonstrations made on the spot, no download.
+"""Built-in tasks: generated prompts with verifiers and demonstrations, nothing to download.
 
 `get_task("sorting", length=4)` makes one; `TASKS` maps names to classes.
 """

@@ -1,4 +1,4 @@
-"""Sums and products of two numbers."""
+"""Built-in tasks: sums and products of two numbers."""
 
 import dataclasses
 from typing import Any, ClassVar

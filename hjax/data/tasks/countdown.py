@@ -1,4 +1,4 @@
-"""Reaching a target with given numbers."""
+"""Built-in task: reach a target with given numbers (countdown)."""
 
 import dataclasses
 import re
@@ -10,8 +10,8 @@ from hjax.data.tasks.task import Task, digits_of, option, register
 @register
 @dataclasses.dataclass(frozen=True)
 class Countdown(Task):
-    """Reaching a target: "2 3 7:13=" -> "2*3+7". Many answers are right, so that a policy may find
-    its own; the verifier evaluates the expression exactly, with the usual precedence.
+    """Reaching a target: "2 3 7:13=" -> "2*3+7". Several expressions may be right, so a policy can
+    find its own; the verifier evaluates the expression exactly, with the usual precedence.
 
     Each number (shown in ascending order) is used exactly once, with + - * between, no brackets.
     Targets are 0 to 99 and always reachable. Columns: `numbers`, `target` and `answer` (the

@@ -1,4 +1,4 @@
-"""A reward that pulls against a cost, for constrained algorithms."""
+"""Built-in task whose reward conflicts with a cost, for constrained algorithms (Safe-RLHF)."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class Harvest(Strings):
       length: digits per prompt, each 1 to 9 (1 to 64).
       copy: probability (0 to 1) that a demonstration copies a harmless digit.
       copy_poisonous: the same for a poisonous one.
-      partial: not used; there is no right and wrong here.
+      partial: not used; no answer is right or wrong here.
     """
 
     name: ClassVar[str] = "harvest"
@@ -83,7 +83,7 @@ class Harvest(Strings):
 def _harvested(prompt: str, response: str) -> float:
     digits = [c for c in prompt if c.isdigit()]
     rest = iter(digits)
-    # `in` moves the iterator on: each digit is looked for behind the last one found.
+    # `in` advances the iterator, so each digit is searched for after the last one found.
     if not all(digit in rest for digit in response):
         return 0.0
     return sum(map(int, response)) / sum(map(int, digits))

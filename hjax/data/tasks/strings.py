@@ -1,4 +1,4 @@
-"""Strings to rearrange or to sum up: sorting, reversal, parity."""
+"""Built-in tasks on strings: sorting, reversal, parity."""
 
 import dataclasses
 import itertools
@@ -11,8 +11,8 @@ from hjax.data.tasks.task import Strings, digits_of, option, register
 @register
 @dataclasses.dataclass(frozen=True)
 class Sorting(Strings):
-    """Putting digits in order: "52413>" -> "12345". Teaches to look at the whole prompt for each
-    token; with partial credit a dense reward, without a sparse one.
+    """Sorting digits: "52413>" -> "12345". Every token depends on the whole prompt. The reward is
+    dense with partial credit and sparse without.
 
     Options:
       length: digits per prompt (1 to 64); 5 gives 100,000 prompts.
@@ -37,8 +37,8 @@ class Sorting(Strings):
 @register
 @dataclasses.dataclass(frozen=True)
 class Reversal(Strings):
-    """Writing letters backwards: "abcdef|" -> "fedcba". Teaches a position lookup that grows with
-    the length.
+    """Reversing letters: "abcdef|" -> "fedcba". Needs a position lookup that gets harder with the
+    length.
 
     Options:
       length: letters per prompt (1 to 64).
@@ -68,9 +68,9 @@ class Reversal(Strings):
 @register
 @dataclasses.dataclass(frozen=True)
 class Parity(Strings):
-    """Odd or even number of ones: "11010?" -> a chain of bits whose last one is the answer, 1 for
-    odd. Demonstrations write the running parity ("10011"), yet only the last bit is judged: an
-    outcome reward over a chain of thought that the model may keep, shorten or spoil.
+    """Parity of the number of ones: "11010?" -> bits of which the last is the answer, 1 for odd.
+    Demonstrations write the running parity ("10011"), but only the last bit is verified. This is
+    an outcome reward over a chain of thought that the model may keep, shorten or spoil.
 
     Options:
       length: bits per prompt (1 to 64); 10 gives 1024 prompts.

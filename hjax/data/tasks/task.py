@@ -1,4 +1,4 @@
-"""What a built-in task is, and the registry of names."""
+"""Base class of the built-in tasks, and their registry."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import numpy as np
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, DataError, meant
 
-# One prompt in eight is held out, chosen by a hash of its text: whatever the seed and the
-# count, no prompt is ever in both splits.
+# One prompt in eight is held out. A hash of its text decides, so that no seed or count ever puts a
+# prompt into both splits.
 _EVAL_ONE_IN = 8
-# Up to this many indices a task is listed in full; beyond, prompts are drawn.
+# A task of at most this many indices is enumerated; prompts of a larger one are sampled.
 _LIST_UP_TO = 2**17
 
 TASKS: dict[str, type[Task]] = {}
 
 
 def option(default: Any, low: float, high: float, excluded: bool = False) -> Any:
-    """A field that is an option: its default, the lowest and the highest value.
+    """A dataclass field for a task option, with its default and range.
 
     Args:
-      excluded: the highest itself is not allowed.
+      excluded: whether the range excludes ``high`` itself.
     """
     return dataclasses.field(default=default, metadata={"range": (low, high, excluded)})
 
@@ -35,8 +35,8 @@ def option(default: Any, low: float, high: float, excluded: bool = False) -> Any
 class Task:
     """A family of prompts with a verifier and demonstrations.
 
-    Options are the fields of the (frozen dataclass) subclass, each made by `option`, and it defines
-    `alphabet`, `size`, `record`, `demonstration` and `is_correct`.
+    A subclass is a frozen dataclass. Its fields are the task's options, each made by `option`. It
+    defines `alphabet`, `size`, `record`, `demonstration` and `is_correct`.
 
     Attributes:
       partial: reward of a wrong response, as a share (0 up to below 1) of `closeness`; at 0 the
@@ -62,7 +62,7 @@ class Task:
                     f"{low} {to}"
                 )
 
-    # What a subclass says.
+    # Defined by subclasses.
 
     @property
     def alphabet(self) -> str:
@@ -71,16 +71,16 @@ class Task:
 
     @property
     def size(self) -> int:
-        """How many indices `record` takes (several may give the same prompt)."""
+        """Number of indices of `record` (several may give the same prompt)."""
         raise NotImplementedError
 
     @property
     def response_length(self) -> int | None:
-        """Characters of the longest answer or demonstration, plus one for EOS; None: not known."""
+        """Characters of the longest answer or demonstration, plus one for EOS; None if unknown."""
         return None
 
     def record(self, index: int) -> dict[str, Any] | None:
-        """The record of an index in [0, size): `prompt` and columns; None if there is none."""
+        """The record at an index in [0, size): `prompt` and columns; None if there is none."""
         raise NotImplementedError
 
     def demonstration(self, record: dict[str, Any], rng: np.random.Generator) -> str:
@@ -88,10 +88,10 @@ class Task:
         return record["answer"]
 
     def mistake(self, record: dict[str, Any], rng: np.random.Generator) -> str:
-        """A wrong response, for preference pairs: by default a demonstration with a place changed.
+        """A wrong response: by default a demonstration with one character changed.
 
         Raises:
-          ConfigError: the task has no right and wrong.
+          ConfigError: the task has no correct answers.
         """
         if "answer" not in record:
             raise ConfigError(
@@ -108,21 +108,20 @@ class Task:
         return answer + answer[:1]
 
     def pair(self, record: dict[str, Any], rng: np.random.Generator) -> tuple[str, str]:
-        """A better and a worse response, by default a demonstration and a mistake.
+        """A preference pair (chosen, rejected): by default a demonstration and a mistake.
 
         Raises:
-          ConfigError: the task has no right and wrong.
+          ConfigError: the task has no correct answers.
         """
         return self.demonstration(record, rng), self.mistake(record, rng)
 
     def steps(
         self, record: dict[str, Any], rng: np.random.Generator
     ) -> tuple[list[str], list[bool]]:
-        """A response in steps, and which of them are right: of a pair the one or the other, each
-        character a step, wrong from the first one on that differs from the better response's.
+        """A response in steps, and which steps are right (process supervision).
 
-        Raises:
-          ConfigError: the task has no right and wrong.
+        By default one response of a pair, each character a step. Steps are wrong from the first
+        character on that differs from the chosen response. Raises ConfigError as `pair` does.
         """
         right, wrong = self.pair(record, rng)
         steps = list(wrong if rng.random() < 0.5 else right)
@@ -134,31 +133,31 @@ class Task:
         return response == record["answer"]
 
     def closeness(self, response: str, record: dict[str, Any]) -> float:
-        """How near a wrong response is, 0 to 1: by default the share of places that are right."""
+        """Partial credit of a wrong response, 0 to 1: by default the share of right characters."""
         answer = record["answer"]
         same = sum(a == b for a, b in zip(response, answer))
         return same / max(len(response), len(answer))
 
-    # What every task does.
+    # Common to all tasks.
 
     def tokenizer(self) -> Tokenizer:
         """One token per character of the alphabet."""
         return Tokenizer.characters(self.alphabet)
 
     def largest_count(self, split: str) -> int | None:
-        """How many different prompts a split has; None where there are too many to list."""
+        """Number of distinct prompts of a split; None where there are too many to enumerate."""
         _check_split(split)
         return len(_listed(self)[split]) if self.size <= _LIST_UP_TO else None
 
     def examples(self, split: str, seed: int, count: int) -> list[dict[str, Any]]:
-        """Records in a seeded random order, no prompt twice.
+        """Records in a seeded random order, without repeated prompts.
 
         Args:
           split: "train" or "eval"; no prompt is in both, for any seed and count.
-          seed: decides which prompts, and their order; the same seed gives the same list.
+          seed: determines the prompts and their order.
           count: number of records.
 
-        Raises DataError, naming the largest possible count, when there are fewer prompts.
+        Raises DataError, with the largest possible count, when there are fewer prompts.
         """
         _check_split(split)
         if count < 1:
@@ -191,7 +190,7 @@ class Task:
     def correct(
         self, prompts: Sequence[str], responses: Sequence[str], **columns: Sequence[Any]
     ) -> list[bool] | None:
-        """Which responses are right; None where a task knows no right and wrong."""
+        """Which responses are correct; None for a task without correct answers."""
         return [self.is_correct(*row) for row in self._rows(prompts, responses, columns)]
 
     def cost(
@@ -214,7 +213,7 @@ class Task:
 
     def _drawn(self, split: str, rng: np.random.Generator, count: int) -> list[dict[str, Any]]:
         records: dict[str, dict[str, Any]] = {}
-        # Enough tries that running out of them means running out of prompts.
+        # So many attempts that exhausting them means that there are no more prompts.
         for _ in range(100 * count + 10_000):
             record = self.record(_draw_below(self.size, rng))
             if record is not None and _split_of(record["prompt"]) == split:
@@ -239,13 +238,13 @@ class Strings(Task):
 
 
 def register(cls: type[Task]) -> type[Task]:
-    """Class decorator: makes a task known to `get_task` by its `name`."""
+    """Class decorator: registers a task under its `name`, for `get_task`."""
     TASKS[cls.name] = cls
     return cls
 
 
 def get_task(name: str, **options: Any) -> Task:
-    """The task of that name with its options; ConfigError names what exists otherwise."""
+    """Make a task by name; ConfigError lists what exists for an unknown name or option."""
     if name not in TASKS:
         there = f"{meant(name, TASKS)}there are {', '.join(sorted(TASKS))}"
         raise ConfigError(f"no task {name!r}: {there}")
@@ -279,7 +278,7 @@ def _listed(task: Task) -> dict[str, list[dict[str, Any]]]:
 
 
 def _draw_below(size: int, rng: np.random.Generator) -> int:
-    """A uniform integer in [0, size), of any size: numpy's own stop at 64 bits."""
+    """A uniform integer in [0, size); numpy's own generators stop at 64 bits."""
     return int.from_bytes(rng.bytes(size.bit_length() // 8 + 8), "little") % size
 
 
