@@ -24,19 +24,30 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted key to value of a nested (or already flat) mapping; an empty section has none."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, (Mapping, ConfigDict)):
+        if _is_weights(prefix + name, value):
+            flat[prefix + name] = _by_name(value)
+        elif isinstance(value, (Mapping, ConfigDict)):
             flat.update(flatten(value, f"{prefix}{name}."))
         else:
             flat[prefix + name] = value
     return flat
 
 
+def _is_weights(key: str, value: Any) -> bool:
+    """Whether a dict is the value of a key, ``algorithm.weights`` by name, and no section."""
+    return key.endswith(".weights") and isinstance(value, (Mapping, ConfigDict))
+
+
+def _by_name(weights: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(f"{name}={number}" for name, number in weights.items())
+
+
 def convert(key: str, value: Any, default: Any) -> Any:
     """``value`` as the type of ``default``.
 
     An int is taken for a float, and for its text where that or ``auto`` is held, a list for a tuple
-    and the reverse, NumPy's numbers for Python's, and Python's True and False for the words of a
-    ``SWITCH``.
+    and the reverse, a dict of ``weights`` for its ``name=number``, NumPy's numbers for Python's,
+    and Python's True and False for the words of a ``SWITCH``.
 
     Args:
       key: dotted, without `config.`; for the message.
@@ -59,6 +70,8 @@ def convert(key: str, value: Any, default: Any) -> Any:
         return float(value)
     if expected in (tuple, list) and isinstance(value, tuple | list):
         return expected(value)
+    if expected is tuple and _is_weights(key, value):
+        return _by_name(value)
     raise wrong_type(key, value, default)
 
 

@@ -1,5 +1,8 @@
 """Advantages against hand-worked numbers, loops written from the definitions, and torch."""
 
+import fractions
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +10,8 @@ import pytest
 from references import torch
 
 from hjax.algorithms import advantages, masks
+from hjax.algorithms.advantages import rewards_differ
+from hjax.algorithms.losses import explained_variance
 from hjax.errors import ConfigError
 
 NAN = float("nan")
@@ -210,6 +215,61 @@ def test_unscored_samples_leave_the_group(normalise, baseline):
 def test_groups_that_say_nothing_get_exact_zeros(group, baseline):
     result = group_advantages(np.array(group), 3, baseline=baseline, lengths=np.array([2, 3, 1]))
     assert result.tolist() == [0.0, 0.0, 0.0]
+
+
+REWARDS = (0.1, 0.7, 1 / 3, 0.95, 1e3 / 3, -0.7)
+
+
+@pytest.mark.parametrize("baseline", ["group", "others", "length", "none"])
+@pytest.mark.parametrize("normalise", ["std", "mean", "none"])
+def test_rounding_is_never_divided_by(baseline, normalise):
+    """Groups of 2 to 16, the rest unscored: equal rewards, one that differs, two values."""
+    groups = [
+        group
+        for samples in range(2, 17)
+        for a, b in itertools.product(REWARDS, repeat=2)
+        for group in ([a] * samples, [b] + [a] * (samples - 1), [a, b] * (samples // 2))
+    ]
+    lengths = np.arange(1, 17)
+    padded = np.array([group + [NAN] * (16 - len(group)) for group in groups])
+    found = group_advantages(
+        padded.reshape(-1), 16, baseline=baseline, normalise=normalise,
+        lengths=np.tile(lengths, len(groups)),
+    ).reshape(-1, 16)  # fmt: skip
+    for group, own in zip(groups, found, strict=True):
+        expected = exact_advantages(group, baseline, normalise, lengths)
+        np.testing.assert_allclose(
+            own[: len(group)], expected, rtol=3e-4, atol=3e-5 * max(1, *map(abs, group)),
+            err_msg=f"{group}",
+        )  # fmt: skip
+        assert not np.any(own[len(group) :])
+
+
+def exact_advantages(group, baseline, normalise, lengths):
+    """The definition, in Python's fractions of the decimal numbers."""
+    exact = [fractions.Fraction(x).limit_denominator(10**6) for x in group]
+    made = []
+    for i, own in enumerate(exact):
+        peers = [x for j, x in enumerate(exact) if baseline != "others" or j != i]
+        mean = sum(peers) / len(peers)
+        weighed = sum(x * int(n) for x, n in zip(exact, lengths)) / int(sum(lengths[: len(exact)]))
+        from_it = own - {"length": weighed, "none": 0}.get(baseline, mean)
+        if normalise == "std":
+            square = sum((x - mean) ** 2 for x in peers) / max(len(peers) - 1, 1)
+            from_it = float(from_it) / (float(square) ** 0.5 + 1e-6) if square else from_it
+        elif normalise == "mean":
+            from_it = from_it / mean if mean > 0 else 0
+        made.append(float(from_it))
+    return made
+
+
+def test_seven_equal_others_are_not_divided_by():
+    found = group_advantages(np.array([0, *[0.95] * 7]), 8, baseline="others")
+    assert found[0] == pytest.approx(-0.95, abs=1e-6)
+    assert np.all(np.abs(found[1:]) < 3)
+    assert not rewards_differ(np.float32([0.1 + 0.2, 0.3, 0.3, 0.3]), 4).any()
+    assert not np.any(whiten(np.full((3, 5), 0.7), np.ones((3, 5), bool)))
+    assert explained_variance(np.zeros((2, 7)), np.full((2, 7), 0.1), np.ones((2, 7), bool)) == 0
 
 
 def test_a_large_common_offset_costs_no_precision():

@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import trainer_of
 
 import hjax
 from hjax.algorithms import ALGORITHMS, advantages
 from hjax.algorithms.policy_loss import PolicyLoss
 from hjax.algorithms.resampling import concatenated
-from hjax.controller import ResourcePool, WorkerGroup
+from hjax.controller import ResourcePool, WorkerGroup, join
 from hjax.errors import ConfigError, RunError
 from hjax.run.dataflow import absent_roles, step_calls
 
@@ -411,8 +412,54 @@ def test_gdpo_normalises_each_reward_then_the_sum():
     batch |= {"rewards": np.ones(ROWS), "named_rewards": {"a": other, "b": 1 - other}}
     assert algorithm._says_something(batch).all()
     batch["named_rewards"].popitem()
-    with pytest.raises(RunError, match="weights has 2 numbers for the rewards a: give one each"):
+    with pytest.raises(RunError, match=r"weights=\(1.0, 0.5\) for the rewards a: give one each"):
         algorithm.compute_advantages(batch)
+
+
+WEIGHTS = {
+    "in the function's order": (1.0, 0.0),
+    "by name": ("format=0", "math=1"),
+}
+
+
+@pytest.mark.parametrize("weights", WEIGHTS.values(), ids=list(WEIGHTS))
+def test_weights_are_of_the_names_also_where_these_are_not_sorted(weights):
+    """One right row of eight: its advantage is 7 / 8 over the deviation, 0.35355, twice."""
+    algorithm = algorithm_of("GDPO", weights=weights)
+    batch = batch_of()
+    right, form = np.zeros(ROWS, np.float32), np.ones(ROWS, np.float32)
+    right[0], form[0] = 1.0, 0.0
+    travelled = join({"rewards": right + form, "named_rewards": {"math": right, "format": form}})
+    assert list(travelled["named_rewards"]) == ["math", "format"]
+    advantages = algorithm.compute_advantages(batch | travelled)["advantages"]
+    assert advantages[0].max() > 2 and advantages[1:].max() < 0.5
+
+
+@pytest.mark.parametrize("weights", [(1.0, "math=1"), ("math=1", "math=2"), ("x",), ("math=x",)])
+def test_weights_of_no_form_are_refused(weights):
+    with pytest.raises(ConfigError, match="must be numbers, or a number by each name"):
+        algorithm_of("GDPO", weights=weights).check(algorithm_of("GDPO", weights=weights).config)
+
+
+def test_a_run_weighs_its_rewards_in_the_functions_order(tmp_path):
+    (tmp_path / "two.py").write_text(
+        "def reward(prompts, responses, **columns):\n"
+        "    long = [float(len(r)) for r in responses]\n"
+        "    return {'z': long, 'a': [-x * x for x in long]}\n"
+    )
+    for weights in ((1.0, 0.0), {"a": 0.0, "z": 1.0}):
+        changes = {"reward.function": f"{tmp_path / 'two.py'}:reward", "algorithm.weights": weights}
+        with trainer_of("GDPO", changes | {"steps": 1}) as trainer:
+            trainer.step()
+            batch = trainer.batch
+        assert list(batch["named_rewards"]) == ["z", "a"]
+        groups = np.asarray(batch["named_rewards"]["z"]).reshape(-1, trainer.algorithm.samples)
+        rows = np.asarray(batch["advantages"])[:, 0].reshape(groups.shape)
+        # Longer is better by the first reward, and worse by the second.
+        differ = groups.max(axis=1) > groups.min(axis=1)
+        assert differ.any()
+        for lengths, found in zip(groups[differ], rows[differ], strict=True):
+            assert found[lengths.argmax()] > found[lengths.argmin()]
 
 
 def test_rewards_by_token_are_what_returns_are_made_of():

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hjax.algorithms.masks import keep, last_places, masked_mean, whiten
+from hjax.algorithms.masks import constant, keep, last_places, masked_mean, whiten
 from hjax.errors import ConfigError
 
 __all__ = [
@@ -196,13 +196,13 @@ def group_advantages(
         baseline: b, see above.
         normalise: "std" divides by std + epsilon, "mean" by the mean, "none" leaves the reward's
             unit.
-        epsilon: verl and NeMo-RL 1e-6, TRL 1e-4. A std of exactly 0 (with baseline "others" that
-            of the others) is not divided by, as in NeMo-RL.
+        epsilon: verl and NeMo-RL 1e-6, TRL 1e-4. The std of `constant` rewards (with baseline
+            "others" of constant others) is not divided by, as in NeMo-RL.
         lengths: int or float [N], tokens of each response, for baseline "length".
         unbiased_std: divide the squares by n - 1 (torch's default, as in TRL and verl), else n.
 
     Returns:
-        float32 [N]. With a baseline a group with fewer than two scored samples, or with equal
+        float32 [N]. With a baseline a group with fewer than two scored samples, or with `constant`
         rewards, gets exact zeros: it says nothing about which response is better.
 
     Raises:
@@ -227,10 +227,11 @@ def group_advantages(
         )
     given = rewards.reshape(-1, samples)
     scored = ~jnp.isnan(given)
-    # Measured from the group's lowest reward, equal rewards are exact zeros: no rounding error
-    # of the mean is then blown up by a vanishing std.
     lowest = jnp.min(jnp.where(scored, given, jnp.inf), axis=1, keepdims=True)
-    groups = keep(given - lowest, scored)
+    highest = jnp.max(jnp.where(scored, given, -jnp.inf), axis=1, keepdims=True)
+    # Measured from the group's lowest reward, equal rewards are exact zeros.
+    equal = constant(lowest, highest) & (baseline != "none")
+    groups = keep(given - lowest, scored & ~equal)
 
     # peers[p, i, j]: sample j counts in the baseline of sample i.
     peers = jnp.broadcast_to(scored[:, None, :], (*groups.shape, samples))
@@ -252,10 +253,16 @@ def group_advantages(
         squares = jnp.sum(keep((groups[:, None, :] - mean[:, :, None]) ** 2, peers), axis=2)
         freedom = count - 1 if unbiased_std else count
         std = jnp.sqrt(squares / jnp.maximum(freedom, 1))
-        advantages = jnp.where(std > 0, advantages / (std + epsilon), advantages)
+        compared_with = jnp.broadcast_to(given[:, None, :], peers.shape)
+        equal = constant(
+            jnp.min(compared_with, axis=2, where=peers, initial=jnp.inf),
+            jnp.max(compared_with, axis=2, where=peers, initial=-jnp.inf),
+        )
+        advantages = jnp.where(equal, advantages, advantages / (std + epsilon))
     elif normalise == "mean":
         whole = mean + keep(jnp.broadcast_to(lowest, groups.shape), scored)
-        advantages = jnp.where(whole > 0, advantages / jnp.where(whole > 0, whole, 1.0), 0.0)
+        positive = whole > 1e-6 * jnp.abs(highest).clip(1.0)
+        advantages = jnp.where(positive, advantages / jnp.where(positive, whole, 1.0), 0.0)
     enough = scored
     if baseline != "none":
         enough = enough & (jnp.sum(scored, axis=1, keepdims=True) >= 2)
@@ -304,7 +311,7 @@ def rewards_differ(rewards: Any, samples: int) -> np.ndarray:
     groups = np.asarray(rewards, np.float32).reshape(-1, samples)
     scored = ~np.isnan(groups)
     largest = np.max(np.where(scored, groups, -np.inf), axis=1)
-    return largest > np.min(np.where(scored, groups, np.inf), axis=1)
+    return ~constant(np.min(np.where(scored, groups, np.inf), axis=1), largest)
 
 
 def overlong_penalty(lengths: jax.Array, limit: int, buffer: float) -> jax.Array:

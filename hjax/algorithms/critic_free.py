@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 from hjax.algorithms.advantages import group_advantages, rewards_differ
 from hjax.algorithms.algorithm import Batch
 from hjax.algorithms.grpo import GRPO
+from hjax.algorithms.masks import constant
 from hjax.errors import ConfigError, RunError
 from hjax.rules import Key
 
@@ -158,7 +159,9 @@ class GDPO(GRPO):
 
     keys = {
         "weights": Key(
-            (), "of the reward function's named rewards, in its dict's order; empty: 1 each"
+            (),
+            "of the reward function's named rewards: numbers in the order of its dict, or a dict "
+            "by name, which is the same as `('math=1', 'format=0.5')`; empty: 1 each",
         ),
     }
     defaults = {"baseline": "none", "normalise": "none", "kl_coef": 0.0}
@@ -178,9 +181,33 @@ class GDPO(GRPO):
                     f"config.algorithm.{name}={config[name]}: GDPO takes the rewards as they are; "
                     "make it a named reward of its own, and set this to 0"
                 )
-        for weight in config.weights:
-            if not isinstance(weight, int | float):
-                raise ConfigError(f"config.algorithm.weights={config.weights}: must be numbers")
+        cls._weights(config, None)
+
+    @classmethod
+    def _weights(cls, config: ConfigDict, names: Sequence[str] | None) -> list[float]:
+        """One weight for each name; without names only the form is checked."""
+        given = config.weights
+        pairs = [str(each).rpartition("=") for each in given]
+        try:
+            numbers = [float(number) for _, _, number in pairs]
+        except ValueError:
+            numbers = []
+        by_name = {name.strip(): number for (name, _, _), number in zip(pairs, numbers)}
+        named = all(by_name) and bool(given)
+        right = len(numbers) == len(given) and (len(by_name) == len(given) if named else True)
+        if not right or (not named and any(by_name)):
+            raise ConfigError(
+                f"config.algorithm.weights={given}: must be numbers, or a number by each name, "
+                "such as ('math=1', 'format=0.5')"
+            )
+        if names is None or not given:
+            return [1.0] * len(names or ())
+        if named and set(by_name) != set(names) or len(given) != len(names):
+            raise ConfigError(
+                f"config.algorithm.weights={given} for the rewards {', '.join(names)}: give one "
+                "each, or none"
+            )
+        return [by_name[name] for name in names] if named else numbers
 
     @classmethod
     def check_rewards(cls, config: ConfigDict, names: Sequence[str]) -> None:
@@ -190,11 +217,7 @@ class GDPO(GRPO):
                 "GDPO adds several rewards, and here is one: set config.reward.function to one "
                 "that returns a dict of lists by name, or use GRPO"
             )
-        if config.weights and len(config.weights) != len(names):
-            raise ConfigError(
-                f"config.algorithm.weights has {len(config.weights)} numbers for the rewards "
-                f"{', '.join(names)}: give one each, or none"
-            )
+        cls._weights(config, names)
 
     def _says_something(self, batch: Batch) -> np.ndarray:
         """Whether any of the rewards differs within the group, bool [prompts]."""
@@ -212,7 +235,7 @@ class GDPO(GRPO):
             self.check_rewards(self.config, tuple(named))
         except ConfigError as error:  # of a later call than the first
             raise RunError(str(error)) from None
-        weights = self.config.weights or (1.0,) * len(named)
+        weights = self._weights(self.config, tuple(named))
         epsilon = self.config.epsilon
         total = np.zeros(len(batch["rewards"]), np.float32)
         for weight, rewards in zip(weights, named.values(), strict=True):
@@ -220,6 +243,7 @@ class GDPO(GRPO):
             total += np.float32(weight) * np.asarray(own)
         scored = ~np.isnan(np.asarray(batch["rewards"]))
         if scored.any():
+            equal = constant(total[scored].min(), total[scored].max())
             total -= total[scored].mean()
-            total /= total[scored].std(ddof=min(1, scored.sum() - 1)) + epsilon
+            total /= 1.0 if equal else total[scored].std(ddof=min(1, scored.sum() - 1)) + epsilon
         return np.where(scored, total, np.float32(np.nan))

@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 
 from hjax.algorithms.aggregation import Batch, Stats, TokenLoss, aggregation_weights
-from hjax.algorithms.masks import keep, masked_variance
+from hjax.algorithms.masks import constant, keep, masked_variance
 from hjax.algorithms.policy_loss import PolicyLoss
 from hjax.errors import ConfigError
 
@@ -142,4 +142,6 @@ def explained_variance(values: jax.Array, returns: jax.Array, mask: jax.Array) -
     chex.assert_equal_shape([values, returns, mask])
     variance = masked_variance(returns, mask)
     residual = masked_variance(keep(returns, mask) - keep(values, mask), mask)
-    return jnp.where(variance > 0, 1.0 - residual / jnp.where(variance > 0, variance, 1.0), 0.0)
+    lowest = jnp.min(returns, where=mask, initial=jnp.inf)
+    vary = ~constant(lowest, jnp.max(returns, where=mask, initial=-jnp.inf))
+    return jnp.where(vary, 1.0 - residual / jnp.where(vary, variance, 1.0), 0.0)

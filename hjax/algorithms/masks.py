@@ -42,6 +42,20 @@ def masked_variance(x: jax.Array, mask: jax.Array, unbiased: bool = True) -> jax
     return squares / jnp.maximum(count - 1 if unbiased else count, 1)
 
 
+def constant(lowest: Any, highest: Any) -> Any:
+    """Whether values are equal up to float32's rounding: max - min <= 1e-6 max(1, |max|).
+
+    A deviation of such values is rounding error, and nothing may be divided by it.
+
+    Args:
+        lowest, highest: of the values, float, NumPy's or JAX's; infinite where there are none.
+
+    Returns:
+        bool, of their shape.
+    """
+    return highest - lowest <= 1e-6 * abs(highest).clip(1.0)
+
+
 def whiten(
     x: jax.Array,
     mask: jax.Array,
@@ -63,11 +77,15 @@ def whiten(
         unbiased: whether the variance is.
 
     Returns:
-        float32, the shape of `x`, 0 outside the mask.
+        float32, the shape of `x`, 0 outside the mask; `constant` entries are their mean.
     """
+    mask = jnp.asarray(mask, bool)
     mean = masked_mean(x, mask)
     variance = masked_variance(x, mask, unbiased)
+    lowest = jnp.min(x, where=mask, initial=jnp.inf)
+    equal = constant(lowest, jnp.max(x, where=mask, initial=-jnp.inf))
     whitened = (keep(x, mask) - mean) * jax.lax.rsqrt(variance + epsilon)
+    whitened = jnp.where(equal, 0.0, whitened)
     return keep(whitened if shift_mean else whitened + mean, mask)
 
 

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from hjax.errors import RunError
+from hjax.sharded_values import map_leaves
 
 DEADLINE_SECONDS = 24 * 3600.0
 
@@ -62,10 +63,13 @@ def join(*parts: Any, **named: Any) -> dict[str, Any]:
     of the same names do not meet: ``join(batch, rewards, baseline=greedy_rewards)``.
 
     Arrays come to the host as numpy arrays, so that numerics on the controller mix results of
-    different pools freely.
+    different pools freely. Dicts keep the order of their keys (``jax.tree.map`` would sort them).
     """
     merged: dict[str, Any] = {}
     for part in parts:
         merged.update(resolve(part))
     merged.update(resolve(named))
-    return jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, merged)
+    joined: dict[str, Any] = map_leaves(
+        lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, merged
+    )
+    return joined

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from hjax.errors import ConfigError
-from hjax.sharded_values import PartialValue, ShardedRows
+from hjax.sharded_values import PartialValue, ShardedRows, map_leaves
 from hjax.sharding.global_arrays import is_array, place, to_numpy
 from hjax.sharding.layout import Layout, RoleLayouts
 
@@ -87,7 +87,7 @@ class Protocol:
         """What the controller sees of a method's result."""
         if self.collect == "global":
             return value
-        return jax.tree.map(
+        return map_leaves(  # which keeps the order of a dict's keys
             lambda x: (
                 [shard.data for shard in x.addressable_shards] if isinstance(x, jax.Array) else x
             ),

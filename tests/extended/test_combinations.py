@@ -289,7 +289,7 @@ def test_what_a_run_with_experts_learned_goes_out(experts, tmp_path, changes):
         (
             "GDPO",
             {"reward.function": "sorted_digits.py:reward", "algorithm.weights": (1.0, 1.0, 2.0)},
-            "config.algorithm.weights has 3 numbers for the rewards",
+            r"config.algorithm.weights=\(1.0, 1.0, 2.0\) for the rewards",
         ),
         ("GRPO", {"rollout.slots": -1, **axes(tensor=8)}, "heads of size 4 does not divide over"),
     ],
