@@ -75,7 +75,8 @@ def step_calls(
     prompts = updates
     rows = prompts * samples
     settings = ConfigDict(config.to_dict())
-    settings.minibatch = rows // updates
+    # A whole batch may have more rows than those of the prompts, such as pairs made of them.
+    settings.minibatch = rows // updates if updates > 1 or config.get("minibatch", 0) else 0
     calls: list[StepCall] = []
     groups = {
         name: _StandIn(served.get(name, name), worker_class(role.worker), samples, rows, calls)

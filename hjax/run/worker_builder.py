@@ -1,6 +1,8 @@
 """The message that makes a role's worker: its model, losses, optimizer and way of generating."""
 
+import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,6 +27,7 @@ from hjax.rewards.function import RewardFunction
 from hjax.roles import Role, worker_class
 from hjax.rollout.sampling_params import OPTIONS, SamplingParams
 from hjax.run.config_validation import attention_of, unrolls
+from hjax.run.dataflow import step_calls
 from hjax.run.inputs import Inputs
 from hjax.run.placement import Plan, role_path
 from hjax.sharding.layout import RoleLayouts
@@ -124,7 +127,7 @@ class WorkerBuilder:
             sampling=self.sampling,
             stop_strings=self.stop_strings,
             loss=self.losses.get(role),
-            optimizer=self._optimizer(entry.config_section) if entry.trained else None,
+            optimizer=self._optimizer(role, entry.config_section) if entry.trained else None,
             supervised_loss=SupervisedLoss() if speaks else None,
             warm_start=self._warm_start() if speaks else None,
             router_loss=router_loss(config, entry, model) if entry.trained else 0.0,
@@ -229,18 +232,26 @@ class WorkerBuilder:
             return False
         return not ours.same_vocabulary(tokenizer)
 
-    def _optimizer(self, name: str) -> OptimizerConfig:
-        config, section = self.config, self.config[name]
-        rows = config.rollout.prompts * config.rollout.samples
-        minibatch = config.algorithm.get("minibatch", 0) or rows
-        per_step = config.algorithm.get("epochs", 1) * max(rows // minibatch, 1)
+    def _optimizer(self, role: str, section_name: str) -> OptimizerConfig:
+        section = self.config[section_name]
+        # Where the rate follows a schedule, its end is that of the updates that a run takes.
+        constant = section.schedule == "constant"
         return OptimizerConfig(
             **{name: section[name] for name in _OF_SECTION},
             frozen_updates=section.frozen_updates,
             warmup_updates=section.warmup_updates,
-            total_updates=config.steps * (per_step if self.algorithm.generates else 1),
-            optimizer=load_optimizer(section.optimizer, f"{name}.optimizer"),
+            total_updates=0 if constant else self.config.steps * self._updates_per_step[role],
+            optimizer=load_optimizer(section.optimizer, f"{section_name}.optimizer"),
         )
+
+    @functools.cached_property
+    def _updates_per_step(self) -> collections.Counter[str]:
+        """By role, the updates that the algorithm's own ``step`` calls."""
+        config = self.config
+        rows = config.rollout.prompts * config.rollout.samples
+        minibatches = rows // (config.algorithm.get("minibatch", 0) or rows)
+        calls = step_calls(self.algorithm, config.algorithm, minibatches, config.rollout.samples)
+        return collections.Counter(call.role for call in calls if call.phase == "update")
 
     def _warm_start(self) -> OptimizerConfig:
         return OptimizerConfig(

@@ -256,12 +256,17 @@ def _check_batches(config: ConfigDict) -> None:
             f"{prompts} prompts x {samples} samples = {batch} and hold whole groups of {samples}; "
             f"it may be {allowed}"
         )
-    whole = minibatch or batch
-    for role in ("actor", "critic"):
+    from hjax.algorithms import get_algorithm
+
+    learned = minibatch or batch, "mini-batch"
+    examples = config.warm_start.batch, "warm_start.batch"
+    # A teacher learns from examples, and so does all of an algorithm that generates nothing.
+    actor = learned if get_algorithm(config.algorithm.name).generates else examples
+    for role, (whole, name) in {"actor": actor, "critic": learned, "teacher": examples}.items():
         micro = config[role].micro_batch
         if micro and whole % micro:
             raise ConfigError(
-                f"config.{role}.micro_batch={micro} (sequences) does not divide the mini-batch of "
+                f"config.{role}.micro_batch={micro} (sequences) does not divide the {name} of "
                 f"{whole}; it may be {divisors(whole)}"
             )
 
