@@ -318,6 +318,7 @@ WRONG = [
     ("KTO", LABELLED | {"response": 3}, {}, "the response answer of the prompt '12>' is 3"),
     ("KTO", LABELLED | {"label": 0}, {"warm_start.steps": 2}, "warm_start.steps=2 needs demonst"),
     ("KTO", None, {"algorithm.desirable": 0.0, "algorithm.undesirable": 0.0}, "nothing to learn"),
+    ("KTO", None, {"warm_start.batch": 1}, "KTO compares the examples of a batch; use at least 2"),
     ("SPIN", None, {}, "rollout.samples=2: SPIN sets one answer beside each"),
     ("SPIN", None, {"algorithm.kind": "odds"}, "refers to no opponent, which SPIN plays"),
     ("OnlineDPO", None, {"rollout.samples": 4}, "OnlineDPO compares two answers"),

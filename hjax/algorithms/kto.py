@@ -18,6 +18,7 @@ class KTO(Algorithm):
     roles = ("actor", "reference")
     generates = False
     source = "verdicts"
+    fewest_examples = 2  # the baseline is of each response after another's prompt
     needed_data = "verdicts"
     data_hint = "give it the columns `response` and `label`"
     # Sequences per update are ``warm_start.batch``.

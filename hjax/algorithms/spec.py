@@ -29,6 +29,8 @@ class AlgorithmSpec:
     source: ClassVar[str] = "prompts"
     # Rows that no micro-batch cuts apart: 2 of a pair.
     unit: ClassVar[int] = 1
+    # Examples of a batch that it learns from, at the fewest.
+    fewest_examples: ClassVar[int] = 1
     # What it cannot learn without, beside prompts, and how data may have it.
     needed_data: ClassVar[str] = ""
     data_hint: ClassVar[str] = ""

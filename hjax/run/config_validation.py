@@ -141,6 +141,11 @@ def check_batches(
                 f"config.warm_start.steps={config.warm_start.steps}: a model with a scalar head "
                 "imitates no demonstrations; set it to 0, or start from actor.path"
             )
+        if config.warm_start.batch < algorithm.fewest_examples:
+            raise ConfigError(
+                f"config.warm_start.batch={config.warm_start.batch}: {algorithm.__name__} compares "
+                f"the examples of a batch; use at least {algorithm.fewest_examples}"
+            )
         train, unit = layouts["actor"].train, algorithm.unit
         for name, value in (
             ("warm_start.batch", config.warm_start.batch),

@@ -14,6 +14,7 @@ from hjax.controller import ResourcePool, ThreadExecutor, Timeline, check_disjoi
 from hjax.controller.executors import ExecutorFactory
 from hjax.controller.hosts import KIND
 from hjax.errors import ConfigError
+from hjax.models.peft_files import is_adapter
 from hjax.models.remat import POLICIES
 from hjax.roles import ROLES, ROLLOUT, Role
 from hjax.rules import Rule, at_least, one_of
@@ -278,17 +279,18 @@ def role_path(config: ConfigDict, role: Role) -> str:
 def served_roles(config: ConfigDict, algorithm: type[Algorithm]) -> dict[str, str]:
     """Roles without a worker of their own, and whose worker answers for them.
 
-    A reference that would start as a copy of an actor with adapters is that actor with its adapters
-    left off.
+    A reference that would start as a copy of an actor with new adapters, which change nothing yet,
+    is that actor with its adapters left off. An actor that goes on with those of a PEFT directory
+    starts as another policy than its base, and has a reference of its own.
     """
     table = algorithm.role_table(config.algorithm)
-    return {
-        name: role.starts_from
-        for name, role in table.items()
-        if role == ROLES["reference"]
-        and not role_path(config, role)
-        and config[role.starts_from].lora.rank
-    }
+    served = {}
+    for name, role in table.items():
+        if role == ROLES["reference"] and not role_path(config, role):
+            start = config[role.starts_from]
+            if start.lora.rank and not (start.path and is_adapter(start.path)):
+                served[name] = role.starts_from
+    return served
 
 
 def roles_with_devices(config: ConfigDict, algorithm: type[Algorithm]) -> dict[str, Role]:

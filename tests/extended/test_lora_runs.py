@@ -107,7 +107,8 @@ def test_what_a_run_learned_goes_out_and_in_again(base, tmp_path, capsys):
         np.testing.assert_allclose(logits, found["run"], atol=1e-5)
     changed = np.abs(found["run"] - hjax.load_model(base).logits(tokens)).max()
     assert changed > 1e-3
-    # Training goes on from PEFT's directory: its adapters learn, its base is frozen.
+    # Training goes on from PEFT's directory: its adapters learn, its base is frozen, and the
+    # reference is the policy as it starts, adapters included.
     with trainer_of("GRPO", changes | {"actor.path": f"{tmp_path}/adapter"}) as trainer:
         trainer.prepare()
         actor = trainer.roles.groups["actor"].worker
@@ -119,7 +120,8 @@ def test_what_a_run_learned_goes_out_and_in_again(base, tmp_path, capsys):
             np.asarray(actor.params["layers"]["q_a"])[0].T,
             ours["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"],
         )
-        assert np.isfinite(trainer.step()["actor/loss"])
+        row = trainer.step()
+        assert np.isfinite(row["actor/loss"]) and abs(row["kl/reference"]) < 1e-5
 
 
 def test_of_a_run_from_scratch_the_base_goes_out_as_well(tmp_path):
