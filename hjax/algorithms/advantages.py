@@ -253,11 +253,7 @@ def group_advantages(
         squares = jnp.sum(keep((groups[:, None, :] - mean[:, :, None]) ** 2, peers), axis=2)
         freedom = count - 1 if unbiased_std else count
         std = jnp.sqrt(squares / jnp.maximum(freedom, 1))
-        compared_with = jnp.broadcast_to(given[:, None, :], peers.shape)
-        equal = constant(
-            jnp.min(compared_with, axis=2, where=peers, initial=jnp.inf),
-            jnp.max(compared_with, axis=2, where=peers, initial=-jnp.inf),
-        )
+        equal = _equal_peers(given, peers)
         advantages = jnp.where(equal, advantages, advantages / (std + epsilon))
     elif normalise == "mean":
         whole = mean + keep(jnp.broadcast_to(lowest, groups.shape), scored)
@@ -267,6 +263,13 @@ def group_advantages(
     if baseline != "none":
         enough = enough & (jnp.sum(scored, axis=1, keepdims=True) >= 2)
     return keep(advantages, enough).reshape(-1)
+
+
+def _equal_peers(rewards: jax.Array, peers: jax.Array) -> jax.Array:
+    """Whether the peers of each sample have `constant` rewards, bool [groups, samples]."""
+    rewards = jnp.broadcast_to(rewards[:, None, :], peers.shape)
+    lowest = jnp.min(rewards, axis=2, where=peers, initial=jnp.inf)
+    return constant(lowest, jnp.max(rewards, axis=2, where=peers, initial=-jnp.inf))
 
 
 def process_leave_one_out(
