@@ -230,8 +230,8 @@ def group_advantages(
     lowest = jnp.min(jnp.where(scored, given, jnp.inf), axis=1, keepdims=True)
     highest = jnp.max(jnp.where(scored, given, -jnp.inf), axis=1, keepdims=True)
     # Measured from the group's lowest reward, equal rewards are exact zeros.
-    equal = constant(lowest, highest) & (baseline != "none")
-    groups = keep(given - lowest, scored & ~equal)
+    differ = ~constant(lowest, highest) | (baseline == "none")
+    groups = keep(given - lowest, scored & differ)
 
     # peers[p, i, j]: sample j counts in the baseline of sample i.
     peers = jnp.broadcast_to(scored[:, None, :], (*groups.shape, samples))
@@ -253,8 +253,7 @@ def group_advantages(
         squares = jnp.sum(keep((groups[:, None, :] - mean[:, :, None]) ** 2, peers), axis=2)
         freedom = count - 1 if unbiased_std else count
         std = jnp.sqrt(squares / jnp.maximum(freedom, 1))
-        equal = _equal_peers(given, peers)
-        advantages = jnp.where(equal, advantages, advantages / (std + epsilon))
+        advantages /= jnp.where(_equal_peers(given, peers), 1.0, std + epsilon)
     elif normalise == "mean":
         whole = mean + keep(jnp.broadcast_to(lowest, groups.shape), scored)
         positive = whole > 1e-6 * jnp.abs(highest).clip(1.0)
