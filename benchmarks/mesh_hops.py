@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hjax.dryrun.topologies import listed
+from hjax.dryrun.topologies import list_devices
 from hjax.sharding.device_mesh import place_devices, ring_table
 from hjax.sharding.interconnect import ConcurrentRings
 from hjax.sharding.layout import make_layouts
@@ -38,7 +38,7 @@ def rings(
     name: str, train: dict[str, int], tensor: int
 ) -> tuple[dict[str, ConcurrentRings], dict[str, ConcurrentRings]]:
     """Rings of each axis, of devices as JAX lists them and as hjax places them."""
-    devices = listed(name)
+    devices = list_devices(name)
     generate = {"tensor": tensor, "pipe": train.get("pipe", 1)}
     shape = dict(make_layouts(len(devices), train, generate).train.mesh.shape)
     before = np.empty(len(devices), object)

@@ -224,7 +224,7 @@ def transition_row(model: str, gpus: int, constants: Constants = ASSUMED) -> Tra
         {
             "hjax": generation_cost.transition_seconds(place, actor, mesh),
             "deepspeed_chat": cost.all_gather(place, whole, gpus),
-            "openrlhf": cost.transfer(half, actor),
+            "openrlhf": cost.weight_sync_seconds(half, actor),
         },
     )
 

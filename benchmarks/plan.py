@@ -28,7 +28,7 @@ def search_times(sizes: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
 
     from hjax.models.cost_inputs import MASTERS, model_counts
     from hjax.models.presets import preset
-    from hjax.planning.hardware import cluster
+    from hjax.planning.hardware import parse_cluster
     from hjax.planning.plan_types import Dataflow, PlannedCall
     from hjax.planning.search import PlanProblem
     from hjax.planning.search_space import SearchSpace
@@ -47,7 +47,7 @@ def search_times(sizes: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
             Dataflow("ppo", roles, tuple(calls)),
             {r: model_counts(shape, r, scalar=r not in ("actor", "reference")) for r in roles},
             PAPER_WORK,
-            cluster(f"{gpus // 8}x8:a100-80g"),
+            parse_cluster(f"{gpus // 8}x8:a100-80g"),
             numerics=MASTERS,
             space=SearchSpace(even=True),
             offload=dict.fromkeys(roles, "any"),

@@ -142,12 +142,12 @@ def compiled(planned: Planned, console: Any) -> dict[str, Any]:
     from hjax.dryrun.plan_programs import topology_name
     from hjax.dryrun.step import CompileRequest, compile_step
     from hjax.files import cache_folder
-    from hjax.planning.hardware import cluster
+    from hjax.planning.hardware import parse_cluster
     from hjax.planning.result import config_text
     from hjax.settings.config_loading import load_config
 
     flags_of(problem(planned.problem))  # publishes this problem's shapes
-    topology = topology_name(cluster(problem(planned.problem)["cluster"]))
+    topology = topology_name(parse_cluster(problem(planned.problem)["cluster"]))
     with tempfile.TemporaryDirectory() as folder:
         place = pathlib.Path(folder)
         (place / "plan.json").write_text(json.dumps(planned.plan))

@@ -120,7 +120,11 @@ def times(steps: int = 6, calibrations: int = 2) -> dict[str, Any]:
     after they have learned from one run that is none of the cases."""
     devices = simulate()
     from hjax.planning.calibration import calibrate
-    from hjax.planning.profile_correction import account, improved, lesson_of
+    from hjax.planning.profile_correction import (
+        corrected_profile,
+        correction_of_run,
+        predict_trainer,
+    )
     from hjax.settings.config_loading import check_config
 
     profiles: dict[str, Any] = {}
@@ -130,7 +134,7 @@ def times(steps: int = 6, calibrations: int = 2) -> dict[str, Any]:
         print(f"calibration {number}: {time.perf_counter() - start:.0f} s", flush=True)
     with run_of(check_config({**BASE, "steps": steps, **LESSON})) as trainer:
         for name, profile in list(profiles.items()):
-            learned = improved(profile, lesson_of(trainer, profile))
+            learned = corrected_profile(profile, correction_of_run(trainer, profile))
             profiles[f"{name}, one run learned"] = learned
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in profiles}
     print(f"measured; predicted by {', '.join(profiles)}", flush=True)
@@ -138,7 +142,7 @@ def times(steps: int = 6, calibrations: int = 2) -> dict[str, Any]:
         with run_of(check_config({**BASE, "steps": steps, **changes})) as trainer:
             taken = statistics.median(row["time/step"] for row in trainer.history[2:])
             plans = {
-                name: account(trainer, profile, profile.constants)
+                name: predict_trainer(trainer, profile, profile.constants)
                 for name, profile in profiles.items()
             }
         for name, plan in plans.items():
@@ -191,7 +195,7 @@ def one_memory(name: str) -> dict[str, Any]:
     from hjax.devices import DEVICES as CATALOGUE
     from hjax.planning.constants import Constants
     from hjax.planning.profile import Profile
-    from hjax.planning.profile_correction import account
+    from hjax.planning.profile_correction import predict_trainer
     from hjax.settings.config_loading import check_config
 
     trainer = hjax.Trainer(check_config({**LARGE, "steps": 3, **MEMORY[name]}))
@@ -201,7 +205,7 @@ def one_memory(name: str) -> dict[str, Any]:
         trainer.run(1)
         peak = _status("VmHWM")
         device, constants = CATALOGUE["b200"], Constants(workspace=0)
-        plan = account(trainer, Profile(device, constants, {}), constants)
+        plan = predict_trainer(trainer, Profile(device, constants, {}), constants)
     finally:
         trainer.close()
     del trainer
@@ -231,9 +235,9 @@ def compilers() -> dict[str, Any]:
     from hjax.dryrun.step import CompileRequest, compile_step
     from hjax.dryrun.topologies import find_topology
     from hjax.files import cache_folder
-    from hjax.planning.auto import predict, run_problem
+    from hjax.planning.auto import predict_run, run_problem
     from hjax.planning.constants import Constants
-    from hjax.planning.hardware import cluster
+    from hjax.planning.hardware import parse_cluster
     from hjax.run.placement import placed
     from hjax.run.role_groups import describe_roles, planned_models
     from hjax.settings.config_loading import load_config
@@ -253,9 +257,9 @@ def compilers() -> dict[str, Any]:
         roles = describe_roles(config, algorithm, inputs, plan, "tpu", read_shape)
         models, length = planned_models(config, algorithm, inputs, read_shape), inputs.prompt_length
         posed = run_problem(
-            config, algorithm, models, length, cluster(topology), Constants(), False
+            config, algorithm, models, length, parse_cluster(topology), Constants(), False
         )
-        for row in program_rows(predict(posed, roles), compiled["programs"]):
+        for row in program_rows(predict_run(posed, roles), compiled["programs"]):
             if row["predicted_bytes"] is not None:
                 name = f"{topology} {model} {row['role']}.{row['program']}"
                 found = {"predicted": row["predicted_bytes"], "measured": row["compiled_bytes"]}

@@ -17,7 +17,7 @@ import hjax
 from hjax.data.tasks import get_task
 from hjax.dryrun import topologies
 from hjax.dryrun.description import describe
-from hjax.dryrun.programs import add_held, held_beside, rehearse, step_programs
+from hjax.dryrun.programs import abstract_workers, add_held, held_beside, step_programs
 from hjax.dryrun.shape_inputs import is_published, read_shape, shape_inputs
 from hjax.dryrun.topologies import (
     GIB,
@@ -158,7 +158,7 @@ def test_training_a_published_name_says_what_is_missing(tmp_path):
 
 def programs_of(algorithm, changes=None):
     with trainer_of(algorithm, changes or {}) as trainer:
-        rehearsal = rehearse(trainer.roles, jax.devices())
+        rehearsal = abstract_workers(trainer.roles, jax.devices())
         length = trainer.inputs.prompt_length
         found, remark = step_programs(trainer.config, trainer.algorithm_class, rehearsal, length)
         assert remark == ""

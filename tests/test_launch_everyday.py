@@ -18,7 +18,7 @@ from hjax.settings.config_loading import (
     without_effect,
 )
 from hjax.show.live import Display
-from hjax.show.memory_table import LEAVE, memory_table
+from hjax.show.memory_table import DROP_ORDER, memory_table
 from hjax.show.notebook import in_notebook, small_curve
 
 
@@ -113,8 +113,8 @@ def test_the_memory_table_fits_with_whole_cells(width):
     assert all(len(line.rstrip()) <= width for line in lines) and "…" not in out.getvalue()
     text = "\n".join(lines)
     assert "reference.compute_ref_log_prob ×4" in text and "8.7 GiB" in text
-    stay = [name for name in LEAVE if name in lines[0]]
-    assert stay == list(LEAVE[len(LEAVE) - len(stay) :]), "columns leave in their order"
+    stay = [name for name in DROP_ORDER if name in lines[0]]
+    assert stay == list(DROP_ORDER[len(DROP_ORDER) - len(stay) :]), "columns leave in their order"
 
 
 def test_loading_says_how_far_it_is(tmp_path, monkeypatch):

@@ -249,10 +249,10 @@ def test_token_ids_in_a_chat(models, monkeypatch, capsys):
 
 
 def test_what_steers_a_terminal_is_left_out(capsys):
-    from hjax.show.answers import say
+    from hjax.show.answers import print_piece
     from hjax.show.tables import wide_console
 
-    say(wide_console(), "a\x1b[2J\nb\tc\r[red]" + "d" * 200)
+    print_piece(wide_console(), "a\x1b[2J\nb\tc\r[red]" + "d" * 200)
     assert capsys.readouterr().out == "a·[2J\nb       c·[red]" + "d" * 200
 
 

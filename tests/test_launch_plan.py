@@ -28,10 +28,11 @@ from hjax.models.model_config import ModelConfig
 from hjax.planning import calibration, cost, generation_cost
 from hjax.planning.constants import Constants
 from hjax.planning.cost import DeviceSet
-from hjax.planning.hardware import cluster as clusters
+from hjax.planning.hardware import parse_cluster as clusters
 from hjax.planning.plan_types import Candidate, DevicePool, PlannedSet
-from hjax.planning.problems import trace
-from hjax.planning.profile import METHOD, MeasuredOn, Profile, write_profile
+from hjax.planning.problems import trace_dataflow
+from hjax.planning.profile import CALIBRATION_VERSION as VERSION
+from hjax.planning.profile import MeasuredOn, Profile, write_profile
 from hjax.planning.search import search
 from hjax.planning.strategies import STRATEGIES, only_compiles
 from hjax.run.placement import make_plan
@@ -57,7 +58,7 @@ def planned(*arguments, capsys):
 def calls_of(algorithm, updates=4, samples=2, **changes):
     config = algorithm.default_config()
     config.update(changes)
-    flow = trace(algorithm, config, updates, samples, ROLES)
+    flow = trace_dataflow(algorithm, config, updates, samples, ROLES)
     counted = {}
     for call in flow.calls:
         key = (call.role, call.kind, call.rows)
@@ -112,7 +113,7 @@ def test_a_step_that_cannot_be_read_off_is_an_error_that_says_so():
             return prompts["no such column"]
 
     with pytest.raises(ConfigError, match="Odd.step could not be read off.*no such column"):
-        trace(Odd, Odd.default_config(), 1, 1, ROLES)
+        trace_dataflow(Odd, Odd.default_config(), 1, 1, ROLES)
 
 
 def test_json_is_the_contract_s(capsys):
@@ -302,7 +303,7 @@ def test_a_config_s_int8_cache_is_that_of_its_plan():
         )
         token = 2 * 32 * 32 * 128 * element
         assert place.memory(model, mesh).cache(3, 7) == pytest.approx(3 * 7 * token / 2)
-        found[kept] = generation_cost.decoding(place, model, mesh, 512, work).per_row, token
+        found[kept] = generation_cost.decoding_cost(place, model, mesh, 512, work).per_row, token
     share = 1 / work.samples if problem.numerics.shared_prompt else 1
     read = (work.prompt_length * share + work.response_length / 2) / 2 / place.bandwidth
     saved = found["auto"][0] - found["int8"][0]
@@ -476,7 +477,7 @@ def test_calibration_stores_a_profile_that_plans_read(calibrated, capsys):
 
 def stored(path, kind="NVIDIA H100 80GB HBM3", versions=None, **figures):
     """A profile of 8 of these devices, made on a machine that is not this one."""
-    versions = versions or {"calibration": METHOD, "jax": "0.1"}
+    versions = versions or {"calibration": VERSION, "jax": "0.1"}
     made_on = MeasuredOn(kind, 8, "another processor", 64, tuple(sorted(versions.items())))
     rates = {"memory": 6e10, "flops": {"bfloat16": 5e14}, "bandwidth": 2.5e12, "link": 3e11}
     device = Device("gpu", **(rates | figures), network=3e11, per_host=8, torus=0, source="")
@@ -489,7 +490,7 @@ def test_a_profile_of_the_cluster_s_devices_says_what_it_was_made_on(tmp_path, c
     profile = stored(tmp_path / "h100.json")
     _, out, _ = run(*SMALL, profile, capsys=capsys)
     said = ("measured on 8 x NVIDIA H100 80GB HBM3 (another processor, cores: 64; "
-            f"calibration {METHOD}, jax 0.1)")  # fmt: skip
+            f"calibration {VERSION}, jax 0.1)")  # fmt: skip
     assert said in " ".join(out.split()) and "this machine" not in out
     found = planned(*SMALL, profile, capsys=capsys)
     assert found["origins"]["seconds"] == "measured: link, matmul, memory"
@@ -515,8 +516,8 @@ def test_a_profile_s_shares_are_of_the_rates_that_it_measured(tmp_path):
         ("2x8:h100+2x8:a100", {}, "not on a100-80g and h100"),
         ("2x4:h100", {"kind": "NVIDIA H100 PCIe"}, "8 x NVIDIA H100 PCIe (another processor), not"),
         ("2x4:h100", {"kind": "cpu"}, "8 x cpu (another processor), not on h100"),
-        ("2x4:h100", {"versions": {"calibration": "1"}}, f"is of calibration 1, not {METHOD}"),
-        ("2x4:h100", {"versions": {"jax": "1"}}, f"is of calibration none, not {METHOD}"),
+        ("2x4:h100", {"versions": {"calibration": "1"}}, f"is of calibration 1, not {VERSION}"),
+        ("2x4:h100", {"versions": {"jax": "1"}}, f"is of calibration none, not {VERSION}"),
         ("2x4:h100", {"memory": "much"}, "not a profile (ValueError: could not convert"),
     ],
 )  # fmt: skip
@@ -570,16 +571,16 @@ def test_calls_are_repeated_until_their_medians_are_known(monkeypatch):
         return run
 
     # Always the same: one that is not counted and three of each, in turn.
-    found = calibration._in_turn([call("a", [1.0]), call("b", [2.0])])
+    found = calibration._time_interleaved([call("a", [1.0]), call("b", [2.0])])
     assert [taken.seconds for taken in found] == [1.0, 2.0]
     assert log == ["a", "b"] * 4
     # Middle halves of .9 to 1.1: known to 3 % of 1.1 after (.2 / .033)^2 = 37 at the earliest.
     log.clear()
-    found = calibration._in_turn([call("a", [0.9, 1.1, 0.9, 1.1])])
+    found = calibration._time_interleaved([call("a", [0.9, 1.1, 0.9, 1.1])])
     assert 38 <= len(log) <= 52 and 0.9 <= found[0].seconds <= 1.1
     # Never known: until the time is over.
     log.clear()
-    calibration._in_turn([call("a", [1.0, 9.0])])
+    calibration._time_interleaved([call("a", [1.0, 9.0])])
     assert sum([1.0, 9.0][i % 2] for i in range(1, len(log))) <= 109
 
 
@@ -612,7 +613,7 @@ def test_a_calibrated_rollout_takes_what_it_took():
     # Of 16 sequences half of a prompt of 32 and, in the middle, 16 of their own.
     cache = 16 * (16 + 16) * 2 * (2 * 2 * 16 * 4) / device.bandwidth
     taken = 1 + 32 * (2 * 8 + 10 + cache)
-    assert calibration._decode_cost(place, CALIBRATED, 16, taken) == pytest.approx(2.5)
+    assert calibration._fit_decode(place, CALIBRATED, 16, taken) == pytest.approx(2.5)
 
 
 def test_what_is_scored_and_learned_from_in_a_calibration_is_whole():

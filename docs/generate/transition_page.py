@@ -128,7 +128,7 @@ def measured_rows(devices: Sequence[Any]) -> Iterator[dict[str, Any]]:
     import jax
     import jax.numpy as jnp
 
-    from hjax.dryrun.transition_cost import measure, resharded, set_up
+    from hjax.dryrun.transition_cost import lay_out, measure, resharded
 
     leaves = {
         name: (axes, jax.ShapeDtypeStruct(tuple(SHAPES[a] for a in axes), jnp.float32))
@@ -136,7 +136,7 @@ def measured_rows(devices: Sequence[Any]) -> Iterator[dict[str, Any]]:
     }
     for case in cases(len(devices)):
         for method in METHODS:
-            setup = set_up(case, method, devices, leaves)
+            setup = lay_out(case, method, devices, leaves)
             yield measure(case, method, setup, bucket_bytes=1) | {"resharded": resharded(setup)}
 
 
@@ -157,13 +157,13 @@ def transition_markdown(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _pictures(example: dict[str, dict[str, Any]]) -> str:
-    from hjax.dryrun.transition_groups import LEGEND, marks
+    from hjax.dryrun.transition_groups import LEGEND, rank_marks
 
     lines = ["```", "rank  training  hybridflow  vanilla"]
     for rank in range(EXAMPLE.devices):
-        before, after = marks(example["hybridflow"], rank)
+        before, after = rank_marks(example["hybridflow"], rank)
         lines.append(
-            f"{rank:>4}  {before}      {after}        {marks(example['vanilla'], rank)[1]}"
+            f"{rank:>4}  {before}      {after}        {rank_marks(example['vanilla'], rank)[1]}"
         )
     return "\n".join([*lines, "", LEGEND, "```"])
 

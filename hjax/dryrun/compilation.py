@@ -96,17 +96,17 @@ def compile_program(
     file = None
     if cache is not None:
         text = lowered.as_text()
-        key = _key(text, loop_trips, topology, level, placed, reader)
+        key = _cache_key(text, loop_trips, topology, level, placed, reader)
         file = cache / f"{key}.json"
         with contextlib.suppress(DataError):  # there is none, or it is torn: another replaces it
             return {**described, **read_object(file), "kept": True}
     found = _compile(lowered, program, topology, placed, reader)
     if file is not None:
-        _keep(file, found)
+        _store(file, found)
     return {**described, **found, "kept": False}
 
 
-def _key(
+def _cache_key(
     text: str,
     loop_trips: int | None,
     topology: Topology,
@@ -121,7 +121,7 @@ def _key(
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _keep(file: Path, found: Mapping[str, Any]) -> None:
+def _store(file: Path, found: Mapping[str, Any]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(f".{os.getpid()}")  # two commands may write at once
     part.write_text(json.dumps(found))
@@ -163,18 +163,20 @@ def _compile(
         **memory_of(compiled, by_peak=topology.platform == "tpu"),
         "received_bytes": sum(kind["received_bytes"] for kind in by_kind.values()),
         "collectives": by_kind,
-        **_ways(exchanged, placed),
+        **_link_bytes_of_both_orders(exchanged, placed),
         **(reader.read(text, trips, topology, placed) if reader else {}),
         "seconds": seconds,
     }
 
 
-def _ways(exchanged: Sequence[Collective], placed: Sequence[Any]) -> dict[str, float]:
+def _link_bytes_of_both_orders(
+    exchanged: Sequence[Collective], placed: Sequence[Any]
+) -> dict[str, float]:
     if not placed:
         return {}
-    found = way(exchanged, placed)
+    found = link_bytes(exchanged, placed)
     order = sorted(placed, key=lambda device: (device.process_index, device.id))
-    listed = way(exchanged, order)
+    listed = link_bytes(exchanged, order)
     return found | {f"listed_{name}": value for name, value in listed.items()}
 
 
@@ -187,7 +189,7 @@ def _text(compiled: Any, folder: Path) -> str:
     return printed[-1].read_text() if printed else compiled.as_text()
 
 
-def placed_of(rehearsal: AbstractWorkers, role: str) -> list[Any]:
+def devices_in_mesh_order(rehearsal: AbstractWorkers, role: str) -> list[Any]:
     """A role's devices in the order of its mesh, by which its programs number them: those of
     several TPU slices slice by slice."""
     devices = list(rehearsal.workers[role].layouts.train.mesh.devices.ravel())
@@ -209,7 +211,7 @@ def axis_rings(rehearsal: AbstractWorkers) -> dict[str, dict[str, dict[str, floa
     return found
 
 
-def way(found: Sequence[Collective], devices: Sequence[Any]) -> dict[str, float]:
+def link_bytes(found: Sequence[Collective], devices: Sequence[Any]) -> dict[str, float]:
     """What a program's collectives carry over links, per device.
 
     Args:
@@ -231,14 +233,14 @@ def way(found: Sequence[Collective], devices: Sequence[Any]) -> dict[str, float]
         if one.total_bytes:
             key = one.kind == "collective-permute", one.groups
             if key not in known:
-                known[key] = _mean_way(one, wires)
+                known[key] = _mean_hops(one, wires)
             hops, network = known[key]
             hop_bytes += one.total_bytes * hops
             network_bytes += one.total_bytes * network
     return {"hop_bytes": hop_bytes, "network_bytes": network_bytes}
 
 
-def _mean_way(one: Collective, wires: Interconnect) -> tuple[float, float]:
+def _mean_hops(one: Collective, wires: Interconnect) -> tuple[float, float]:
     """(links, share over the network) of a step, means over all groups."""
     steps = [_steps(np.array(group), one.kind) for group in one.groups if len(group) > 1]
     start, end = (np.concatenate([step[i] for step in steps]) for i in (0, 1))

@@ -3,9 +3,9 @@
 from typing import Any
 
 from hjax.dryrun.programs import (
+    abstract_workers,
     add_held,
     memory_of,
-    rehearse,
     resident_bytes,
     settings_records,
     step_programs,
@@ -39,7 +39,7 @@ def describe(trainer: Any) -> dict[str, Any]:
     records = []
     length = trainer.inputs.prompt_length
     devices = local_devices(config)
-    rehearsal = rehearse(roles, devices)
+    rehearsal = abstract_workers(roles, devices)
     programs, remark = step_programs(config, trainer.algorithm_class, rehearsal, length)
     for program in programs:
         named = {"role": program.role, "program": program.name, "runs": program.runs}

@@ -64,7 +64,7 @@ class AbstractWorkers:
     workers: dict[str, Any]
 
 
-def rehearse(roles: RoleGroups, devices: Sequence[Any]) -> AbstractWorkers:
+def abstract_workers(roles: RoleGroups, devices: Sequence[Any]) -> AbstractWorkers:
     """Make the workers of a run on devices that may be abstract.
 
     Raises:
@@ -110,7 +110,7 @@ def step_programs(
         )
         called = {}
         for each in calls:
-            key = whose(each, rehearsal.roles), program_of(each)
+            key = answering_role(each, rehearsal.roles), program_name(each)
             called[key] = max(called.get(key, 0.0), each.rows)
     except ConfigError as error:
         remark = f"{error}; so every program that the workers have is counted"
@@ -136,13 +136,13 @@ def step_programs(
     return found, remark
 
 
-def whose(call: StepCall, roles: RoleGroups) -> str:
+def answering_role(call: StepCall, roles: RoleGroups) -> str:
     """The role whose worker a call reaches: a rollout that stands apart generates for the actor."""
     answers = call.role == "actor" and call.method == "generate_sequences"
     return roles.generates if answers else call.role
 
 
-def program_of(call: StepCall) -> str:
+def program_name(call: StepCall) -> str:
     """What ``ModelWorker.programs`` names the program of a call."""
     if call.phase == "update":
         return "update"

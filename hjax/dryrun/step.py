@@ -8,12 +8,17 @@ import jax
 from ml_collections import ConfigDict
 
 from hjax.algorithms import get_algorithm
-from hjax.dryrun.compilation import ProgramReader, axis_rings, compile_program, placed_of
+from hjax.dryrun.compilation import (
+    ProgramReader,
+    axis_rings,
+    compile_program,
+    devices_in_mesh_order,
+)
 from hjax.dryrun.programs import (
     AbstractWorkers,
     StepProgram,
+    abstract_workers,
     add_held,
-    rehearse,
     resident_bytes,
     settings_records,
     step_programs,
@@ -88,7 +93,7 @@ def prepare_step(asked: CompileRequest) -> PreparedStep:
     plan = placed(config, algorithm, len(topology.devices))
     memory, platform = topology.memory_bytes, topology.platform
     roles = describe_roles(config, algorithm, inputs, plan, platform, read_shape, memory)
-    rehearsal = rehearse(roles, topology.devices)
+    rehearsal = abstract_workers(roles, topology.devices)
     programs, remark = step_programs(config, algorithm, rehearsal, inputs.prompt_length)
     return PreparedStep(
         asked, topology, plan, roles, rehearsal, programs, remark, inputs.prompt_length
@@ -121,7 +126,7 @@ def compile_prepared(
                 devices=step.plan.allocation[program.set_number],
                 level=asked.level,
                 cache=asked.cache,
-                placed=placed_of(step.rehearsal, program.role),
+                placed=devices_in_mesh_order(step.rehearsal, program.role),
                 reader=reader,
             )
         records.append(add_held(record, program, step.rehearsal))

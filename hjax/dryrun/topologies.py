@@ -1,13 +1,13 @@
-"""Devices that are not there: what a TPU or GPU topology's compiler needs to be asked.
+"""TPU and GPU topologies for ahead-of-time compilation, without the devices.
 
-With libtpu installed the real TPU compiler answers on any machine, with JAX's CUDA plugin the real
-GPU one. Nothing can be run on such devices, only compiled for them. The figures of GPUs are those
-of NVIDIA's data sheets and of the CUDA programming guide's table of compute capabilities (the SXM
-modules). XLA's cost models read them; what a kernel library would choose on the real GPU (cuBLAS,
-cuDNN, autotuning) is not seen.
+With libtpu installed the real TPU compiler works on any machine; with JAX's CUDA plugin the real
+GPU compiler does. Programs can be compiled for such devices but not run. The GPU figures are from
+NVIDIA's data sheets and the CUDA programming guide's table of compute capabilities (the SXM
+modules). XLA's cost models read them. What a kernel library would choose on the real GPU (cuBLAS,
+cuDNN, autotuning) is not modelled.
 
-``listed`` has the devices' places alone, from coordinates: enough to see where a mesh would put
-them, without a compiler or plugin.
+``list_devices`` needs no compiler or plugin. It gives the devices' coordinates alone, which is
+enough to see where a mesh would place them.
 """
 
 import dataclasses
@@ -71,7 +71,7 @@ def gpu_devices(name: str, kind: str, sizes: tuple[int, ...]) -> tuple[Any, ...]
         )
     from jax.experimental import topologies
 
-    _answer_for(kind)
+    _patch_cudnn_checks(kind)
     hosts, count = sizes
     described = topologies.get_topology_desc(
         device_kind(kind),
@@ -82,12 +82,12 @@ def gpu_devices(name: str, kind: str, sizes: tuple[int, ...]) -> tuple[Any, ...]
     return tuple(described.devices)
 
 
-def _answer_for(kind: str) -> None:
-    """Let cuDNN's attention be traced for a GPU that is not there.
+def _patch_cudnn_checks(kind: str) -> None:
+    """Patch JAX so that cuDNN attention can be traced without the GPU.
 
-    JAX asks this process's first GPU for its compute capability while it traces, and the cuDNN
-    that is installed for its version. From here on it is answered with those of ``kind``, in
-    a process that compiles and runs nothing.
+    While tracing, JAX asks this process's first GPU for its compute capability and the installed
+    cuDNN for its version. From here on JAX gets the values of ``kind`` instead. Call it only in a
+    process that compiles and runs nothing.
     """
     from jax._src.cudnn import fused_attention_stablehlo as asking
 
@@ -105,12 +105,12 @@ def _answer_for(kind: str) -> None:
 
 
 def device_kind(kind: str) -> str:
-    """As JAX calls such a GPU, by which its kernels' compiler knows it."""
+    """JAX's name of a kind of GPU, by which the kernel compiler recognises it."""
     return f"NVIDIA {kind.upper()}"
 
 
 def plugin_installed() -> bool:
-    """Whether JAX's CUDA plugin, which has the compiler, is there."""
+    """Whether JAX's CUDA plugin, which contains the GPU compiler, is installed."""
     if importlib.util.find_spec("jax_plugins") is None:
         return False
     names = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
@@ -150,10 +150,10 @@ device_description_str: "{device_kind(kind)}"
 
 GIB = 2**30
 TPU_KINDS = ("v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x")
-# Memory that a program may use, in bytes: all but what driver and context take (JAX's own default
-# leaves a quarter; runs that fill a GPU set XLA_PYTHON_CLIENT_MEM_FRACTION).
+# Bytes of memory that a program may use: all but those of driver and context. (JAX's own default
+# leaves a quarter free; runs that fill a GPU set XLA_PYTHON_CLIENT_MEM_FRACTION.)
 GPU_MEMORY = {kind: int(DEVICES[kind].memory) - GIB for kind in GPUS}
-# A chip's two cores are one device, as JAX has it on a real v4 (the newer kinds need no word).
+# On a v4 the two cores of a chip are one device, as in JAX; newer kinds need no option for that.
 TPU_OPTIONS = {"v4": {"chip_config_name": "megacore"}}
 _ENVIRONMENT = {
     # No metadata server is asked which TPU this machine has, and several compilers may run at once.
@@ -170,14 +170,14 @@ _ENVIRONMENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Devices to compile for.
+    """Abstract devices to compile for.
 
     Attributes:
-      name: as it was asked for, e.g. ``v5p:4x4x4``, ``2xv5p:4x4x4`` (slices) or ``h100:2x8``.
+      name: as requested, e.g. ``v5p:4x4x4``, ``2xv5p:4x4x4`` (slices) or ``h100:2x8``.
       platform: ``tpu`` or ``cuda``.
       devices: abstract devices, for meshes.
-      memory_bytes: what a program may use of a device's memory.
-      versions: of what decides a compiled program.
+      memory_bytes: memory per device that a program may use.
+      versions: of JAX and the compiler, which determine a compiled program.
     """
 
     name: str
@@ -217,17 +217,17 @@ def parse_topology(name: str) -> tuple[str, tuple[int, ...], int]:
 
 
 def prepare_environment() -> None:
-    """Set what compilers read when they are loaded; call it before JAX is imported."""
+    """Set the environment variables that compilers read; call it before JAX is imported."""
     os.environ.update(_ENVIRONMENT)
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 
 
 def find_topology(name: str) -> Topology:
-    """The devices that a ``--topology`` names.
+    """The topology that a ``--topology`` flag names.
 
     Raises:
-      ConfigError: an unknown one, or its compiler is not installed.
+      ConfigError: an unknown topology, or its compiler is not installed.
     """
     kind, sizes, slices = parse_topology(name)
     if kind in GPU_MEMORY:
@@ -265,7 +265,7 @@ def _tpu_devices(name: str, kind: str, slices: int) -> tuple[Any, ...]:
 def compiler_memory(device: Any) -> int:
     """Bytes of a TPU's memory that its compiler lets a program use.
 
-    The compiler is asked for a program that cannot fit; its refusal names the limit.
+    The limit is read from the compiler's error for a program that cannot fit.
     """
     import jax
     import numpy as np
@@ -297,16 +297,16 @@ def parse_memory_error(text: str) -> tuple[int, int] | None:
     return needed, available
 
 
-# As JAX calls the catalogue's TPUs.
-KINDS = {"v4": "TPU v4", "v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite",
+# JAX's names of the catalogue's TPUs.
+JAX_TPU_KINDS = {"v4": "TPU v4", "v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite",
          "tpu7x": "TPU7x"}  # fmt: skip
-HOST = (2, 2, 1)  # chips of a TPU host, x, y, z
-MOST = 1 << 16
+HOST_CHIPS = (2, 2, 1)  # chips of a TPU host, x, y, z
+MAX_DEVICES = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
 class AbstractDevice:
-    """What a jax.Device says of itself."""
+    """The attributes of a jax.Device that describe it and its place."""
 
     platform: str
     device_kind: str
@@ -317,7 +317,7 @@ class AbstractDevice:
     slice_index: int | None = None
 
 
-def listed(name: str) -> list[AbstractDevice]:
+def list_devices(name: str) -> list[AbstractDevice]:
     """The devices of ``v5p:4x4x8`` (chips) or ``h100:2x8`` (hosts x GPUs), in JAX's order.
 
     Raises:
@@ -327,8 +327,8 @@ def listed(name: str) -> list[AbstractDevice]:
     if found is None:
         raise ConfigError(f"--topology={name}: a kind and sizes, such as v5e:8x8 or h100:2x8")
     kind, sizes = device(found[1]), tuple(int(n) for n in found[2].split("x"))
-    if min(sizes) < 1 or math.prod(sizes) > MOST:
-        raise ConfigError(f"--topology={name}: sizes of 1 or more, at most {MOST} devices")
+    if min(sizes) < 1 or math.prod(sizes) > MAX_DEVICES:
+        raise ConfigError(f"--topology={name}: sizes of 1 or more, at most {MAX_DEVICES} devices")
     if kind.torus:
         return _slice(name, kind, sizes)
     if len(sizes) != 2:
@@ -346,14 +346,15 @@ def _slice(name: str, kind: Device, sides: tuple[int, ...]) -> list[AbstractDevi
         raise ConfigError(f"--topology={name}: a {kind.name} slice has {kind.torus} sides")
     x, y, z = (*sides, *(1,) * (3 - len(sides)))
     # Host after host, x fastest; in each its chips, x fastest.
-    hosts = itertools.product(range(0, z, HOST[2]), range(0, y, HOST[1]), range(0, x, HOST[0]))
+    dx_host, dy_host, dz_host = HOST_CHIPS
+    hosts = itertools.product(range(0, z, dz_host), range(0, y, dy_host), range(0, x, dx_host))
     found: list[AbstractDevice] = []
     for process, (z0, y0, x0) in enumerate(hosts):
-        chips = itertools.product(range(HOST[2]), range(HOST[1]), range(HOST[0]))
+        chips = itertools.product(range(dz_host), range(dy_host), range(dx_host))
         for dz, dy, dx in chips:
             at = (x0 + dx, y0 + dy, z0 + dz)
             if at[0] < x and at[1] < y and at[2] < z:
                 for core in range(kind.cores):
-                    made = AbstractDevice("tpu", KINDS[kind.name], len(found), process, at, core)
-                    found.append(made)
+                    name = JAX_TPU_KINDS[kind.name]
+                    found.append(AbstractDevice("tpu", name, len(found), process, at, core))
     return found

@@ -98,7 +98,7 @@ def model_leaves(model: ModelConfig) -> dict[str, tuple[tuple[str, ...], Any]]:
     return dict(zip(names, zip((a for _, a in axes), (x for _, x in shapes)), strict=True))
 
 
-def set_up(
+def lay_out(
     case: Table2Case, method: str, devices: Sequence[jax.Device], leaves: Leaves
 ) -> TransitionCase:
     """Lay parameters out for a case.
@@ -182,7 +182,7 @@ def measure(
     executed = fits(devices, case.devices * (cost.peak + cost.temporary))
     peak, redundant = cost.peak, cost.redundant
     if executed:
-        peak, redundant = run(transition, setup, devices, cost.target, narrow)
+        peak, redundant = run_transition(transition, setup, devices, cost.target, narrow)
     # Masters are optimizer state: they stand beside whatever generation has.
     peak, redundant = peak - executed * cost.masters, redundant - executed * cost.masters
     found = stage_groups(setup.layouts)
@@ -235,7 +235,7 @@ def describe(
     dtype: str = "float32",
 ) -> dict[str, Any]:
     """What ``python -m hjax.launch.transition --json`` prints, and who holds what."""
-    setup = set_up(case, method, devices, model_leaves(model))
+    setup = lay_out(case, method, devices, model_leaves(model))
     bucket = max(1, min(BUCKET_BYTES, setup.model_bytes // case.generate_shards // 16))
     found = measure(case, method, setup, bucket, dtype)
     others = Transition(*setup.others, bucket_bytes=bucket).cost()
@@ -284,7 +284,7 @@ def resharded(setup: TransitionCase) -> dict[str, float]:
     }
 
 
-def run(
+def run_transition(
     transition: Any,
     setup: TransitionCase,
     devices: Sequence[jax.Device],
@@ -297,7 +297,7 @@ def run(
       RuntimeError: parameters that changed on the way.
     """
     watch = PeakWatch(devices)
-    params = {name: _numbers(setup.shapes[name], s) for name, s in setup.source.items()}
+    params = {name: _numbered_array(setup.shapes[name], s) for name, s in setup.source.items()}
     before = checksum(params)
     narrow = before
     if dtype is not None:
@@ -314,7 +314,7 @@ def run(
     return watch.peak, redundant
 
 
-def _numbers(shape: Any, sharding: Any) -> jax.Array:
+def _numbered_array(shape: Any, sharding: Any) -> jax.Array:
     """A float32 array of this shape that counts its elements."""
     values = np.arange(math.prod(shape.shape), dtype=np.float32).reshape(shape.shape)
     return jax.device_put(values, sharding)

@@ -183,10 +183,10 @@ def describe_groups(found: Mapping[str, list[list[int]]]) -> dict[str, str]:
 
 
 LEGEND = "█ its training shard  ▓ gathered for generation  ░ training shard kept beside  · not held"
-MOST_PARTS = 32
+MAX_PARTS_DRAWN = 32
 
 
-def marks(found: Mapping[str, Any], rank: int) -> tuple[str, str]:
+def rank_marks(found: Mapping[str, Any], rank: int) -> tuple[str, str]:
     """What a rank holds before and after, a mark per training shard of the model."""
     before, after = (set(stage[rank]) for stage in found["holdings"])
     parts = range(found["train"][0] * found["train"][1])
@@ -209,13 +209,13 @@ def picture(found: Mapping[str, Any]) -> str:
     """
     pipe, tensor, data = found["train"]
     parts = pipe * tensor
-    if parts > MOST_PARTS:
+    if parts > MAX_PARTS_DRAWN:
         return f"(a model in {parts} shards is too wide to draw)"
     lines = [LEGEND, "rank  " + "before".ljust(max(parts, 6)) + "  after"]
     if found["method"] == "gather_all":
         lines.insert(1, f"before: each rank 1/{found['devices']} of every array (ZeRO-3), kept")
     for rank in range(parts):
-        before, after = marks(found, rank)
+        before, after = rank_marks(found, rank)
         lines.append(f"{rank:>4}  {before:<6}  {after}")
     if data > 1:
         lines.append(f"(and the same in {data - 1} more)")

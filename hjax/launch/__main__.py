@@ -272,10 +272,10 @@ def _measure(command: TrainCommand) -> int:
 def _compare_seconds(trainer: Any, workdir: Path) -> str:
     """Have the plan learn from the run; returns a line on how near it was, empty without a
     profile."""
-    from hjax.planning.profile_correction import learn_from, summary
+    from hjax.planning.profile_correction import correct_profile, summary
 
     try:
-        found = learn_from(trainer, workdir)
+        found = correct_profile(trainer, workdir)
     except ConfigError as error:
         return f"plan: not compared with the run: {error}"
     explain = f"python -m hjax.launch.plan --explain={workdir}"

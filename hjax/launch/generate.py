@@ -47,7 +47,7 @@ from hjax.launch.sampling_flags import (
     sampling_help,
     token_ids,
 )
-from hjax.show.answers import say, say_pieces
+from hjax.show.answers import print_piece, print_response
 from hjax.show.tables import wide_console
 
 if TYPE_CHECKING:
@@ -191,13 +191,13 @@ def _stream(model: LanguageModel, prompts: Dataset, seed: int, options: dict[str
     console = wide_console()
     [tokens] = prompts.prompt_tokens
     _say_prompt(console, prompts.prompt_text[0] if prompts.prompt_text else tokens)
-    say_pieces(console, model.stream(tokens, seed=seed, **options))
+    print_response(console, model.stream(tokens, seed=seed, **options))
 
 
 def _say_prompt(console: Any, prompt: Any) -> None:
-    say(console, prompt, "dim")
+    print_piece(console, prompt, "dim")
     # A response goes on where its text ends; ids need a mark.
-    say(console, "" if isinstance(prompt, str) else " → ")
+    print_piece(console, "" if isinstance(prompt, str) else " → ")
 
 
 def _described(
@@ -226,11 +226,11 @@ def _show(prompts: Dataset, completions: Sequence[Completion]) -> None:
     console = wide_console()
     asked = prompts.prompt_text or prompts.prompt_tokens
     for i, (prompt, completion) in enumerate(zip(asked, completions, strict=True)):
-        say(console, f"{i + 1} of {len(prompts)}\n", "bold")
+        print_piece(console, f"{i + 1} of {len(prompts)}\n", "bold")
         _say_prompt(console, prompt)
-        say_pieces(console, [completion])
+        print_response(console, [completion])
         if i + 1 < len(prompts):
-            say(console, "\n")
+            print_piece(console, "\n")
 
 
 # As long as it is, a line is a command.
@@ -268,12 +268,12 @@ class Chat:
             how = "no chat template: it goes on with each line by itself"
         with contextlib.suppress(ImportError):  # lines can then be edited
             import readline  # noqa: F401
-        say(self._console, f"{how}; {_NEW} begins anew, Ctrl-D ends\n", "dim")
+        print_piece(self._console, f"{how}; {_NEW} begins anew, Ctrl-D ends\n", "dim")
         while True:
             try:
                 line = input("> ")
             except EOFError:
-                say(self._console, "\n")
+                print_piece(self._console, "\n")
                 return 0
             if line.strip() == _END:
                 return 0
@@ -283,7 +283,7 @@ class Chat:
                 try:
                     self.answer(line)
                 except ConfigError as error:  # of this line; the next may do
-                    say(self._console, f"{error}\n", "red")
+                    print_piece(self._console, f"{error}\n", "red")
 
     def answer(self, line: str) -> None:
         """Answer a line and print the answer.
@@ -298,7 +298,7 @@ class Chat:
         prompt = self._prompt(line, messages)
         limit = max(min(self.limit, self.model.config.max_length - len(prompt)), 1)
         pieces = self.model.stream(prompt, seed=seed, max_new_tokens=limit, **self.options)
-        text = say_pieces(self._console, pieces)
+        text = print_response(self._console, pieces)
         self.turns += 1
         if self._templated:
             self.messages = [*messages, {"role": "assistant", "content": text}]

@@ -17,7 +17,7 @@ from hjax.models.cost_inputs import Workload
 from hjax.planning import hardware
 from hjax.planning.constants import Constants
 from hjax.planning.plan_types import Cluster
-from hjax.planning.problems import NUMERICS, fill_in, find_algorithm, pose_problem
+from hjax.planning.problems import NUMERICS, build_problem, complete_models, find_algorithm
 from hjax.planning.result import keys_of_config, keys_of_models
 from hjax.planning.search import PlanProblem
 from hjax.planning.strategies import STRATEGIES
@@ -126,7 +126,7 @@ def config_problem(own: Any, config: ConfigDict) -> PlanProblem:
 def _cluster(own: Any) -> Cluster:
     if not own.cluster:
         raise ConfigError("--cluster is missing; such as 16x8:a100-80g or v5p:4x4x4")
-    return hardware.cluster(own.cluster)
+    return hardware.parse_cluster(own.cluster)
 
 
 def models_problem(own: Any) -> PlanProblem:
@@ -147,7 +147,7 @@ def models_problem(own: Any) -> PlanProblem:
     cluster, constants = _measured(own, _cluster(own))
     algorithm = find_algorithm(own.algorithm)
     settings = algorithm.default_config()
-    return pose_problem(
+    return build_problem(
         algorithm,
         settings,
         read_models(own.models, algorithm.needed_roles(settings)),
@@ -169,7 +169,7 @@ def models_keys(own: Any, problem: PlanProblem) -> dict[str, Any]:
     algorithm = find_algorithm(own.algorithm)
     settings = algorithm.default_config()
     table = algorithm.role_table(settings)
-    models, _ = fill_in(read_models(own.models, algorithm.needed_roles(settings)), table)
+    models, _ = complete_models(read_models(own.models, algorithm.needed_roles(settings)), table)
     name = own.algorithm if ":" in own.algorithm else algorithm.__name__
     work = problem.work
     return keys_of_models(name, table, models, work, own.updates, problem.numerics)
@@ -211,7 +211,7 @@ def _measured(own: Any, cluster: Cluster) -> tuple[Cluster, Constants]:
     """
     if not own.profile:
         return cluster, _asked(own, Constants())
-    from hjax.planning.profile import MAKE, METHOD, read_profile
+    from hjax.planning.profile import CALIBRATE_COMMAND, CALIBRATION_VERSION, read_profile
 
     profile = read_profile(Path(own.profile))
     made_on, measured = profile.made_on, profile.device
@@ -221,14 +221,15 @@ def _measured(own: Any, cluster: Cluster) -> tuple[Cluster, Constants]:
     if listed is None or names != [listed.name]:
         raise ConfigError(
             f"--profile={own.profile} was measured on {made_on.devices} x {made_on.kind} "
-            f"({made_on.cpu}), not on {' and '.join(names)}; make one there with {MAKE}, or leave "
+            f"({made_on.cpu}), not on {' and '.join(names)}; make one there with "
+            f"{CALIBRATE_COMMAND}, or leave "
             "--profile out"
         )
     method = dict(made_on.versions).get("calibration", "none")
-    if method != METHOD:
+    if method != CALIBRATION_VERSION:
         raise ConfigError(
-            f"--profile={own.profile} is of calibration {method}, not {METHOD}, which this hjax "
-            f"counts by; make it again with {MAKE}"
+            f"--profile={own.profile} is of calibration {method}, not {CALIBRATION_VERSION}, which "
+            f"this hjax counts by; make it again with {CALIBRATE_COMMAND}"
         )
     device = dataclasses.replace(
         cluster.pools[0].device,
@@ -236,7 +237,7 @@ def _measured(own: Any, cluster: Cluster) -> tuple[Cluster, Constants]:
         flops={**listed.flops, **measured.flops},
         bandwidth=measured.bandwidth,
         link=measured.link,
-        source=f"measured on {made_on.words}; network: data sheet",
+        source=f"measured on {made_on.summary}; network: data sheet",
     )
     pools = tuple(dataclasses.replace(pool, device=device) for pool in cluster.pools)
     return Cluster(pools), _asked(own, profile.constants)
@@ -251,4 +252,4 @@ def _asked(own: Any, constants: Constants) -> Constants:
             values[name.strip()] = float(value)
         except ValueError as error:
             raise ConfigError(f"--constants: {part!r} is not NAME=NUMBER") from error
-    return constants.asked(values)
+    return constants.with_user_values(values)

@@ -143,10 +143,10 @@ def _run(command: TransitionCommand) -> int:
 
 def _rings(case: Any, topology: str) -> dict[str, dict[str, float]]:
     """How far apart the devices of each mesh axis stand on hardware that is not here."""
-    from hjax.dryrun.topologies import listed
+    from hjax.dryrun.topologies import list_devices
     from hjax.sharding.device_mesh import place_devices, ring_table
 
-    devices = listed(topology)
+    devices = list_devices(topology)
     if len(devices) != case.devices:
         raise ConfigError(
             f"--topology={topology} has {len(devices)} devices, --train needs {case.devices}"

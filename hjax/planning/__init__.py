@@ -1,14 +1,12 @@
 """Auto-mapping: which devices and which layout each model of a dataflow gets.
 
-HybridFlow (arXiv 2409.19256, section 6). Plain records in, candidates out. docs/auto_mapping.md
-explains it.
+It follows HybridFlow (arXiv 2409.19256, section 6) and is explained in docs/auto_mapping.md.
 
-- `records`: what the search is given and returns. `hardware`: the catalogue of devices.
-- `constants`, `cost`, `generation`: seconds of one layout, a formula each; its bytes are those of
-  `hjax.workers.memory`.
-- `options`: every way to run one role. `search`, `allocate`: the best of them together, exactly.
-- `strategies`: ways to plan by name, other systems among them. `result`: a search's answer as data.
-- `problems`: an algorithm's calls as records, a problem out of names. `auto`: a run's own problem,
-  and its plan (`hjax.plan`).
-- `calibration`, `rates`, `profile`: constants measured on the devices at hand, and kept.
+- `plan_types`: input and output of the search. `hardware`, `host_pools`: clusters as device pools.
+- `constants`, `cost`, `generation_cost`: the cost model, a formula for each term of a step's
+  seconds. Bytes come from `hjax.workers.memory`.
+- `search_space`, `role_options`: every layout of one role. `search`, `allocate`: exact search.
+- `strategies`: planning strategies by name, also of other systems. `result`: the result as data.
+- `problems`: a problem from published model names. `auto`: a run's problem and plan (`hjax.plan`).
+- `calibration`, `rates`, `profile`: measured constants. `profile_correction`: runs correct them.
 """

@@ -1,24 +1,24 @@
-"""Putting sets of models together on a cluster: which devices each set gets."""
+"""Device allocation: how many devices of which pool each set of models gets."""
 
 import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
-from hjax.planning.hardware import adds_up, fit_together, legal_counts
+from hjax.planning.hardware import fit_together, fits_by_sum, legal_counts
 from hjax.planning.plan_types import Cluster, DevicePool
-from hjax.planning.role_options import front
+from hjax.planning.role_options import pareto_front
 
 STAGE_COUNT = 3
 
 
 @dataclasses.dataclass
 class SetOptions:
-    """A set's ways to run, on every legal number of devices of every pool.
+    """Options of a set of models, on every legal number of devices of every pool.
 
     Attributes:
       where: int [n, 2]: index of the pool, number of devices.
-      index: int [n]: which of the set's ways on those devices.
+      index: int [n]: which of the set's options on those devices.
       seconds: float64 [n, 3] per stage.
     """
 
@@ -32,18 +32,19 @@ class SetOptions:
         return int(self.where[:, 1].min())
 
     def fastest(self, size: int) -> np.ndarray:
-        """float64 [size + 1, 3]: least seconds per stage on at most so many devices."""
+        """float64 [size + 1, 3]: row n has the least seconds per stage on at most n devices."""
         table = np.full((size + 1, STAGE_COUNT), np.inf)
         np.minimum.at(table, self.where[:, 1], self.seconds)
         return np.minimum.accumulate(table, axis=0)
 
 
 class DeviceUsage:
-    """Devices in use as numbers that add up, a plan with no larger ones finding room wherever
-    another does.
+    """Devices in use as a vector of counts, by which partial plans are compared.
 
-    Of a pool where all finds room that is not more than it has these are its devices; of others,
-    for each size up to a host, the sets that are at least so large, whole hosts each for one.
+    Counts add up over sets. A plan whose counts are nowhere larger fits wherever another one does.
+    A pool in which every sum up to its size fits (``fits_by_sum``) has one count: its devices. Any
+    other pool has a count per set size up to a host: the sets of at least that size, where a set
+    counts once for each whole host.
     """
 
     def __init__(self, cluster: Cluster):
@@ -52,13 +53,13 @@ class DeviceUsage:
         weights: list[int] = []
         for number, pool in enumerate(self.pools):
             sizes = [n for n in legal_counts(pool) if n < pool.per_host]
-            sizes = [0] if adds_up(pool) else [*sizes, pool.per_host]
+            sizes = [0] if fits_by_sum(pool) else [*sizes, pool.per_host]
             self.columns += [(number, n) for n in sizes]
-            weights += [1] if adds_up(pool) else [b - a for a, b in zip([0, *sizes], sizes)]
+            weights += [1] if fits_by_sum(pool) else [b - a for a, b in zip([0, *sizes], sizes)]
         self.weights = np.array(weights)
 
-    def of(self, where: np.ndarray) -> np.ndarray:
-        """int [n, columns] of (pool, devices) pairs [n, 2]."""
+    def counts(self, where: np.ndarray) -> np.ndarray:
+        """int [n, columns]: the counts of sets, given as (pool, devices) pairs [n, 2]."""
         used = np.zeros((len(where), len(self.columns)), int)
         for column, (number, size) in enumerate(self.columns):
             here, devices = where[:, 0] == number, where[:, 1]
@@ -70,7 +71,7 @@ class DeviceUsage:
         return used
 
     def fits(self, used: np.ndarray) -> np.ndarray:
-        """bool [n]: whether the sets find room."""
+        """bool [n]: whether the sets fit into their pools."""
         good = np.ones(len(used), bool)
         for number, pool in enumerate(self.pools):
             columns = [i for i, (p, _) in enumerate(self.columns) if p == number]
@@ -89,28 +90,28 @@ class DeviceUsage:
         return fit_together(pool, tuple(sorted(counts)))
 
     def loads(self, chosen: SetOptions) -> np.ndarray:
-        """float64 [n, 3 * pools that share cores]: seconds of the pool's cores, per stage."""
+        """float64 [n, 3 * pools that share cores]: seconds per stage of all the pool's cores."""
         shared = [(i, pool) for i, pool in enumerate(self.pools) if pool.shares_cores]
         found = np.zeros((len(chosen.index), len(shared), STAGE_COUNT))
         for column, (number, pool) in enumerate(shared):
             for row in np.flatnonzero(chosen.where[:, 0] == number):
                 devices = int(chosen.where[row, 1])
-                found[row, column] = chosen.seconds[row] * pool.load(devices)
+                found[row, column] = chosen.seconds[row] * pool.core_share(devices)
         return found.reshape(len(found), -1)
 
     def devices(self, used: np.ndarray) -> np.ndarray:
-        """int [n]: devices in all."""
+        """int [n]: total number of devices in use."""
         return (used * self.weights).sum(axis=1)
 
 
 def allocate(
     cluster: Cluster, sets: Sequence[SetOptions], bound: float
 ) -> tuple[float, tuple[int, ...]] | None:
-    """The choice per set that makes the step shortest, fewest devices among equals.
+    """Choose an option per set for the shortest step; among equals the one of fewest devices.
 
-    Sets are added one at a time. A partial plan is dropped if another one is as fast in every
-    stage on no more devices (and no more of shared cores), or if every completion of it is above
-    ``bound``.
+    Sets are added one at a time. A partial plan is dropped if another one dominates it: as fast in
+    every stage, with no more devices and no more time of shared cores. It is also dropped if every
+    completion takes longer than ``bound``.
 
     Returns:
       (seconds, row of each set's choices), or None where nothing fits within ``bound``.
@@ -127,7 +128,7 @@ def allocate(
         there = np.tile(np.arange(len(chosen.index)), len(used))
         joint_seconds = np.maximum(seconds[here], chosen.seconds[there])
         joint_loads = loads[here] + usage.loads(chosen)[there]
-        joint_used = used[here] + usage.of(chosen.where)[there]
+        joint_used = used[here] + usage.counts(chosen.where)[there]
         left = cluster.size - usage.devices(joint_used)
         good = left >= sum(least[number + 1 :])
         reachable = _stages(joint_seconds, joint_loads)
@@ -141,7 +142,7 @@ def allocate(
         if not len(chosen_rows):
             return None
         state = np.concatenate([joint_seconds, joint_loads, joint_used], axis=1)[chosen_rows]
-        chosen_rows = chosen_rows[front(state)]
+        chosen_rows = chosen_rows[pareto_front(state)]
         used, seconds = joint_used[chosen_rows], joint_seconds[chosen_rows]
         loads = joint_loads[chosen_rows]
         rows = np.concatenate([rows[here[chosen_rows]], there[chosen_rows, None]], axis=1)
@@ -151,7 +152,7 @@ def allocate(
 
 
 def _stages(seconds: np.ndarray, loads: np.ndarray) -> np.ndarray:
-    """float64 [n, 3]: what stages take: the slowest set, or all of a pool's shared cores."""
+    """float64 [n, 3]: seconds per stage: of the slowest set, or of a pool's shared cores."""
     for column in range(0, loads.shape[1], STAGE_COUNT):
         seconds = np.maximum(seconds, loads[:, column : column + STAGE_COUNT])
     return seconds.copy()

@@ -1,4 +1,4 @@
-"""`placement=auto`: the plan of a run for the devices it has."""
+"""`placement=auto`: plan a run for the devices it has."""
 
 import dataclasses
 import math
@@ -22,13 +22,13 @@ from hjax.models.parameters import decoder_network, scalar_network
 from hjax.models.remat import NONE
 from hjax.planning.calibration import Progress, calibrate
 from hjax.planning.constants import Constants
-from hjax.planning.host_pools import cluster_of, pools_at_hand
+from hjax.planning.host_pools import cluster_from_hosts, local_cluster
 from hjax.planning.plan_types import Candidate, Cluster, PlannedSet
-from hjax.planning.problems import trace
+from hjax.planning.problems import trace_dataflow
 from hjax.planning.profile import MeasuredOn, Profile, profile_path, read_profile, write_profile
 from hjax.planning.result import describe_result
 from hjax.planning.role_options import role_options
-from hjax.planning.search import SHOWN, PlanProblem, SearchResult
+from hjax.planning.search import MAX_SHOWN, PlanProblem, SearchResult
 from hjax.planning.search_space import SearchSpace
 from hjax.planning.strategies import search_strategy
 from hjax.roles import ROLES, STAGES, Role
@@ -43,30 +43,30 @@ from hjax.show.format import duration
 from hjax.show.progress_bar import PartsDisplay
 from hjax.workers.optimizer import OptimizerConfig, load_optimizer
 
-# Plans whose seconds differ by less than this share are equal to the model where simulated devices
-# share cores: no placement has more of them than another, and what is left is their noise.
-TIE = 0.1
-# The same for fewer devices than all: a device whose neighbours are idle is not as much faster in
-# rollouts and scores as in the updates by which calibrations know it, 11 to 19 % of a step.
-FEWER = 0.2
-EVERY = 1 << 10  # placements
+# Simulated devices share cores, so plans whose seconds differ by less than this share are equal to
+# the cost model: no placement has more cores than another, and the rest is noise.
+TIE_TOLERANCE = 0.1
+# The same tolerance where a plan leaves devices idle. Calibrations measure in updates how much
+# faster a device is beside idle ones; rollouts and scores gain less (11 to 19 % of a step).
+ALL_DEVICES_TOLERANCE = 0.2
+ALL_PLACEMENTS = 1 << 10  # more candidates than there are placements
 
 
 def plan_run(
     config: ConfigDict, workdir: str | Path | None = None, progress: Progress | None = None
 ) -> Plan | None:
-    """Where the roles of a run stand: ``hjax.plan``.
+    """Plan the placement and layouts of a run: ``hjax.plan``.
 
-    None for a run on a cluster whose placement needs no search: the Trainer, which knows the
-    cluster's devices, makes that plan itself.
+    Returns None for a run on a cluster whose placement needs no search: the Trainer, which knows
+    the cluster's devices, makes that plan itself.
 
     Args:
-      config: the run's. ``placement=auto`` is searched for, with a stored profile of this process's
-        devices or, on CPUs, one that is measured now; another placement is taken as it stands. On
-        a cluster the hosts are those that it has.
-      workdir: of an earlier start of the run, whose plan is kept where nothing that decides it has
+      config: the run's. With ``placement=auto`` a plan is searched for, using the stored profile of
+        this process's devices; CPUs without one are calibrated now. Any other placement is used
+        unchanged. On a cluster the plan is for the cluster's hosts.
+      workdir: of an earlier start of the run. Its plan is reused if nothing that decides it has
         changed.
-      progress: told how far a calibration has come; None: shown on standard output, unless
+      progress: callback for the progress of a calibration. None: shown on standard output, unless
         ``display.enabled`` is off.
 
     Raises:
@@ -90,7 +90,7 @@ def plan_run(
     _check_generates(algorithm)  # before a calibration, which takes a minute
     models = planned_models(config, algorithm, inputs)
     with PartsDisplay("calibrating", config.display.enabled) as shown:
-        cluster, constants, platform = _devices(config, progress or shown)
+        cluster, constants, platform = _cluster_of_run(config, progress or shown)
     float32 = is_float32(config, platform)
     length = inputs.prompt_length
     plan = auto_plan(run_problem(config, algorithm, models, length, cluster, constants, float32))
@@ -99,8 +99,8 @@ def plan_run(
     return plan
 
 
-def _devices(config: ConfigDict, progress: Progress) -> tuple[Cluster, Constants, str]:
-    """The devices of a run as pools, what the cost model knows of them, and their platform.
+def _cluster_of_run(config: ConfigDict, progress: Progress) -> tuple[Cluster, Constants, str]:
+    """The devices of a run as pools, the cost model's constants for them, and their platform.
 
     Raises:
       ConfigError: too few hosts, or a device that is neither calibrated nor in the catalogue.
@@ -108,7 +108,7 @@ def _devices(config: ConfigDict, progress: Progress) -> tuple[Cluster, Constants
     if not on_cluster(config):
         devices = local_devices(config)
         measured = find_profile(devices, progress)
-        cluster = pools_at_hand(measured.device, devices)
+        cluster = local_cluster(measured.device, devices)
         return cluster, measured.constants, devices[0].platform
     hosts = look_at_hosts(config)
     if hosts.platform == "cpu":
@@ -116,16 +116,16 @@ def _devices(config: ConfigDict, progress: Progress) -> tuple[Cluster, Constants
         known, constants = [measured.device] * len(hosts.groups), measured.constants
     else:
         known, constants = known_devices(hosts)
-    cluster = cluster_of(hosts.groups, known, config.cluster.processes, hosts.each)
+    cluster = cluster_from_hosts(hosts.groups, known, config.cluster.processes, hosts.each)
     return cluster, constants, hosts.platform
 
 
 def known_devices(hosts: Hosts) -> tuple[list[Device], Constants]:
-    """What is known of the devices of each group of a cluster's hosts.
+    """The device and constants of each group of a cluster's hosts.
 
-    That is the profile of a host, where all have the same devices and one was stored here; what it
-    says of the network between hosts, which it did not cross, is the catalogue's. Else it is the
-    catalogue's figures.
+    If all hosts have the same devices and a profile of one host is stored here, the profile is
+    used; its network figures come from the catalogue, since a profile does not measure the network
+    between hosts. Otherwise the catalogue's figures are used.
 
     Raises:
       ConfigError: a device that is neither calibrated nor in the catalogue, or not in the catalogue
@@ -156,19 +156,20 @@ def known_devices(hosts: Hosts) -> tuple[list[Device], Constants]:
 def auto_plan(problem: PlanProblem) -> Plan:
     """The fastest plan of the cost model.
 
-    Where devices share cores, all models on all devices if that is within ``FEWER`` of it (over
-    the data axis alone if that is within ``TIE`` of other layouts), else the one of fewest sets
-    among those within ``TIE``.
+    Where devices share cores, a simpler plan is preferred. All models on all devices come first if
+    that is within ``ALL_DEVICES_TOLERANCE`` of the fastest, and pure data parallelism if that is
+    within ``TIE_TOLERANCE`` of other layouts. Else the plan of fewest sets within ``TIE_TOLERANCE``
+    of the fastest is taken.
 
     Raises:
       ConfigError: it would not fit, with the bytes missing.
     """
     shared = any(pool.shares_cores for pool in problem.cluster.pools)
-    found = search_strategy(problem, "auto", EVERY if shared else SHOWN)
+    found = search_strategy(problem, "auto", ALL_PLACEMENTS if shared else MAX_SHOWN)
     if shared and found.candidates:
-        found = _simplest_first(found, _plain_on_all(problem))
+        found = _simplest_first(found, _data_parallel_on_all_devices(problem))
     described = describe_result(found, problem, "auto")
-    described["idle"] = _idle(found, problem)
+    described["idle"] = _idle_reason(found, problem)
     keys = (
         "seconds", "role_seconds", "memory_bytes", "set_memory_bytes", "usable_bytes", "origins",
         "candidates", "idle",
@@ -183,46 +184,46 @@ def auto_plan(problem: PlanProblem) -> Plan:
     )
 
 
-def _idle(found: SearchResult, problem: PlanProblem) -> str:
-    """Why the plan leaves devices idle; empty: it does not."""
+def _idle_reason(found: SearchResult, problem: PlanProblem) -> str:
+    """Why the plan leaves devices idle; empty if it uses all."""
     best, every = found.fastest, problem.cluster.size
     if best.devices == every:
         return ""
     left = f"{every - best.devices} of {every} devices are idle"
     if len(problem.cluster.pools) > 1:
         return f"{left}: a set of models stays within one kind of devices, one slice"
-    all_of_them = _on_all(problem)
+    all_of_them = _fastest_on_all_devices(problem)
     if all_of_them is None:
         return f"{left}: no layout of these models and batches divides over all of them"
     longer = all_of_them.total / best.total - 1
     return f"{left}: a step on all of them takes {100 * longer:.0f} % longer by the cost model"
 
 
-def _on_all(problem: PlanProblem) -> Candidate | None:
-    """The fastest plan that has all models on all devices of the one pool; None: there is none."""
+def _fastest_on_all_devices(problem: PlanProblem) -> Candidate | None:
+    """The fastest plan with all models on all devices of the only pool; None: there is none."""
     if len(problem.cluster.pools) > 1:
         return None
     pool = dataclasses.replace(problem.cluster.pools[0], counts=(problem.cluster.size,))
-    asked = dataclasses.replace(problem, cluster=Cluster((pool,)))
-    candidates = search_strategy(asked, "auto", 1).candidates
+    whole = dataclasses.replace(problem, cluster=Cluster((pool,)))
+    candidates = search_strategy(whole, "auto", 1).candidates
     return candidates[0] if candidates else None
 
 
-def _plain_on_all(problem: PlanProblem) -> Candidate | None:
-    """``_on_all`` of copies on every device, if that is within ``TIE`` of the fastest there: which
-    of nearly equal layouts is first differs from calibration to calibration."""
-    best = _on_all(problem)
+def _data_parallel_on_all_devices(problem: PlanProblem) -> Candidate | None:
+    """``_fastest_on_all_devices``, or pure data parallelism if it is within ``TIE_TOLERANCE``:
+    which of nearly equal layouts is fastest differs between calibrations."""
+    best = _fastest_on_all_devices(problem)
     space = dataclasses.replace(
         problem.space, pipes=(1,), tensors=(1,), contexts=(1,), experts=(1,), shardings=("data",)
     )
-    plain = _on_all(dataclasses.replace(problem, space=space))
-    if best is None or plain is None or plain.total > best.total * (1 + TIE):
+    plain = _fastest_on_all_devices(dataclasses.replace(problem, space=space))
+    if best is None or plain is None or plain.total > best.total * (1 + TIE_TOLERANCE):
         return best
     return plain
 
 
 def auto_lines(plan: Plan) -> list[str]:
-    """What a plan says before its run: who stands where, its seconds, why devices are idle."""
+    """Lines printed before a planned run: placement, predicted seconds, why devices are idle."""
     seconds = plan.predicted["seconds"]
     lines = []
     for roles, devices in zip(plan.placement, plan.allocation, strict=True):
@@ -254,28 +255,29 @@ def _check_generates(algorithm: type[Algorithm]) -> None:
         )
 
 
-def _where(candidate: Candidate) -> tuple[Any, ...]:
+def _placement_key(candidate: Candidate) -> tuple[Any, ...]:
     return tuple((s.roles, s.devices) for s in candidate.sets)
 
 
 def _simplest_first(found: SearchResult, on_all: Candidate | None) -> SearchResult:
-    """The one on all devices comes first if it is within ``FEWER`` of the fastest, else that of
-    fewest sets among the candidates within ``TIE`` of the fastest."""
+    """Reorder candidates: the one on all devices first if it is within ``ALL_DEVICES_TOLERANCE`` of
+    the fastest, else the one of fewest sets within ``TIE_TOLERANCE`` of the fastest."""
     fastest = found.fastest.total
-    near = [c for c in found.candidates if c.total <= fastest * (1 + TIE)]
+    near = [c for c in found.candidates if c.total <= fastest * (1 + TIE_TOLERANCE)]
     simplest = min(near, key=lambda candidate: len(candidate.sets))
-    if on_all is not None and on_all.total <= fastest * (1 + FEWER):
+    if on_all is not None and on_all.total <= fastest * (1 + ALL_DEVICES_TOLERANCE):
         simplest = on_all
-    alike = {_where(c): c for c in (*found.candidates, simplest)}  # the last of a placement
+    alike = {_placement_key(c): c for c in (*found.candidates, simplest)}  # the last of a placement
     ordered = (simplest, *(c for c in alike.values() if c is not simplest))
-    rest = tuple(tuple(s.roles for s in candidate.sets) for candidate in ordered[SHOWN:])
-    return dataclasses.replace(found, candidates=ordered[:SHOWN], slower=found.slower + rest)
+    rest = tuple(tuple(s.roles for s in candidate.sets) for candidate in ordered[MAX_SHOWN:])
+    return dataclasses.replace(found, candidates=ordered[:MAX_SHOWN], slower=found.slower + rest)
 
 
 def find_profile(devices: Sequence[Any], progress: Progress | None = None) -> Profile:
-    """For a plan on these devices: their stored profile, the catalogue's entry, or (CPUs) a
-    calibration now, which is stored and tells ``progress`` how far it has come. CPUs are measured
-    again where the stored profile is another machine's or of other versions.
+    """The profile of these devices: the stored one, the catalogue's entry, or (CPUs) a calibration.
+
+    A calibration reports to ``progress`` and is stored. CPUs are measured again if the stored
+    profile is from another machine or other versions.
 
     Raises:
       ConfigError: a device that is neither calibrated nor in the catalogue, or a profile that was
@@ -313,13 +315,13 @@ def run_problem(
     constants: Constants,
     float32: bool,
 ) -> PlanProblem:
-    """A run as a problem for the search, on whatever cluster."""
+    """A run's config as a problem for the search, on any cluster."""
     _check_generates(algorithm)
     table = algorithm.role_table(config.algorithm)
     rollout = config.rollout
     rows = rollout.prompts * rollout.samples
     minibatch = config.algorithm.get("minibatch", 0) or rows
-    flow = trace(
+    flow = trace_dataflow(
         algorithm,
         config.algorithm,
         rows // minibatch,
@@ -359,7 +361,7 @@ def run_problem(
 
 
 def _numerics(config: ConfigDict, models: Mapping[str, ModelConfig], float32: bool) -> Numerics:
-    """Of a run: what its devices compute in, and what keys and values are kept in."""
+    """The dtypes of a run: of weights and compute, and of the KV cache."""
     rollout = config.rollout
     usual = dataclasses.replace(
         FLOAT32 if float32 else MASTERS, bucket=rollout.transition_bucket_bytes
@@ -372,7 +374,7 @@ def _numerics(config: ConfigDict, models: Mapping[str, ModelConfig], float32: bo
 def _optimizer_bytes(
     config: ConfigDict, table: Mapping[str, Role], models: Mapping[str, ModelConfig]
 ) -> float:
-    """Per parameter that learns, what an optimizer keeps; of the role whose keeps most."""
+    """Bytes of optimizer state per trainable parameter, of the role whose optimizer keeps most."""
     most = 0.0
     for role, model in models.items():
         entry = table[role]
@@ -386,15 +388,15 @@ def _optimizer_bytes(
 
 
 def _waves(slots: int, rows: int) -> tuple[int, ...]:
-    """In how many parts, one after another, a replica's sequences may be decoded."""
+    """Numbers of waves in which a replica may decode its sequences, one wave after another."""
     if slots == AUTO_SLOTS:
         return SearchSpace().waves
     return (math.ceil(rows / slots) if 0 < slots < rows else 1,)
 
 
 def _remat(config: ConfigDict, cluster: Cluster) -> tuple[str, ...]:
-    """Which activations updates compute again; what ``auto`` chooses among where devices say how
-    much memory they have, which simulated ones do not."""
+    """Rematerialisation policies to search; ``auto`` tries several only where devices report their
+    memory, which simulated ones do not."""
     if config.model.remat != AUTO:
         return (config.model.remat,)
     return (NONE,) if any(pool.shares_cores for pool in cluster.pools) else SearchSpace().remat
@@ -406,14 +408,14 @@ def _offload(config: ConfigDict, role: Role) -> Any:
 
 
 def _name(config: ConfigDict, role: Role) -> str:
-    """How a plan calls a role's model: its path's last part, else the role itself."""
+    """A model's name in a plan: the last part of its path, or the role."""
     source = ROLES.get(role.starts_from)
     path = role_path(config, role) or (role_path(config, source) if source else "")
     return Path(path).name or role.name
 
 
-def predict(problem: PlanProblem, roles: Any) -> Candidate:
-    """What the cost model expects of a run as it is set up, whatever its placement.
+def predict_run(problem: PlanProblem, roles: Any) -> Candidate:
+    """The cost model's prediction for a run in its actual placement and layouts.
 
     Args:
       problem: the run's (``run_problem``).
@@ -426,7 +428,7 @@ def predict(problem: PlanProblem, roles: Any) -> Candidate:
         options = []
         for role in names:
             mesh = MeshSizes.of(roles.layouts[role].train, generates=role == "actor")
-            space = _only(problem.space, mesh)
+            space = _restricted_to(problem.space, mesh)
             found = role_options(
                 place,
                 problem.models[role],
@@ -445,7 +447,7 @@ def predict(problem: PlanProblem, roles: Any) -> Candidate:
     return Candidate(tuple(sets))
 
 
-def _only(space: SearchSpace, mesh: MeshSizes) -> SearchSpace:
+def _restricted_to(space: SearchSpace, mesh: MeshSizes) -> SearchSpace:
     """The space cut down to one mesh."""
     sharding: Any = "fsdp" if mesh.fsdp > 1 and mesh.data == 1 else "data"
     return dataclasses.replace(

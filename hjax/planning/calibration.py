@@ -28,7 +28,7 @@ from hjax.models.remat import NONE
 from hjax.planning import rates
 from hjax.planning.constants import Constants
 from hjax.planning.cost import DeviceSet, forward_flops, update_seconds
-from hjax.planning.generation_cost import decoding, prefill_seconds
+from hjax.planning.generation_cost import decoding_cost, prefill_seconds
 from hjax.planning.plan_types import DevicePool
 from hjax.planning.profile import MeasuredOn, Profile
 
@@ -42,7 +42,7 @@ PROMPT, RESPONSE, LONG_RESPONSE, SAMPLES = 32, 32, 96, 2
 # seconds are known to this share, or so many seconds are gone.
 LEAST, SHARE, ENOUGH = 3, 0.03, 5.0
 # Numbers of simulated devices that are kept busy beside all of them.
-BUSY = (1, 2)
+BUSY_COUNTS = (1, 2)
 
 
 def calibrate(devices: Sequence[Any], progress: Progress | None = None) -> Profile:
@@ -59,7 +59,7 @@ def calibrate(devices: Sequence[Any], progress: Progress | None = None) -> Profi
     cpu = devices[0].platform == "cpu"
     dtypes = ("float32",) if cpu else ("bfloat16", "float32")
     size = 512 if cpu else 8192
-    numbers = [n for n in BUSY if n < len(devices)] if cpu else []
+    numbers = [n for n in BUSY_COUNTS if n < len(devices)] if cpu else []
     numbers.append(len(devices))
     rows = 12 * len(devices)
     meshes = [MeshSizes(data=n) for n in numbers] + _split_meshes(len(devices))
@@ -88,16 +88,16 @@ def calibrate(devices: Sequence[Any], progress: Progress | None = None) -> Profi
         per_host=len(devices),
         torus=0,
         source="measured by plan --calibrate",
-        alone=_rising(alone) if cpu else (),
+        alone=_monotonic_core_shares(alone) if cpu else (),
     )
     values = {"memory": 1.0, "link": 1.0, "link_latency": latency, "decode_row": 0.0}
-    values |= _small_model(len(devices), flops[dtypes[0]], run, parts)
+    values |= _fit_small_constants(len(devices), flops[dtypes[0]], run, parts)
     parts.end()
     place = DeviceSet(
         DevicePool(device, 1, len(devices)), len(devices), Constants().with_values(values)
     )
     place = dataclasses.replace(place, numerics=FLOAT32 if cpu else MASTERS)
-    values |= _explained(place, wide, rows)
+    values |= _fit_wide_constants(place, wide, rows)
     constants = Constants().with_values(values, measured=True)
     return Profile(device, constants, busy, MeasuredOn.here(devices))
 
@@ -131,7 +131,7 @@ def _wide_calls(meshes: Sequence[MeshSizes], devices: int, rows: int, parts: _Pa
         whole.actor.compute_log_prob(whole.batch).result()
         whole.actor.generate_sequences(whole.prompts).result()
         parts.begin("updates in turn")
-        taken = _in_turn(
+        taken = _time_interleaved(
             [
                 functools.partial(whole.actor.compute_log_prob, whole.batch),
                 functools.partial(whole.actor.generate_sequences, whole.prompts),
@@ -144,14 +144,14 @@ def _wide_calls(meshes: Sequence[MeshSizes], devices: int, rows: int, parts: _Pa
         return _WideCalls(whole.model, run, updates)
 
 
-def _explained(place: DeviceSet, wide: _WideCalls, rows: int) -> dict[str, float]:
+def _fit_wide_constants(place: DeviceSet, wide: _WideCalls, rows: int) -> dict[str, float]:
     """The constants that explain, beside those that ``place`` has, what a rollout and updates over
     an FSDP and a tensor axis take."""
-    values = {"decode": _decode_cost(place, wide.model, rows, wide.run.generate)}
+    values = {"decode": _fit_decode(place, wide.model, rows, wide.run.generate)}
     seconds = {mesh: found.seconds for mesh, found in wide.updates.items()}
     for mesh in _split_meshes(place.devices):
         here = dataclasses.replace(place, constants=place.constants.with_values(values))
-        values |= _split_cost(here, wide.model, rows, wide.run.length, seconds, mesh)
+        values |= _fit_split_constant(here, wide.model, rows, wide.run.length, seconds, mesh)
     return values
 
 
@@ -185,7 +185,7 @@ def _split_meshes(devices: int) -> list[MeshSizes]:
     return [MeshSizes(data=data, fsdp=size), MeshSizes(data=data, tensor=size)] if size > 1 else []
 
 
-def _split_cost(
+def _fit_split_constant(
     place: DeviceSet,
     model: ModelConfig,
     rows: int,
@@ -214,7 +214,7 @@ def _split_cost(
     return {name: min(1.0, max(0.0, value))}
 
 
-def _decode_cost(place: DeviceSet, model: ModelConfig, rows: int, seconds: float) -> float:
+def _fit_decode(place: DeviceSet, model: ModelConfig, rows: int, seconds: float) -> float:
     """The constant that explains what a rollout of ``rows`` sequences takes beside starting, its
     prompts and what each layer of a token takes: ``decode``, in which the cost model is linear."""
     counted = model_counts(model, "actor")
@@ -224,7 +224,7 @@ def _decode_cost(place: DeviceSet, model: ModelConfig, rows: int, seconds: float
     def taken(value: float) -> float:
         here = dataclasses.replace(place, constants=place.constants.with_values({"decode": value}))
         prompts = prefill_seconds(here, counted, mesh, rows, work)
-        return prompts + decoding(here, counted, mesh, rows, work).seconds(1)
+        return prompts + decoding_cost(here, counted, mesh, rows, work).seconds(1)
 
     started = place.constants.dispatch + place.constants.rollout
     return max(0.0, (seconds - started - taken(0.0)) / (taken(1.0) - taken(0.0)))
@@ -242,7 +242,7 @@ class _Taken:
     cores: float
 
 
-def _in_turn(calls: Sequence[Callable[[], Future]]) -> list[_Taken]:
+def _time_interleaved(calls: Sequence[Callable[[], Future]]) -> list[_Taken]:
     """What each of several calls takes, all of which were made before and so are compiled.
 
     They take turns, so that whatever else the machine does falls on all of them alike; the first
@@ -252,7 +252,7 @@ def _in_turn(calls: Sequence[Callable[[], Future]]) -> list[_Taken]:
         call().result()
     cores, begun = available_cores(), time.perf_counter()
     taken: list[list[tuple[float, float]]] = [[] for _ in calls]
-    while not all(_settled([seconds for seconds, _ in found]) for found in taken):
+    while not all(_median_is_known([seconds for seconds, _ in found]) for found in taken):
         if len(taken[0]) >= LEAST and time.perf_counter() - begun > ENOUGH:
             break
         for call, found in zip(calls, taken):
@@ -263,7 +263,7 @@ def _in_turn(calls: Sequence[Callable[[], Future]]) -> list[_Taken]:
     return [_Taken(*(statistics.median(column) for column in zip(*found))) for found in taken]
 
 
-def _settled(taken: Sequence[float]) -> bool:
+def _median_is_known(taken: Sequence[float]) -> bool:
     """Whether the median is known well enough: the standard error of a median of n numbers is about
     the width of their middle half over sqrt(n)."""
     if len(taken) < LEAST:
@@ -272,7 +272,7 @@ def _settled(taken: Sequence[float]) -> bool:
     return high - low <= SHARE * middle * math.sqrt(len(taken))
 
 
-def _rising(
+def _monotonic_core_shares(
     alone: Iterable[tuple[int, float, float]],
 ) -> tuple[tuple[int, float, float], ...]:
     """Shares of the cores that do not fall as devices are added: what they do is noise."""
@@ -282,7 +282,9 @@ def _rising(
     return tuple(found)
 
 
-def _small_model(devices: int, flops: float, wide: _Calls, parts: _Parts) -> dict[str, float]:
+def _fit_small_constants(
+    devices: int, flops: float, wide: _Calls, parts: _Parts
+) -> dict[str, float]:
     """Constants of what hjax's calls cost, from calls on four models.
 
     Two tiny ones of 1 and 4 layers: a forward takes dispatch + layers * layer_pass, a rollout
@@ -310,7 +312,7 @@ def _small_model(devices: int, flops: float, wide: _Calls, parts: _Parts) -> dic
         long.actor.compute_log_prob(long.batch).result()
         parts.begin("calls on small models in turn")
         probes = (*tiny, long)
-        taken = _in_turn(
+        taken = _time_interleaved(
             [functools.partial(p.actor.compute_log_prob, p.batch) for p in probes]
             + [functools.partial(p.actor.generate_sequences, p.prompts) for p in tiny]
             + [functools.partial(deep.actor.update_actor, deep.batch)]
@@ -322,7 +324,7 @@ def _small_model(devices: int, flops: float, wide: _Calls, parts: _Parts) -> dic
     dispatch = max(0.0, one.forward - layer_pass)
     decode_layer = max(0.0, four.generate - one.generate) / 3 / RESPONSE
     rollout = max(0.0, one.generate - RESPONSE * decode_layer - dispatch)
-    backward, layer_update = _backward(wide, four, dispatch)
+    backward, layer_update = _fit_backward(wide, four, dispatch)
     runs = (wide, scored)
     forwards = [max(run.forward - dispatch, 1e-9) for run in runs]
     computed = [max(f - 2 * layer_pass, 0.1 * f) for f in forwards]
@@ -346,7 +348,7 @@ def _small_model(devices: int, flops: float, wide: _Calls, parts: _Parts) -> dic
     }
 
 
-def _backward(wide: _Calls, deep: _Calls, dispatch: float) -> tuple[float, float]:
+def _fit_backward(wide: _Calls, deep: _Calls, dispatch: float) -> tuple[float, float]:
     """``backward`` and ``layer_update``: an update takes, beside ``dispatch``, 1 + 2 * backward
     forwards and layers * layer_update; by a model of two layers in which much is computed and a
     tiny one of four."""

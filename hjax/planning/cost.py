@@ -11,7 +11,7 @@ import math
 from hjax.models.cost_inputs import MeshSizes, ModelCounts, Numerics
 from hjax.models.remat import ATTENTION, NONE, PRODUCTS
 from hjax.planning.constants import Constants
-from hjax.planning.hardware import sharing
+from hjax.planning.hardware import link_contention
 from hjax.planning.plan_types import DevicePool
 from hjax.workers.memory import MemoryEstimate, ProgramOptions
 
@@ -32,9 +32,9 @@ class DeviceSet:
     numerics: Numerics = Numerics()
 
     @functools.cached_property
-    def share(self) -> float:
+    def speedup(self) -> float:
         """How many times faster a device is than with all of the pool's busy."""
-        return self.pool.faster(self.devices)
+        return self.pool.speedup(self.devices)
 
     @functools.cached_property
     def domain(self) -> int:
@@ -44,12 +44,12 @@ class DeviceSet:
     @functools.cached_property
     def flops(self) -> float:
         """FLOP/s of matrix products in the compute dtype."""
-        return self.pool.device.flops[self.numerics.dtype] * self.constants.matmul * self.share
+        return self.pool.device.flops[self.numerics.dtype] * self.constants.matmul * self.speedup
 
     @functools.cached_property
     def bandwidth(self) -> float:
         """Bytes/s of memory."""
-        return self.pool.device.bandwidth * self.constants.memory * self.share
+        return self.pool.device.bandwidth * self.constants.memory * self.speedup
 
     @functools.cached_property
     def capacity(self) -> float:
@@ -64,14 +64,14 @@ class DeviceSet:
         self.constants.logits)
 
     def memory(self, model: ModelCounts, mesh: MeshSizes) -> MemoryEstimate:
-        """What a role keeps and needs of a device."""
+        """Bytes that a role keeps and needs on a device."""
         return MemoryEstimate.counted(self._programs, model, mesh)
 
 
 # Collectives
 
 
-def in_domains(place: DeviceSet, size: int, stride: int) -> bool:
+def rings_within_domains(place: DeviceSet, size: int, stride: int) -> bool:
     """Whether each ring of ``size`` devices, ``stride`` ranks apart, lies within one domain: there
     is one, or rings fill it (three devices in a row of domains of four also stand in two)."""
     return place.devices <= place.domain or place.domain % (size * stride) == 0
@@ -88,8 +88,8 @@ def ring_bandwidth(place: DeviceSet, size: int, stride: int) -> float:
     """
     device, constants = place.pool.device, place.constants
     link = device.link * constants.link
-    if in_domains(place, size, stride):
-        return link / sharing(place.pool, place.devices, size, stride)
+    if rings_within_domains(place, size, stride):
+        return link / link_contention(place.pool, place.devices, size, stride)
     inside = max(1, place.domain // stride)
     hosts = max(1, place.domain // place.pool.per_host)
     network = device.network_of(place.pool.per_host) * constants.network
@@ -99,7 +99,7 @@ def ring_bandwidth(place: DeviceSet, size: int, stride: int) -> float:
 @functools.lru_cache(maxsize=1 << 16)
 def latency(place: DeviceSet, size: int, stride: int) -> float:
     """Seconds of a small collective: latency * log2(size), the network's if it leaves a domain."""
-    constants, inside = place.constants, in_domains(place, size, stride)
+    constants, inside = place.constants, rings_within_domains(place, size, stride)
     once = constants.link_latency if inside else constants.network_latency
     return once * math.ceil(math.log2(size))
 
@@ -122,12 +122,12 @@ def all_to_all(place: DeviceSet, local_bytes: float, size: int, stride: int = 1)
     return all_gather(place, local_bytes, size, stride)
 
 
-def send(place: DeviceSet, array_bytes: float, stride: int) -> float:
+def point_to_point(place: DeviceSet, array_bytes: float, stride: int) -> float:
     """Bytes / bandwidth to a device ``stride`` ranks away + latency."""
     return array_bytes / ring_bandwidth(place, 2, stride) + latency(place, 2, stride)
 
 
-def transfer(place: DeviceSet, model: ModelCounts) -> float:
+def weight_sync_seconds(place: DeviceSet, model: ModelCounts) -> float:
     """Weights from other devices to these: weight bytes / network of a host.
 
     The sender's hosts are as fast together, and receiving hosts pass on what they have, so the
@@ -256,7 +256,7 @@ def stage_seconds(
             flops -= scores / forwards
     products = share * flops / (mesh.pipe * mesh.context) / place.flops
     scores = rows * model.heads * length**2 / mesh.tensor / mesh.context
-    scores *= constants.score / place.share
+    scores *= constants.score / place.speedup
     compute = forwards * (products + layers * (scores + constants.layer_pass))
     tokens = rows * length / mesh.context
     times = 2 * (1 + backward + again)
@@ -265,7 +265,7 @@ def stage_seconds(
     exchange += expert_exchange(place, model, mesh, tokens, times)
     if mesh.pipe > 1:
         boundary = tokens * model.hidden * place.numerics.compute
-        exchange += (1 + backward) * send(place, boundary, mesh.stride("pipe"))
+        exchange += (1 + backward) * point_to_point(place, boundary, mesh.stride("pipe"))
     weights = 0.0
     if mesh.fsdp > 1:
         gather = weight_bytes(place, model, mesh, place.numerics.compute)
@@ -285,7 +285,7 @@ def micro_batches(rows: float, mesh: MeshSizes, micro_rows: int) -> int:
     return math.ceil(math.ceil(rows / mesh.replicas) / micro_rows)
 
 
-def bubble(pipe: int, micro_batches: int) -> float:
+def pipeline_stage_times(pipe: int, micro_batches: int) -> float:
     """Stage times of a pipeline's round: micro-batches + pipe - 1."""
     return micro_batches + pipe - 1
 
@@ -329,7 +329,7 @@ def update_seconds(
     exchange = gradient_exchange(place, model, mesh)
     hidden = overlap * one.compute * 2 / 3
     return (
-        bubble(mesh.pipe, micro_batches(rows, mesh, micro_rows)) * one.total(overlap)
+        pipeline_stage_times(mesh.pipe, micro_batches(rows, mesh, micro_rows)) * one.total(overlap)
         + max(0.0, exchange - hidden)
         + optimizer_seconds(place, model, mesh)
         + model.layers / mesh.pipe * place.constants.layer_update
@@ -359,4 +359,5 @@ def forward_seconds(
     """One forward over ``rows`` sequences: (m + pipe - 1) stage times for m micro-batches."""
     micro = forward_rows(place, rows, mesh, length, micro_rows)
     one = stage_seconds(place, model, mesh, micro, length, backward=False)
-    return bubble(mesh.pipe, micro_batches(rows, mesh, micro)) * one.total(place.constants.overlap)
+    times = pipeline_stage_times(mesh.pipe, micro_batches(rows, mesh, micro))
+    return times * one.total(place.constants.overlap)

@@ -44,7 +44,7 @@ class DecodingCost:
       per_row: seconds per sequence of a step: its cache read, its exchange's bytes, the host.
       products: seconds of matrix products per sequence; they overlap with reading.
       fixed: seconds per step whatever the batch.
-      longer: times the longer of reading and products takes.
+      slowdown: times the longer of reading and products takes.
       experts: share of the weights that is read only for the experts in use, and how likely one
         sequence uses one.
     """
@@ -55,7 +55,7 @@ class DecodingCost:
     per_row: float
     products: float
     fixed: float
-    longer: float = 1.0
+    slowdown: float = 1.0
     expert_share: float = 0.0
     expert_use: float = 0.0
 
@@ -66,11 +66,11 @@ class DecodingCost:
         if self.expert_share:
             used = 1 - (1 - self.expert_use) ** rows
             read *= 1 - self.expert_share * (1 - used)
-        step = self.longer * max(read, rows * self.products) + self.fixed + rows * self.per_row
+        step = self.slowdown * max(read, rows * self.products) + self.fixed + rows * self.per_row
         return waves * self.steps * step
 
 
-def decoding(
+def decoding_cost(
     place: DeviceSet, model: ModelCounts, mesh: MeshSizes, rows: float, work: Workload
 ) -> DecodingCost:
     """Coefficients for ``rows`` sequences over all replicas of p_g * t_g devices.

@@ -12,17 +12,17 @@ from hjax.sharding.interconnect import ring_load, wraps
 _HOST = 8  # devices of most hosts
 
 
-def cluster(text: str) -> Cluster:
+def parse_cluster(text: str) -> Cluster:
     """A cluster by name: ``16x8:a100-80g`` (hosts x devices), ``v5p:4x4x4`` or
     ``2xv5p:4x4x4`` (slices x sides), joined by ``+``.
 
     Raises:
       ConfigError: another form, or an unknown device.
     """
-    return Cluster(tuple(_pool(part.strip()) for part in text.split("+")))
+    return Cluster(tuple(_parse_pool(part.strip()) for part in text.split("+")))
 
 
-def _pool(text: str) -> DevicePool:
+def _parse_pool(text: str) -> DevicePool:
     sizes, slices = r"\d+(?:x\d+)*", 1
     if match := re.fullmatch(rf"({sizes}):([\w.-]+)", text):
         numbers, name = match.groups()
@@ -37,7 +37,7 @@ def _pool(text: str) -> DevicePool:
     if min(*shape, slices) < 1:
         raise ConfigError(f"--cluster={text}: sizes of 1 or more")
     if kind.torus:
-        return _slices(kind, shape, slices, text)
+        return _parse_slices(kind, shape, slices, text)
     if slices > 1:
         raise ConfigError(
             f"--cluster={text}: {kind.name} has no slices; HOSTSxDEVICES:{kind.name} takes hosts"
@@ -48,7 +48,7 @@ def _pool(text: str) -> DevicePool:
     return DevicePool(kind, hosts, per_host)
 
 
-def _slices(kind: Device, shape: tuple[int, ...], slices: int, text: str) -> DevicePool:
+def _parse_slices(kind: Device, shape: tuple[int, ...], slices: int, text: str) -> DevicePool:
     if len(shape) != kind.torus or any(n & (n - 1) for n in shape):
         example = "x".join(["4"] * kind.torus)
         raise ConfigError(
@@ -81,7 +81,7 @@ def legal_counts(pool: DevicePool) -> tuple[int, ...]:
     return (*below, *(pool.per_host * hosts for hosts in range(1, pool.hosts + 1)))
 
 
-def box(pool: DevicePool, devices: int) -> tuple[int, ...]:
+def sub_slice(pool: DevicePool, devices: int) -> tuple[int, ...]:
     """Sides of the part of a slice that a set of ``devices`` gets; the slice's from there on."""
     sides = list(pool.shape)
     while math.prod(sides) > devices:
@@ -90,13 +90,13 @@ def box(pool: DevicePool, devices: int) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def sharing(pool: DevicePool, devices: int, size: int, stride: int) -> int:
+def link_contention(pool: DevicePool, devices: int, size: int, stride: int) -> int:
     """Steps that share the most used link of a torus when a mesh axis's rings run, of ``size``
     devices ``stride`` ranks apart, on the box of a set of ``devices``; 1 where all are neighbours.
     """
     if not pool.shape:
         return 1
-    sides = box(pool, devices)
+    sides = sub_slice(pool, devices)
     closes = wraps(pool.device.name, pool.shape)
     whole = tuple(n == all_ and c for n, all_, c in zip(sides, pool.shape, closes))
     return ring_load(sides, whole, size, stride)
@@ -108,7 +108,7 @@ def fit_together(pool: DevicePool, counts: tuple[int, ...]) -> bool:
     unless it takes them whole."""
     if sum(counts) > pool.size:
         return False
-    if adds_up(pool):
+    if fits_by_sum(pool):
         return True
     whole = sum(n // pool.per_host for n in counts if n >= pool.per_host)
     parts = tuple(sorted((n for n in counts if n < pool.per_host), reverse=True))
@@ -116,7 +116,7 @@ def fit_together(pool: DevicePool, counts: tuple[int, ...]) -> bool:
 
 
 @functools.cache
-def adds_up(pool: DevicePool) -> bool:
+def fits_by_sum(pool: DevicePool) -> bool:
     """Whether sets of legal sizes find room wherever their sum is at most the pool's: there is one
     host, or each size below a host divides the next one (packing from the largest leaves no gap).
     """

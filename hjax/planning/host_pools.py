@@ -18,7 +18,7 @@ from hjax.planning.plan_types import Cluster, DevicePool
 from hjax.sharding.interconnect import wires_of
 
 
-def cluster_of(
+def cluster_from_hosts(
     groups: Sequence[HostGroup], devices: Sequence[Device], processes: int, each: int
 ) -> Cluster:
     """So many processes of a cluster: those with the fastest devices, all if there are no more.
@@ -51,7 +51,7 @@ def cluster_of(
     return Cluster(tuple(pools))
 
 
-def pools_at_hand(device: Device, devices: Sequence[Any]) -> Cluster:
+def local_cluster(device: Device, devices: Sequence[Any]) -> Cluster:
     """The devices of a process, or of all processes of its world, as pools.
 
     Slices and NVLink domains come from what the devices say of themselves (``wires_of``); simulated

@@ -14,7 +14,7 @@ from hjax.models.cost_inputs import MeshSizes, Offload
 from hjax.roles import STAGES
 
 
-def between(points: Sequence[tuple[int, float]], at: int) -> float:
+def log_interpolate(points: Sequence[tuple[int, float]], at: int) -> float:
     """Of values above 0 at growing numbers the one at another, on logarithmic scales; before and
     after all of them the first and the last; of none 0."""
     below = [(n, value) for n, value in points if n <= at]
@@ -58,7 +58,7 @@ class DevicePool:
         """Whether the devices are simulated and compete for the cores of one machine."""
         return bool(self.device.alone)
 
-    def faster(self, devices: int) -> float:
+    def speedup(self, devices: int) -> float:
         """How many times faster each of so many devices is than with all of them busy.
 
         Of numbers between those measured, all together do what lies between, on logarithmic scales:
@@ -66,11 +66,11 @@ class DevicePool:
         """
         together = [(n, n * f) for n, f, _ in self.device.alone]
         least = min((n for n, _ in together), default=devices)
-        return between(together, devices) / max(devices, least) if together else 1.0
+        return log_interpolate(together, devices) / max(devices, least) if together else 1.0
 
-    def load(self, devices: int) -> float:
+    def core_share(self, devices: int) -> float:
         """Share of the cores' time that so many busy devices take; 0 where none are shared."""
-        return between([(n, c) for n, _, c in self.device.alone], devices)
+        return log_interpolate([(n, c) for n, _, c in self.device.alone], devices)
 
     @property
     def domain(self) -> int:
@@ -128,7 +128,7 @@ class Dataflow:
     roles: tuple[str, ...]
     calls: tuple[PlannedCall, ...]
 
-    def of(self, role: str, kind: str) -> tuple[PlannedCall, ...]:
+    def calls_of(self, role: str, kind: str) -> tuple[PlannedCall, ...]:
         """A role's calls of one kind."""
         return tuple(c for c in self.calls if c.role == role and c.kind == kind)
 
@@ -215,7 +215,7 @@ class Candidate:
         for stage in range(len(STAGES)):
             cores: dict[DevicePool, float] = {}
             for s in self.sets:
-                work = s.seconds[stage] * s.pool.load(s.devices)
+                work = s.seconds[stage] * s.pool.core_share(s.devices)
                 cores[s.pool] = cores.get(s.pool, 0.0) + work
             found.append(max(*(s.seconds[stage] for s in self.sets), *cores.values()))
         return tuple(found)

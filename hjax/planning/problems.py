@@ -1,6 +1,6 @@
-"""A problem for the search out of names: an algorithm, published models, a cluster's numerics.
+"""Planning problems from names: an algorithm, published models, a cluster and numerics.
 
-A run's own problem comes from its config instead (``hjax.planning.auto.run_problem``).
+The problem of a run comes from its config instead (``hjax.planning.auto.run_problem``).
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from hjax.models.cost_inputs import FLOAT32, MASTERS, MIXED, Workload, model_cou
 from hjax.models.presets import planning_shape
 from hjax.models.remat import FULL, NONE
 from hjax.planning.constants import Constants
-from hjax.planning.hardware import cluster as find_cluster
+from hjax.planning.hardware import parse_cluster as find_cluster
 from hjax.planning.plan_types import Cluster, Dataflow, PlannedCall
 from hjax.planning.search import PlanProblem
 from hjax.planning.search_space import OFFLOADS, SearchSpace
@@ -25,7 +25,7 @@ from hjax.run.dataflow import step_calls
 _KINDS: dict[str, Any] = {"generate": "generate", "prepare": "forward", "update": "update"}
 
 
-def trace(
+def trace_dataflow(
     algorithm: type[Algorithm],
     config: ConfigDict,
     updates: int,
@@ -34,18 +34,18 @@ def trace(
     absent: Collection[str] = (),
     served: Mapping[str, str] = {},
 ) -> Dataflow:
-    """The calls of one step on the roles that have devices.
+    """The dataflow of one step: its calls on the roles that have devices.
 
     Args:
       config: the section ``algorithm``.
-      updates: mini-batches that the step's sequences are cut into, for each epoch.
+      updates: mini-batches per step and epoch.
       samples: responses per prompt.
       roles: those with a model; calls on others (reward functions) take no devices.
       absent: roles left out of the step altogether.
       served: as of ``step_calls``.
 
     Raises:
-      ConfigError: the calls cannot be read off, or one belongs to no phase that can be planned.
+      ConfigError: the calls cannot be traced, or one belongs to no phase that can be planned.
     """
     calls = step_calls(algorithm, config, updates, samples, absent, served)
     table = algorithm.role_table(config)
@@ -64,7 +64,7 @@ def trace(
 
 
 def find_algorithm(name: str) -> type[Algorithm]:
-    """An algorithm with a dataflow to place, as ``get_algorithm`` finds it."""
+    """The algorithm that ``get_algorithm`` finds, which must have a dataflow to place."""
     found = get_algorithm(name)
     if not found.generates:
         raise ConfigError(f"--algorithm={name}: supervised training has no dataflow to place")
@@ -72,17 +72,17 @@ def find_algorithm(name: str) -> type[Algorithm]:
 
 
 NUMERICS = {"masters": MASTERS, "float32": FLOAT32, "mixed": MIXED}
-# Of the HybridFlow paper's experiments: a step, and the updates it is cut into.
+# The HybridFlow paper's experiments: the work of a step, and its number of updates.
 PAPER_WORK = Workload(prompt_length=1024, response_length=1024, sequences=1024)
 PAPER_UPDATES = 8
-# What the paper's systems can do: layouts within a machine of 8, everything or nothing of a layer
-# computed again, batches of any size.
+# Search space of the paper's systems: tensor parallelism within a machine of 8, full or no
+# rematerialisation, batches of any size.
 PAPER_SPACE = SearchSpace(
     pipes=(1, 2, 4, 8, 16), tensors=(1, 2, 4, 8), contexts=(1,), remat=(NONE, FULL)
 )
 
 
-def pose_problem(
+def build_problem(
     algorithm: type[Algorithm],
     settings: ConfigDict,
     models: Mapping[str, str],
@@ -94,27 +94,27 @@ def pose_problem(
     offload: Mapping[str, Any] | None = None,
     even: bool = False,
 ) -> PlanProblem:
-    """Which devices and layouts these models should get for this work.
+    """Build the planning problem of an algorithm's models, a workload and a cluster.
 
     Args:
       settings: the config's section ``algorithm``.
-      models: by role a published name or a directory with a config.json, as ``fill_in`` takes it.
+      models: by role a published name or a directory with config.json (``complete_models``).
       work: lengths, sequences and samples of a step.
-      updates: optimizer updates that a step's sequences are cut into.
+      updates: optimizer updates per step.
       numerics: one of ``NUMERICS``: hjax's own on accelerators (``masters``) and on CPUs, or the
         paper's (``mixed``), under which ``PAPER_SPACE`` is searched.
-      offload: by role what of it waits in the host's memory; of others whatever is best, or with
-        the paper's numerics nothing. Not None: of others nothing.
-      even: only layouts over which all batches divide, as is always so with hjax's own.
+      offload: by role the state offloaded to host memory; roles that are not named offload
+        nothing. None: the search chooses, or with the paper's numerics nothing is offloaded.
+      even: only layouts over which all batches divide; hjax's own numerics always require it.
 
     Raises:
       ConfigError: an unknown model, a role missing or unknown, sequences longer than a model's.
     """
     table = algorithm.role_table(settings)
-    names, absent = fill_in(models, table)
+    names, absent = complete_models(models, table)
     # The calls of a step do not depend on how many share a prompt.
     samples = max(work.samples, algorithm.fewest_samples(settings))
-    flow = trace(algorithm, settings, updates, samples, names, absent)
+    flow = trace_dataflow(algorithm, settings, updates, samples, names, absent)
     shapes = {role: planning_shape(name) for role, name in names.items()}
     for role, shape in shapes.items():
         if shape.max_length < work.length and not table[role].function:
@@ -159,7 +159,7 @@ def paper_problem(
     if "cost_critic" in roles:
         names["cost_critic"] = "none"
     machines = find_cluster(f"{max(1, gpus // 8)}x{min(gpus, 8)}:a100-80g")
-    return pose_problem(
+    return build_problem(
         found,
         settings,
         names,
@@ -172,15 +172,15 @@ def paper_problem(
 
 
 def _offloads(flow: Dataflow, asked: Mapping[str, Any] | None, usual: Any) -> dict[str, Any]:
-    """What of each role waits in the host's memory: what was asked, else ``usual``.
+    """The offload of each role: as requested, or ``usual`` for all roles without a request.
 
     Raises:
-      ConfigError: a role that has no devices, or what it cannot do.
+      ConfigError: a role that has no devices, or an offload that the role does not support.
     """
     if asked is None:
         return dict.fromkeys(flow.roles, usual) if usual != "none" else {}
     for role, what in asked.items():
-        trained = bool(flow.of(role, "update"))
+        trained = bool(flow.calls_of(role, "update"))
         if role not in flow.roles or what not in OFFLOADS[trained]:
             allowed = OFFLOADS[trained] if role in flow.roles else OFFLOADS[True]
             raise ConfigError(
@@ -190,13 +190,14 @@ def _offloads(flow: Dataflow, asked: Mapping[str, Any] | None, usual: Any) -> di
     return dict(asked)
 
 
-def fill_in(
+def complete_models(
     models: Mapping[str, str], roles: Mapping[str, Role]
 ) -> tuple[dict[str, str], list[str]]:
-    """Model name of each role that has one, in the order of ``roles``, and the roles left out.
+    """Fill in models that are not named, with defaults.
 
-    A reward or cost that is not named is a function on the host; a cost critic that is not named
-    is like the critic, and ``none`` leaves it out.
+    A reward or cost without a name is a function on the host. A cost critic without a name has the
+    critic's model; ``none`` leaves it out. Returns the model name of each role that has one, in the
+    order of ``roles``, and the roles left out.
 
     Raises:
       ConfigError: a role that the algorithm does not have, or one of its roles without a model.
@@ -206,7 +207,7 @@ def fill_in(
             raise ConfigError(f"--models: no role {role!r}; this algorithm has {', '.join(roles)}")
     names = dict(models)
     absent = [role for role, name in names.items() if name == "none"]
-    for name, like in roles.items():  # one that shares another's section is like it
+    for name, like in roles.items():  # roles that share a config section have the same model
         if like.config_section in names:
             names.setdefault(name, names[like.config_section])
     missing = [r for r in roles if r not in names and not roles[r].function]

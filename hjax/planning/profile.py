@@ -1,8 +1,8 @@
-"""Profiles: what the devices at hand really do, measured and kept for plans.
+"""Profiles: measured rates of devices, stored on disk for planning.
 
-Rates are per device with all of them busy; simulated CPU devices share the cores, so a device's
-own rate falls with how many are busy, which is kept too. A profile holds for what it was measured
-on, and for nothing else.
+Rates are per device with all devices busy. Simulated CPU devices share the cores, so a profile also
+has how the rate of each depends on the number of busy ones. A profile is valid only for the
+machine, devices and versions it was measured on.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from hjax.machine import available_cores
 from hjax.planning.constants import Constants
 from hjax.user_input import read_object
 
-MAKE = "python -m hjax.launch.plan --calibrate"
+CALIBRATE_COMMAND = "python -m hjax.launch.plan --calibrate"
 _FIGURES = ("memory", "bandwidth", "link", "network")
-METHOD = "2"  # of calibrations: raised where what they measure, or count it by, becomes another
+CALIBRATION_VERSION = "2"  # to be raised when calibrations measure or count something differently
 
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredOn:
-    """What a profile was measured on.
+    """The machine, devices and versions that a profile was measured on.
 
     Attributes:
-      kind: of the devices, as JAX calls it.
+      kind: JAX's name of the devices.
       devices: how many.
       cpu: model of the host's processor.
-      cores: that the process may use.
-      versions: of jax, jaxlib, hjax and, ``calibration``, ``METHOD``.
+      cores: number that the process may use.
+      versions: of jax, jaxlib and hjax; under ``calibration``, ``CALIBRATION_VERSION``.
     """
 
     kind: str
@@ -51,18 +51,18 @@ class MeasuredOn:
         """These devices of this process."""
         names = ("hjax", "jax", "jaxlib")
         versions = tuple((name, importlib.metadata.version(name)) for name in names)
-        versions = (("calibration", METHOD), *versions)
+        versions = (("calibration", CALIBRATION_VERSION), *versions)
         kind = str(devices[0].device_kind)
         return cls(kind, len(devices), cpu_model(), available_cores(), versions)
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """All of it in one line."""
         versions = ", ".join(f"{name} {version}" for name, version in self.versions)
         return f"{self.devices} x {self.kind} ({self.cpu}, cores: {self.cores}; {versions})"
 
-    def differs(self, other: MeasuredOn) -> str:
-        """In what the other is not the same, in words; empty: in nothing."""
+    def difference(self, other: MeasuredOn) -> str:
+        """The differences from another record, in words; empty: none."""
         found = []
         for field in dataclasses.fields(self):
             mine, its = getattr(self, field.name), getattr(other, field.name)
@@ -78,13 +78,13 @@ class MeasuredOn:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """Measured rates as a device of the catalogue, whose shares are 1.
+    """Measured rates, in the form of a catalogue device whose efficiencies are 1.
 
     Attributes:
       busy: FLOP/s of updates per device, by the number of devices they are spread over.
-      made_on: what was measured; None: a catalogue's entry.
-      runs: that have taught the constants since.
-      learned: constants that they moved, and by how much in all.
+      made_on: where it was measured; None: an entry of the catalogue.
+      runs: number of runs that have corrected the constants since.
+      learned: by constant, the total factor of these corrections.
     """
 
     device: Device
@@ -95,7 +95,7 @@ class Profile:
     learned: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def origins(self) -> dict[str, str]:
-        """Where each number is from, by name."""
+        """The source of each number, by name."""
         if self.made_on is None:
             return {"hardware": self.device.source}
         at = f"measured on {self.made_on.devices} x {self.made_on.kind} ({self.made_on.cpu})"
@@ -106,7 +106,7 @@ class Profile:
             moved = self.learned.get(name)
             found[name] = f"{at}, times {moved:.2f} by {self.runs} runs" if moved else at
         for name in self.constants.calibrated():
-            if whole := self.constants.within(name):
+            if whole := self.constants.part_of(name):
                 found[name] = f"part of what is measured as {whole}"
         return found
 
@@ -132,7 +132,7 @@ def read_profile(path: Path, here: MeasuredOn | None = None) -> Profile:
 
     Args:
       path: of the file.
-      here: what it is wanted for; None: whatever it was measured on.
+      here: machine and devices that it must match; None: any.
 
     Raises:
       ConfigError: no such file, not a profile, or one of other devices, another machine or other
@@ -159,16 +159,17 @@ def read_profile(path: Path, here: MeasuredOn | None = None) -> Profile:
         raise ConfigError(f"--profile={error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         why = f"not a profile ({type(error).__name__}: {error})"
-        raise ConfigError(f"--profile={path}: {why}; make one with {MAKE}") from error
-    if here is not None and (other := made_on.differs(here)):
+        raise ConfigError(f"--profile={path}: {why}; make one with {CALIBRATE_COMMAND}") from error
+    if here is not None and (other := made_on.difference(here)):
         raise ConfigError(
-            f"the profile {path} was measured elsewhere: {other}; make one here with {MAKE}"
+            f"the profile {path} was measured elsewhere: {other}; make one here with "
+            f"{CALIBRATE_COMMAND}"
         )
     try:
         constants = Constants().with_values(values, measured=True)
     except ConfigError as error:
         raise ConfigError(
-            f"--profile={path}: not a profile ({error}); make one with {MAKE}"
+            f"--profile={path}: not a profile ({error}); make one with {CALIBRATE_COMMAND}"
         ) from error
     return Profile(device, constants, busy, made_on, runs, learned)
 

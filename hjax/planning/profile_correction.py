@@ -1,9 +1,9 @@
-"""What runs teach a profile: predicted and measured seconds side by side, and which term was wrong.
+"""Profile correction: compare predicted and measured seconds of a run, and adjust the constants.
 
-A stage's seconds are (nearly) linear in the time that each constant stands for. So every call of a
-run is an equation in factors of these times, and the profile's own values are what is believed
-before: the factors are those that explain the run best and stay near 1 (ridge regression on the
-relative errors). A run moves a factor the less, the more runs have spoken before it.
+A stage's seconds are (nearly) linear in the time that each constant describes. So every call of a
+run is one linear equation in correction factors of these times. The factors are fitted by ridge
+regression on the relative errors, with 1 (the profile's own values) as the prior. The prior weighs
+more with every run, so later runs change the factors less.
 """
 
 import dataclasses
@@ -18,12 +18,12 @@ from hjax.devices import device_of_kind
 from hjax.errors import ConfigError
 from hjax.files import json_line, replace_file
 from hjax.machine import device_memory
-from hjax.planning.auto import predict, run_problem
+from hjax.planning.auto import predict_run, run_problem
 from hjax.planning.constants import Constants
-from hjax.planning.host_pools import pools_at_hand
+from hjax.planning.host_pools import local_cluster
 from hjax.planning.plan_types import Candidate
 from hjax.planning.profile import (
-    MAKE,
+    CALIBRATE_COMMAND,
     MeasuredOn,
     Profile,
     profile_path,
@@ -39,24 +39,24 @@ from hjax.user_input import parse_json
 PHASES = dict(zip(("generate", "prepare", "update"), STAGES, strict=True))
 # Constants that are rates, so that seconds fall as they rise.
 RATES = ("matmul", "memory", "link", "network", "host")
-# Terms of runs that may be learned: those that a calibration measures.
+# Constants that a run may correct: those that a calibration measures.
 TERMS = (
     "matmul", "score", "backward", "layer_pass", "layer_update", "dispatch", "decode",
     "decode_layer", "rollout", "memory", "gather", "unsplit", "link", "link_latency",
 )  # fmt: skip
-WARM_UP = 2  # first steps of a run, which compile
-# How strongly a factor is held at 1, against an error of 100 % of a call; how far it may go.
-BELIEF, FURTHEST = 0.02, 4.0
+COMPILING_STEPS = 2  # first steps of a run, which compile
+# Ridge weight of a factor's distance from 1, against a call's error of 100 %; the largest factor.
+PRIOR_WEIGHT, MAX_FACTOR = 0.02, 4.0
 
 
 @dataclasses.dataclass(frozen=True)
 class CallSeconds:
-    """A role's calls of one stage of a step.
+    """Predicted and measured seconds of a role's calls in one stage of a step.
 
     Attributes:
-      role, stage: whose and when.
+      role, stage: of the calls.
       methods: that are called, in order.
-      predicted, measured: seconds of a step, the latter a median over steps.
+      predicted, measured: seconds per step; the measured ones are a median over steps.
     """
 
     role: str
@@ -73,13 +73,13 @@ class CallSeconds:
 
 @dataclasses.dataclass(frozen=True)
 class ProfileCorrection:
-    """What a run says of the constants.
+    """Correction factors of the constants, fitted to a run.
 
     Attributes:
-      calls: predicted by the constants that the plan had.
-      factors: by constant how many times as long what it stands for takes; those that no call
-        depends on are not in it.
-      shares: of each, how many seconds of a step its factor explains.
+      calls: with the predictions of the uncorrected constants.
+      factors: by constant, measured over predicted time of what it describes. Constants that no
+        call depends on are absent.
+      shares: by constant, the seconds of a step that its factor explains.
     """
 
     calls: tuple[CallSeconds, ...]
@@ -88,7 +88,7 @@ class ProfileCorrection:
 
     @property
     def wrong(self) -> str:
-        """The term that explains most of the difference; empty: there is none to speak of."""
+        """The constant that explains most of the difference; empty: none explains over 2 %."""
         worst = max(self.shares, key=lambda name: abs(self.shares[name]), default="")
         total = sum(call.measured for call in self.calls)
         return worst if worst and abs(self.shares[worst]) > 0.02 * total else ""
@@ -98,23 +98,24 @@ Predict = Callable[[Constants], Candidate]
 
 
 def measured_seconds(spans: Sequence[Any], steps: int) -> dict[tuple[str, str], float]:
-    """Median seconds of a step by role and stage, of a timeline's spans, and by that the methods.
+    """Median seconds of a step by role and stage, from a timeline's spans.
 
     Raises:
       ConfigError: a run of so few steps that all of them compile.
     """
-    if steps <= WARM_UP:
-        raise ConfigError(f"{steps} steps say nothing of seconds: the first {WARM_UP} compile")
+    if steps <= COMPILING_STEPS:
+        first = f"the first {COMPILING_STEPS} compile"
+        raise ConfigError(f"{steps} steps say nothing of seconds: {first}")
     found: dict[tuple[str, str], dict[int, float]] = {}
     for span in spans:
-        if span.step > WARM_UP and span.phase in PHASES:
-            of = found.setdefault((span.role, PHASES[span.phase]), {})
-            of[span.step] = of.get(span.step, 0.0) + span.end - span.start
+        if span.step > COMPILING_STEPS and span.phase in PHASES:
+            by_step = found.setdefault((span.role, PHASES[span.phase]), {})
+            by_step[span.step] = by_step.get(span.step, 0.0) + span.end - span.start
     return {key: statistics.median(taken.values()) for key, taken in found.items()}
 
 
 def methods_of(spans: Sequence[Any]) -> dict[tuple[str, str], tuple[str, ...]]:
-    """Methods by role and stage."""
+    """Methods called in a run, by role and stage."""
     found: dict[tuple[str, str], dict[str, None]] = {}
     for span in spans:
         if span.phase in PHASES:
@@ -123,7 +124,7 @@ def methods_of(spans: Sequence[Any]) -> dict[tuple[str, str], tuple[str, ...]]:
 
 
 def predicted_seconds(candidate: Candidate) -> dict[tuple[str, str], float]:
-    """Seconds of a step by role and stage, where there are any."""
+    """Predicted seconds of a step by role and stage; those of 0 are left out."""
     return {
         (role, stage): seconds
         for s in candidate.sets
@@ -133,20 +134,20 @@ def predicted_seconds(candidate: Candidate) -> dict[tuple[str, str], float]:
     }
 
 
-def lesson(
+def fit_correction(
     predict: Predict, constants: Constants, spans: Sequence[Any], steps: int, runs: int = 0
 ) -> ProfileCorrection:
-    """What a run's timeline says of the constants.
+    """Fit correction factors of the constants to a run's timeline.
 
     Args:
-      predict: the cost model's account of the run as it was set up, for any constants.
+      predict: the cost model's prediction of the run's actual plan, for any constants.
       constants: those that it was planned with.
       spans: of the timeline; see ``hjax.controller.timeline.Span``.
-      steps: that the run took.
-      runs: that have taught these constants before.
+      steps: number of steps that the run took.
+      runs: number of runs that have corrected these constants before.
 
     Raises:
-      ConfigError: a run that is too short, or nothing that was predicted was measured.
+      ConfigError: a run that is too short, or none of the predicted calls was measured.
     """
     measured, methods = measured_seconds(spans, steps), methods_of(spans)
     predicted = predicted_seconds(predict(constants))
@@ -157,31 +158,31 @@ def lesson(
     parts = {
         name: part
         for name in TERMS
-        if (part := _part(predict, constants, name, keys, predicted)).any()
+        if (part := _sensitivity(predict, constants, name, keys, predicted)).any()
     }
     if not parts:
         return ProfileCorrection(calls, {}, {})
     names = list(parts)
     real = np.array([call.measured for call in calls])
-    errors = np.array([call.predicted for call in calls])
-    # Relative errors: a fast call says as much as a slow one.
+    planned = np.array([call.predicted for call in calls])
+    # Relative errors, so that a fast call weighs as much as a slow one.
     rows = np.stack([parts[name] for name in names], axis=1) / real[:, None]
-    wanted = (real - errors) / real
-    held = BELIEF * (1 + runs) * np.eye(len(names))
-    moved = np.linalg.solve(rows.T @ rows + held, rows.T @ wanted)
-    factors = np.clip(1 + moved, 1 / FURTHEST, FURTHEST)
+    targets = (real - planned) / real
+    ridge = PRIOR_WEIGHT * (1 + runs) * np.eye(len(names))
+    changes = np.linalg.solve(rows.T @ rows + ridge, rows.T @ targets)
+    factors = np.clip(1 + changes, 1 / MAX_FACTOR, MAX_FACTOR)
     shares = {name: float(parts[name].sum() * (f - 1)) for name, f in zip(names, factors)}
     return ProfileCorrection(calls, dict(zip(names, factors.tolist())), shares)
 
 
-def _part(
+def _sensitivity(
     predict: Predict,
     constants: Constants,
     name: str,
     keys: Sequence[tuple[str, str]],
     predicted: Mapping[tuple[str, str], float],
 ) -> np.ndarray:
-    """Seconds of each call that what a constant stands for takes: their slope in its time."""
+    """Seconds of each call spent in what a constant describes: the derivative in its time."""
     step = 1.01
     value = getattr(constants, name)
     if not value:
@@ -191,19 +192,19 @@ def _part(
     return np.array([(after[key] - predicted[key]) / (step - 1) for key in keys])
 
 
-def taught(constants: Constants, found: ProfileCorrection) -> Constants:
-    """Constants with a lesson's factors."""
+def corrected_constants(constants: Constants, found: ProfileCorrection) -> Constants:
+    """The constants with a correction's factors applied."""
     values = {}
     for name, factor in found.factors.items():
         value = getattr(constants, name)
         values[name] = value / factor if name in RATES else value * factor
-        if name in ("gather", "unsplit"):  # a share, and what takes at most so long
+        if name in ("gather", "unsplit"):  # `unsplit` is a share; `gather` takes at most 1 s
             values[name] = min(1.0, values[name])
     return constants.with_values(values, measured=True)
 
 
-def record(found: ProfileCorrection) -> dict[str, Any]:
-    """A lesson as data: ``calls``, ``factors``, ``wrong`` and ``explains_seconds``."""
+def correction_record(found: ProfileCorrection) -> dict[str, Any]:
+    """A correction as data: ``calls``, ``factors``, ``wrong`` and ``explains_seconds``."""
     return {
         "calls": [
             {**dataclasses.asdict(call), "ratio": call.ratio, "methods": list(call.methods)}
@@ -215,8 +216,8 @@ def record(found: ProfileCorrection) -> dict[str, Any]:
     }
 
 
-def is_record(found: Any) -> bool:
-    """Whether it is what ``record`` makes, with ``constants`` and ``taught``."""
+def is_correction_record(found: Any) -> bool:
+    """Whether data is a ``correction_record``, with ``constants`` and ``taught``."""
     if not _has(found, _RECORD) or not all(_has(call, _CALL) for call in found["calls"]):
         return False
     wrong = found["wrong"]
@@ -243,7 +244,7 @@ def _is_number(value: Any) -> bool:
 
 
 def summary(found: Mapping[str, Any]) -> str:
-    """One line: how near the plan was, and which term was wrong."""
+    """One line: predicted and measured seconds, and which constant was most wrong."""
     calls = found["calls"]
     predicted, measured = (sum(c[key] for c in calls) for key in ("predicted", "measured"))
     text = f"predicted {predicted:.3f} s of a step's calls, measured {measured:.3f} s"
@@ -257,27 +258,26 @@ def summary(found: Mapping[str, Any]) -> str:
     )
 
 
-FILE = "plan_seconds.json"
+PLAN_SECONDS = "plan_seconds.json"
 
 
-def learn_from(trainer: Any, workdir: Path | None = None) -> dict[str, Any] | None:
-    """Compare a run's calls with the cost model's account of it; teach the profile by which its
-    devices are planned for.
+def correct_profile(trainer: Any, workdir: Path | None = None) -> dict[str, Any] | None:
+    """Compare a run's calls with the cost model's prediction, and correct the devices' profile.
 
-    The profile learns where its devices are the run's, and sets do not share cores: what a set
-    waits for another is not its own.
+    The stored profile is corrected unless sets of models share cores: then part of a set's time is
+    waiting for another set.
 
     Args:
       trainer: that has run.
-      workdir: takes ``FILE``; None: nothing is written there.
+      workdir: folder for the file ``PLAN_SECONDS``; None: none is written.
 
     Returns:
-      what was written, of ``learning.record``, with ``constants`` (``measured`` or ``assumed``),
-      ``taught``, whether the profile learned, and ``untaught``, why not; None on a cluster, and
-      where these devices have no profile and are not in the catalogue.
+      the record (``correction_record``) with ``constants`` (``measured`` or ``assumed``),
+      ``taught`` (whether the profile was corrected) and ``untaught`` (why not). None on a cluster,
+      and for devices that have no profile and are not in the catalogue.
 
     Raises:
-      ConfigError: a run of which the cost model has no account, with the reason.
+      ConfigError: a run that the cost model cannot predict, with the reason.
     """
     config = trainer.config
     if on_cluster(config) or not trainer.algorithm_class.generates:
@@ -286,7 +286,7 @@ def learn_from(trainer: Any, workdir: Path | None = None) -> dict[str, Any] | No
     path, untaught = profile_path(devices), ""
     if path.is_file():
         profile = read_profile(path, MeasuredOn.here(devices))
-        pool = pools_at_hand(profile.device, devices).pools[0]
+        pool = local_cluster(profile.device, devices).pools[0]
         if len(trainer.roles.plan.placement) > 1 and pool.shares_cores:
             untaught = "the profile does not learn from sets that share cores"
     else:
@@ -294,26 +294,26 @@ def learn_from(trainer: Any, workdir: Path | None = None) -> dict[str, Any] | No
         if known is None:
             return None
         profile = Profile(known, Constants(), {})
-        untaught = f"no profile is stored that could learn it ({MAKE})"
-    found = lesson_of(trainer, profile)
+        untaught = f"no profile is stored that could learn it ({CALIBRATE_COMMAND})"
+    found = correction_of_run(trainer, profile)
     if not untaught:
-        write_profile(improved(profile, found), path)
+        write_profile(corrected_profile(profile, found), path)
     said = {
-        **record(found),
+        **correction_record(found),
         "constants": "measured" if profile.constants.measured else "assumed",
         "runs_before": profile.runs,
         "taught": not untaught,
         "untaught": untaught,
     }
     if workdir is not None:
-        replace_file(workdir / FILE, json_line(said) + "\n")
+        replace_file(workdir / PLAN_SECONDS, json_line(said) + "\n")
     return said
 
 
-def lesson_of(trainer: Any, profile: Profile) -> Any:
-    """What a run says of a profile's constants (``ProfileCorrection``)."""
-    return lesson(
-        lambda constants: account(trainer, profile, constants),
+def correction_of_run(trainer: Any, profile: Profile) -> Any:
+    """The correction of a profile's constants by a run (``ProfileCorrection``)."""
+    return fit_correction(
+        lambda constants: predict_trainer(trainer, profile, constants),
         profile.constants,
         trainer.timeline.spans(),
         trainer.step_number,
@@ -321,8 +321,8 @@ def lesson_of(trainer: Any, profile: Profile) -> Any:
     )
 
 
-def account(trainer: Any, profile: Profile, constants: Constants) -> Candidate:
-    """The cost model's account of a run as it is set up."""
+def predict_trainer(trainer: Any, profile: Profile, constants: Constants) -> Candidate:
+    """The cost model's prediction for a trainer's run in its actual placement."""
     devices = local_devices(trainer.config)
     shapes = {r: m for r, m in trainer.roles.models.items() if r in trainer.roles.layouts}
     problem = run_problem(
@@ -330,44 +330,44 @@ def account(trainer: Any, profile: Profile, constants: Constants) -> Candidate:
         trainer.algorithm_class,
         shapes,
         trainer.inputs.prompt_length,
-        pools_at_hand(profile.device, devices),
+        local_cluster(profile.device, devices),
         constants,
         is_float32(trainer.config, devices[0].platform),
     )
-    return predict(problem, trainer.roles)
+    return predict_run(problem, trainer.roles)
 
 
-def improved(profile: Profile, found: Any) -> Profile:
-    """A profile that has learned a lesson."""
+def corrected_profile(profile: Profile, found: Any) -> Profile:
+    """The profile with a correction applied."""
     learned = dict(profile.learned)
     for name, factor in found.factors.items():
         learned[name] = learned.get(name, 1.0) * factor
     return dataclasses.replace(
         profile,
-        constants=taught(profile.constants, found),
+        constants=corrected_constants(profile.constants, found),
         runs=profile.runs + 1,
         learned=learned,
     )
 
 
 def read_record(workdir: Path) -> dict[str, Any]:
-    """What ``learn_from`` wrote.
+    """Read the record that ``correct_profile`` wrote into a workdir.
 
     Raises:
       ConfigError: there is none, or it is not what a run writes.
     """
     try:
-        data = (workdir / FILE).read_bytes()
+        data = (workdir / PLAN_SECONDS).read_bytes()
     except OSError as error:
         raise ConfigError(
-            f"--explain={workdir}: it has no {FILE}; a run writes it at its end where its devices "
-            "have a profile (python -m hjax.launch.plan --calibrate, or placement=auto)"
+            f"--explain={workdir}: it has no {PLAN_SECONDS}; a run writes it at its end where its "
+            "devices have a profile (python -m hjax.launch.plan --calibrate, or placement=auto)"
         ) from error
-    found = parse_json(data, f"--explain={workdir}: {FILE}")
-    if not is_record(found):
+    found = parse_json(data, f"--explain={workdir}: {PLAN_SECONDS}")
+    if not is_correction_record(found):
         raise ConfigError(
-            f"--explain={workdir}: {FILE} is not what a run writes at its end (calls, factors, "
-            "explains_seconds, wrong, constants, taught); run it again"
+            f"--explain={workdir}: {PLAN_SECONDS} is not what a run writes at its end (calls, "
+            "factors, explains_seconds, wrong, constants, taught); run it again"
         )
     assert isinstance(found, dict)
     return found

@@ -13,7 +13,7 @@ from hjax.errors import ConfigError
 from hjax.models.cost_inputs import MASTERS, Numerics, Workload
 from hjax.planning.hardware import legal_counts
 from hjax.planning.plan_types import Candidate, RoleOption
-from hjax.planning.role_options import batches_divide, prompts_divide, slots
+from hjax.planning.role_options import batches_divide, prompts_divide, rollout_slots
 from hjax.planning.search import PlanProblem, RoleFronts, SearchResult
 from hjax.planning.strategies import STRATEGIES, only_compiles
 from hjax.roles import STAGES, Role
@@ -60,11 +60,11 @@ def role_settings(role: str, option: RoleOption, problem: PlanProblem) -> dict[s
     found: dict[str, Any] = {}
     if option.micro_rows and role not in problem.space.micro_batches:
         found["micro_batch"] = option.micro_rows * option.mesh.replicas
-    if problem.dataflow.of(role, "update"):
+    if problem.dataflow.calls_of(role, "update"):
         found["remat"] = option.remat
     found["offload"] = option.offload
     if option.waves and problem.numerics.own and len(problem.space.waves) > 1:
-        found["slots"] = slots(option, problem.work)
+        found["slots"] = rollout_slots(option, problem.work)
     return found
 
 
@@ -79,7 +79,7 @@ def describe_result(result: SearchResult, problem: PlanProblem, strategy: str) -
       ConfigError: nothing fits; the message has the bytes missing.
     """
     if not result.candidates:
-        raise ConfigError(missing(problem, strategy))
+        raise ConfigError(no_fit_message(problem, strategy))
     best = result.fastest
     candidates = [
         {
@@ -87,7 +87,7 @@ def describe_result(result: SearchResult, problem: PlanProblem, strategy: str) -
             "allocation": [s.devices for s in candidate.sets],
             "pools": [s.pool.name for s in candidate.sets],
             "seconds": candidate.total,
-            "reason": reason(candidate, best),
+            "reason": loss_reason(candidate, best),
         }
         for candidate in result.candidates
     ]
@@ -100,7 +100,7 @@ def describe_result(result: SearchResult, problem: PlanProblem, strategy: str) -
         "strategy": strategy,
         "models": {role: model.name for role, model in result.problem.models.items()},
         "candidates": candidates,
-        "needs": needs(best, result.problem, strategy),
+        "needs": unsupported(best, result.problem, strategy),
         "slower": len(result.slower),
         "impossible": [[list(s) for s in p] for p in result.impossible],
         "origins": {
@@ -112,7 +112,7 @@ def describe_result(result: SearchResult, problem: PlanProblem, strategy: str) -
     }
 
 
-def needs(candidate: Candidate, problem: PlanProblem, strategy: str) -> list[str]:
+def unsupported(candidate: Candidate, problem: PlanProblem, strategy: str) -> list[str]:
     """What a candidate needs that hjax's own programs do not do, in words; nothing where a run can
     do what was planned."""
     found = [f"the programs of {strategy}"] if STRATEGIES[strategy].other_system else []
@@ -123,14 +123,16 @@ def needs(candidate: Candidate, problem: PlanProblem, strategy: str) -> list[str
     if problem.numerics.weights < MASTERS.weights:
         found.append(f"{8 * problem.numerics.weights:g}-bit weights")
     for role, option in roles:
-        calls = problem.dataflow.of(role, "forward") + problem.dataflow.of(role, "update")
+        calls = problem.dataflow.calls_of(role, "forward") + problem.dataflow.calls_of(
+            role, "update"
+        )
         even = batches_divide(calls, option.mesh, problem.work)
         if not even or (option.waves and not prompts_divide(option.mesh, problem.work)):
             found.append(f"batches that do not divide over the replicas of the {role}")
     return found
 
 
-def reason(candidate: Candidate, best: Candidate) -> str:
+def loss_reason(candidate: Candidate, best: Candidate) -> str:
     """Why a plan lost to the best one: the stages in which it is slower."""
     if candidate is best:
         return "chosen"
@@ -152,7 +154,7 @@ def reason(candidate: Candidate, best: Candidate) -> str:
     return f"{slower}: {', '.join(parts)}" if parts else f"{slower} over all stages"
 
 
-def missing(problem: PlanProblem, strategy: str) -> str:
+def no_fit_message(problem: PlanProblem, strategy: str) -> str:
     """The one line for a cluster on which the models do not fit: bytes missing per device, or over
     how many devices nothing divides."""
     names = problem.dataflow.roles

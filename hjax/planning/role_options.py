@@ -34,7 +34,7 @@ def role_options(
       offload: what of it waits in the host's memory; ``any``: whatever is best.
       every: also those that another of the same mesh is as good as in all respects.
     """
-    calls = {kind: dataflow.of(role, kind) for kind in ("generate", "forward", "update")}
+    calls = {kind: dataflow.calls_of(role, kind) for kind in ("generate", "forward", "update")}
     limit = place.capacity
     trained = bool(calls["update"])
     offloads = OFFLOADS[trained] if offload == "any" else (offload,)
@@ -50,8 +50,8 @@ def role_options(
         passes = _passes(place, model, mesh, role, calls, work, space)
         rollouts = _rollouts(place, model, mesh, calls["generate"], work, space)
         if not every:
-            passes = _best(passes, lambda p: (*p.seconds, *p.bytes))
-            rollouts = _best(rollouts, lambda r: (r.seconds, r.bytes))
+            passes = _non_dominated(passes, lambda p: (*p.seconds, *p.bytes))
+            rollouts = _non_dominated(rollouts, lambda r: (r.seconds, r.bytes))
         for what in offloads:
             back = [
                 memory.fetched(kind == "update", what) if called else 0.0
@@ -110,11 +110,11 @@ class _Rollouts:
 _Way = TypeVar("_Way")
 
 
-def _best(ways: list[_Way], costs: Callable[[_Way], tuple[float, ...]]) -> list[_Way]:
+def _non_dominated(ways: list[_Way], costs: Callable[[_Way], tuple[float, ...]]) -> list[_Way]:
     """Those that no other is as good as in all respects."""
     if len(ways) < 2:
         return ways
-    return [ways[i] for i in front(np.array([costs(way) for way in ways]))]
+    return [ways[i] for i in pareto_front(np.array([costs(way) for way in ways]))]
 
 
 def batches_divide(
@@ -162,7 +162,7 @@ def _rows_tried(
     mesh: MeshSizes, role: str, calls: Sequence[PlannedCall], work: Workload, space: SearchSpace
 ) -> list[int]:
     """Rows per replica and pass; where batches divide those that cut them into equal passes."""
-    counted = [n for n, _ in _counted(calls, work)]
+    counted = [n for n, _ in _row_counts(calls, work)]
     local = max(math.ceil(rows / mesh.replicas) for rows in counted)
     if role in space.micro_batches:
         asked = space.micro_batches[role]
@@ -190,7 +190,7 @@ def _forward(
     seconds = transient = 0.0
     memory = place.memory(model, mesh)
     length = work.row_tokens(place.numerics.shared_prompt, micro_rows)
-    for rows, count in _counted(calls, work):
+    for rows, count in _row_counts(calls, work):
         once = cost.forward_seconds(place, model, mesh, rows, length, micro_rows)
         seconds += count * (once + place.constants.dispatch)
         micro = cost.forward_rows(place, rows, mesh, length, micro_rows)
@@ -211,7 +211,7 @@ def _updates(
     seconds, transient = len(calls) * place.constants.dispatch, 0.0
     memory = place.memory(model, mesh)
     length = work.row_tokens(place.numerics.shared_prompt, micro_rows)
-    for rows, count in _counted(calls, work):
+    for rows, count in _row_counts(calls, work):
         once = cost.update_seconds(place, model, mesh, rows, length, micro_rows, remat)
         seconds += count * once
         passes = cost.micro_batches(rows, mesh, micro_rows)
@@ -232,7 +232,7 @@ def _rollouts(
     if not calls:
         return [_Rollouts(mesh)]
     found = []
-    counted = _counted(calls, work)
+    counted = _row_counts(calls, work)
     slowness = place.constants.native_decode if space.native_decode else 1.0
     for laid_out in generation_meshes(place, model, mesh, space):
         if space.even and not prompts_divide(laid_out, work):
@@ -253,7 +253,7 @@ def _rollouts(
             k * generation_cost.prefill_seconds(place, model, laid_out, n, work) for n, k in counted
         )
         decoders = [
-            (generation_cost.decoding(place, model, laid_out, n, work), k) for n, k in counted
+            (generation_cost.decoding_cost(place, model, laid_out, n, work), k) for n, k in counted
         ]
         for waves, parts in _parts(place, laid_out, counted, work, space):
             decoded = sum(k * d.seconds(waves) for d, k in decoders)
@@ -293,13 +293,13 @@ def _parts(
         if groups in done:
             continue
         done.add(groups)
-        slots = groups < math.ceil(prompts / replicas)
+        rollout_slots = groups < math.ceil(prompts / replicas)
         found = []
         for rows, here in local.items():
             samples = 1 if rows == prompts else work.samples
             whole = math.ceil(here / samples)
             at_a_time = min(whole, groups * work.samples // samples)
-            by_slots = slots or not place.pool.shape
+            by_slots = rollout_slots or not place.pool.shape
             found.append(DecodeBatch(at_a_time, samples, by_slots, at_a_time < whole))
         yield math.ceil(prompts / replicas / groups), found
 
@@ -311,7 +311,7 @@ def slot_groups(mesh: MeshSizes, prompts: int, waves: int) -> int:
     return min(prompts, math.ceil(math.ceil(prompts / waves) / each) * each)
 
 
-def slots(option: RoleOption, work: Workload) -> int:
+def rollout_slots(option: RoleOption, work: Workload) -> int:
     """``rollout.slots`` of an option: sequences of all replicas at a time; 0: all of a step's."""
     if option.waves < 2:
         return 0
@@ -326,24 +326,24 @@ def _transition(place: DeviceSet, model: ModelCounts, mesh: MeshSizes, space: Se
         whole = model.parameters * place.numerics.compute
         return cost.all_gather(place, whole, place.devices)
     if space.gather == "sent":
-        return cost.transfer(place, model)
+        return cost.weight_sync_seconds(place, model)
     if space.generate == "same":
         return 0.0
     return generation_cost.transition_seconds(place, model, mesh)
 
 
-def _counted(calls: Sequence[PlannedCall], work: Workload) -> list[tuple[int, int]]:
+def _row_counts(calls: Sequence[PlannedCall], work: Workload) -> list[tuple[int, int]]:
     """(rows, how many calls have so many)."""
     rows = [max(1, round(c.rows * work.sequences)) for c in calls]
     return [(n, rows.count(n)) for n in dict.fromkeys(rows)]
 
 
-# Columns of ``vectors``: those that add up over the models of a set, and those of which the largest
-# counts.
+# Columns of ``cost_vectors``: how many add up over the models of a set (of the others the largest
+# counts), and how many there are.
 SUMS, WIDTH = 5, 7
 
 
-def vectors(options: Sequence[RoleOption], offloads: bool = True) -> np.ndarray:
+def cost_vectors(options: Sequence[RoleOption], offloads: bool = True) -> np.ndarray:
     """float64 [options, 7]: seconds per stage, resident, brought back for learning; transient
     outside of learning, and in it.
 
@@ -358,13 +358,13 @@ def vectors(options: Sequence[RoleOption], offloads: bool = True) -> np.ndarray:
     return np.array(rows, np.float64).reshape(-1, WIDTH)
 
 
-def peak(points: np.ndarray) -> np.ndarray:
+def peak_of(points: np.ndarray) -> np.ndarray:
     """float64 [...] of [..., 7]: most bytes per device."""
     most = np.maximum(points[..., 5], points[..., 4] + points[..., 6])
     return points[..., 3] + most
 
 
-def front(points: np.ndarray) -> np.ndarray:
+def pareto_front(points: np.ndarray) -> np.ndarray:
     """Indices of the rows that no other row dominates (is at most as large everywhere); of equal
     rows one. ``points`` float64 [n, k]."""
     order = np.argsort(points.sum(axis=1), kind="stable")

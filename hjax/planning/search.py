@@ -1,9 +1,9 @@
-"""The search of HybridFlow's Algorithms 1 and 2, exact over legal allocations and layouts.
+"""Exact search over placements, allocations and layouts (HybridFlow's Algorithms 1 and 2).
 
-A set of models on n devices keeps the Pareto front of (seconds per stage, resident, transient
-bytes) of its models' layouts, built one model at a time and kept over placements. Sets are then
-put together under the number of devices, partial plans that another dominates dropped, as are
-those that cannot become one of the best.
+For a set of models on n devices the search keeps the Pareto front of (seconds per stage, resident
+bytes, transient bytes) over layouts. The front is built one model at a time and shared between
+placements. ``allocate`` then combines sets within the number of devices. Partial plans that are
+dominated, or that cannot become one of the best, are dropped (branch and bound).
 """
 
 from __future__ import annotations
@@ -28,7 +28,14 @@ from hjax.planning.plan_types import (
     PlannedSet,
     RoleOption,
 )
-from hjax.planning.role_options import SUMS, WIDTH, front, peak, role_options, vectors
+from hjax.planning.role_options import (
+    COLUMNS,
+    SUMMED,
+    cost_vectors,
+    pareto_front,
+    peak_of,
+    role_options,
+)
 from hjax.planning.search_space import SearchSpace
 
 Placement = tuple[tuple[str, ...], ...]
@@ -36,12 +43,12 @@ Placement = tuple[tuple[str, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class PlanProblem:
-    """Everything a search is asked.
+    """The input of a search.
 
     Attributes:
       models: by role.
-      offload: by role what waits in the host's memory, of those that offload something; ``any``:
-        whatever is best.
+      offload: by role the state offloaded to host memory; ``any``: the search chooses. Roles that
+        offload nothing are absent.
     """
 
     dataflow: Dataflow
@@ -54,12 +61,12 @@ class PlanProblem:
     offload: Mapping[str, Offload | Literal["any"]] = dataclasses.field(default_factory=dict)
 
     def place(self, pool: DevicePool, devices: int) -> DeviceSet:
-        """Some devices of a pool under these constants."""
+        """So many devices of a pool, with this problem's constants and numerics."""
         return DeviceSet(pool, devices, self.constants, self.numerics)
 
 
 def partitions(items: Sequence[str]) -> Iterator[Placement]:
-    """Every set partition, the first item's set first."""
+    """All set partitions of some items; the set of the first item comes first."""
     if not items:
         yield ()
         return
@@ -72,18 +79,18 @@ def partitions(items: Sequence[str]) -> Iterator[Placement]:
 
 @dataclasses.dataclass
 class _Front:
-    """Ways to run some roles on one number of devices: vectors [n, 7] and the options of each."""
+    """A Pareto front of some roles on n devices: cost vectors [n, 7], and the options of each."""
 
     points: np.ndarray
     options: list[tuple[RoleOption, ...]]
 
-    def of(self, kept: np.ndarray) -> _Front:
-        """Some of them."""
+    def subset(self, kept: np.ndarray) -> _Front:
+        """The points with these indices."""
         return _Front(self.points[kept], [self.options[i] for i in kept])
 
 
 class RoleFronts:
-    """The fronts of single roles, which do not depend on the placement."""
+    """Cache of the Pareto fronts of single roles, which do not depend on the placement."""
 
     def __init__(self, problem: PlanProblem):
         self.problem = problem
@@ -91,13 +98,13 @@ class RoleFronts:
         self._places: dict[tuple[DevicePool, int], DeviceSet] = {}
 
     def place(self, pool: DevicePool, devices: int) -> DeviceSet:
-        """The one record of some devices of a pool (collectives are cached by it)."""
+        """The DeviceSet of so many devices of a pool, one object each (a cache key)."""
         if (pool, devices) not in self._places:
             self._places[pool, devices] = self.problem.place(pool, devices)
         return self._places[pool, devices]
 
-    def front(self, role: str, pool: DevicePool, devices: int) -> _Front:
-        """The front of one role; roles with equal models and calls share it."""
+    def pareto_front(self, role: str, pool: DevicePool, devices: int) -> _Front:
+        """The Pareto front of one role; roles with equal models and calls share it."""
         problem = self.problem
         calls = tuple((c.kind, c.rows) for c in problem.dataflow.calls if c.role == role)
         offload = problem.offload.get(role, "none")
@@ -114,23 +121,23 @@ class RoleFronts:
                 space=problem.space,
                 offload=offload,
             )
-            points = vectors(found, any(what != "none" for what in problem.offload.values()))
-            kept = front(points)
+            points = cost_vectors(found, any(what != "none" for what in problem.offload.values()))
+            kept = pareto_front(points)
             self._fronts[key] = _Front(points[kept], [(found[i],) for i in kept])
         return self._fronts[key]
 
     def least_memory(self, roles: Sequence[str], pool: DevicePool, devices: int) -> float:
-        """Fewest bytes per device on which these roles can share; inf where one has no layout."""
-        built = np.zeros((1, WIDTH))
+        """Least bytes per device with which these roles can share devices; inf if none fits."""
+        built = np.zeros((1, COLUMNS))
         for role in roles:
             points = self.front(role, pool, devices).points.copy()
             points[:, :3] = 0
-            built = _joined(built[:, None], points[front(points)][None]).reshape(-1, WIDTH)
-            built = built[front(built)]
-        return float(peak(built).min(initial=np.inf))
+            built = _joined(built[:, None], points[pareto_front(points)][None]).reshape(-1, COLUMNS)
+            built = built[pareto_front(built)]
+        return float(peak_of(built).min(initial=np.inf))
 
     def fits(self, placement: Placement) -> bool:
-        """Whether the sets have numbers of devices on which they fit at the same time."""
+        """Whether some allocation of devices fits all sets at the same time."""
         sets = []
         for roles in placement:
             where = [
@@ -148,14 +155,14 @@ class RoleFronts:
 
 
 class BoundedSearch:
-    """Looks for candidates that take at most ``bound`` seconds.
+    """Branch-and-bound search for candidates that take at most ``bound`` seconds.
 
     Args:
       role_fronts: of the problem, shared between searches.
-      bound: whatever cannot become part of a plan below it is dropped on the way.
-      thin: keep only so many ways to run each role: quick, and an upper bound of the optimum.
-      bounds: of placements whose best is known to be at most so slow: sets that no other placement
-        has need not be slower. By default all of them have ``bound``.
+      bound: seconds; partial plans that cannot stay within it are dropped.
+      thin: options kept per role: a fast search that gives an upper bound of the optimum. 0: all.
+      bounds: by placement, seconds that its best candidate is known not to exceed. They bound the
+        sets that occur in no other placement. By default ``bound`` holds for all.
     """
 
     def __init__(
@@ -181,31 +188,32 @@ class BoundedSearch:
         whole = self.role_fronts.front(role, pool, devices)
         if not self.thin or not whole.options:
             return whole
-        return whole.of(_few(whole.points, self.thin))
+        return whole.subset(_representative(whole.points, self.thin))
 
     def _set(self, names: tuple[str, ...], pool: DevicePool, devices: int) -> _Front:
         """The front of a set: seconds and resident bytes add up, the largest transient counts.
 
-        Built role by role, the one with the fewest ways first; ``rest`` is the least that the roles
-        to come add, ``outside`` what the roles of other sets take at least on the devices left.
+        It is built role by role, the role of fewest options first. ``rest`` is a lower bound of
+        what the remaining roles add, ``outside`` one of what other sets take on the other devices.
         """
         fronts = [self._role(role, pool, devices) for role in names]
         if not all(f.options for f in fronts):
-            return _Front(np.empty((0, WIDTH)), [])
+            return _Front(np.empty((0, COLUMNS)), [])
         alone = set(names) == set(self.problem.dataflow.roles)
         if alone:  # no other set waits for its stages: only their sum counts
             fronts = [_Front(_summed(f.points), f.options) for f in fronts]
-            fronts = [f.of(front(f.points)) for f in fronts]
+            fronts = [f.subset(pareto_front(f.points)) for f in fronts]
         order = sorted(range(len(names)), key=lambda i: len(fronts[i].options))
         fronts = [fronts[i] for i in order]
         least = np.array([f.points.min(axis=0) for f in fronts])
         outside = self._outside(names, self.problem.cluster.size - devices)
         limit = self.role_fronts.place(pool, devices).capacity
         bound = self._bounds.get(names, self.bound)
-        built = _Front(np.zeros((1, WIDTH)), [()])
+        built = _Front(np.zeros((1, COLUMNS)), [()])
         for number, joined in enumerate(fronts):
             rest = least[number + 1 :]
-            added = np.append(rest[:, :SUMS].sum(axis=0), rest[:, SUMS:].max(axis=0, initial=0.0))
+            largest = rest[:, SUMMED:].max(axis=0, initial=0.0)
+            added = np.append(rest[:, :SUMMED].sum(axis=0), largest)
             whole = number == len(fronts) - 1
             built = _combine(built, joined, added, outside, limit, bound, whole)
         back = np.argsort(order)
@@ -221,7 +229,7 @@ class BoundedSearch:
         return slowest
 
     def _least_seconds(self, role: str) -> np.ndarray:
-        """float64 [size + 1, 3]: least seconds of a role per stage on at most so many devices."""
+        """float64 [size + 1, 3]: least seconds of a role per stage on at most n devices."""
         if role not in self._tables:
             table = np.full((self.problem.cluster.size + 1, 3), np.inf)
             for pool in self.problem.cluster.pools:
@@ -233,7 +241,7 @@ class BoundedSearch:
         return self._tables[role]
 
     def choices(self, names: tuple[str, ...]) -> SetOptions | None:
-        """A set's ways on all legal numbers of devices; None where there is none."""
+        """A set's options on all legal numbers of devices; None if it fits on none."""
         if names not in self._choices:
             where: list[tuple[int, int]] = []
             index: list[int] = []
@@ -241,7 +249,7 @@ class BoundedSearch:
             for number, pool in enumerate(self.problem.cluster.pools):
                 for devices in legal_counts(pool):
                     found = self._set(names, pool, devices)
-                    found = found.of(front(found.points[:, :3]))
+                    found = found.subset(pareto_front(found.points[:, :3]))
                     self._fronts[names, pool, devices] = found
                     where += [(number, devices)] * len(found.options)
                     index += range(len(found.options))
@@ -254,7 +262,7 @@ class BoundedSearch:
         return self._choices[names]
 
     def best(self, placement: Placement, bound: float = np.inf) -> Candidate | None:
-        """The fastest candidate of a placement; None where none is at most ``bound``."""
+        """The fastest candidate of a placement; None if all take longer than ``bound``."""
         sets = [self.choices(names) for names in placement]
         known = [chosen for chosen in sets if chosen is not None]
         if len(known) < len(sets):
@@ -273,11 +281,11 @@ class BoundedSearch:
 
 @dataclasses.dataclass(frozen=True)
 class SearchResult:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-      problem: what was searched; a strategy may have added roles to the one that was asked.
-      candidates: the best of each placement that fits and is among the best, fastest first.
+      problem: that was searched; a strategy may have added roles to the original one.
+      candidates: the best candidates of different placements, fastest first.
       slower: placements that fit, but whose best is slower than all of ``candidates``.
       impossible: placements that do not fit.
       seconds: how long it took.
@@ -291,39 +299,39 @@ class SearchResult:
 
     @property
     def fastest(self) -> Candidate:
-        """The first candidate; only where there is one."""
+        """The first candidate; there must be one."""
         return self.candidates[0]
 
 
-# How many candidates are shown.
-SHOWN = 5
-# Ways to run a role that the quick first search looks at.
-_THIN = 5
+# Number of candidates that are shown.
+MAX_SHOWN = 5
+# Options per role in the quick first search.
+_QUICK_OPTIONS = 5
 
 
 def search(
-    problem: PlanProblem, placements: Sequence[Placement] | None = None, count: int = SHOWN
+    problem: PlanProblem, placements: Sequence[Placement] | None = None, count: int = MAX_SHOWN
 ) -> SearchResult:
-    """The fastest candidates, one per placement.
+    """Find the fastest candidates, one per placement.
 
-    A quick search over a few ways to run each role gives an upper bound of the candidates' times;
-    the exact one drops what cannot reach it.
+    A quick search over a few options of each role gives an upper bound of the candidates' times.
+    The exact search then drops what cannot reach it.
 
     Args:
-      placements: those to look at; None: every set partition of the roles.
-      count: how many candidates are wanted.
+      placements: to search; None: every set partition of the roles.
+      count: number of candidates to return.
     """
     start = time.perf_counter()
-    asked = list(placements or partitions(problem.dataflow.roles))
-    count = min(count, len(asked))  # with all of them found quickly there is a bound too
+    searched = list(placements or partitions(problem.dataflow.roles))
+    count = min(count, len(searched))  # so that there is a bound where all were found quickly
     fronts = RoleFronts(problem)
-    quick = _fastest(BoundedSearch(fronts, thin=_THIN), asked, count)
+    quick = _fastest(BoundedSearch(fronts, thin=_QUICK_OPTIONS), searched, count)
     bound = quick[-1].total * (1 + 1e-9) if len(quick) == count else np.inf
-    bounds = dict.fromkeys(asked, bound)
+    bounds = dict.fromkeys(searched, bound)
     bounds |= {tuple(s.roles for s in c.sets): c.total * (1 + 1e-9) for c in quick}
-    found = _fastest(BoundedSearch(fronts, bound, bounds=bounds), asked, count)
+    found = _fastest(BoundedSearch(fronts, bound, bounds=bounds), searched, count)
     kept = {tuple(s.roles for s in candidate.sets) for candidate in found}
-    others = [placement for placement in asked if placement not in kept]
+    others = [placement for placement in searched if placement not in kept]
     possible = {placement: fronts.fits(placement) for placement in others}
     return SearchResult(
         problem,
@@ -335,7 +343,7 @@ def search(
 
 
 def _fastest(within: BoundedSearch, placements: Sequence[Placement], count: int) -> list[Candidate]:
-    """The best candidate of each placement, at most so many, fastest first."""
+    """The best candidate of each placement, at most ``count``, fastest first."""
     found: list[Candidate] = []
     for placement in placements:
         bound = found[-1].total if len(found) == count else np.inf
@@ -345,9 +353,10 @@ def _fastest(within: BoundedSearch, placements: Sequence[Placement], count: int)
     return found
 
 
-def _few(points: np.ndarray, count: int) -> np.ndarray:
-    """Indices of some points: the leanest, and the fastest of those within less and less memory."""
-    total, needed = points[:, :3].sum(axis=1), peak(points)
+def _representative(points: np.ndarray, count: int) -> np.ndarray:
+    """Indices of a few points: those of least memory, and the fastest under falling memory limits.
+    """
+    total, needed = points[:, :3].sum(axis=1), peak_of(points)
     chosen = {int(np.argmin(needed)), int(np.argmin(points[:, 3]))}
     for share in np.linspace(1, 0, count, endpoint=False):
         within = np.flatnonzero(needed <= np.quantile(needed, share))
@@ -355,8 +364,8 @@ def _few(points: np.ndarray, count: int) -> np.ndarray:
     return np.array(sorted(chosen), int)
 
 
-# Pairs of two fronts that are looked at at a time.
-_PAIRS = 1 << 18
+# Pairs of points of two fronts that are compared at a time.
+_PAIRS_AT_A_TIME = 1 << 18
 
 
 def _combine(
@@ -368,43 +377,42 @@ def _combine(
     bound: float,
     whole: bool,
 ) -> _Front:
-    """Every pair of two fronts on the same devices that can become part of a plan, less those
-    that another pair dominates.
+    """Combine two fronts on the same devices: the Pareto front of all pairs that can be in a plan.
 
     Args:
-      rest: float64 [7], least that roles still to come add.
+      rest: float64 [7], lower bound of what the remaining roles add.
       outside: float64 [3], least seconds per stage of other sets.
       limit: bytes per device.
       bound: seconds of a plan.
-      whole: no role is to come: of pairs that fit only the seconds count.
+      whole: no role remains, so among pairs that fit only the seconds count.
     """
-    points = [np.empty((0, WIDTH))]
+    points = [np.empty((0, COLUMNS))]
     numbers = [np.empty((0, 2), int)]
-    few = max(1, _PAIRS // max(1, len(last.points)))
+    few = max(1, _PAIRS_AT_A_TIME // max(1, len(last.points)))
     compared = slice(0, 3) if whole else slice(None)
     for start in range(0, len(before.points), few):
         pairs = _joined(before.points[start : start + few, None], last.points[None])
         reached = _joined(pairs, rest)
         good = np.maximum(reached[..., :3], outside).sum(axis=-1) <= bound
-        good &= peak(reached) <= limit
+        good &= peak_of(reached) <= limit
         first, second = np.nonzero(good)
         some = pairs[first, second]
-        kept = front(some[:, compared])
+        kept = pareto_front(some[:, compared])
         points.append(some[kept])
         numbers.append(np.column_stack([first[kept] + start, second[kept]]))
     found, pair = np.concatenate(points), np.concatenate(numbers)
-    kept = front(found[:, compared])
+    kept = pareto_front(found[:, compared])
     options = [before.options[pair[i, 0]] + last.options[pair[i, 1]] for i in kept]
     return _Front(found[kept], options)
 
 
 def _summed(points: np.ndarray) -> np.ndarray:
-    """float64 [n, 7]: the seconds of all stages in the first column."""
+    """float64 [n, 7]: the seconds of all stages summed in the first column."""
     total = points[:, :3].sum(axis=1)
     return np.column_stack([total, np.zeros((len(points), 2)), points[:, 3:]])
 
 
 def _joined(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """float64 [..., 7]: of two sets of roles on the same devices together."""
-    added = a[..., :SUMS] + b[..., :SUMS]
-    return np.concatenate([added, np.maximum(a[..., SUMS:], b[..., SUMS:])], axis=-1)
+    """float64 [..., 7]: cost vector of two sets of roles that share devices."""
+    added = a[..., :SUMMED] + b[..., :SUMMED]
+    return np.concatenate([added, np.maximum(a[..., SUMMED:], b[..., SUMMED:])], axis=-1)

@@ -87,18 +87,18 @@ def axis_sizes(
     contexts = space.contexts or tuple(n for n in inside if n & (n - 1) == 0)
     for pipe, tensor, context in itertools.product(pipes, tensors, contexts):
         fits = place.devices % (pipe * tensor * context) == 0
-        fits = fits and tensor * context <= place.domain and divides(model, pipe, tensor)
-        if fits and (context == 1 or (pipe == 1 and cuts(place, work, context))):
+        fits = fits and tensor * context <= place.domain and model_divides(model, pipe, tensor)
+        if fits and (context == 1 or (pipe == 1 and sequences_divide(place, work, context))):
             yield pipe, tensor, context
 
 
-def cuts(place: DeviceSet, work: Workload, context: int) -> bool:
+def sequences_divide(place: DeviceSet, work: Workload, context: int) -> bool:
     """Whether sequences divide over a context axis, and their attention does."""
     lengths = work.prompt_length % context == 0 and work.response_length % context == 0
     return lengths and work.length > place.numerics.whole_scores
 
 
-def divides(model: ModelCounts, pipe: int, tensor: int) -> bool:
+def model_divides(model: ModelCounts, pipe: int, tensor: int) -> bool:
     """Whether layers, heads, MLP and vocabulary split evenly; few KV heads are replicated."""
     whole = model.layers % pipe == 0 and model.heads % tensor == 0
     whole = whole and model.mlp % tensor == 0 and model.vocab % tensor == 0
@@ -138,7 +138,7 @@ def generation_meshes(
         sizes = [(mesh.pipe, mesh.tensor)]
     elif space.generate == "inside":
         tensors = space.tensors or divisors(place.domain)
-        sizes = [(1, t) for t in tensors if place.domain % t == 0 and divides(model, 1, t)]
+        sizes = [(1, t) for t in tensors if place.domain % t == 0 and model_divides(model, 1, t)]
     else:
         sizes = [(p, t) for p in divisors(mesh.pipe) for t in divisors(mesh.tensor)]
     for pipe, tensor in sizes:

@@ -15,7 +15,7 @@ from hjax.errors import ConfigError
 from hjax.planning.hardware import legal_counts
 from hjax.planning.plan_types import Candidate, Dataflow, DevicePool
 from hjax.planning.search import (
-    SHOWN,
+    MAX_SHOWN,
     Placement,
     PlanProblem,
     SearchResult,
@@ -28,7 +28,7 @@ from hjax.roles import ROLES
 ROLLOUT = "rollout"
 
 
-def _as_posed(problem: PlanProblem) -> PlanProblem:
+def _unchanged(problem: PlanProblem) -> PlanProblem:
     return problem
 
 
@@ -45,15 +45,15 @@ class Strategy:
     name: str
     what: str
     placements: Callable[[tuple[str, ...]], list[Placement]]
-    prepare: Callable[[PlanProblem], PlanProblem] = _as_posed
+    prepare: Callable[[PlanProblem], PlanProblem] = _unchanged
 
     @property
     def other_system(self) -> bool:
         """Whether it is another system's way."""
-        return self.prepare is not _as_posed
+        return self.prepare is not _unchanged
 
 
-def search_strategy(problem: PlanProblem, strategy: str, count: int = SHOWN) -> SearchResult:
+def search_strategy(problem: PlanProblem, strategy: str, count: int = MAX_SHOWN) -> SearchResult:
     """The fastest candidates under a strategy, one per placement, at most ``count``.
 
     Raises:
@@ -155,7 +155,7 @@ STRATEGIES: dict[str, Strategy] = {
 }
 
 
-BESIDE = 2  # of the plans that only compile, so many stand beside those that run
+MAX_COMPILE_ONLY = 2  # of the plans that only compile, so many stand beside those that run
 
 
 def only_compiles(candidate: Candidate) -> list[str]:
@@ -171,24 +171,26 @@ def only_compiles(candidate: Candidate) -> list[str]:
     return found
 
 
-def search_runnable(problem: PlanProblem, strategy: str, count: int = SHOWN) -> SearchResult:
-    """``search_strategy``, the plans that run first; after them ``BESIDE`` of those that only
-    compile, if they are among the fastest. Where nothing that fits runs, those that compile."""
+def search_runnable(problem: PlanProblem, strategy: str, count: int = MAX_SHOWN) -> SearchResult:
+    """``search_strategy`` with the plans that hjax can run first.
+
+    After them come at most ``MAX_COMPILE_ONLY`` plans that only compile, if they are among the
+    fastest. If no plan that fits can run, the plans that compile are returned."""
     found = search_strategy(problem, strategy, count)
     others = [c for c in found.candidates if only_compiles(c)]
     if not others:
         return found
-    pools = tuple(map(_as_run, problem.cluster.pools))
+    pools = tuple(map(_runnable_sizes, problem.cluster.pools))
     cluster = dataclasses.replace(problem.cluster, pools=pools)
     run = search_strategy(dataclasses.replace(problem, cluster=cluster), strategy, count)
     if not run.candidates:
         return found
-    beside = others[: min(BESIDE, count - 1)]
+    beside = others[: min(MAX_COMPILE_ONLY, count - 1)]
     candidates = (*run.candidates[: count - len(beside)], *beside)
     return dataclasses.replace(run, candidates=candidates, seconds=found.seconds + run.seconds)
 
 
-def _as_run(pool: DevicePool) -> DevicePool:
+def _runnable_sizes(pool: DevicePool) -> DevicePool:
     if not pool.shape:
         return pool
     least = pool.domain if pool.hosts > pool.slices else 1

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hjax.rollout.language_model import Completion
 
 
-def say(console: Any, piece: Any, style: str = "") -> None:
+def print_piece(console: Any, piece: Any, style: str = "") -> None:
     """Print a piece of a text, or token ids, where the last one ended; lines are not broken.
 
     Args:
@@ -29,21 +29,21 @@ def say(console: Any, piece: Any, style: str = "") -> None:
     console.file.flush()
 
 
-def say_pieces(console: Any, pieces: Iterable[Completion]) -> str:
+def print_response(console: Any, pieces: Iterable[Completion]) -> str:
     """Print a response as it comes and, on a line of its own, its length; returns its text."""
     text, tokens, truncated = "", 0, False
     for piece in pieces:
         if piece.text is None:
             for token in piece.tokens:
-                say(console, f"{' ' if tokens else ''}{token}")
+                print_piece(console, f"{' ' if tokens else ''}{token}")
                 tokens += 1
         else:
-            say(console, piece.text)
+            print_piece(console, piece.text)
             tokens += len(piece.tokens)
         text += piece.text or ""
         truncated = piece.finish_reason == "length"
     remark = ", cut at the length limit" if truncated else ""
-    say(console, f"\n[{tokens} token{'s' if tokens != 1 else ''}{remark}]\n", "dim")
+    print_piece(console, f"\n[{tokens} token{'s' if tokens != 1 else ''}{remark}]\n", "dim")
     return text
 
 

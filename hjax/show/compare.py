@@ -18,7 +18,7 @@ from hjax.show.curves import (
     TIMED,
     ChartCard,
     Row,
-    card,
+    chart_card,
     compiling_steps,
     median,
     points_of,
@@ -27,11 +27,11 @@ from hjax.show.curves import (
 )
 from hjax.show.format import clock, start_row
 from hjax.show.pages import COLORS, from_files, render
-from hjax.show.samples import answer
+from hjax.show.samples import sample_record
 
 # Colours that runs may have; grey would look like a run that is switched off.
 _COLORS = [color for color in range(COLORS) if color != OTHER]
-MOST = len(_COLORS)
+MAX_RUNS = len(_COLORS)
 _PROMPTS = 8
 # What the table of results has a column of: title, metric, which of its values.
 _RESULTS = (
@@ -106,8 +106,8 @@ def read_runs(workdirs: Sequence[str | os.PathLike[str]]) -> list[RunSummary]:
     paths = [Path(workdir) for workdir in workdirs]
     if len(paths) < 2:
         raise ConfigError(f"{len(paths)} runs are given; a comparison is of two or more workdirs")
-    if len(paths) > MOST:
-        raise ConfigError(f"{len(paths)} runs are given; a page compares at most {MOST}")
+    if len(paths) > MAX_RUNS:
+        raise ConfigError(f"{len(paths)} runs are given; a page compares at most {MAX_RUNS}")
     resolved = [path.resolve() for path in paths]
     for place, path in enumerate(resolved):
         if path in resolved[:place]:
@@ -179,7 +179,7 @@ def _cards(runs: Sequence[RunSummary], others: bool = False) -> list[ChartCard]:
         clipped: set[float] = set()
         if key.startswith(TIMED):
             clipped = {step for run in runs for step in compiling_steps(run.metrics)}
-        cards.append(card(title, what, series, None, clipped, named=True))
+        cards.append(chart_card(title, what, series, None, clipped, named=True))
     return cards
 
 
@@ -210,6 +210,6 @@ def _samples(runs: Sequence[RunSummary]) -> list[dict[str, Any]]:
         last.append({str(row["prompt"]): row for row in rows if row["step"] == step})
     prompts = [prompt for prompt in last[0] if all(prompt in of_run for of_run in last)]
     return [
-        {"prompt": prompt, "answers": [answer(of_run[prompt]) for of_run in last]}
+        {"prompt": prompt, "answers": [sample_record(of_run[prompt]) for of_run in last]}
         for prompt in prompts[:_PROMPTS]
     ]

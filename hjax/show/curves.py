@@ -47,12 +47,12 @@ CURVES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 
 
 # Shown even where they never move.
-_ALWAYS = ("response/truncated",)
+_ALWAYS_SHOWN = ("response/truncated",)
 # What hjax itself logs beside the algorithm's metrics; all else is a user's own and shown first.
 _MACHINE = {"time", "throughput", "memory", "compile", "rollout", "response", "loss", "kl", *ROLES}
 # These of a step that compiles say nothing about the others'.
 TIMED = ("time/", "throughput/")
-_LEFT = 2  # steps that must be left when those that compile are taken away
+_MIN_OTHER_STEPS = 2  # steps that must be left when those that compile are taken away
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,14 +102,14 @@ def curve_cards(
             continue
         values = [y for key in keys for _, y in points_of(metrics, key)]
         # What never moves has no curve to show: it stands among the others.
-        if keys[0] in _ALWAYS or len(values) < 2 or min(values) < max(values):
+        if keys[0] in _ALWAYS_SHOWN or len(values) < 2 or min(values) < max(values):
             drawn.update(keys)
             limited = keys[0] == "cost/mean" and cost_limit is not None
             limit = ("limit", cost_limit) if limited and cost_limit is not None else None
-            cards.append(card(title, what, curves(*keys), limit))
+            cards.append(chart_card(title, what, curves(*keys), limit))
     if points := points_of(warm_start, "loss"):
         what = "supervised, before the first step; nats per token"
-        cards.append(card("Warm start loss", what, [ChartSeries("loss", points, 5)]))
+        cards.append(chart_card("Warm start loss", what, [ChartSeries("loss", points, 5)]))
     compiling = compiling_steps(metrics)
     more: list[ChartCard] = []
     for key in sorted({key for row in metrics for key in row} - drawn):
@@ -118,7 +118,7 @@ def curve_cards(
         own = key.partition("/")[0] not in _MACHINE or _is_named_reward(key)
         clipped = compiling if key.startswith(TIMED) else ()
         what = "steps that compile are cut off" if clipped else ""
-        (cards if own else more).append(card(key, what, curves(key), None, clipped))
+        (cards if own else more).append(chart_card(key, what, curves(key), None, clipped))
     return cards, more
 
 
@@ -136,7 +136,7 @@ def compiling_steps(metrics: Sequence[Row]) -> list[int]:
         for row, count, last in zip(metrics, counts, before)
         if count is not None and count != (last or 0)
     ]
-    return steps if len(metrics) - len(steps) >= _LEFT else []
+    return steps if len(metrics) - len(steps) >= _MIN_OTHER_STEPS else []
 
 
 def seconds_of(metrics: Sequence[Row]) -> dict[int, float]:
@@ -210,7 +210,7 @@ def median(values: Sequence[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
-def card(
+def chart_card(
     title: str,
     what: str,
     series: Sequence[ChartSeries],

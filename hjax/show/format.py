@@ -39,14 +39,14 @@ def clock(value: float) -> str:
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
 
 
-def gone_and_left(gone: float, left: float | None) -> str:
+def elapsed_and_left(gone: float, left: float | None) -> str:
     """How long a job runs and will run: `0:06 gone, 1:11 left`; None: not known yet."""
     return f"{clock(gone)} gone" + ("" if left is None else f", {clock(left)} left")
 
 
-def times_of(gone: float, done: float, total: float) -> str:
+def job_times(gone: float, done: float, total: float) -> str:
     """The same of a job of which so much is done of so much, at an even speed."""
-    return gone_and_left(gone, gone / done * (total - done) if 0 < done < total else None)
+    return elapsed_and_left(gone, gone / done * (total - done) if 0 < done < total else None)
 
 
 def count(value: float) -> str:

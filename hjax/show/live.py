@@ -19,11 +19,11 @@ from rich.text import Text
 
 from hjax.show.format import (
     duration,
-    gone_and_left,
+    elapsed_and_left,
+    job_times,
     sample_texts,
     score_texts,
     spread_samples,
-    times_of,
 )
 from hjax.show.notebook import NotebookView, in_notebook
 from hjax.show.step_table import COLUMNS, GAP, IMPORTANCE, fitting_columns, row_cells, used_columns
@@ -185,14 +185,14 @@ class DisplayState:
         spent = now - self.started
         if loading := self.loading:
             what, done, total, since = loading
-            times = times_of(now - since, done, total)
+            times = job_times(now - since, done, total)
             return Progress(what, done, total, f"{100 * done // max(total, 1)}%   {times}")
         if self.warm_start:
             done, total, loss = self.warm_start
-            said = f"{done}/{total}  loss {loss:.3f}  {times_of(spent, done, total)}"
+            said = f"{done}/{total}  loss {loss:.3f}  {job_times(spent, done, total)}"
             return Progress("warm start", done, total, said)
         left = self.seconds_left() if self.done < self.total else None
-        said = f"{self.done}/{self.total}  {gone_and_left(spent, left)}"
+        said = f"{self.done}/{self.total}  {elapsed_and_left(spent, left)}"
         return Progress("step", self.done, self.total, said)
 
     def add_step(self, metrics: Mapping[str, Any]) -> None:
@@ -255,7 +255,7 @@ class _Plain:
         if step < total and now - self._last_warm_start < _PLAIN_INTERVAL_SECONDS:
             return
         self._last_warm_start = now
-        times = times_of(now - self._state.started, step, total)
+        times = job_times(now - self._state.started, step, total)
         self.message(f"warm start {step:>5}/{total}   loss {loss:.4f}   {times}")
 
     def step(self) -> None:

@@ -18,8 +18,8 @@ _FIGURES = {
     "temporary": "temporary_bytes",
     "code": "code_bytes",
 }
-# Columns that leave where a line is short, the first one first.
-LEAVE = ("bars", "code", "outputs", "peak", "beside it", "temporary", "arguments")
+# Columns dropped where a line is too short, in this order.
+DROP_ORDER = ("bars", "code", "outputs", "peak", "beside it", "temporary", "arguments")
 WIDTH = 32  # of a bar, in characters
 # Parts of a bar in the order they are drawn: their names, marks and colours.
 PARTS = {"beside it": ("█", "blue"), "arguments": ("▓", "cyan"), "temporary": ("▒", "yellow")}
@@ -38,8 +38,8 @@ def memory_table(
     Args:
       records: a row each.
       memory_bytes: of a device; None where it has no limit of its own.
-      width: characters of a line; columns leave in the order of ``LEAVE`` until a row fits. None:
-        all stay.
+      width: characters of a line; columns are dropped in ``DROP_ORDER`` until a row fits. None: all
+        stay.
     """
     scale = max([memory_bytes or 0, *(record["sum_bytes"] for record in records)])
     bars = _legend(memory_bytes)
@@ -59,7 +59,7 @@ def memory_table(
         }
         for name, cell in cells.items():
             columns.setdefault(name, []).append(cell)
-    for name in LEAVE:
+    for name in DROP_ORDER:
         needed = sum(max(len(n), *(c.cell_len for c in cells)) + 3 for n, cells in columns.items())
         if width is None or needed <= width:
             break

@@ -246,7 +246,7 @@ def seconds_table(found: Mapping[str, Any]) -> Any:
     """A rich table of the calls of a run.
 
     Args:
-      found: of ``hjax.planning.profile_correction.record``.
+      found: of ``hjax.planning.profile_correction.correction_record``.
     """
     columns = ("role", "stage", "calls", "predicted", "measured", "ratio")
     rows = []

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
 from rich.text import Text
 
-from hjax.show.format import times_of
+from hjax.show.format import job_times
 
 _PLAIN_INTERVAL_SECONDS = 5.0
 _WIDE = 80  # columns that a bar and the time that is left need
@@ -69,7 +69,7 @@ class PartsDisplay:
         # A closed pipe (`| head`) must not end the job.
         with contextlib.suppress(BrokenPipeError):
             count = f"{done:>{len(str(total))}}/{total}"
-            times = times_of(now - self._started, done, total)
+            times = job_times(now - self._started, done, total)
             text = f"{self._title} {count}   {what}   {times}"
             print(text, file=self._stream, flush=True)
 
@@ -80,7 +80,7 @@ def _bar(stream: TextIO) -> Any:
     class Elapsed(ProgressColumn):
         def render(self, task: Any) -> Text:
             done = task.completed if wide else 0
-            return Text(times_of(task.elapsed or 0.0, done, task.total or 0), no_wrap=True)
+            return Text(job_times(task.elapsed or 0.0, done, task.total or 0), no_wrap=True)
 
     console = Console(file=stream, highlight=False)
     wide = console.width >= _WIDE

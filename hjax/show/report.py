@@ -39,7 +39,7 @@ from hjax.show.curves import (
 )
 from hjax.show.format import clock, count, duration, start_row
 from hjax.show.pages import from_files, render
-from hjax.show.samples import browsed, held_out_table, histogram_bars, training_samples
+from hjax.show.samples import browsable_samples, held_out_table, histogram_bars, training_samples
 
 _TIMELINE_STEPS = 3
 
@@ -93,7 +93,7 @@ def run_content(path: Path) -> dict[str, Any]:
         more_cards=more_cards,
         held_out=held_out_table(samples),
         training=training_samples(samples),
-        browsed=browsed(samples, histograms),
+        browsable_samples=browsable_samples(samples, histograms),
         histogram=histogram_bars(histograms[-1] if histograms else None),
         starts=[(None, start_row(start)) for start in read_rows(path / STARTS)],
         mean_step=_mean_step(metrics),

@@ -32,7 +32,7 @@ def held_out_table(samples: Sequence[Row]) -> dict[str, Any] | None:
         stages.append({s["index"]: s for s in held_out if s["step"] == last})
     rows = []
     for index in sorted(stages[0])[:_SAMPLES]:
-        answers = [answer(stage[index]) if index in stage else None for stage in stages]
+        answers = [sample_record(stage[index]) if index in stage else None for stage in stages]
         prompt = str(stages[0][index]["prompt"])
         rows.append({"index": index, "prompt": prompt, "answers": answers})
     return {"heads": heads, "rows": rows}
@@ -43,12 +43,12 @@ def training_samples(samples: Sequence[Row]) -> list[dict[str, Any]]:
     train = [s for s in samples if s.get("kind") != "eval"]
     steps = sorted({train[0]["step"], train[-1]["step"]}) if train else []
     return [
-        {"step": step, "answers": [answer(s) for s in train if s["step"] == step][:_SAMPLES]}
+        {"step": step, "answers": [sample_record(s) for s in train if s["step"] == step][:_SAMPLES]}
         for step in steps
     ]
 
 
-def browsed(samples: Sequence[Row], histograms: Sequence[Row]) -> dict[str, Any]:
+def browsable_samples(samples: Sequence[Row], histograms: Sequence[Row]) -> dict[str, Any]:
     """What the page's script shows step by step.
 
     Where there are more steps than a page should hold, steps are left out evenly; the first and
@@ -63,14 +63,14 @@ def browsed(samples: Sequence[Row], histograms: Sequence[Row]) -> dict[str, Any]
         by_step: dict[int, list[dict[str, Any]]] = {}
         for sample in samples:
             if (sample.get("kind") == "eval") == (kind == "eval"):
-                shown = answer(sample) | {"index": sample.get("index", 0)}
+                shown = sample_record(sample) | {"index": sample.get("index", 0)}
                 by_step.setdefault(sample["step"], []).append(shown)
-        found[kind] = _kept({step: rows[:_SAMPLES] for step, rows in by_step.items()})
-    found["histograms"] = _kept({row["step"]: row for row in histograms})
+        found[kind] = _thinned_to_page({step: rows[:_SAMPLES] for step, rows in by_step.items()})
+    found["histograms"] = _thinned_to_page({row["step"]: row for row in histograms})
     return found
 
 
-def _kept(by_step: Mapping[int, Any]) -> dict[str, Any]:
+def _thinned_to_page(by_step: Mapping[int, Any]) -> dict[str, Any]:
     """``steps`` and ``rows``, so many that they fit on a page."""
     steps = sorted(by_step)
     characters = sum(len(str(by_step[step])) for step in steps)
@@ -98,7 +98,7 @@ def histogram_bars(row: Row | None) -> dict[str, Any] | None:
     }
 
 
-def answer(sample: Row) -> dict[str, Any]:
+def sample_record(sample: Row) -> dict[str, Any]:
     """``prompt``, ``response``, ``scores`` as (name, text), and whether it was ``truncated``."""
     scores = []
     for key in ("reward", "cost", "advantage"):

@@ -44,7 +44,7 @@ from hjax.models.huggingface import read_config
 from hjax.models.peft_files import Adapter
 from hjax.models.safetensors_files import TensorFile
 from hjax.models.weights import check_weights
-from hjax.planning.hardware import cluster
+from hjax.planning.hardware import parse_cluster
 from hjax.planning.profile import read_profile
 from hjax.run.inputs import load_inputs
 from hjax.run.placement import make_plan, placed
@@ -128,7 +128,7 @@ def test_arguments_of_the_planner(flag, text):
     with answered():
         parse_plan(["--models=llama-7b", "--cluster=1x8:a100", f"--{flag}={text}"])
     with answered():
-        cluster(text)
+        parse_cluster(text)
 
 
 @often(40)

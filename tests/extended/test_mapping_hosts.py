@@ -23,7 +23,7 @@ from hjax.controller.hosts import (
 from hjax.devices import DEVICES, Device, device_of_kind
 from hjax.errors import ConfigError
 from hjax.planning.auto import known_devices
-from hjax.planning.host_pools import cluster_of
+from hjax.planning.host_pools import cluster_from_hosts
 from hjax.planning.profile import MeasuredOn, Profile, profile_path, write_profile
 from hjax.run.placement import make_plan
 
@@ -44,7 +44,7 @@ def pools_of(nodes, platform, processes, each, together="auto"):
     """(hosts, devices per host, device, labels) of each pool."""
     groups = host_groups(nodes, platform, processes, each, together)
     devices = [device_of_kind(group.kind) for group in groups]
-    pools = cluster_of(groups, devices, processes, each).pools
+    pools = cluster_from_hosts(groups, devices, processes, each).pools
     return [(p.hosts, p.per_host, p.device.name, dict(p.where)) for p in pools]
 
 
@@ -100,26 +100,26 @@ def test_a_slice_is_taken_whole():
     nodes = slices(a=2, b=4)
     groups = host_groups(nodes, "tpu", 6, 4)
     known = [DEVICES["v5p"]] * 2
-    large, small = cluster_of(groups, known, 6, 4).pools
+    large, small = cluster_from_hosts(groups, known, 6, 4).pools
     assert (large.shape, large.counts, large.where) == ((2, 2, 4), (16,), ((SLICE, "b"),))
     assert (small.shape, small.counts, small.where) == ((2, 2, 2), (8,), ((SLICE, "a"),))
     assert pools_of(nodes, "tpu", 2, 4) == [(2, 4, "v5p", {SLICE: "a"})]
     with pytest.raises(ConfigError, match=r"processes=3, of 4 devices each: .*hosts take 2, 4, 6$"):
-        cluster_of(groups, known, 3, 4)
+        cluster_from_hosts(groups, known, 3, 4)
     with pytest.raises(ConfigError, match=r"2 TPU hosts are 2x2x2, which processes of 2 chips"):
         pools_of(slices(a=2), "tpu", 4, 2)
 
 
 def test_a_host_of_its_own_may_be_shared_by_sets():
     groups = host_groups([host("TPU-V5LITEPOD", 8)], "tpu", 1, 8)
-    (pool,) = cluster_of(groups, [device_of_kind("TPU-V5LITEPOD")], 1, 8).pools
+    (pool,) = cluster_from_hosts(groups, [device_of_kind("TPU-V5LITEPOD")], 1, 8).pools
     assert (pool.device.name, pool.shape, pool.counts) == ("v5e", (2, 4), (1, 2, 4, 8))
 
 
 def test_sets_take_whole_processes_or_part_of_one():
     # 12 GPUs a host in processes of 4: 6 would be one and a half.
     groups = host_groups([host("A100", 12)] * 2, "gpu", 6, 4)
-    (pool,) = cluster_of(groups, [DEVICES["a100-80g"]], 6, 4).pools
+    (pool,) = cluster_from_hosts(groups, [DEVICES["a100-80g"]], 6, 4).pools
     assert pool.counts == (1, 2, 3, 4, 8, 12, 24)
 
 

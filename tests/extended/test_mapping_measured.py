@@ -13,7 +13,7 @@ from hjax.launch.plan_flags import parse
 from hjax.models import presets
 from hjax.models.cost_inputs import MeshSizes
 from hjax.planning.plan_types import PlannedSet
-from hjax.planning.role_options import role_options, slots
+from hjax.planning.role_options import role_options, rollout_slots
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -163,7 +163,7 @@ def planned_sets(problem, rows):
             given = place, problem.models[role], flow, role, work, space, asked["offload"]
             every = role_options(*given, every=True)
             wanted = mesh, asked.get("slots", 0)
-            fitting = (o for o in every if (o.mesh, slots(o, work)) == wanted)
+            fitting = (o for o in every if (o.mesh, rollout_slots(o, work)) == wanted)
             options.append(next(fitting))
         yield row, PlannedSet(tuple(roles), pool, row["devices"], tuple(options))
 

@@ -11,7 +11,7 @@ from hjax.planning import cost, hardware
 from hjax.planning.constants import Constants
 from hjax.planning.cost import DeviceSet
 from hjax.planning.plan_types import Cluster, DevicePool
-from hjax.planning.role_options import front
+from hjax.planning.role_options import pareto_front
 from hjax.planning.search import BoundedSearch, RoleFronts, partitions, search
 
 
@@ -84,7 +84,7 @@ def test_front_keeps_what_nothing_dominates():
     rng = np.random.default_rng(0)
     for _ in range(50):
         points = rng.integers(0, 4, (60, 4)).astype(float)
-        kept = points[front(points)]
+        kept = points[pareto_front(points)]
         for point in points:
             assert (kept <= point).all(axis=1).any()
         for i, point in enumerate(kept):
@@ -93,25 +93,40 @@ def test_front_keeps_what_nothing_dominates():
 
 
 def test_legal_allocations():
-    assert hardware.legal_counts(hardware.cluster("2x8:a100").pools[0]) == (1, 2, 4, 8, 16)
-    assert hardware.legal_counts(hardware.cluster("3x6:h100").pools[0]) == (1, 2, 3, 4, 6, 12, 18)
-    (rack,) = hardware.cluster("2x72:gb200").pools
+    assert hardware.legal_counts(hardware.parse_cluster("2x8:a100").pools[0]) == (1, 2, 4, 8, 16)
+    assert hardware.legal_counts(hardware.parse_cluster("3x6:h100").pools[0]) == (
+        1,
+        2,
+        3,
+        4,
+        6,
+        12,
+        18,
+    )
+    (rack,) = hardware.parse_cluster("2x72:gb200").pools
     assert hardware.legal_counts(rack) == (
         1, 2, 3, 4, 6, 8, 9, 12, 16, 18, 24, 32, 36, 40, 48, 56, 64, 72, 144
     )  # fmt: skip
-    assert hardware.legal_counts(hardware.cluster("v5p:2x4x4").pools[0]) == (1, 2, 4, 8, 16, 32)
-    assert hardware.box(hardware.cluster("v5p:2x4x4").pools[0], 8) == (2, 2, 2)
-    (pool,) = hardware.cluster("3xv5p:2x2x2").pools
+    assert hardware.legal_counts(hardware.parse_cluster("v5p:2x4x4").pools[0]) == (
+        1,
+        2,
+        4,
+        8,
+        16,
+        32,
+    )
+    assert hardware.sub_slice(hardware.parse_cluster("v5p:2x4x4").pools[0], 8) == (2, 2, 2)
+    (pool,) = hardware.parse_cluster("3xv5p:2x2x2").pools
     assert hardware.legal_counts(pool) == (1, 2, 4, 8, 16, 24)
     assert (pool.size, pool.hosts, pool.domain, pool.name) == (24, 6, 8, "3xv5p:2x2x2")
-    assert hardware.box(pool, 16) == (2, 2, 2)
+    assert hardware.sub_slice(pool, 16) == (2, 2, 2)
 
 
 def test_rings_between_slices_share_the_network_of_a_slice_s_hosts():
     """By hand: two slices v5e:4x4 of four hosts, 25 GB/s each. A ring of all 32 devices has 16 in
     each slice, whose 4 hosts' network is its own: 100 GB/s, of which the link's 90 is less. Two
     devices, one in each slice, beside 15 more such rings: 1/16 of it."""
-    (pool,) = hardware.cluster("2xv5e:4x4").pools
+    (pool,) = hardware.parse_cluster("2xv5e:4x4").pools
     plain = Constants(network=1.0, link=1.0)
     place = DeviceSet(pool, 32, plain)
     assert cost.ring_bandwidth(place, 32, 1) == 90e9
@@ -147,7 +162,7 @@ def test_hosts_of_fewer_devices_have_the_network_of_these():
         ("2x8:h100", 400), ("2x4:h100", 200), ("18x4:gb200", 200), ("2x72:gb200", 3600),
         ("2x8:a100", 25), ("2x4:a100", 25), ("4x1:gh200", 50),
     ):  # fmt: skip
-        (pool,) = hardware.cluster(name).pools
+        (pool,) = hardware.parse_cluster(name).pools
         place = DeviceSet(pool, pool.size, plain)
         # A ring over all hosts, and as many rings side by side as a host has devices.
         assert pool.device.network_of(pool.per_host) == wanted * 1e9
@@ -169,9 +184,9 @@ def test_simulated_devices_between_those_measured_do_together_what_lies_between(
     alone = ((1, 4.0, 0.5), (2, 3.5, 0.81), (8, 1.0, 1.0))
     device = Device("cpu", 1.0, {"float32": 1.0}, 1.0, 1.0, 1.0, 8, 0, "", alone=alone)
     pool = DevicePool(device, 1, 8)
-    assert [pool.faster(n) for n in (1, 2, 8)] == pytest.approx([4.0, 3.5, 1.0])
+    assert [pool.speedup(n) for n in (1, 2, 8)] == pytest.approx([4.0, 3.5, 1.0])
     # 2 do 7 together, 8 do 8, so 4 do the root of 56.
-    assert pool.faster(4) == pytest.approx(56**0.5 / 4)
-    assert [pool.load(n) for n in (1, 2, 4, 8)] == pytest.approx([0.5, 0.81, 0.9, 1.0])
+    assert pool.speedup(4) == pytest.approx(56**0.5 / 4)
+    assert [pool.core_share(n) for n in (1, 2, 4, 8)] == pytest.approx([0.5, 0.81, 0.9, 1.0])
     plain = DevicePool(dataclasses.replace(device, alone=()), 1, 8)
-    assert (plain.faster(4), plain.load(4)) == (1.0, 0.0)
+    assert (plain.speedup(4), plain.core_share(4)) == (1.0, 0.0)

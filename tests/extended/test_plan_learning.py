@@ -16,7 +16,7 @@ from hjax.launch import plan as command
 from hjax.planning import profile_correction
 from hjax.planning.constants import Constants
 from hjax.planning.profile import MeasuredOn, Profile, profile_path, read_profile, write_profile
-from hjax.planning.profile_correction import FILE, improved, learn_from
+from hjax.planning.profile_correction import PLAN_SECONDS, correct_profile, corrected_profile
 from hjax.roles import STAGES
 
 BELIEVED = Constants().with_values(
@@ -65,10 +65,10 @@ def spans(truth, steps=6, slow_first=9.0):
 def test_the_term_that_is_wrong_is_named_and_set_right(name, factor):
     value = getattr(BELIEVED, name)
     truth = BELIEVED.with_values({name: value / factor if name == "matmul" else value * factor})
-    found = profile_correction.lesson(account, BELIEVED, spans(truth), 6)
+    found = profile_correction.fit_correction(account, BELIEVED, spans(truth), 6)
     assert found.wrong == name
-    after = profile_correction.lesson(
-        account, profile_correction.taught(BELIEVED, found), spans(truth), 6
+    after = profile_correction.fit_correction(
+        account, profile_correction.corrected_constants(BELIEVED, found), spans(truth), 6
     )
     for before, later in zip(found.calls, after.calls, strict=True):
         assert later.measured == pytest.approx(before.measured)
@@ -77,16 +77,20 @@ def test_the_term_that_is_wrong_is_named_and_set_right(name, factor):
 
 
 def test_a_plan_that_was_right_teaches_nothing():
-    found = profile_correction.lesson(account, BELIEVED, spans(BELIEVED), 6)
+    found = profile_correction.fit_correction(account, BELIEVED, spans(BELIEVED), 6)
     assert found.wrong == "" and all(call.ratio == pytest.approx(1) for call in found.calls)
     assert all(factor == pytest.approx(1) for factor in found.factors.values())
-    assert "no term stands out" in profile_correction.summary(profile_correction.record(found))
+    assert "no term stands out" in profile_correction.summary(
+        profile_correction.correction_record(found)
+    )
 
 
 def test_the_more_runs_have_spoken_the_less_one_says():
     truth = BELIEVED.with_values({"decode_layer": 0.006})
     moved = [
-        profile_correction.lesson(account, BELIEVED, spans(truth), 6, runs).factors["decode_layer"]
+        profile_correction.fit_correction(account, BELIEVED, spans(truth), 6, runs).factors[
+            "decode_layer"
+        ]
         for runs in (0, 3, 30)
     ]
     assert 3.1 > moved[0] > moved[1] > moved[2] > 1
@@ -94,14 +98,16 @@ def test_the_more_runs_have_spoken_the_less_one_says():
 
 def test_steps_that_compile_do_not_count():
     with pytest.raises(ConfigError, match="2 steps say nothing of seconds"):
-        profile_correction.lesson(account, BELIEVED, spans(BELIEVED, steps=2), 2)
+        profile_correction.fit_correction(account, BELIEVED, spans(BELIEVED, steps=2), 2)
 
 
 def test_a_profile_keeps_what_it_has_learned_and_says_so(tmp_path):
     made_on = MeasuredOn("cpu", 8, "a processor", 2, (("jax", "1"),))
     profile = Profile(DEVICES["h100"], BELIEVED, {8: 1.0}, made_on)
     truth = BELIEVED.with_values({"decode_layer": 0.004})
-    better = improved(profile, profile_correction.lesson(account, BELIEVED, spans(truth), 6))
+    better = corrected_profile(
+        profile, profile_correction.fit_correction(account, BELIEVED, spans(truth), 6)
+    )
     write_profile(better, tmp_path / "profile.json")
     again = read_profile(tmp_path / "profile.json", made_on)
     assert again == better and again.runs == 1
@@ -119,16 +125,18 @@ def test_a_profile_keeps_what_it_has_learned_and_says_so(tmp_path):
 
 def test_explain_shows_the_calls_side_by_side(tmp_path, capsys):
     truth = BELIEVED.with_values({"matmul": 0.25})
-    said = profile_correction.record(profile_correction.lesson(account, BELIEVED, spans(truth), 6))
+    said = profile_correction.correction_record(
+        profile_correction.fit_correction(account, BELIEVED, spans(truth), 6)
+    )
     said |= {"constants": "measured", "runs_before": 0, "taught": True, "untaught": ""}
-    (tmp_path / FILE).write_text(json.dumps(said))
+    (tmp_path / PLAN_SECONDS).write_text(json.dumps(said))
     assert command.main([f"--explain={tmp_path}", "--json"]) == 0
     out = capsys.readouterr().out
     assert json.loads(out.splitlines()[-1]) == said
     assert "update_actor" in out and "most of the difference is `matmul`" in out
     assert command.main([f"--explain={pathlib.Path('nowhere')}"]) == 2
     err = capsys.readouterr().err
-    assert f"it has no {FILE}" in err and err.count("\n") == 1
+    assert f"it has no {PLAN_SECONDS}" in err and err.count("\n") == 1
 
 
 SAID = {
@@ -151,14 +159,14 @@ SAID = {
     ],
 )  # fmt: skip
 def test_a_record_that_no_run_wrote_is_refused_in_one_line(found, tmp_path, capsys):
-    (tmp_path / FILE).write_text(json.dumps(SAID))
+    (tmp_path / PLAN_SECONDS).write_text(json.dumps(SAID))
     assert command.main([f"--explain={tmp_path}"]) == 0
     capsys.readouterr()
-    (tmp_path / FILE).write_text(json.dumps(found))
+    (tmp_path / PLAN_SECONDS).write_text(json.dumps(found))
     assert command.main([f"--explain={tmp_path}"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
-    assert f"--explain={tmp_path}: {FILE} is not what a run writes" in err
+    assert f"--explain={tmp_path}: {PLAN_SECONDS} is not what a run writes" in err
 
 
 def test_what_is_part_of_another_constant_is_not_said_to_be_measured(tmp_path):
@@ -177,7 +185,7 @@ def test_what_is_part_of_another_constant_is_not_said_to_be_measured(tmp_path):
     assert said["decode_row"] == "part of what is measured as decode"
     assert said["decode"].startswith("measured on")
     # What somebody asks for instead is their own.
-    other = constants.asked({"decode_row": 1e-4})
+    other = constants.with_user_values({"decode_row": 1e-4})
     assert other.origin("decode_row") == "assumed"
 
 
@@ -190,18 +198,18 @@ def test_a_run_teaches_the_profile_of_its_devices(tmp_path, monkeypatch):
     trainer = hjax.Trainer(tiny_config("GRPO", changes))
     try:
         trainer.run()
-        assert learn_from(trainer, tmp_path) is None  # no profile, nothing to compare with
+        assert correct_profile(trainer, tmp_path) is None  # no profile, nothing to compare with
         device = Device("cpu", 2.0**33, {"float32": 1e9}, 1e10, 1e9, 1e9, len(devices), 0, "test")
         # Of the catalogue's devices the seconds stand side by side, and nothing is stored.
         monkeypatch.setattr("hjax.planning.profile_correction.device_of_kind", lambda *_: device)
-        listed = learn_from(trainer, tmp_path)
+        listed = correct_profile(trainer, tmp_path)
         assert listed["calls"] and not listed["taught"] and not profile_path(devices).exists()
         assert "no profile is stored that could learn it" in listed["untaught"]
         write_profile(
             Profile(device, BELIEVED, {}, MeasuredOn.here(devices)), profile_path(devices)
         )
-        found = learn_from(trainer, tmp_path)
-        again = learn_from(trainer, tmp_path)
+        found = correct_profile(trainer, tmp_path)
+        again = correct_profile(trainer, tmp_path)
     finally:
         trainer.close()
     assert {(c["role"], c["stage"]) for c in found["calls"]} == {
@@ -211,7 +219,7 @@ def test_a_run_teaches_the_profile_of_its_devices(tmp_path, monkeypatch):
     said = trainer.history[2:]
     assert taken["learning"] <= 1.05 * max(row["time/update"] for row in said)
     profile = read_profile(profile_path(devices), MeasuredOn.here(devices))
-    assert profile.runs == 2 and json.loads((tmp_path / FILE).read_text()) == again
+    assert profile.runs == 2 and json.loads((tmp_path / PLAN_SECONDS).read_text()) == again
     # The same run explained again by what it has taught.
     before, after = (
         sum(abs(1 - c["predicted"] / c["measured"]) for c in x["calls"]) for x in (found, again)

@@ -23,7 +23,7 @@ from hjax.planning.cost import DeviceSet, micro_batches
 from hjax.planning.plan_types import Cluster, DevicePool
 from hjax.planning.result import describe_candidate
 from hjax.planning.search import search
-from hjax.planning.search_space import SearchSpace, cuts
+from hjax.planning.search_space import SearchSpace, sequences_divide
 from hjax.run.inputs import load_inputs
 from hjax.run.placement import placed
 from hjax.run.role_groups import describe_roles, planned_models
@@ -99,7 +99,7 @@ def test_a_plan_counts_parameters_and_passes_as_its_run_does(name, platform):
     compared = 0
     for scalar, mesh, work in ((s, m, w) for s in (False, True) for m in LAYOUTS for w in works):
         place = DeviceSet(pool, 8, Constants(), MASTERS)
-        if mesh.context > 1 and not cuts(place, work, mesh.context):
+        if mesh.context > 1 and not sequences_divide(place, work, mesh.context):
             continue
         if model.heads % mesh.tensor:
             continue

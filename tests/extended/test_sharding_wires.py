@@ -18,8 +18,8 @@ import jax
 import numpy as np
 import pytest
 
-from hjax.dryrun.topologies import listed
-from hjax.dryrun.transition_cost import measure, set_up
+from hjax.dryrun.topologies import list_devices
+from hjax.dryrun.transition_cost import lay_out, measure
 from hjax.dryrun.transition_groups import Table2Case
 from hjax.sharding import layout
 from hjax.sharding.device_mesh import place_devices, ring_table
@@ -51,7 +51,7 @@ HOPS = [
 
 @pytest.mark.parametrize("name, axes, hops", HOPS, ids=[name for name, _, _ in HOPS])
 def test_hops_of_each_axis(name, axes, hops):
-    devices, shape = listed(name), shape_of(**axes)
+    devices, shape = list_devices(name), shape_of(**axes)
     before = ring_table(shape, in_order(devices, shape))
     after = ring_table(shape, place_devices(devices, shape))
     assert {axis: (before[axis].hops, after[axis].hops) for axis in after} == hops
@@ -75,7 +75,7 @@ def links_between(wires):
 
 @pytest.mark.parametrize("name", ["v5e:4x8", "v5e:16x16", "v5p:4x4x4", "v5p:2x2x4", "tpu7x:2x2x2"])
 def test_hops_are_the_shortest_ways_over_links(name):
-    wires = wires_of(listed(name))
+    wires = wires_of(list_devices(name))
     links, far = links_between(wires), {0: 0}
     for reached in itertools.count(1):
         new = {j for i, n in far.items() if n == reached - 1 for j in links[i]} - set(far)
@@ -103,7 +103,7 @@ NAMES = ["v5e:8x8", "v5p:4x4x8", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x2", "h100:4x
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_device_has_one_place_whatever_the_order_and_no_axis_is_far(name):
-    devices = listed(name)
+    devices = list_devices(name)
     mixed = list(devices)
     random.Random(0).shuffle(mixed)
     for shape in random_shapes(4, len(devices)):
@@ -119,7 +119,7 @@ def test_a_step_s_ways_are_shorter_by_far():
     """Tensor axes, used in every layer, never lose; all together are less than two thirds."""
     ways = {"before": [], "after": []}
     for name, t, t_g in itertools.product(("v5e:8x8", "v5p:4x4x8"), (2, 4, 8), (1, 2, 4)):
-        devices = listed(name)
+        devices = list_devices(name)
         if t_g <= t:
             data = len(devices) // t
             shape = shape_of(fsdp=data, tensor=t_g, tensor_micro=t // t_g)
@@ -135,7 +135,7 @@ def test_the_cost_model_knows_the_sharing_of_links():
     """``ring_load`` against rings that are routed link by link on the placed devices."""
     same, wrong, off = 0, 0, []
     for name in ("v5e:8x8", "v5e:4x4", "v5p:4x4x4", "v5p:4x4x8"):
-        devices = listed(name)
+        devices = list_devices(name)
         wires, n = wires_of(devices), len(devices)
         for t, f in itertools.product((1, 2, 4, 8, 16), repeat=2):
             if n % (t * f) == 0:
@@ -163,7 +163,7 @@ def test_a_part_of_a_slice_closes_only_where_it_is_whole():
         def __init__(self, stand_in):
             self.__dict__ |= dataclasses.asdict(stand_in)
 
-    devices = [Device(d) for d in listed("v5p:4x4x8")]
+    devices = [Device(d) for d in list_devices("v5p:4x4x8")]
     for d in devices:
         d.client = Client(devices)
     assert wires_of(devices).wraps[:3] == (True, True, True)
@@ -182,7 +182,7 @@ def test_a_part_of_a_slice_closes_only_where_it_is_whole():
     ],
 )
 def test_sets_are_boxes_of_a_slice(name, counts, boxes):
-    parts = cut(listed(name), counts)
+    parts = cut(list_devices(name), counts)
     assert len({d.id for part in parts for d in part}) == sum(counts)
     for part, box in zip(parts, boxes, strict=True):
         sides = np.ptp([d.coords for d in part], axis=0) + 1
@@ -190,14 +190,14 @@ def test_sets_are_boxes_of_a_slice(name, counts, boxes):
 
 
 def test_sets_of_gpus_stay_in_a_host_where_they_fit():
-    for part in cut(listed("h100:2x8"), (4, 8, 4)):
+    for part in cut(list_devices("h100:2x8"), (4, 8, 4)):
         assert len({d.process_index for d in part}) == 1
     # Simulated devices are dealt out as they come.
     assert cut(list(range(6)), (2, 3)) == [[0, 1], [2, 3, 4]]
 
 
 def test_a_rack_that_nvlink_joins_is_one_domain():
-    rack = [dataclasses.replace(d, device_kind="NVIDIA GB200") for d in listed("b200:18x4")]
+    rack = [dataclasses.replace(d, device_kind="NVIDIA GB200") for d in list_devices("b200:18x4")]
 
     class Gpu:
         def __init__(self, stand_in, fabric):
@@ -209,14 +209,16 @@ def test_a_rack_that_nvlink_joins_is_one_domain():
     # An H100 may report a fabric that joins no hosts.
     other = Gpu(dataclasses.replace(rack[0], device_kind="NVIDIA H100"), "5f-1")
     assert domain_of(other) == (1, 0)
-    told = [dataclasses.replace(d, slice_index=d.process_index // 2) for d in listed("h100:4x4")]
+    told = [
+        dataclasses.replace(d, slice_index=d.process_index // 2) for d in list_devices("h100:4x4")
+    ]
     assert wires_of(told).boxes == 2 and wires_of(told).sides == (8,)
 
 
 def test_axes_over_several_slices_take_the_major_axes():
     slices = [
         dataclasses.replace(d, slice_index=s, id=d.id + 16 * s)
-        for s in range(2) for d in listed("v5e:4x4")
+        for s in range(2) for d in list_devices("v5e:4x4")
     ]  # fmt: skip
     shape = shape_of(data=2, fsdp=4, tensor=4)
     table = ring_table(shape, place_devices(slices, shape))
@@ -236,7 +238,7 @@ def test_the_grouping_holds_in_any_order_of_the_devices(case, monkeypatch):
     monkeypatch.setattr(layout, "place_devices", mixed_up)
     leaves = {"matrix": (("layers", "embed", "heads"), jax.ShapeDtypeStruct((8, 4, 8), "float32"))}
     asked = Table2Case(*case)
-    setup = set_up(asked, "hybridflow", jax.devices(), leaves)
+    setup = lay_out(asked, "hybridflow", jax.devices(), leaves)
     assert list(setup.layouts.train.mesh.devices.ravel()) != jax.devices()[: asked.devices]
     found = measure(asked, "hybridflow", setup, bucket_bytes=1)
     assert found["executed"]
@@ -316,7 +318,7 @@ def test_stand_ins_stand_where_libtpu_s_devices_stand():
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     for name, (order, grid) in json.loads(done.stdout.splitlines()[-1]).items():
-        devices = listed(name)
+        devices = list_devices(name)
         shape = {"data": 2, "fsdp": len(devices) // 8, "tensor": 2, "tensor_micro": 2}
         say = functools.partial(
             lambda d: [d.device_kind, *d.coords, d.core_on_chip, d.process_index]
