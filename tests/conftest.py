@@ -195,7 +195,7 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
         if not (folder / "shown.txt").exists():
             patch.setenv("XDG_CACHE_HOME", str(folder))
             patch.setattr(calibrate, "LONG_RESPONSE", calibrate.RESPONSE)
-            patch.setattr(calibrate, "ENOUGH", 0.0)
+            patch.setattr(calibrate, "MAX_SECONDS", 0.0)
             patch.setattr(jax, "devices", lambda *platform: devices[:2])
             with contextlib.redirect_stdout(shown):
                 assert plan.main(["--calibrate", "--json"]) == 0

@@ -558,7 +558,7 @@ def test_calls_are_repeated_until_their_medians_are_known(monkeypatch):
     """Calls that take what is listed, second after second, of a clock that nothing else moves."""
     clock, log = [0.0], []
     monkeypatch.setattr(calibration.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(calibration, "ENOUGH", 100.0)
+    monkeypatch.setattr(calibration, "MAX_SECONDS", 100.0)
 
     def call(name, seconds):
         left = itertools.cycle(seconds)

@@ -40,7 +40,7 @@ Progress = Callable[[int, int, str], None]
 PROMPT, RESPONSE, LONG_RESPONSE, SAMPLES = 32, 32, 96, 2
 # Calls that take turns are repeated so many times at least, and then until the medians of their
 # seconds are known to this share, or so many seconds are gone.
-LEAST, SHARE, ENOUGH = 3, 0.03, 5.0
+MIN_REPEATS, MEDIAN_ERROR, MAX_SECONDS = 3, 0.03, 5.0
 # Numbers of simulated devices that are kept busy beside all of them.
 BUSY_COUNTS = (1, 2)
 
@@ -253,7 +253,7 @@ def _time_interleaved(calls: Sequence[Callable[[], Future]]) -> list[_Taken]:
     cores, begun = available_cores(), time.perf_counter()
     taken: list[list[tuple[float, float]]] = [[] for _ in calls]
     while not all(_median_is_known([seconds for seconds, _ in found]) for found in taken):
-        if len(taken[0]) >= LEAST and time.perf_counter() - begun > ENOUGH:
+        if len(taken[0]) >= MIN_REPEATS and time.perf_counter() - begun > MAX_SECONDS:
             break
         for call, found in zip(calls, taken):
             start, used = time.perf_counter(), time.process_time()
@@ -266,10 +266,10 @@ def _time_interleaved(calls: Sequence[Callable[[], Future]]) -> list[_Taken]:
 def _median_is_known(taken: Sequence[float]) -> bool:
     """Whether the median is known well enough: the standard error of a median of n numbers is about
     the width of their middle half over sqrt(n)."""
-    if len(taken) < LEAST:
+    if len(taken) < MIN_REPEATS:
         return False
     low, middle, high = statistics.quantiles(taken, n=4)
-    return high - low <= SHARE * middle * math.sqrt(len(taken))
+    return high - low <= MEDIAN_ERROR * middle * math.sqrt(len(taken))
 
 
 def _monotonic_core_shares(

@@ -1,7 +1,7 @@
-"""What a step costs in seconds: one function per term, its formula in the docstring.
+"""The cost model of a step in seconds: one function per term, with its formula in the docstring.
 
-Everything is per device unless said otherwise. Bandwidths and FLOP/s are the catalogue's times the
-constants' shares.
+Everything is per device unless stated otherwise. Bandwidths and FLOP/s are the catalogue's figures
+times the constants' efficiencies.
 """
 
 import dataclasses
@@ -18,10 +18,10 @@ from hjax.workers.memory import MemoryEstimate, ProgramOptions
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DeviceSet:
-    """Devices of one pool that a set of models has to itself.
+    """Devices of one pool that one set of models uses alone.
 
     Attributes:
-      pool, devices: of which machines, and how many.
+      pool, devices: the pool, and how many of its devices.
       constants: efficiencies.
       numerics: bytes per element.
     """
@@ -33,12 +33,12 @@ class DeviceSet:
 
     @functools.cached_property
     def speedup(self) -> float:
-        """How many times faster a device is than with all of the pool's busy."""
+        """How many times faster a device is than with all of the pool's devices busy."""
         return self.pool.speedup(self.devices)
 
     @functools.cached_property
     def domain(self) -> int:
-        """Devices within reach of fast links."""
+        """Number of devices that fast links join."""
         return min(self.devices, self.pool.domain)
 
     @functools.cached_property
@@ -72,8 +72,9 @@ class DeviceSet:
 
 
 def rings_within_domains(place: DeviceSet, size: int, stride: int) -> bool:
-    """Whether each ring of ``size`` devices, ``stride`` ranks apart, lies within one domain: there
-    is one, or rings fill it (three devices in a row of domains of four also stand in two)."""
+    """Whether each ring of ``size`` devices, ``stride`` ranks apart, lies within one domain.
+
+    It does if there is one domain, or if rings fill domains evenly."""
     return place.devices <= place.domain or place.domain % (size * stride) == 0
 
 
@@ -81,10 +82,10 @@ def rings_within_domains(place: DeviceSet, size: int, stride: int) -> bool:
 def ring_bandwidth(place: DeviceSet, size: int, stride: int) -> float:
     """Bytes/s that each member of a ring of ``size`` devices, ``stride`` ranks apart, sends.
 
-    Inside a domain of D devices: the link's. Across domains D / h rings share the network of its
-    hosts, where h = max(1, D // stride) members of a ring sit in one domain: ``network_of`` a host
-    * hosts * h / D. On a torus the link's over the steps that share the most used link
-    (``hardware.sharing``).
+    Inside a domain of D devices it is the link bandwidth. Across domains, D / h rings share the
+    network of a domain's hosts, where h = max(1, D // stride) members of a ring are in one domain:
+    ``network_of`` a host * hosts * h / D. On a torus it is the link bandwidth divided by the steps
+    that share the busiest link (``hardware.link_contention``).
     """
     device, constants = place.pool.device, place.constants
     link = device.link * constants.link
@@ -128,10 +129,10 @@ def point_to_point(place: DeviceSet, array_bytes: float, stride: int) -> float:
 
 
 def weight_sync_seconds(place: DeviceSet, model: ModelCounts) -> float:
-    """Weights from other devices to these: weight bytes / network of a host.
+    """Weight sync from another set's devices: weight bytes / network bandwidth of a host.
 
-    The sender's hosts are as fast together, and receiving hosts pass on what they have, so the
-    whole model crosses each host's network once. Inside one domain it is the link instead.
+    Receiving hosts pass on what they have, so the whole model crosses each host's network once.
+    Inside one domain the link bandwidth counts instead.
     """
     array = model.parameters * place.numerics.compute
     device, constants = place.pool.device, place.constants
@@ -142,7 +143,7 @@ def weight_sync_seconds(place: DeviceSet, model: ModelCounts) -> float:
 
 
 def offload_seconds(place: DeviceSet, fetched_bytes: float) -> float:
-    """To the device and back over the host's bus: 2 * bytes / ``host``."""
+    """Offload: to the device and back over the host's bus, 2 * bytes / ``host``."""
     return 2 * fetched_bytes / place.constants.host
 
 
@@ -155,12 +156,12 @@ def forward_flops(model: ModelCounts, rows: float, length: float) -> float:
 
 
 def attention_flops(model: ModelCounts, rows: float, length: float) -> float:
-    """Of scores and their values in a forward: 4 * width * layers * tokens * length / 2."""
+    """FLOPs of attention scores and values, forward: 4 * width * layers * tokens * length / 2."""
     return 2.0 * model.attention_width * model.layers * rows * length * length
 
 
 def weight_bytes(place: DeviceSet, model: ModelCounts, mesh: MeshSizes, element: float) -> float:
-    """A device's share of the weights without FSDP, of so many bytes each."""
+    """Bytes of a device's weight shard without FSDP, of ``element`` bytes per weight."""
     return element * model.on_device(mesh, not place.numerics.own)
 
 
@@ -173,8 +174,8 @@ class StageSeconds:
 
     Attributes:
       compute: matrix products and attention.
-      exchange: collectives of activations, which nothing hides.
-      weights: FSDP's gathers and, in a backward pass, reduce-scatters.
+      exchange: collectives of activations, never overlapped.
+      weights: FSDP's all-gathers and, in a backward pass, reduce-scatters.
     """
 
     compute: float
@@ -182,7 +183,7 @@ class StageSeconds:
     weights: float
 
     def total(self, overlap: float) -> float:
-        """compute + exchange + what of the weights' collectives the compute does not hide."""
+        """compute + exchange + the weights' collectives that do not overlap with compute."""
         return self.compute + self.exchange + max(0.0, self.weights - overlap * self.compute)
 
 
@@ -233,15 +234,14 @@ def stage_seconds(
 ) -> StageSeconds:
     """One micro-batch of ``rows`` sequences on one pipeline stage.
 
-    FLOPs: forward 1, backward 2 more (times ``backward``; of what is frozen 1, for there are no
-    gradients of it), rematerialisation, and in hjax a pipeline, 1 more (with ``attention`` without
-    attention's own, where its outputs are kept: of rows that are longer than ``whole_scores``; with
-    ``products`` without all others besides) times ``forward_flops`` / (tensor * pipe * context), of
-    which the share ``unsplit`` is not divided by tensor. Per layer and forward, ``layer_pass`` and
-    ``score`` * rows * heads * length^2 / (tensor * context).
-    Exchanges per layer: 2 forward, 2 backward, 2 rematerialised.
-    FSDP: one gather of the weights forward, one more and a reduce-scatter of gradients backward,
-    each layer by layer, with ``gather`` beside the ring's seconds.
+    FLOPs are multiples of ``forward_flops`` / (tensor * pipe * context): forward 1; backward 2 (1
+    for frozen weights, which have no gradients) times ``backward``; rematerialisation 1 more, also
+    in hjax's pipelines. Policy ``attention`` keeps attention outputs, so it does not repeat them in
+    rows longer than ``whole_scores``; ``products`` repeats at most attention. The share ``unsplit``
+    is not divided by tensor. Each layer and forward also takes ``layer_pass`` and ``score`` * rows
+    * heads * length^2 / (tensor * context). Exchanges per layer: 2 forward, 2 backward, 2 remat.
+    FSDP: one all-gather of the weights forward; one more and a reduce-scatter of gradients
+    backward; each layer by layer, with ``gather`` seconds beside the ring's.
     """
     constants, layers = place.constants, model.layers / mesh.pipe
     again = backward and (remat != NONE or (place.numerics.own and mesh.pipe > 1))
@@ -271,7 +271,7 @@ def stage_seconds(
         gather = weight_bytes(place, model, mesh, place.numerics.compute)
         stride = mesh.stride("fsdp")
         weights = (1 + backward) * all_gather(place, gather, mesh.fsdp, stride)
-        starts = 1 + 2 * backward  # per layer; the terms around have one of each for all layers
+        starts = 1 + 2 * backward  # collectives per layer; the other terms count one layer's
         weights += starts * (layers - 1) * latency(place, mesh.fsdp, stride)
         weights += starts * layers * constants.gather
         if backward:
@@ -281,18 +281,18 @@ def stage_seconds(
 
 
 def micro_batches(rows: float, mesh: MeshSizes, micro_rows: int) -> int:
-    """Passes over the rows of each replica, of so many rows."""
+    """Micro-batches per replica (gradient accumulation steps of an update)."""
     return math.ceil(math.ceil(rows / mesh.replicas) / micro_rows)
 
 
 def pipeline_stage_times(pipe: int, micro_batches: int) -> float:
-    """Stage times of a pipeline's round: micro-batches + pipe - 1."""
+    """Stage times of a pipeline including its bubble: micro-batches + pipe - 1."""
     return micro_batches + pipe - 1
 
 
 def gradient_exchange(place: DeviceSet, model: ModelCounts, mesh: MeshSizes) -> float:
-    """All-reduce of a device's gradients over the data and context axes, once per update; those of
-    weights outside experts over the expert axis too."""
+    """All-reduce of gradients over the data and context axes, once per update; gradients of weights
+    outside experts are also reduced over the expert axis."""
     element = place.numerics.gradients * model.learning / mesh.fsdp
     experts = model.layers * model.layer_expert * element / (mesh.expert * mesh.pipe * mesh.tensor)
     others = weight_bytes(place, model, mesh, element) - experts
@@ -302,7 +302,7 @@ def gradient_exchange(place: DeviceSet, model: ModelCounts, mesh: MeshSizes) -> 
 
 
 def optimizer_seconds(place: DeviceSet, model: ModelCounts, mesh: MeshSizes) -> float:
-    """Read gradients, read and write weights and optimizer state: bytes / memory bandwidth."""
+    """Optimizer: read gradients, read and write weights and state; bytes / memory bandwidth."""
     numerics = place.numerics
     touched = numerics.gradients + 2 * (numerics.weights + numerics.optimizer)
     touched *= model.learning
@@ -321,8 +321,8 @@ def update_seconds(
     """One optimizer step on ``rows`` sequences.
 
     (m + pipe - 1) stage times for m = ceil(rows / replicas / micro_rows) micro-batches; then the
-    gradients' all-reduce, less what the last backward pass hides; then the optimizer; and of each
-    layer ``layer_update``.
+    gradients' all-reduce, less what overlaps with the last backward pass; then the optimizer; and
+    ``layer_update`` for each layer.
     """
     one = stage_seconds(place, model, mesh, micro_rows, length, True, remat)
     overlap = place.constants.overlap
@@ -339,8 +339,8 @@ def update_seconds(
 def forward_rows(
     place: DeviceSet, rows: float, mesh: MeshSizes, length: float, micro_rows: int = 0
 ) -> int:
-    """Rows of a forward micro-batch: ``micro_rows``, or as many as ``forward_tokens`` are; at most
-    what a replica has."""
+    """Rows of a forward micro-batch: ``micro_rows``, or as many as ``forward_tokens`` allow; at
+    most those of a replica."""
     local = math.ceil(rows / mesh.replicas)
     most = place.numerics.forward_tokens
     if most:

@@ -1,4 +1,4 @@
-"""What generation costs: the transition to its layout, prefill and decoding."""
+"""The cost model of generation: the transition to its layout, prefill and decoding."""
 
 import dataclasses
 import math
@@ -9,11 +9,11 @@ from hjax.planning.cost import DeviceSet
 
 
 def transition_seconds(place: DeviceSet, model: ModelCounts, mesh: MeshSizes) -> float:
-    """From the training to the generation layout: M (1 / (p_g t_g) - 1 / (p t f)) received.
+    """Reshard from the training to the generation layout: M (1 / (p_g t_g) - 1 / (p t f)) received.
 
-    M in the compute dtype. First the FSDP shards are gathered, then those of the micro groups,
-    ``tensor / t_g`` consecutive ranks and ``pipe / p_g`` stages, each over the fabric it crosses
-    (HybridFlow, arXiv 2409.19256, Table 2).
+    M is the model's bytes in the compute dtype. FSDP shards are gathered first, then those of the
+    micro groups (``tensor / t_g`` consecutive ranks and ``pipe / p_g`` stages), each over the links
+    or network between its ranks (HybridFlow, arXiv 2409.19256, Table 2).
     """
     element = place.numerics.compute
 
@@ -26,7 +26,7 @@ def transition_seconds(place: DeviceSet, model: ModelCounts, mesh: MeshSizes) ->
     stage = held(expert=1, tensor=tensor)
     seconds += cost.all_gather(place, stage, tensor_micro)
     pipe_micro = mesh.pipe // mesh.generate_pipe
-    if pipe_micro > 1:  # what is outside of layers may be there already
+    if pipe_micro > 1:  # weights outside of layers may be on every stage already
         received = held(expert=1, tensor=tensor, pipe=mesh.generate_pipe) - stage
         whole = received * pipe_micro / (pipe_micro - 1)
         seconds += cost.all_gather(place, whole, pipe_micro, mesh.stride("pipe"))
@@ -35,18 +35,18 @@ def transition_seconds(place: DeviceSet, model: ModelCounts, mesh: MeshSizes) ->
 
 @dataclasses.dataclass(frozen=True)
 class DecodingCost:
-    """A replica's decoding under one layout: coefficients of its step time.
+    """Decoding cost of a replica under one layout: coefficients of its step time.
 
     Attributes:
-      rows: sequences a replica answers.
-      steps: tokens each.
+      rows: sequences per replica.
+      steps: tokens per sequence.
       weights: seconds to read the weights once.
-      per_row: seconds per sequence of a step: its cache read, its exchange's bytes, the host.
+      per_row: seconds per step and sequence: KV cache read, collectives' bytes, the host's work.
       products: seconds of matrix products per sequence; they overlap with reading.
-      fixed: seconds per step whatever the batch.
+      fixed: seconds per step, independent of the batch.
       slowdown: times the longer of reading and products takes.
-      experts: share of the weights that is read only for the experts in use, and how likely one
-        sequence uses one.
+      expert_share, expert_use: share of the weights that belongs to experts, which are read only
+        if used; probability that one sequence uses a given expert.
     """
 
     rows: int
@@ -60,7 +60,7 @@ class DecodingCost:
     expert_use: float = 0.0
 
     def seconds(self, waves: int) -> float:
-        """waves * steps * (longer * max(weights, products) + fixed + rows / waves * per row)."""
+        """waves * steps * (slowdown * max(weights, products) + fixed + rows / waves * per_row)."""
         rows = math.ceil(self.rows / waves)
         read = self.weights
         if self.expert_share:
@@ -73,13 +73,12 @@ class DecodingCost:
 def decoding_cost(
     place: DeviceSet, model: ModelCounts, mesh: MeshSizes, rows: float, work: Workload
 ) -> DecodingCost:
-    """Coefficients for ``rows`` sequences over all replicas of p_g * t_g devices.
+    """Decoding cost of ``rows`` sequences over all replicas of p_g * t_g devices.
 
-    Weights read per step: parameters / t_g (the p_g stages take turns on p_g micro-batches, so a
-    step of the whole batch reads each stage once per micro-batch: p_g * parameters / (p_g t_g)).
-    Cache read per sequence and step: cache bytes * mean context / t_g / p_g (few KV heads stand
-    whole on every device), shared prompts once per group. Exchange: 2 all-reduces per layer of
-    rows * hidden.
+    Weights read per step: parameters / t_g. (The p_g stages work on p_g micro-batches in turn, so a
+    step reads each stage once per micro-batch: p_g * parameters / (p_g t_g).) KV cache read per
+    sequence and step: cache bytes * mean context / t_g / p_g, a shared prompt once per group; fewer
+    KV heads than devices are replicated. Collectives: 2 all-reduces of rows * hidden per layer.
     """
     numerics, constants = place.numerics, place.constants
     pipe, tensor = mesh.generate_pipe, mesh.generate_tensor
@@ -120,7 +119,7 @@ def decoding_cost(
 def prefill_seconds(
     place: DeviceSet, model: ModelCounts, mesh: MeshSizes, rows: float, work: Workload
 ) -> float:
-    """A forward over the prompts in the generation layout, once per group where they are shared."""
+    """Prefill: a forward over the prompts in the generation layout, shared ones once per group."""
     pipe, tensor = mesh.generate_pipe, mesh.generate_tensor
     replicas = place.devices // (pipe * tensor)
     layout = MeshSizes(data=replicas, pipe=pipe, tensor=tensor)

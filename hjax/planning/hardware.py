@@ -1,4 +1,4 @@
-"""Clusters by name, and how many of their devices a set may take."""
+"""Clusters by name, and the numbers of devices that a set of models may take."""
 
 import functools
 import math
@@ -13,7 +13,7 @@ _HOST = 8  # devices of most hosts
 
 
 def parse_cluster(text: str) -> Cluster:
-    """A cluster by name: ``16x8:a100-80g`` (hosts x devices), ``v5p:4x4x4`` or
+    """Parse a cluster's name: ``16x8:a100-80g`` (hosts x devices), ``v5p:4x4x4`` or
     ``2xv5p:4x4x4`` (slices x sides), joined by ``+``.
 
     Raises:
@@ -64,10 +64,11 @@ def _parse_slices(kind: Device, shape: tuple[int, ...], slices: int, text: str) 
 
 @functools.cache
 def legal_counts(pool: DevicePool) -> tuple[int, ...]:
-    """Numbers of devices that a set may take: those the pool names, else below a host (or a rack
-    that NVLink joins) a divisor of its size, a power of two or a multiple of 8, above it whole
-    hosts; of a torus the boxes that come of halving its longest side again and again, and
-    whole slices."""
+    """Numbers of devices that a set of models may take.
+
+    They are ``pool.counts`` if given. Otherwise, within a host (or an NVLink rack): divisors of its
+    size, powers of two and multiples of 8; above: whole hosts. On a torus: the boxes from halving
+    its longest side repeatedly, and whole slices."""
     if pool.counts:
         return pool.counts
     if pool.shape:
@@ -82,7 +83,7 @@ def legal_counts(pool: DevicePool) -> tuple[int, ...]:
 
 
 def sub_slice(pool: DevicePool, devices: int) -> tuple[int, ...]:
-    """Sides of the part of a slice that a set of ``devices`` gets; the slice's from there on."""
+    """Sides of the box of a slice that a set of ``devices`` gets; of larger sets the slice's."""
     sides = list(pool.shape)
     while math.prod(sides) > devices:
         sides[sides.index(max(sides))] //= 2
@@ -91,9 +92,10 @@ def sub_slice(pool: DevicePool, devices: int) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1 << 16)
 def link_contention(pool: DevicePool, devices: int, size: int, stride: int) -> int:
-    """Steps that share the most used link of a torus when a mesh axis's rings run, of ``size``
-    devices ``stride`` ranks apart, on the box of a set of ``devices``; 1 where all are neighbours.
-    """
+    """Contention on a torus: how many ring steps of a mesh axis share the busiest link.
+
+    The rings have ``size`` devices, ``stride`` ranks apart, in the box of a set of ``devices``; 1
+    if all are neighbours."""
     if not pool.shape:
         return 1
     sides = sub_slice(pool, devices)
@@ -104,8 +106,8 @@ def link_contention(pool: DevicePool, devices: int, size: int, stride: int) -> i
 
 @functools.lru_cache(maxsize=1 << 16)
 def fit_together(pool: DevicePool, counts: tuple[int, ...]) -> bool:
-    """Whether sets of these legal sizes find room in the pool at once, none across hosts
-    unless it takes them whole."""
+    """Whether sets of these legal sizes fit into the pool at once, where a set either lies within
+    a host or takes whole hosts."""
     if sum(counts) > pool.size:
         return False
     if fits_by_sum(pool):
@@ -117,9 +119,8 @@ def fit_together(pool: DevicePool, counts: tuple[int, ...]) -> bool:
 
 @functools.cache
 def fits_by_sum(pool: DevicePool) -> bool:
-    """Whether sets of legal sizes find room wherever their sum is at most the pool's: there is one
-    host, or each size below a host divides the next one (packing from the largest leaves no gap).
-    """
+    """Whether sets of legal sizes always fit if their sum is at most the pool's size: there is one
+    host, or each size below a host divides the next (packing from the largest leaves no gap)."""
     below = [n for n in legal_counts(pool) if n <= pool.per_host]
     chain = all(b % a == 0 for a, b in zip(below, below[1:]))
     return bool(pool.shape) or pool.hosts == 1 or chain

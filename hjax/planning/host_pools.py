@@ -1,8 +1,8 @@
-"""A cluster's hosts, as it has them, as pools for the search.
+"""Device pools from a cluster's actual hosts, for the search.
 
-A set of models lies within one pool: hosts of one kind of device, and of one value of the label
-that a pool's hosts agree in (a TPU slice, a rack). Where its processes may stand is known by the
-labels of the pool (``DevicePool.where``), which the run's placement keeps to.
+A set of models lies within one pool: hosts with one kind of device and one value of the colocation
+label (a TPU slice, a rack). The pool's labels (``DevicePool.where``) say on which hosts its
+processes may run; the run's placement keeps to them.
 """
 
 import dataclasses
@@ -21,13 +21,13 @@ from hjax.sharding.interconnect import wires_of
 def cluster_from_hosts(
     groups: Sequence[HostGroup], devices: Sequence[Device], processes: int, each: int
 ) -> Cluster:
-    """So many processes of a cluster: those with the fastest devices, all if there are no more.
+    """Pools for ``processes`` processes on a cluster's hosts, those with the fastest devices first.
 
     Args:
       groups: the cluster's hosts.
-      devices: what each group's devices are.
-      processes: that the run takes.
-      each: devices of a process.
+      devices: kind of device of each group.
+      processes: number that the run takes.
+      each: devices per process.
 
     Raises:
       ConfigError: hosts for fewer processes, or TPU slices that so many do not fill.
@@ -36,29 +36,29 @@ def cluster_from_hosts(
         range(len(groups)), key=lambda i: (-max(devices[i].flops.values()), -groups[i].room)
     )
     sizes = {i: _sizes(groups[i], devices[i], each) for i in order}
-    # Ways to take so many processes, by how many; the first found takes the fastest.
-    ways: dict[int, tuple[tuple[int, int], ...]] = {0: ()}
+    # By number of processes, (group, processes) pairs; the first found has the fastest devices.
+    selections: dict[int, tuple[tuple[int, int], ...]] = {0: ()}
     for i in order:
-        for taken, way in sorted(ways.items(), reverse=True):
+        for count, selection in sorted(selections.items(), reverse=True):
             for size in sizes[i]:
-                ways.setdefault(taken + size, (*way, (i, size)))
-    if processes not in ways:
+                selections.setdefault(count + size, (*selection, (i, size)))
+    if processes not in selections:
         raise ConfigError(
             f"cluster.processes={processes}, of {each} devices each: the cluster's hosts take "
-            f"{', '.join(str(n) for n in sorted(ways) if n)}"
+            f"{', '.join(str(n) for n in sorted(selections) if n)}"
         )
-    pools = [_pool(groups[i], devices[i], size, each) for i, size in ways[processes]]
+    pools = [_pool(groups[i], devices[i], size, each) for i, size in selections[processes]]
     return Cluster(tuple(pools))
 
 
 def local_cluster(device: Device, devices: Sequence[Any]) -> Cluster:
     """The devices of a process, or of all processes of its world, as pools.
 
-    Slices and NVLink domains come from what the devices say of themselves (``wires_of``); simulated
-    ones are one host's.
+    Slices and NVLink domains come from the devices' attributes (``wires_of``); simulated devices
+    count as one host.
 
     Args:
-      device: what each of them is.
+      device: the kind of all of them.
       devices: jax.Device.
     """
     wires = wires_of(devices)
@@ -80,8 +80,8 @@ def local_cluster(device: Device, devices: Sequence[Any]) -> Cluster:
 
 
 def _sizes(group: HostGroup, device: Device, each: int) -> Sequence[int]:
-    """Numbers of processes that may be taken of a group, the most first: a TPU slice of several
-    hosts is one world of all its chips."""
+    """Numbers of processes that may be taken from a group, largest first; a TPU slice of several
+    hosts is taken whole, as one world of all its chips."""
     if not device.torus or len(group.processes) == 1:
         return range(group.room, 0, -1)
     hosts = len(group.processes)
@@ -102,7 +102,7 @@ def _pool(group: HostGroup, device: Device, processes: int, each: int) -> Device
         shape = group.topology if several else _sides(size, device.torus)
         hosts = len(group.processes)
         pool = DevicePool(device, hosts, size // hosts, shape, where=group.labels)
-        # Processes that share a host, or a part of a slice, would each have to be told its box.
+        # A set on part of a slice or host would need its box assigned to each process.
         counts = (size,) if several else tuple(n for n in legal_counts(pool) if n <= each)
         return dataclasses.replace(pool, counts=counts)
     equal = set(group.processes)
@@ -111,7 +111,7 @@ def _pool(group: HostGroup, device: Device, processes: int, each: int) -> Device
         hosts, here = processes // per_host, per_host * each
     elif processes < min(equal):
         hosts, here = 1, size
-    else:  # hosts of different sizes: each process as if alone on one
+    else:  # hosts of different sizes: each process counts as a host
         hosts, here = processes, each
     pool = DevicePool(device, hosts, here, where=group.labels)
     whole = tuple(n for n in legal_counts(pool) if n <= each or n % each == 0)
@@ -119,7 +119,7 @@ def _pool(group: HostGroup, device: Device, processes: int, each: int) -> Device
 
 
 def _sides(devices: int, dimensions: int) -> tuple[int, ...]:
-    """A host's chips as a box."""
+    """Sides of the box that a host's chips form."""
     sides = [1] * dimensions
     while math.prod(sides) < devices:
         sides[sides.index(min(sides))] *= 2

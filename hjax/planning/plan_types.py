@@ -1,7 +1,6 @@
-"""What the search is given and what it returns: plain frozen records, no model and no device.
+"""Input and output types of the planner's search: frozen records without models or devices.
 
-Sizes are elements or bytes as named, times seconds, rates per second. Callers above (models,
-launch) fill them in; nothing here knows how.
+Sizes are in elements or bytes as named, times in seconds, rates per second.
 """
 
 import dataclasses
@@ -15,8 +14,9 @@ from hjax.roles import STAGES
 
 
 def log_interpolate(points: Sequence[tuple[int, float]], at: int) -> float:
-    """Of values above 0 at growing numbers the one at another, on logarithmic scales; before and
-    after all of them the first and the last; of none 0."""
+    """Interpolate (x, y) points with rising x and positive y at ``at``, on logarithmic scales.
+
+    Outside the points' range the first or last y is taken; without points 0."""
     below = [(n, value) for n, value in points if n <= at]
     above = [(n, value) for n, value in points if n >= at]
     if not (below and above):
@@ -32,12 +32,11 @@ class DevicePool:
     """Equal machines: ``hosts`` of ``per_host`` devices, or slices of one torus shape.
 
     Attributes:
-      hosts: in all.
-      shape: sides of a slice, and devices of a chip where they are several; empty for machines
-        of GPUs.
+      hosts: total number.
+      shape: sides of a slice, then devices per chip if several; empty for GPU machines.
       counts: numbers of devices that a set may take; empty: all that the hardware allows.
-      where: labels that its hosts have on a cluster that is there.
-      slices: of that shape, which the network joins; of machines of GPUs 1.
+      where: labels of its hosts on an actual cluster.
+      slices: number of slices of that shape, joined by the network; 1 for GPU machines.
     """
 
     device: Device
@@ -59,22 +58,21 @@ class DevicePool:
         return bool(self.device.alone)
 
     def speedup(self, devices: int) -> float:
-        """How many times faster each of so many devices is than with all of them busy.
+        """How many times faster each of ``devices`` busy devices is than with all of them busy.
 
-        Of numbers between those measured, all together do what lies between, on logarithmic scales:
-        as many as there are cores keep these busy, and more of them share what they do.
+        The joint speed is interpolated between measured numbers of devices, on logarithmic scales.
         """
         together = [(n, n * f) for n, f, _ in self.device.alone]
         least = min((n for n, _ in together), default=devices)
         return log_interpolate(together, devices) / max(devices, least) if together else 1.0
 
     def core_share(self, devices: int) -> float:
-        """Share of the cores' time that so many busy devices take; 0 where none are shared."""
+        """Share of the cores' time that ``devices`` busy devices take; 0 where none are shared."""
         return log_interpolate([(n, c) for n, _, c in self.device.alone], devices)
 
     @property
     def domain(self) -> int:
-        """Devices that reach each other over ``device.link``: a host's, or a slice's."""
+        """Number of devices joined by ``device.link``: those of a host or a slice."""
         return self.size // self.slices if self.shape else self.per_host
 
     @property
@@ -89,7 +87,7 @@ class DevicePool:
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """The devices at hand; a set of models lies within one pool."""
+    """The available devices; a set of models lies within one pool."""
 
     pools: tuple[DevicePool, ...]
 
@@ -106,10 +104,10 @@ class Cluster:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedCall:
-    """One call of a step, as the algorithm makes it.
+    """One call that the algorithm makes in a step.
 
     Attributes:
-      role, method: whose and which.
+      role, method: the called role and its method.
       kind: ``generate``, ``forward`` or ``update``.
       rows: sequences, as a share of the step's.
     """
@@ -122,7 +120,8 @@ class PlannedCall:
 
 @dataclasses.dataclass(frozen=True)
 class Dataflow:
-    """An algorithm's step: its roles with devices and the calls on them, in order."""
+    """The dataflow of an algorithm's step: its roles with devices, and the calls on them in order.
+    """
 
     name: str
     roles: tuple[str, ...]
@@ -135,21 +134,21 @@ class Dataflow:
 
 @dataclasses.dataclass(frozen=True)
 class RoleOption:
-    """One way to run a role on some devices.
+    """One way to run a role on some devices: layout, micro-batch, remat, waves, offload; its cost.
 
     Attributes:
-      seconds: of each of ``STAGES``, the transition in the first.
-      transition: seconds of it.
-      resident: bytes per device for as long as the run lasts.
-      transients: most bytes per device beside them while the role computes, of each stage.
-      micro_rows: rows per replica and pass of an update or, in hjax, a forward; an update's
-        gradients accumulate. 0: the role has neither.
-      remat: which activations are computed again in the backward pass (hjax.models.remat).
+      seconds: of each of ``STAGES``; the first includes the transition.
+      transition: seconds of the transition alone.
+      resident: bytes per device during the whole run.
+      transients: by stage, most further bytes per device while the role computes.
+      micro_rows: micro-batch rows per replica of an update (gradients accumulate) or, in hjax, of a
+        forward. 0: the role has neither.
+      remat: rematerialisation policy of the backward pass (hjax.models.remat).
       waves: parts in which a replica decodes its sequences, one after another; 0 for roles that
         do not generate.
-      offload: what waits in the host's memory between the role's calls.
-      learning: bytes per device beside the resident ones that stay for as long as roles of its set
-        learn, whichever: what an update brings back from the host.
+      offload: state kept in host memory between the role's calls.
+      learning: bytes per device that an update brings back from the host; they stay until all
+        roles of the set have updated.
     """
 
     mesh: MeshSizes
@@ -165,14 +164,14 @@ class RoleOption:
 
     @property
     def transient(self) -> float:
-        """Most bytes per device beside the resident ones while only this role computes."""
+        """Most non-resident bytes per device while only this role computes."""
         *before, update = self.transients
         return max(*before, update + self.learning)
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedSet:
-    """Roles that take turns on some devices of a pool, each by its option."""
+    """A set of roles that share devices of a pool in turn, with an option each."""
 
     roles: tuple[str, ...]
     pool: DevicePool
@@ -181,13 +180,13 @@ class PlannedSet:
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """Per stage: the models of a set add up."""
+        """Seconds per stage: those of the set's roles add up."""
         return tuple(sum(o.seconds[s] for o in self.options) for s in range(len(STAGES)))
 
     @property
     def peak_bytes(self) -> float:
-        """Most bytes per device: all that is resident, and the largest transient; while roles learn
-        what all of them brought back as well."""
+        """Peak bytes per device: all resident ones and the largest transient; during learning also
+        ``learning_bytes``."""
         return sum(o.resident for o in self.options) + max(
             *(max(o.transients[:2]) for o in self.options),
             self.learning_bytes + max(o.transients[2] for o in self.options),
@@ -195,22 +194,22 @@ class PlannedSet:
 
     @property
     def learning_bytes(self) -> float:
-        """Bytes per device that roles which learn bring back from the host and keep until all of
-        them are done."""
+        """Bytes per device that updates bring back from the host, until all roles have updated."""
         return sum(o.learning for o in self.options)
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A plan that the search weighs: placement, allocation, an option per role, and what a step of
-    it costs. What a run takes of it is ``hjax.run.placement.Plan``."""
+    """A plan under search: placement, allocation, an option per role, and the cost of a step.
+
+    What a run uses is ``hjax.run.placement.Plan``."""
 
     sets: tuple[PlannedSet, ...]
 
     @property
     def stages(self) -> tuple[float, ...]:
-        """Seconds per stage: sets run at the same time, as long as the slowest takes; where they
-        share cores, at least as long as these take for all of them."""
+        """Seconds per stage: of the slowest set, since sets run at the same time; with shared cores
+        at least what the cores need for all sets."""
         found = []
         for stage in range(len(STAGES)):
             cores: dict[DevicePool, float] = {}
@@ -227,9 +226,9 @@ class Candidate:
 
     @property
     def devices(self) -> int:
-        """How many it uses."""
+        """Number of devices in use."""
         return sum(s.devices for s in self.sets)
 
     def option(self, role: str) -> RoleOption:
-        """A role's."""
+        """The option of a role."""
         return next(o for s in self.sets for r, o in zip(s.roles, s.options) if r == role)

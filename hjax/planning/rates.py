@@ -1,4 +1,4 @@
-"""What devices do in a second, measured: products, copies in memory, collectives."""
+"""Microbenchmarks of devices: rates of matrix products, memory copies and all-reduces."""
 
 import functools
 import math
@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 
 def _seconds(run: Callable[[], Any], repeats: int = 5) -> float:
-    """Median seconds of a call that is waited for; the first, which compiles, is left out."""
+    """Median seconds of a call until its result is ready; the first, compiling call is left out."""
     jax.block_until_ready(run())
     taken = []
     for _ in range(repeats):
@@ -25,7 +25,7 @@ def _seconds(run: Callable[[], Any], repeats: int = 5) -> float:
 
 
 def _spread(devices: Sequence[Any], shape: tuple[int, ...], dtype: str) -> tuple[jax.Array, Any]:
-    """Random numbers, one [shape] per device (zeros would be multiplied faster)."""
+    """Random numbers, one [shape] per device (products of zeros would be faster)."""
     mesh = jax.sharding.Mesh(np.array(devices), ("d",))
 
     def fill() -> jax.Array:
@@ -54,7 +54,7 @@ def matmul(devices: Sequence[Any], size: int, dtype: str, times: int = 4) -> flo
 
 
 def copy(devices: Sequence[Any], elements: int) -> float:
-    """Bytes/s per device read and written by an elementwise pass."""
+    """Memory bandwidth: bytes/s per device read and written by an elementwise pass."""
     x, _ = _spread(devices, (elements,), "float32")
     run = jax.jit(lambda x: x * 1.5 + 1.0)
     return 8.0 * elements / _seconds(lambda: run(x))
@@ -72,7 +72,7 @@ def all_reduce(devices: Sequence[Any], elements: int, times: int = 8) -> tuple[f
 
 
 def _all_reduce_seconds(devices: Sequence[Any], elements: int, times: int) -> float:
-    """Seconds of one more all-reduce of float32 [elements] in a program."""
+    """Seconds of an additional all-reduce of float32 [elements] in a program."""
     x, mesh = _spread(devices, (elements,), "float32")
     taken = []
     for repeats in (1, 1 + times):

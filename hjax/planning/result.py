@@ -1,5 +1,4 @@
-"""A search's result as data: what `plan --json` prints and what plan.json holds; and as a run: the
-config beside its plan.json, so that ``hjax.launch`` runs it as planned."""
+"""Search results as data (`plan --json`, plan.json), and as a config file that runs the plan."""
 
 import dataclasses
 import math
@@ -23,7 +22,7 @@ from hjax.show.format import size
 
 
 def describe_candidate(candidate: Candidate, problem: PlanProblem) -> dict[str, Any]:
-    """Placement, allocation, layouts, seconds and memory of a candidate."""
+    """A candidate as data: placement, allocation, layouts, seconds and memory."""
     generation, preparation, learning = candidate.stages
     transition = max(o.transition for s in candidate.sets for o in s.options)
     roles = [(r, s, o) for s in candidate.sets for r, o in zip(s.roles, s.options)]
@@ -54,9 +53,9 @@ def describe_candidate(candidate: Candidate, problem: PlanProblem) -> dict[str, 
 
 
 def role_settings(role: str, option: RoleOption, problem: PlanProblem) -> dict[str, Any]:
-    """What a candidate fixes of a role beside its layout, as ``hjax.run.placement.SETTINGS``:
-    ``micro_batch`` (rows of a pass over all replicas), ``remat`` of trained roles, ``offload``, and
-    ``slots`` of the one that generates. What a run's config had fixed is left to it."""
+    """Settings of a role that a candidate chose (``hjax.run.placement.SETTINGS``): ``micro_batch``
+    (rows over all replicas), ``remat`` of trained roles, ``offload``, and ``slots`` of the
+    generating role. Settings that a run's config had fixed are left out."""
     found: dict[str, Any] = {}
     if option.micro_rows and role not in problem.space.micro_batches:
         found["micro_batch"] = option.micro_rows * option.mesh.replicas
@@ -69,11 +68,11 @@ def role_settings(role: str, option: RoleOption, problem: PlanProblem) -> dict[s
 
 
 def describe_result(result: SearchResult, problem: PlanProblem, strategy: str) -> dict[str, Any]:
-    """The best plan, the runners-up with the reason each lost, and where the numbers come from.
+    """The best plan, the runners-up with the reason each lost, and the origins of the numbers.
 
     Args:
       result: of the search.
-      problem: what was asked, before the strategy posed it in its own way.
+      problem: the original one, before the strategy changed it.
 
     Raises:
       ConfigError: nothing fits; the message has the bytes missing.
@@ -113,8 +112,7 @@ def describe_result(result: SearchResult, problem: PlanProblem, strategy: str) -
 
 
 def unsupported(candidate: Candidate, problem: PlanProblem, strategy: str) -> list[str]:
-    """What a candidate needs that hjax's own programs do not do, in words; nothing where a run can
-    do what was planned."""
+    """Features that a plan needs and hjax does not have, in words; empty: a run can follow it."""
     found = [f"the programs of {strategy}"] if STRATEGIES[strategy].other_system else []
     roles = [(r, o) for s in candidate.sets for r, o in zip(s.roles, s.options)]
     waves = max(o.waves for _, o in roles)
@@ -133,7 +131,7 @@ def unsupported(candidate: Candidate, problem: PlanProblem, strategy: str) -> li
 
 
 def loss_reason(candidate: Candidate, best: Candidate) -> str:
-    """Why a plan lost to the best one: the stages in which it is slower."""
+    """Why a candidate lost to the best one: the stages in which it is slower."""
     if candidate is best:
         return "chosen"
     compiled = only_compiles(candidate) and not only_compiles(best)
@@ -155,14 +153,14 @@ def loss_reason(candidate: Candidate, best: Candidate) -> str:
 
 
 def no_fit_message(problem: PlanProblem, strategy: str) -> str:
-    """The one line for a cluster on which the models do not fit: bytes missing per device, or over
-    how many devices nothing divides."""
+    """One line for models that do not fit on a cluster: the bytes missing per device, or the
+    numbers of devices over which nothing divides."""
     names = problem.dataflow.roles
     models = ", ".join(f"{r}={problem.models[r].name}" for r in names)
     where = f"{models} do not fit on {problem.cluster.name}"
     needed: dict[tuple[int, int], float] = {}
     for number, pool in enumerate(problem.cluster.pools):
-        # As if memory had no end: what would then be needed is what is missing.
+        # With unlimited memory the search gives the bytes that would be needed.
         large = dataclasses.replace(pool, device=dataclasses.replace(pool.device, memory=2.0**60))
         fronts = RoleFronts(problem)
         for devices in legal_counts(pool):
@@ -187,7 +185,7 @@ def no_fit_message(problem: PlanProblem, strategy: str) -> str:
 
 
 def _divides(problem: PlanProblem) -> str:
-    """What has to divide over devices, as the beginning of why it does not."""
+    """Beginning of an error message: the batches and model shapes that no layout divides."""
     work, sequences = problem.work, problem.work.sequences
     rows = {round(c.rows * sequences) for c in problem.dataflow.calls if c.kind != "generate"}
     rows.add(sequences // work.samples)
@@ -212,7 +210,7 @@ def _axes(mesh: Any) -> dict[str, dict[str, int]]:
     return found
 
 
-# Keys that a planned config says anew.
+# The config key that a planned config sets to its plan file.
 PLACEMENT = "placement"
 
 
@@ -224,14 +222,14 @@ def keys_of_models(
     updates: int,
     numerics: Numerics,
 ) -> dict[str, Any]:
-    """The config's keys, dotted, of a plan that was asked for by models.
+    """The dotted config keys of a plan whose models were given by name.
 
     Args:
       algorithm: as ``algorithm.name`` takes it.
       table: its roles.
       models: published name or directory by role.
       work: of a step.
-      updates: that its sequences are cut into.
+      updates: mini-batches of a step.
 
     Raises:
       ConfigError: roles of one section with different models.
@@ -259,7 +257,7 @@ def keys_of_models(
 
 
 def keys_of_config(config: ConfigDict) -> dict[str, Any]:
-    """The keys of a config, dotted, that are not at their defaults."""
+    """The dotted keys of a config that are not at their defaults."""
     owners = {key: flatten(config)[key] for key in OWNED_SECTIONS.values()}
     usual = flatten(complete_config(owners))
     found = {key: value for key, value in flatten(config).items() if usual.get(key) != value}
@@ -268,11 +266,11 @@ def keys_of_config(config: ConfigDict) -> dict[str, Any]:
 
 
 def config_text(keys: Mapping[str, Any], title: str, plan: str = "plan.json") -> str:
-    """A config file that stands beside a plan.
+    """The text of a config file to be stored beside a plan file.
 
     Args:
       keys: dotted.
-      title: what it is, in a line.
+      title: description in one line.
       plan: name of the plan's file.
     """
     lines = "\n".join(f"        {key!r}: {value!r}," for key, value in sorted(keys.items()))

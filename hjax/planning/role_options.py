@@ -1,4 +1,4 @@
-"""Every legal way to run one role on some devices, and the few worth keeping."""
+"""Options of one role on some devices: every legal layout and setting, and their Pareto front."""
 
 import dataclasses
 import itertools
@@ -28,11 +28,11 @@ def role_options(
     offload: Offload | Literal["any"] = "none",
     every: bool = False,
 ) -> list[RoleOption]:
-    """The options of a role that fit its devices alone.
+    """The options of a role that fit into its devices' memory when it runs alone.
 
     Args:
-      offload: what of it waits in the host's memory; ``any``: whatever is best.
-      every: also those that another of the same mesh is as good as in all respects.
+      offload: its state in host memory; ``any``: every choice is tried.
+      every: also options that another of the same mesh dominates.
     """
     calls = {kind: dataflow.calls_of(role, kind) for kind in ("generate", "forward", "update")}
     limit = place.capacity
@@ -82,12 +82,12 @@ def role_options(
 
 @dataclasses.dataclass(frozen=True)
 class _Passes:
-    """How a role's forwards and updates are cut into passes, and what they cost.
+    """Micro-batching of a role's forwards and updates, and its cost.
 
     Attributes:
-      rows: per replica and pass.
+      rows: micro-batch rows per replica.
       seconds: of its forwards, of its updates.
-      bytes: transient ones of each.
+      bytes: transient bytes of each.
     """
 
     rows: int
@@ -98,7 +98,7 @@ class _Passes:
 
 @dataclasses.dataclass(frozen=True)
 class _Rollouts:
-    """How a role generates, and what it costs; ``moved``: seconds of its transitions."""
+    """Generation of a role in one layout, and its cost; ``moved``: seconds of its transitions."""
 
     mesh: MeshSizes
     seconds: float = 0.0
@@ -111,7 +111,7 @@ _Way = TypeVar("_Way")
 
 
 def _non_dominated(ways: list[_Way], costs: Callable[[_Way], tuple[float, ...]]) -> list[_Way]:
-    """Those that no other is as good as in all respects."""
+    """The Pareto front of some options: those that no other dominates."""
     if len(ways) < 2:
         return ways
     return [ways[i] for i in pareto_front(np.array([costs(way) for way in ways]))]
@@ -126,8 +126,8 @@ def batches_divide(
 
 
 def prompts_divide(mesh: MeshSizes, work: Workload) -> bool:
-    """Whether the prompts of a step divide over the replicas that generate, in a pipeline over
-    the micro-batches of each that take turns."""
+    """Whether the prompts of a step divide over the generating replicas, and in a pipeline over
+    the micro-batches of each."""
     replicas = mesh.devices // (mesh.generate_pipe * mesh.generate_tensor)
     return round(work.sequences / work.samples) % (replicas * mesh.generate_pipe) == 0
 
@@ -141,7 +141,7 @@ def _passes(
     work: Workload,
     space: SearchSpace,
 ) -> list[_Passes]:
-    """Each way to cut a role's forwards and updates."""
+    """Every micro-batching of a role's forwards and updates."""
     learns = calls["update"]
     if not learns and (not calls["forward"] or place.numerics.forward_tokens):
         seconds, needed = _forward(place, model, mesh, calls["forward"], work, 0)
@@ -161,13 +161,13 @@ def _passes(
 def _rows_tried(
     mesh: MeshSizes, role: str, calls: Sequence[PlannedCall], work: Workload, space: SearchSpace
 ) -> list[int]:
-    """Rows per replica and pass; where batches divide those that cut them into equal passes."""
+    """Micro-batch rows per replica to try; with ``space.even`` those that divide all batches."""
     counted = [n for n, _ in _row_counts(calls, work)]
     local = max(math.ceil(rows / mesh.replicas) for rows in counted)
     if role in space.micro_batches:
-        asked = space.micro_batches[role]
-        least = math.ceil(local * mesh.replicas / asked) if asked else 1
-        if not asked and mesh.pipe > 1:
+        fixed = space.micro_batches[role]
+        least = math.ceil(local * mesh.replicas / fixed) if fixed else 1
+        if not fixed and mesh.pipe > 1:
             least = PER_STAGE * mesh.pipe
         return [local // next((n for n in range(least, local) if local % n == 0), local)]
     tried = [n for n in space.micro_rows if n <= local] or [space.micro_rows[0]]
@@ -228,7 +228,7 @@ def _rollouts(
     work: Workload,
     space: SearchSpace,
 ) -> list[_Rollouts]:
-    """Each way to generate. Every call gathers the weights anew where it is hjax that does so."""
+    """Every way to generate. hjax gathers the weights in every call, other systems once."""
     if not calls:
         return [_Rollouts(mesh)]
     found = []
@@ -270,7 +270,7 @@ def _parts(
     work: Workload,
     space: SearchSpace,
 ) -> Iterator[tuple[int, list[DecodeBatch]]]:
-    """(waves, what a replica decodes at a time in calls of each number of rows)."""
+    """(waves, for calls of each number of rows the batch that a replica decodes at a time)."""
     replicas = mesh.devices // (mesh.generate_pipe * mesh.generate_tensor)
     local = {rows: math.ceil(rows / replicas) for rows, _ in counted}
     prompts = round(work.sequences / work.samples)
@@ -305,8 +305,8 @@ def _parts(
 
 
 def slot_groups(mesh: MeshSizes, prompts: int, waves: int) -> int:
-    """Of ``prompts`` of a replica how many have slots at a time in so many parts: as many for each
-    of a pipeline's micro-batches."""
+    """How many of a replica's ``prompts`` have slots at a time with so many waves; a multiple of a
+    pipeline's micro-batches unless all have."""
     each = mesh.generate_pipe
     return min(prompts, math.ceil(math.ceil(prompts / waves) / each) * each)
 
@@ -333,21 +333,21 @@ def _transition(place: DeviceSet, model: ModelCounts, mesh: MeshSizes, space: Se
 
 
 def _row_counts(calls: Sequence[PlannedCall], work: Workload) -> list[tuple[int, int]]:
-    """(rows, how many calls have so many)."""
+    """(rows, number of calls with so many rows)."""
     rows = [max(1, round(c.rows * work.sequences)) for c in calls]
     return [(n, rows.count(n)) for n in dict.fromkeys(rows)]
 
 
 # Columns of ``cost_vectors``: how many add up over the models of a set (of the others the largest
 # counts), and how many there are.
-SUMS, WIDTH = 5, 7
+SUMMED, COLUMNS = 5, 7
 
 
 def cost_vectors(options: Sequence[RoleOption], offloads: bool = True) -> np.ndarray:
-    """float64 [options, 7]: seconds per stage, resident, brought back for learning; transient
-    outside of learning, and in it.
+    """float64 [options, 7]: seconds per stage (3), bytes: resident, ``RoleOption.learning``,
+    transient before learning, transient in learning.
 
-    Without offloads anywhere nothing is brought back, and the transient ones are one column.
+    Without any offload there are no learning bytes, and transients share the first column.
     """
     rows = [
         (*o.seconds, o.resident, o.learning, max(o.transients[:2]), o.transients[2])
@@ -355,24 +355,24 @@ def cost_vectors(options: Sequence[RoleOption], offloads: bool = True) -> np.nda
         else (*o.seconds, o.resident, 0.0, max(o.transients), 0.0)
         for o in options
     ]
-    return np.array(rows, np.float64).reshape(-1, WIDTH)
+    return np.array(rows, np.float64).reshape(-1, COLUMNS)
 
 
 def peak_of(points: np.ndarray) -> np.ndarray:
-    """float64 [...] of [..., 7]: most bytes per device."""
+    """float64 [...] of cost vectors [..., 7]: peak bytes per device."""
     most = np.maximum(points[..., 5], points[..., 4] + points[..., 6])
     return points[..., 3] + most
 
 
 def pareto_front(points: np.ndarray) -> np.ndarray:
-    """Indices of the rows that no other row dominates (is at most as large everywhere); of equal
-    rows one. ``points`` float64 [n, k]."""
+    """Indices of the Pareto front of ``points``, float64 [n, k]: the rows that no other row
+    dominates (is at most as large everywhere); one of equal rows."""
     order = np.argsort(points.sum(axis=1), kind="stable")
-    # Columns are contiguous, and what is left is compacted: the loop's cost is these comparisons.
+    # The loop's cost is its comparisons, so columns are contiguous and the rest is compacted.
     rest = np.ascontiguousarray(points[order].T)
     kept: list[int] = []
     while order.size:
-        kept.append(int(order[0]))  # the smallest sum cannot be dominated by what is left
+        kept.append(int(order[0]))  # no remaining row dominates the one with the smallest sum
         better = (rest < rest[:, :1]).any(axis=0)
         order, rest = order[better], rest[:, better]
     return np.array(sorted(kept), int)

@@ -103,7 +103,7 @@ class RoleFronts:
             self._places[pool, devices] = self.problem.place(pool, devices)
         return self._places[pool, devices]
 
-    def pareto_front(self, role: str, pool: DevicePool, devices: int) -> _Front:
+    def front(self, role: str, pool: DevicePool, devices: int) -> _Front:
         """The Pareto front of one role; roles with equal models and calls share it."""
         problem = self.problem
         calls = tuple((c.kind, c.rows) for c in problem.dataflow.calls if c.role == role)

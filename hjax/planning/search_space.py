@@ -1,4 +1,4 @@
-"""What a search tries: the sizes of a role's mesh axes, and what else it may choose."""
+"""The search space: sizes of a role's mesh axes, and its other options."""
 
 import dataclasses
 import itertools
@@ -13,7 +13,7 @@ from hjax.planning.cost import DeviceSet
 Sharding = Literal["data", "fsdp", "hybrid"]
 
 
-# What of a role may wait in the host's memory, trained or not.
+# State that a role may offload to host memory, by whether it is trained.
 OFFLOADS: dict[bool, tuple[Offload, ...]] = {
     True: ("none", "optimizer", "all"),
     False: ("none", "all"),
@@ -22,29 +22,29 @@ OFFLOADS: dict[bool, tuple[Offload, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class SearchSpace:
-    """Which layouts are tried, and how a system generates.
+    """The layouts to try, and how a system generates.
 
     Attributes:
-      pipes, tensors, contexts, experts: sizes of mesh axes; those that a model's shape does not
-        divide by are left out. No ``pipes``: all divisors of the layers; no ``tensors``: all that
-        divide a host's devices or a torus; no ``contexts``: powers of two within these.
-      shardings: what the rest of the devices do: ``data`` replicates weights, ``fsdp`` splits
-        them, ``hybrid`` splits them inside a domain and replicates across.
-      fsdp: this size of the fsdp axis alone; 0: what ``shardings`` say.
+      pipes, tensors, contexts, experts: sizes of mesh axes; sizes that do not divide a model's
+        shape are left out. Empty ``pipes``: all divisors of the layers; empty ``tensors``: all
+        divisors of a host's or torus' devices; empty ``contexts``: the powers of two among these.
+      shardings: use of the remaining devices: ``data`` replicates weights, ``fsdp`` shards them,
+        ``hybrid`` shards them inside a domain and replicates across.
+      fsdp: the only size of the fsdp axis; 0: as ``shardings`` say.
       generate: ``any`` divisor of the training sizes; ``same`` as in training; ``inside``: tensor
-        sizes of ``tensors``, whatever the training sizes (weights are gathered whole first).
-      zero: no tensor axis in training; ``tensors`` are then generation's alone.
-      gather: weights of a transition: ``shards`` (HybridFlow), ``all`` devices' (ZeRO-3), or
-        ``sent`` from another copy of the model.
-      kv_cache: generation keeps keys and values.
-      native_decode: decoding by the training framework, not by an engine made for it.
-      micro_rows: rows per replica and pass.
-      micro_batches: by role, rows of a pass over all replicas (0: all of the update's) instead of
+        sizes from ``tensors``, independent of training (weights are gathered whole first).
+      zero: no tensor axis in training; ``tensors`` then apply to generation alone.
+      gather: source of a transition's weights: ``shards`` (HybridFlow), ``all`` devices (ZeRO-3),
+        or ``sent`` from another copy of the model.
+      kv_cache: whether generation has a KV cache.
+      native_decode: decoding by the training framework, not by an inference engine.
+      micro_rows: micro-batch rows per replica.
+      micro_batches: by role, micro-batch rows over all replicas (0: the whole batch), instead of
         ``micro_rows``.
-      remat: policies of rematerialisation.
-      waves: in how many parts, one after another, a replica decodes its sequences. hjax's engine
-        has slots for a part of them instead, others following as these end; equally long ones come
-        to the same.
+      remat: rematerialisation policies.
+      waves: numbers of parts in which a replica decodes its sequences, one after another. hjax's
+        engine refills slots as sequences end (continuous batching); for sequences of equal length
+        that is the same.
       even: batches must divide over the replicas, as hjax's programs need.
       batches: further numbers of rows that must then divide.
     """
@@ -69,17 +69,17 @@ class SearchSpace:
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """All of a number, rising."""
+    """All divisors of a number, rising."""
     return tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
 def axis_sizes(
     place: DeviceSet, model: ModelCounts, work: Workload, space: SearchSpace
 ) -> Iterator[tuple[int, int, int]]:
-    """(pipe, tensor, context) that are tried on ``place.devices``.
+    """Sizes (pipe, tensor, context) of mesh axes to try on ``place.devices``.
 
-    Tensor and context axes lie inside a domain. A length is split only where it goes to a kernel
-    by blocks, and not in a pipeline, which puts it together again.
+    Tensor and context axes lie inside a domain. The sequence is split only where attention is
+    computed in blocks, and never in a pipeline, whose stages need whole sequences.
     """
     inside = divisors(place.domain)
     pipes = space.pipes or divisors(math.gcd(place.devices, model.layers))
@@ -93,7 +93,7 @@ def axis_sizes(
 
 
 def sequences_divide(place: DeviceSet, work: Workload, context: int) -> bool:
-    """Whether sequences divide over a context axis, and their attention does."""
+    """Whether prompts and responses, and their attention, divide over a context axis."""
     lengths = work.prompt_length % context == 0 and work.response_length % context == 0
     return lengths and work.length > place.numerics.whole_scores
 
@@ -133,7 +133,7 @@ def _replicated(
 def generation_meshes(
     place: DeviceSet, model: ModelCounts, mesh: MeshSizes, space: SearchSpace
 ) -> Iterator[MeshSizes]:
-    """The mesh with each legal p_g and t_g."""
+    """The training mesh with each legal generation size p_g and t_g."""
     if space.generate == "same":
         sizes = [(mesh.pipe, mesh.tensor)]
     elif space.generate == "inside":

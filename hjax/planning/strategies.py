@@ -1,11 +1,11 @@
-"""Ways to plan by name: hjax's placements, and other systems as in HybridFlow's section 8.
+"""Planning strategies by name: hjax's placements, and other systems as in HybridFlow's section 8.
 
-Each turns a problem into the problems and placements to search, so that all are compared under
-the same cost model, constants and workload, each with the best layouts and allocation it allows.
+Each strategy restricts a problem's search space and placements. So all are compared under the same
+cost model, constants and workload, each with the best layouts and allocation it allows.
 
-Of the plans found those come first that hjax runs, not only compiles. A pool of processes on TPUs
-is all hosts of one slice (``hjax.controller.hosts.rooms``): a set on a part of a slice of several
-hosts, or over several slices, compiles and does not run.
+Plans that hjax can run come before plans that it only compiles. On TPUs a pool of processes takes
+all hosts of one slice (``hjax.controller.hosts.rooms``). So a set on part of a slice of several
+hosts, or over several slices, only compiles.
 """
 
 import dataclasses
@@ -34,12 +34,12 @@ def _unchanged(problem: PlanProblem) -> PlanProblem:
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """A way to plan.
+    """A planning strategy.
 
     Attributes:
-      what: in a sentence.
-      placements: those it allows, of a problem's roles.
-      prepare: the problem as this system poses it.
+      what: a description in a few words.
+      placements: the placements of given roles that it allows.
+      prepare: turns a problem into the one that this system solves.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Strategy:
 
     @property
     def other_system(self) -> bool:
-        """Whether it is another system's way."""
+        """Whether it models another system."""
         return self.prepare is not _unchanged
 
 
@@ -71,13 +71,10 @@ def _colocate(roles: tuple[str, ...]) -> list[Placement]:
 
 
 def _split(roles: tuple[str, ...]) -> list[Placement]:
-    # Those that judge stand apart from those that write.
-    judges = [name for name, role in ROLES.items() if role.scalar]
-    halves = (
-        tuple(r for r in roles if r not in judges),
-        tuple(r for r in roles if r in judges),
-    )
-    return [tuple(half for half in halves if half)]
+    # Critics and reward models get a set of their own, apart from the language models.
+    scalar = [name for name, role in ROLES.items() if role.scalar]
+    sets = (tuple(r for r in roles if r not in scalar), tuple(r for r in roles if r in scalar))
+    return [tuple(names for names in sets if names)]
 
 
 def _standalone(roles: tuple[str, ...]) -> list[Placement]:
@@ -85,8 +82,8 @@ def _standalone(roles: tuple[str, ...]) -> list[Placement]:
 
 
 def _deepspeed_chat(problem: PlanProblem) -> PlanProblem:
-    """ZeRO-3 over all devices; generation by tensor parallelism inside a machine, for which the
-    weights are gathered from all devices."""
+    """ZeRO-3 over all devices. Generation is tensor-parallel inside a machine; for it the weights
+    are gathered from all devices."""
     space = dataclasses.replace(
         problem.space, pipes=(1,), shardings=("fsdp",), zero=True, generate="inside", gather="all"
     )
@@ -100,8 +97,8 @@ def _deepspeed_chat(problem: PlanProblem) -> PlanProblem:
 
 
 def _openrlhf(problem: PlanProblem) -> PlanProblem:
-    """ZeRO-3 training, and a second copy of the actor that generates on devices of its own, by
-    tensor parallelism inside a machine; it is sent the weights in every step."""
+    """ZeRO-3 training, and a second copy of the actor that generates on its own devices with tensor
+    parallelism inside a machine; every step syncs the weights to it."""
     flow = problem.dataflow
     calls = tuple(
         dataclasses.replace(c, role=ROLLOUT) if c.kind == "generate" else c for c in flow.calls
@@ -126,8 +123,8 @@ def _openrlhf(problem: PlanProblem) -> PlanProblem:
 
 
 def _nemo_aligner(problem: PlanProblem) -> PlanProblem:
-    """The same pipeline and tensor sizes in training and generation, which runs in the training
-    framework, at the speed its makers measured before they had an engine (``native_decode``)."""
+    """The same pipeline and tensor sizes in training and generation. Generation runs in the
+    training framework, at the speed measured before it had an engine (``native_decode``)."""
     space = dataclasses.replace(
         problem.space, shardings=("data",), generate="same", native_decode=True
     )
@@ -135,7 +132,7 @@ def _nemo_aligner(problem: PlanProblem) -> PlanProblem:
 
 
 def _nemo_recompute(problem: PlanProblem) -> PlanProblem:
-    """NeMo-Aligner's layouts, a forward over the whole sequence for every token."""
+    """NeMo-Aligner's layouts without a KV cache: a forward over the whole sequence per token."""
     space = dataclasses.replace(problem.space, shardings=("data",), generate="same", kv_cache=False)
     return dataclasses.replace(problem, space=space)
 
@@ -155,11 +152,11 @@ STRATEGIES: dict[str, Strategy] = {
 }
 
 
-MAX_COMPILE_ONLY = 2  # of the plans that only compile, so many stand beside those that run
+MAX_COMPILE_ONLY = 2  # number of plans that only compile listed beside those that run
 
 
 def only_compiles(candidate: Candidate) -> list[str]:
-    """Sets that hjax compiles and does not run, in words."""
+    """The sets of a plan that hjax compiles but cannot run, in words."""
     found = []
     for group in candidate.sets:
         pool, roles = group.pool, ", ".join(group.roles)
