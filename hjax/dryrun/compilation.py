@@ -1,9 +1,9 @@
-"""Compiling one program for a topology: memory, collectives, FLOPs; results are kept on disk.
+"""Ahead-of-time compilation of one program for a topology: memory, collectives, FLOPs; cached.
 
-JAX's own persistent cache cannot read back what was compiled for devices that are not there, so
-the figures are kept as JSON, by the program's text and everything that decides what becomes of it.
+JAX's persistent cache cannot load programs compiled for absent devices. So the figures themselves
+are cached as JSON, keyed by the program's text and everything else that determines the result.
 
-Beside them stands how far a step's bytes go: the links that mesh axes and compiled collectives use.
+Link traffic is counted too: hops and network bytes of mesh axes and compiled collectives.
 """
 
 import contextlib
@@ -30,18 +30,18 @@ from hjax.xla.collectives import Collective, collectives
 from hjax.xla.compiler_flags import OPTIONS
 from hjax.xla.flops import count_flops
 
-FORMAT = 12  # of the kept results; a change makes older ones be compiled again
+FORMAT = 12  # of cached results; a change makes older ones be compiled again
 TPU_DUMP = {"xla_dump_hlo_as_text": True}
 
 
 @dataclasses.dataclass(frozen=True)
 class ProgramReader:
-    """What else is read off compiled programs, such as by a study of what they cost.
+    """An extra analysis of compiled programs, such as a study of their costs.
 
     Attributes:
-      name: with its version; results are kept by it.
-      read: JSON that joins a program's, of its text, the trips of loops that it does not tell, its
-        topology and the devices in the order of its mesh.
+      name: with a version; part of the cache key.
+      read: returns JSON to add to a program's record, from the program's text, the trip count of
+        loops whose text does not have one, the topology, and the devices in mesh order.
     """
 
     name: str
@@ -63,23 +63,22 @@ def compile_program(
       program: to compile, built on the topology's devices.
       topology: with its compiler.
       devices: of the program's pool.
-      level: of optimisation, as it is set in ``jax_optimization_level``.
-      cache: directory of kept results; None neither reads nor writes any.
-      placed: the devices in the order of the program's mesh; empty: how far bytes go is
-        not said.
-      reader: reads its text too.
+      level: optimisation level, as in ``jax_optimization_level``.
+      cache: directory of cached results; None: no cache.
+      placed: the devices in the order of the program's mesh; empty: no link traffic is counted.
+      reader: an extra analysis of its text.
 
     Returns:
       ``role``, ``program``, ``rows``, ``runs`` (per step), ``flops`` and ``received_bytes`` (per
       device and run), the bytes of ``programs.memory_of``, ``collectives`` (by kind: ``count`` and
-      ``received_bytes``), with ``placed`` ``hop_bytes`` and ``network_bytes`` (of ``way``)
-      and ``listed_hop_bytes`` and ``listed_network_bytes``, those of devices in the order in which
-      JAX lists them, ``seconds`` it took to compile, ``kept`` (read back, not compiled), and what
-      ``reader`` says. Of a program that the compiler refuses ``refused_bytes``, what it would
-      need, and ``total_bytes`` the same, but no other bytes and no collectives.
+      ``received_bytes``); with ``placed``, ``hop_bytes`` and ``network_bytes`` (of ``link_bytes``),
+      and ``listed_hop_bytes`` and ``listed_network_bytes``, the same for devices in the order in
+      which JAX lists them; ``seconds`` it took to compile, ``kept`` (read from the cache), and what
+      ``reader`` adds. A program that does not fit into memory has ``refused_bytes``, what it would
+      need, and the same as ``total_bytes``, but no other bytes and no collectives.
 
     Raises:
-      RunError: it does not compile for another reason than memory.
+      RunError: compilation fails for another reason than memory.
     """
     loop_trips = program.program.loop_trips
     traced = program.program.trace()
@@ -98,7 +97,7 @@ def compile_program(
         text = lowered.as_text()
         key = _cache_key(text, loop_trips, topology, level, placed, reader)
         file = cache / f"{key}.json"
-        with contextlib.suppress(DataError):  # there is none, or it is torn: another replaces it
+        with contextlib.suppress(DataError):  # a missing or damaged file is replaced
             return {**described, **read_object(file), "kept": True}
     found = _compile(lowered, program, topology, placed, reader)
     if file is not None:
@@ -181,17 +180,17 @@ def _link_bytes_of_both_orders(
 
 
 def _text(compiled: Any, folder: Path) -> str:
-    """The optimised program; a TPU's as its own compiler printed it.
+    """The text of the optimised program; of a TPU program the compiler's own dump.
 
-    A libtpu newer than jaxlib makes modules that jaxlib cannot read, hence not ``as_text()``.
+    ``as_text()`` fails there if libtpu is newer than jaxlib, which then cannot read its modules.
     """
     printed = sorted(folder.glob("*.after_optimizations.txt"))
     return printed[-1].read_text() if printed else compiled.as_text()
 
 
 def devices_in_mesh_order(rehearsal: AbstractWorkers, role: str) -> list[Any]:
-    """A role's devices in the order of its mesh, by which its programs number them: those of
-    several TPU slices slice by slice."""
+    """A role's devices in mesh order, by which its programs number them; TPU slices one after
+    another."""
     devices = list(rehearsal.workers[role].layouts.train.mesh.devices.ravel())
     if devices[0].platform != "tpu":
         return devices
@@ -199,9 +198,8 @@ def devices_in_mesh_order(rehearsal: AbstractWorkers, role: str) -> list[Any]:
 
 
 def axis_rings(rehearsal: AbstractWorkers) -> dict[str, dict[str, dict[str, float]]]:
-    """By role and mesh axis what its rings cost: ``hops``, ``network`` and ``busiest`` of
-    ``hjax.sharding.interconnect.ConcurrentRings``; empty where devices do not say
-    where they stand."""
+    """Ring costs by role and mesh axis: ``hops``, ``network`` and ``busiest`` of
+    ``hjax.sharding.interconnect.ConcurrentRings``; empty for devices without coordinates."""
     found = {}
     for role, worker in rehearsal.workers.items():
         mesh = worker.layouts.train.mesh
@@ -212,17 +210,16 @@ def axis_rings(rehearsal: AbstractWorkers) -> dict[str, dict[str, dict[str, floa
 
 
 def link_bytes(found: Sequence[Collective], devices: Sequence[Any]) -> dict[str, float]:
-    """What a program's collectives carry over links, per device.
+    """Link traffic of a program's collectives, per device.
 
     Args:
       found: its collectives.
       devices: in the order by which the program numbers them.
 
     Returns:
-      ``hop_bytes``: received bytes times the links they come over, if each group is a ring in the
-      order that the program names (a pair of a collective-permute goes straight); and
-      ``network_bytes``: those that come over the network between slices and hosts. Nothing where
-      the devices do not say where they stand.
+      ``hop_bytes``: received bytes times the links they cross, where each group is a ring in the
+      program's order (a pair of a collective-permute goes straight); ``network_bytes``: received
+      bytes that cross the network between slices or hosts. Empty for devices without coordinates.
     """
     wires = wires_of(devices) if len(devices) > 1 else None
     if wires is None:
@@ -241,7 +238,7 @@ def link_bytes(found: Sequence[Collective], devices: Sequence[Any]) -> dict[str,
 
 
 def _mean_hops(one: Collective, wires: Interconnect) -> tuple[float, float]:
-    """(links, share over the network) of a step, means over all groups."""
+    """(links crossed, share over the network) of a ring step, means over all groups."""
     steps = [_steps(np.array(group), one.kind) for group in one.groups if len(group) > 1]
     start, end = (np.concatenate([step[i] for step in steps]) for i in (0, 1))
     hops = wires.hops(start, end)

@@ -1,4 +1,4 @@
-"""What a run will cost, counted before it starts: ``--dry_run``."""
+"""``--dry_run``: batch arithmetic, placement, parameters and memory of a run before it starts."""
 
 from typing import Any
 
@@ -19,12 +19,12 @@ from hjax.run.reward_check import first_calls
 def describe(trainer: Any) -> dict[str, Any]:
     """Batch arithmetic, placement, parameters and memory per device of a trainer's programs.
 
-    Nothing is allocated: the programs are compiled for abstract arguments and asked for their
-    memory (``memory_analysis``).
+    Nothing is allocated: programs are compiled for abstract arguments, and ``memory_analysis``
+    gives their memory.
 
     Returns:
-      ``algorithm``, ``remark`` (where the step's calls cannot be read off), ``data`` (what was
-      done to it), ``batch``, ``reward`` and ``cost`` (what their functions say of a few rows),
+      ``algorithm``, ``remark`` (if the step's calls cannot be traced), ``data`` (how it was
+      processed), ``batch``, ``reward`` and ``cost`` (what their functions return for a few rows),
       ``placement``, ``parameters`` (by role), ``memory`` (of each program what
       ``programs.add_held`` says, bytes per device), ``resident_bytes`` (by role, kept between
       calls), ``device_memory_bytes``, with ``model.remat=auto`` ``remat`` (by role, of
@@ -114,10 +114,10 @@ def _batch(trainer: Any) -> dict[str, Any]:
 
 
 def _first_calls(trainer: Any) -> dict[str, Any]:
-    """By role what its function says of demonstrations or empty answers.
+    """By role the results of its reward or cost function on demonstrations or empty answers.
 
     Raises:
-      RunError: it fails, with its traceback.
+      RunError: the function fails, with its traceback.
       ConfigError: the algorithm does not take rewards of these names.
     """
     if not trainer.algorithm_class.generates:

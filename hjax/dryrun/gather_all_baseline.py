@@ -1,7 +1,7 @@
-"""What the 3D-HybridEngine is compared with: gather the whole model, then cut it.
+"""Baseline resharding: all-gather the whole model, then slice it (DeepSpeed-Chat, HybridFlow-V).
 
-DeepSpeed-Chat and HybridFlow-V as the paper's Table 2 counts them: every device gathers all of the
-model, keeps its generation shard and beside it its training shard.
+The 3D-HybridEngine is compared with it. As in the paper's Table 2, every device gathers the whole
+model and keeps its generation shard beside its training shard.
 """
 
 import functools
@@ -17,10 +17,11 @@ from hjax.xla.collectives import received_bytes
 
 
 class GatherAndCut:
-    """Parameters to the generate layout by way of the whole model on every device.
+    """Reshard parameters to the generate layout by gathering the whole model on every device.
 
-    The same calls as ``Transition``. The train shards are given up for the whole, which contains
-    them, and cut out of it again, so that no more than the whole and a bucket is ever alive.
+    It has the methods of ``Transition``. Train shards are freed once the whole model, which
+    contains them, is gathered, and sliced out of it again. So at most the whole model and a bucket
+    are alive.
 
     Args:
       source: nested dict of NamedSharding, as training keeps the parameters.
@@ -60,16 +61,16 @@ class GatherAndCut:
         return self._gathers[index]
 
     def start(self, params: Any) -> HeldParameters:
-        """Take ``params``, in the train layout, to be moved; use them no longer."""
+        """Take over ``params`` in the train layout; the caller must not use them any more."""
         return HeldParameters(jax.tree.leaves(params))
 
     def advance(self, held: HeldParameters, watch: Callable[[], object] | None = None) -> Any:
-        """The parameters in the generate layout; ``watch`` is called when most is alive."""
+        """Reshard to the generate layout; ``watch`` is called at the peaks of memory."""
         gathers, keeps, cuts = self._programs
         for bucket, gather in zip(self.buckets, gathers, strict=True):
             _replace(held.leaves, bucket, gather, watch)
         generated: dict[int, jax.Array] = {}
-        # The smallest first: each makes room for the next.
+        # The smallest first: each frees memory for the next.
         for bucket, keep, cut in zip(self.buckets[::-1], keeps[::-1], cuts[::-1], strict=True):
             shards = jax.block_until_ready(cut([held.leaves[i] for i in bucket]))
             generated |= dict(zip(bucket, shards, strict=True))
@@ -79,7 +80,7 @@ class GatherAndCut:
         return jax.tree.unflatten(self._structure, ordered)
 
     def back(self, held: HeldParameters, watch: Callable[[], object] | None = None) -> Any:
-        """Training's parameters, which were kept; generation's are freed."""
+        """Free the generation shards and return the training parameters, which were kept."""
         if watch is not None:
             watch()
         for copy in held.kept.values():
@@ -89,7 +90,7 @@ class GatherAndCut:
 
     def cost(self) -> TransitionCost:
         """Compile everything for abstract arrays and count; nothing is allocated."""
-        programs = [program for way in self._programs for program in way]
+        programs = [program for group in self._programs for program in group]
         source = sum(leaf.source_bytes for leaf in self._gathers)
         return TransitionCost(
             received=sum(received_bytes(p.compiled.as_text()) for p in programs),
@@ -106,7 +107,7 @@ class GatherAndCut:
         )
 
     def peak_bytes(self) -> int:
-        """The most bytes of parameters a device holds on the way."""
+        """Peak bytes of parameters that a device holds while resharding."""
         alive = peak = sum(leaf.source_bytes for leaf in self._gathers)
         for bucket in self.buckets:
             alive += sum(self._gathers[i].target_bytes for i in bucket)
@@ -125,7 +126,7 @@ def _replace(
     program: Callable[..., Any],
     watch: Callable[[], object] | None,
 ) -> None:
-    """Run a program on a bucket's leaves and put what it returns in their place."""
+    """Run a program on a bucket's leaves and replace them by its results."""
     old = [leaves[i] for i in bucket]
     new = jax.block_until_ready(program(old))
     if watch is not None:

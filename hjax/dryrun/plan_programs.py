@@ -1,4 +1,4 @@
-"""A plan's programs compiled by the real compiler of its cluster: memory and work, counted."""
+"""`plan --compile`: compile a plan's programs for its cluster and check that they fit."""
 
 import dataclasses
 import tempfile
@@ -29,11 +29,11 @@ def compile_plan(
     name: str,
     console: Any,
 ) -> dict[str, Any]:
-    """The fastest of the found plans that fits by the compiler's own account.
+    """Find the fastest plan whose compiled programs fit into memory.
 
     Args:
       found: candidates, fastest first.
-      problem: what they solve.
+      problem: that they solve.
       config: the run's, called ``name``, whose programs are compiled under each plan's placement
         and layouts until one fits.
       console: for a line of progress per program.
@@ -67,14 +67,14 @@ def compile_plan(
         return described
     least = min(refused.values(), default=0)
     raise ConfigError(
-        f"none of the {len(refused)} best plans fits on {topology} by its compiler's account: "
+        f"none of the {len(refused)} best plans, compiled for {topology}, fits into its memory: "
         f"{size(least)} per device are missing at least; take more devices, or lower "
         "rollout.prompts or micro_batch, or set model.remat=full"
     )
 
 
 def topology_name(cluster: Cluster) -> str:
-    """A cluster as `hjax.launch.compile` calls it.
+    """A cluster's name as a topology of `hjax.launch.compile`.
 
     Raises:
       ConfigError: several pools.
@@ -88,7 +88,7 @@ def topology_name(cluster: Cluster) -> str:
 
 
 def program_rows(candidate: Candidate, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the planner's formulas say beside what was compiled, of every program.
+    """Bytes predicted by the planner and compiled ones, for every program.
 
     Returns:
       rows of ``role``, ``program``, ``stage``, ``runs`` per step, ``predicted_bytes`` and
@@ -118,7 +118,7 @@ def program_rows(candidate: Candidate, records: list[dict[str, Any]]) -> list[di
 
 
 def stage_bytes(group: PlannedSet, role: str, stage: str) -> float:
-    """Bytes per device while a role computes: what its set keeps, and its own transient."""
+    """Bytes per device while a role computes: those its set keeps, and its own transient ones."""
     option = group.options[group.roles.index(role)]
     held = sum(o.resident for o in group.options)
     if stage == STAGES[-1]:
@@ -142,8 +142,8 @@ def _compile(
         placed = config.copy_and_resolve_references()
         with placed.unlocked():
             placed.placement = str(file)
-        asked = CompileRequest(name, placed, topology, "", cache_folder("compile"))
-        return compile_step(asked, console)
+        request = CompileRequest(name, placed, topology, "", cache_folder("compile"))
+        return compile_step(request, console)
 
 
 def _sets(candidate: Candidate) -> str:

@@ -1,7 +1,7 @@
-"""The programs of one training step, and what a device holds while each of them runs.
+"""The programs of one training step, and the memory of a device while each of them runs.
 
-Shared by ``--dry_run``, which compiles for the devices at hand, and ``hjax.launch.compile``, which
-compiles for those of a topology. Nothing is allocated.
+``--dry_run`` compiles them for the local devices, ``hjax.launch.compile`` for a topology. Nothing
+is allocated.
 """
 
 import dataclasses
@@ -32,11 +32,11 @@ class StepProgram:
     """A program of a step.
 
     Attributes:
-      role: whose it is.
-      set_number: of the set of roles on whose devices it runs.
+      role: that runs it.
+      set_number: number of the set of roles on whose devices it runs.
       rows: sequences of its batch.
-      runs: times that a step runs it.
-      program: as the role's worker has it.
+      runs: times per step.
+      program: from the role's worker.
     """
 
     role: str
@@ -53,11 +53,11 @@ class StepProgram:
 
 @dataclasses.dataclass(frozen=True)
 class AbstractWorkers:
-    """The workers of a run that are made only to be asked about their programs.
+    """Workers of a run without arrays, built only to describe their programs.
 
     Attributes:
       roles: of the run.
-      workers: by role with devices and programs; they hold no arrays.
+      workers: by role, of the roles with devices and programs.
     """
 
     roles: RoleGroups
@@ -65,7 +65,7 @@ class AbstractWorkers:
 
 
 def abstract_workers(roles: RoleGroups, devices: Sequence[Any]) -> AbstractWorkers:
-    """Make the workers of a run on devices that may be abstract.
+    """Build the workers of a run without arrays, on devices that may be abstract.
 
     Raises:
       ConfigError: a layout that does not fit its model.
@@ -78,7 +78,7 @@ def abstract_workers(roles: RoleGroups, devices: Sequence[Any]) -> AbstractWorke
             arguments = [a.on(here) if hasattr(a, "on") else a for a in build.arguments]
             if hasattr(build.worker, "programs"):
                 workers[role] = build.worker(*arguments, **build.options)
-    # In the order of the roles, however they are placed.
+    # In the order of the roles, not of the placement.
     return AbstractWorkers(roles, {role: workers[role] for role in roles.builds if role in workers})
 
 
@@ -88,8 +88,8 @@ def step_programs(
     """Every program that a step of an algorithm runs on devices, in the order of its roles.
 
     Returns:
-      the programs, and a remark: empty, or why all that the workers have are counted, because the
-      calls of the step cannot be read off.
+      the programs, and a remark: empty, or why all programs of the workers are counted (the calls
+      of the step cannot be traced).
     """
     rows = config.rollout.prompts * config.rollout.samples
     samples = config.rollout.samples
@@ -123,7 +123,7 @@ def step_programs(
             call = "generate" if name.startswith("transition") else program.call
             if called is not None and (role, call) not in called:
                 continue
-            # A batch may have more rows than were drawn: a demonstration beside each.
+            # A batch may have more rows than were sampled, such as a demonstration for each.
             share = 0.0 if called is None else called[role, call]
             update = call == "update"
             own = max(minibatch if update else rows, round(share * rows))
@@ -137,13 +137,13 @@ def step_programs(
 
 
 def answering_role(call: StepCall, roles: RoleGroups) -> str:
-    """The role whose worker a call reaches: a rollout that stands apart generates for the actor."""
+    """The role whose worker runs a call: a separate rollout worker generates for the actor."""
     answers = call.role == "actor" and call.method == "generate_sequences"
     return roles.generates if answers else call.role
 
 
 def program_name(call: StepCall) -> str:
-    """What ``ModelWorker.programs`` names the program of a call."""
+    """The name in ``ModelWorker.programs`` of a call's program."""
     if call.phase == "update":
         return "update"
     if call.phase == "generate":
@@ -160,8 +160,8 @@ def resident_bytes(rehearsal: AbstractWorkers) -> dict[str, dict[str, int]]:
 
 
 def cache_records(rehearsal: AbstractWorkers) -> dict[str, dict[str, Any]]:
-    """Of the keys and values of each role that generates their ``dtype``, and ``bytes_per_token``
-    of one token in all layers and heads."""
+    """KV cache of each generating role: its ``dtype``, and ``bytes_per_token`` over all layers and
+    heads."""
     found = {}
     for role, worker in rehearsal.workers.items():
         if isinstance(worker, GeneratingWorker):
@@ -175,13 +175,13 @@ def cache_records(rehearsal: AbstractWorkers) -> dict[str, dict[str, Any]]:
 def held_beside(
     program: StepProgram, rehearsal: AbstractWorkers
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """What else is kept while a program runs and is none of its arguments.
+    """Bytes kept while a program runs that are not its arguments.
 
     Returns:
-      bytes per device in its memory, and in the host's, by whose they are.
+      bytes per device in device memory, and in host memory, by role and kind of state.
     """
     held: dict[str, int] = {}
-    away: dict[str, int] = {}
+    offloaded: dict[str, int] = {}
     phase = phase_of(program.name)
     for role, kinds in resident_bytes(rehearsal).items():
         if rehearsal.roles.set_of(role) != program.set_number:
@@ -190,26 +190,26 @@ def held_beside(
         if role == program.role:
             beside = worker.beside(program.name)
             kinds = {kind: shard_bytes(tree) for kind, tree in beside.items()}
-        # Trained roles take turns in updates and stay until these end.
+        # Trained roles update in turn, and their state stays until all updates are done.
         called = role == program.role or (phase == "update" and "optimizer" in kinds)
         waiting = worker.away(phase, called)
         if role == program.role:
             kinds |= {kind: shard_bytes(x) for kind, x in program.program.beside.items()}
         for kind, size in kinds.items():
             if size:
-                (away if kind in waiting else held)[f"{role} {kind}"] = size
-    return held, away
+                (offloaded if kind in waiting else held)[f"{role} {kind}"] = size
+    return held, offloaded
 
 
 def phase_of(program: str) -> str:
-    """The phase in which a program of ``ModelWorker.programs`` runs, as the controller names it."""
+    """The controller's phase in which a program of ``ModelWorker.programs`` runs."""
     if program.startswith(("generate", "transition")):
         return "generate"
     return "update" if program == "update" else "prepare"
 
 
 def transition_formula(worker: Any) -> float:
-    """Bytes that HybridFlow's transition receives per device, of all of an actor's parameters.
+    """Bytes per device that HybridFlow's transition of an actor's parameters receives.
 
     M (1 / (p_g t_g) - 1 / (p t f)), with M in the dtype that generation reads (arXiv 2409.19256,
     table 2; f, the parts of FSDP, is not in it).
@@ -226,15 +226,15 @@ def transition_formula(worker: Any) -> float:
 
 
 def memory_of(compiled: Any, by_peak: bool = False) -> dict[str, int]:
-    """What a compiled program needs of each device, in bytes.
+    """Memory of a compiled program per device, in bytes.
 
-    ``total_bytes`` is arguments, outputs that are not written over arguments, temporaries and code
-    together.
+    ``total_bytes`` is the sum of arguments, outputs that are not aliased to arguments, temporaries
+    and code.
 
     Args:
-      by_peak: it is the compiler's peak instead (arguments and outputs in it) and the code.
-        Temporaries alone may be more: a TPU's compiler counts in them what takes another's place,
-        and accepts programs by their peak.
+      by_peak: ``total_bytes`` is the compiler's peak (arguments and outputs included) and the code
+        instead. The TPU compiler accepts programs by their peak; its temporaries may be more, for
+        they count buffers that reuse the memory of others.
     """
     analysis = compiled.memory_analysis()
     parts = {
@@ -251,37 +251,37 @@ def memory_of(compiled: Any, by_peak: bool = False) -> dict[str, int]:
 def add_held(
     record: dict[str, Any], program: StepProgram, rehearsal: AbstractWorkers
 ) -> dict[str, Any]:
-    """The record of a program with what else its devices hold.
+    """The record of a program, with what else its devices hold.
 
-    Adds ``pool``, ``held_bytes`` (by whose), ``offloaded_bytes`` (in the host's memory, by whose)
-    and ``sum_bytes``: what is held and the program's own.
+    Adds ``pool``, ``held_bytes`` and (in host memory) ``offloaded_bytes``, both by role and kind of
+    state, and ``sum_bytes``: held bytes and the program's own.
     """
-    held, away = held_beside(program, rehearsal)
+    held, offloaded = held_beside(program, rehearsal)
     pool = set_name(rehearsal.roles.plan, program.set_number)
     total = record["total_bytes"] + sum(held.values())
-    beside = {"held_bytes": held, "offloaded_bytes": away}
+    beside = {"held_bytes": held, "offloaded_bytes": offloaded}
     return {**record, "pool": pool, **beside, "sum_bytes": total}
 
 
 def settings_records(
     roles: RoleGroups, rehearsal: AbstractWorkers, records: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Where there is something to say: what ``model.remat=auto`` chose (``remat``), which models
-    are unrolled (``unroll_layers``), ``cache`` (``cache_records``), what ``rollout.slots=-1`` is
-    (``slots``), and ``offload`` (``offload_savings``)."""
-    away = any(record["offloaded_bytes"] for record in records)
+    """Automatic settings, empty ones left out: what ``model.remat=auto`` chose (``remat``), which
+    models are unrolled (``unroll_layers``), ``cache`` (``cache_records``), what
+    ``rollout.slots=-1`` chose (``slots``), and ``offload`` (``offload_savings``)."""
+    offloads = any(record["offloaded_bytes"] for record in records)
     found = {
         "remat": {role: chosen.record() for role, chosen in roles.remat.items()},
         "unroll_layers": roles.unrolled,
         "cache": cache_records(rehearsal),
         "slots": roles.slots.record() if roles.slots is not None else {},
-        "offload": offload_savings(records) if away else {},
+        "offload": offload_savings(records) if offloads else {},
     }
     return {name: value for name, value in found.items() if value}
 
 
 def offload_savings(records: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """What offloading takes off the peak: the largest sum with it, without it, and between."""
+    """What offloading saves: the largest sum of bytes with it, without it, and the difference."""
     peak = largest(records)["sum_bytes"]
     without = max(r["sum_bytes"] + sum(r["offloaded_bytes"].values()) for r in records)
     return {"peak_bytes": peak, "peak_without_bytes": without, "saved_bytes": without - peak}

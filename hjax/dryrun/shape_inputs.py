@@ -1,4 +1,4 @@
-"""What programs are compiled from where there are no weights and no data: shapes alone."""
+"""Inputs of programs from shapes alone, where there are no weights and no data."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from hjax.run.inputs import Inputs, load_inputs, load_tokenizer
 
 
 def is_published(path: str) -> bool:
-    """Whether a role's path names a published shape (a directory of that name comes first)."""
+    """Whether a role's path names a published shape; a directory of that name has precedence."""
     return path.lower() in PRESETS and not Path(path).expanduser().is_dir()
 
 
@@ -23,7 +23,7 @@ def read_shape(path: str) -> tuple[ModelConfig, Tokenizer | None]:
     """Shapes and tokenizer of a published name, or of a directory; weights need not be there.
 
     Raises:
-      ConfigError: neither.
+      ConfigError: the path is neither.
     """
     if is_published(path):
         return preset(path), None
@@ -31,13 +31,13 @@ def read_shape(path: str) -> tuple[ModelConfig, Tokenizer | None]:
 
 
 def shape_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
-    """The inputs of a run as far as its programs depend on them.
+    """The inputs of a run, as far as its programs depend on them.
 
     Where the actor is a published shape there is no tokenizer, so no data is read: prompts have
     ``rollout.max_prompt_length`` tokens, and one token id ends a response.
 
     Raises:
-      ConfigError: whatever is missing, in one line.
+      ConfigError: a missing or inconsistent setting, in one line.
     """
     path = config.actor.path
     if not is_published(path):

@@ -34,7 +34,7 @@ from hjax.show.memory_table import largest, verdict
 
 @dataclasses.dataclass(frozen=True)
 class CompileRequest:
-    """What is to be compiled for which devices.
+    """What to compile, and for which devices.
 
     Attributes:
       name: of the config.
@@ -56,17 +56,17 @@ class PreparedStep:
     """A step whose programs can be compiled.
 
     Attributes:
-      asked: what it is.
-      topology: its devices and their compiler.
-      plan: who stands where.
-      roles: as a run would have them.
+      request: config and topology.
+      topology: devices and their compiler.
+      plan: placement of the roles.
+      roles: as in a run.
       rehearsal: their workers, with shapes in place of arrays.
       programs: in the order of a step.
-      remark: what of the step is not among them; empty: nothing.
+      remark: why the programs may not be those of a step; empty: they are.
       prompt_length: tokens.
     """
 
-    asked: CompileRequest
+    request: CompileRequest
     topology: Topology
     plan: Plan
     roles: RoleGroups
@@ -76,7 +76,7 @@ class PreparedStep:
     prompt_length: int
 
 
-def prepare_step(asked: CompileRequest) -> PreparedStep:
+def prepare_step(request: CompileRequest) -> PreparedStep:
     """Build the workers of a step on a topology's devices.
 
     Raises:
@@ -84,32 +84,32 @@ def prepare_step(asked: CompileRequest) -> PreparedStep:
     """
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)  # see hjax/dryrun/compilation.py
-    if asked.level:
-        jax.config.update("jax_optimization_level", asked.level)
-    config = asked.config
+    if request.level:
+        jax.config.update("jax_optimization_level", request.level)
+    config = request.config
     algorithm = get_algorithm(config.algorithm.name)
     inputs = shape_inputs(config, algorithm.source)
-    topology = find_topology(asked.topology)
+    topology = find_topology(request.topology)
     plan = placed(config, algorithm, len(topology.devices))
     memory, platform = topology.memory_bytes, topology.platform
     roles = describe_roles(config, algorithm, inputs, plan, platform, read_shape, memory)
     rehearsal = abstract_workers(roles, topology.devices)
     programs, remark = step_programs(config, algorithm, rehearsal, inputs.prompt_length)
     return PreparedStep(
-        asked, topology, plan, roles, rehearsal, programs, remark, inputs.prompt_length
+        request, topology, plan, roles, rehearsal, programs, remark, inputs.prompt_length
     )
 
 
-def compile_step(asked: CompileRequest, console: Any) -> dict[str, Any]:
-    """Compile every program of a step, a line of progress each; returns what ``--json`` prints."""
-    return compile_prepared(prepare_step(asked), console)
+def compile_step(request: CompileRequest, console: Any) -> dict[str, Any]:
+    """Compile every program of a step, printing a line for each; returns what ``--json`` prints."""
+    return compile_prepared(prepare_step(request), console)
 
 
 def compile_prepared(
     step: PreparedStep, console: Any, reader: ProgramReader | None = None
 ) -> dict[str, Any]:
-    """``compile_step``; ``reader`` reads each program's text too (see ``compile_program``)."""
-    asked, topology, roles = step.asked, step.topology, step.roles
+    """``compile_step`` for a prepared step; ``reader`` as of ``compile_program``."""
+    request, topology, roles = step.request, step.topology, step.roles
     if step.remark:
         console.print(step.remark)
     for role, chosen in roles.remat.items():
@@ -124,8 +124,8 @@ def compile_prepared(
                 program,
                 topology,
                 devices=step.plan.allocation[program.set_number],
-                level=asked.level,
-                cache=asked.cache,
+                level=request.level,
+                cache=request.cache,
                 placed=devices_in_mesh_order(step.rehearsal, program.role),
                 reader=reader,
             )
@@ -135,11 +135,11 @@ def compile_prepared(
 
 
 def _description(step: PreparedStep, records: list[dict[str, Any]]) -> dict[str, Any]:
-    """The step as data, its programs' records among it."""
+    """The step as data, including its programs' records."""
     roles, rehearsal, topology = step.roles, step.rehearsal, step.topology
     most, memory = largest(records), topology.memory_bytes
     return {
-        "config": step.asked.name,
+        "config": step.request.name,
         "topology": {
             "name": topology.name,
             "platform": topology.platform,
@@ -148,7 +148,7 @@ def _description(step: PreparedStep, records: list[dict[str, Any]]) -> dict[str,
             "memory_bytes": memory,
         },
         "versions": topology.versions,
-        "optimization": step.asked.level or "default",
+        "optimization": step.request.level or "default",
         "placement": [list(members) for members in step.plan.placement],
         **settings_records(roles, rehearsal, records),
         "resident_bytes": resident_bytes(rehearsal),
@@ -172,11 +172,11 @@ def _description(step: PreparedStep, records: list[dict[str, Any]]) -> dict[str,
 
 
 def _transition(records: list[dict[str, Any]], rehearsal: AbstractWorkers) -> dict[str, Any]:
-    """What the actor's parameters receive on their way to the generate layout, and the formula."""
-    ways = [r for r in records if r["role"] == "actor" and r["program"].startswith("transition")]
-    if not ways or any("refused_bytes" in record for record in ways):
+    """Bytes received by the actor's transition (reshard to the generate layout), and the formula's."""
+    moves = [r for r in records if r["role"] == "actor" and r["program"].startswith("transition")]
+    if not moves or any("refused_bytes" in record for record in moves):
         return {}
-    received = sum(record["received_bytes"] for record in ways)
+    received = sum(record["received_bytes"] for record in moves)
     formula = transition_formula(rehearsal.workers["actor"])
     return {"transition": {"received_bytes": received, "formula_bytes": formula}}
 

@@ -1,7 +1,7 @@
-"""Measures what the devices at hand really do: products, memory, collectives, and hjax itself.
+"""Calibration: measure the devices' matrix products, memory and collectives, and hjax's overheads.
 
-The last on a small model, whose steps are mostly what does not shrink with the model: starting
-programs, layers and decode steps.
+hjax's overheads (starting programs, layers and decode steps) are measured on small models, whose
+steps consist mostly of them.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from hjax.planning.generation_cost import decoding_cost, prefill_seconds
 from hjax.planning.plan_types import DevicePool
 from hjax.planning.profile import MeasuredOn, Profile
 
-# Called with the parts that are over, how many there are, and what is done now (at the end: "").
+# Called with the number of finished parts, their total, and what is measured now (at the end: "").
 Progress = Callable[[int, int, str], None]
 
-# Tokens of a prompt, a response, and a response where there are to be many attention scores;
-# responses to a prompt, which a pass computes once for them.
+# Tokens of a prompt, a response, and a response long enough for many attention scores; responses
+# per prompt, which share one prefill.
 PROMPT, RESPONSE, LONG_RESPONSE, SAMPLES = 32, 32, 96, 2
-# Calls that take turns are repeated so many times at least, and then until the medians of their
-# seconds are known to this share, or so many seconds are gone.
+# Interleaved calls are repeated at least so many times, then until the standard errors of their
+# median seconds are within this share, or until so many seconds have passed.
 MIN_REPEATS, MEDIAN_ERROR, MAX_SECONDS = 3, 0.03, 5.0
-# Numbers of simulated devices that are kept busy beside all of them.
+# Numbers of busy simulated devices that are measured, beside all of them.
 BUSY_COUNTS = (1, 2)
 
 
 def calibrate(devices: Sequence[Any], progress: Progress | None = None) -> Profile:
     """Measure the devices of one host, all of them. Takes a minute at most on two quiet cores.
 
-    Simulated devices are also measured with 1 and 2 of them busy: how much faster each is then
-    and how much of the cores' time they take, in the same update spread over so many. That update
-    is also taken with FSDP and with a tensor axis, for what these cost beside data parallelism.
+    Simulated devices are also measured with 1 and 2 of them busy: how much faster each then is in
+    the same update, and how much of the cores' time they take. The update is also run with FSDP and
+    with a tensor axis, to measure what these cost beside data parallelism.
 
     Args:
       devices: of this process.
@@ -63,7 +63,7 @@ def calibrate(devices: Sequence[Any], progress: Progress | None = None) -> Profi
     numbers.append(len(devices))
     rows = 12 * len(devices)
     meshes = [MeshSizes(data=n) for n in numbers] + _split_meshes(len(devices))
-    # Beside a part per dtype and mesh: calls in turn, all-reduces, copies, four for small models.
+    # A part per dtype and mesh, and seven: updates in turn, all-reduces, copies, four small models.
     parts = _Parts(len(dtypes) + len(meshes) + 7, progress)
     flops = {}
     for dtype in dtypes:
@@ -104,12 +104,12 @@ def calibrate(devices: Sequence[Any], progress: Progress | None = None) -> Profi
 
 @dataclasses.dataclass(frozen=True)
 class _WideCalls:
-    """What calls took on a model in which something is computed.
+    """Seconds of calls on a wide model, in which compute dominates.
 
     Attributes:
       model: its shape.
       run: on all devices, over the data axis.
-      updates: the same update by the mesh that it was spread over.
+      updates: the same update on each mesh.
     """
 
     model: ModelConfig
@@ -118,13 +118,13 @@ class _WideCalls:
 
 
 def _wide_calls(meshes: Sequence[MeshSizes], devices: int, rows: int, parts: _Parts) -> _WideCalls:
-    """Scores, rollouts and updates over all devices, and updates over each mesh, in turn."""
-    with contextlib.ExitStack() as ends:
+    """Time log-probs, rollouts and updates over all devices, and updates over each mesh."""
+    with contextlib.ExitStack() as stack:
         probes: list[_Probe] = []
         for mesh in meshes:
             parts.begin(f"updates over {_axes(mesh)}")
             weights = probes[0].actor.weights() if probes else None
-            probe = _probe(ends, mesh, width=128, layers=2, rows=rows, weights=weights)
+            probe = _probe(stack, mesh, width=128, layers=2, rows=rows, weights=weights)
             probe.actor.update_actor(probe.batch).result()  # compiles
             probes.append(probe)
         whole = next(probe for probe in probes if probe.mesh == MeshSizes(data=devices))
@@ -145,8 +145,8 @@ def _wide_calls(meshes: Sequence[MeshSizes], devices: int, rows: int, parts: _Pa
 
 
 def _fit_wide_constants(place: DeviceSet, wide: _WideCalls, rows: int) -> dict[str, float]:
-    """The constants that explain, beside those that ``place`` has, what a rollout and updates over
-    an FSDP and a tensor axis take."""
+    """Fit ``decode``, ``gather`` and ``unsplit`` to a rollout and to updates with FSDP and with a
+    tensor axis; the other constants are those of ``place``."""
     values = {"decode": _fit_decode(place, wide.model, rows, wide.run.generate)}
     seconds = {mesh: found.seconds for mesh, found in wide.updates.items()}
     for mesh in _split_meshes(place.devices):
@@ -162,13 +162,13 @@ class _Parts:
         self._begun, self._total, self._progress = 0, total, progress
 
     def begin(self, what: str) -> None:
-        """The parts before are over."""
+        """Start the next part."""
         if self._progress is not None:
             self._progress(self._begun, self._total, what)
         self._begun += 1
 
     def end(self) -> None:
-        """All parts are over."""
+        """Report that all parts are done."""
         if self._progress is not None:
             self._progress(self._begun, self._total, "")
 
@@ -179,7 +179,7 @@ def _axes(mesh: MeshSizes) -> str:
 
 
 def _split_meshes(devices: int) -> list[MeshSizes]:
-    """An FSDP and a tensor axis, of the largest size that divides the devices and 8 heads."""
+    """A mesh with an FSDP and one with a tensor axis, as large as divides the devices and 8 heads."""
     size = math.gcd(devices, 8)
     data = devices // size
     return [MeshSizes(data=data, fsdp=size), MeshSizes(data=data, tensor=size)] if size > 1 else []
@@ -193,9 +193,9 @@ def _fit_split_constant(
     seconds: Mapping[MeshSizes, float],
     mesh: MeshSizes,
 ) -> dict[str, float]:
-    """The constant that explains how much longer an update takes split like ``mesh`` than over the
-    data axis: ``gather`` of FSDP, whose collectives wait for the slowest device, ``unsplit`` of a
-    tensor axis. The cost model is linear in either."""
+    """Fit the constant for the extra seconds of an update on ``mesh`` over pure data parallelism:
+    ``gather`` of FSDP (collectives wait for the slowest device) or ``unsplit`` of a tensor axis.
+    The cost model is linear in both."""
     data = MeshSizes(data=place.devices)
     counted = model_counts(model, "actor")
 
@@ -215,8 +215,8 @@ def _fit_split_constant(
 
 
 def _fit_decode(place: DeviceSet, model: ModelConfig, rows: int, seconds: float) -> float:
-    """The constant that explains what a rollout of ``rows`` sequences takes beside starting, its
-    prompts and what each layer of a token takes: ``decode``, in which the cost model is linear."""
+    """Fit ``decode``, in which the cost model is linear, to the seconds of a rollout of ``rows``
+    sequences, less start, prefill and the cost per layer and token."""
     counted = model_counts(model, "actor")
     mesh = MeshSizes(data=place.devices, generate_pipe=1, generate_tensor=1)
     work = Workload(PROMPT, RESPONSE, rows, SAMPLES)
@@ -236,17 +236,16 @@ def _host_memory() -> float:
 
 @dataclasses.dataclass(frozen=True)
 class _Taken:
-    """What a call took, in the median: seconds, and its share of the cores' time meanwhile."""
+    """Medians of a call: its seconds, and its share of the cores' time meanwhile."""
 
     seconds: float
     cores: float
 
 
 def _time_interleaved(calls: Sequence[Callable[[], Future]]) -> list[_Taken]:
-    """What each of several calls takes, all of which were made before and so are compiled.
+    """Time several compiled calls, interleaved so that other load on the machine affects all alike.
 
-    They take turns, so that whatever else the machine does falls on all of them alike; the first
-    turn, in which they find memory, is not counted.
+    The first round, in which memory is allocated, is not counted.
     """
     for call in calls:
         call().result()
@@ -264,8 +263,8 @@ def _time_interleaved(calls: Sequence[Callable[[], Future]]) -> list[_Taken]:
 
 
 def _median_is_known(taken: Sequence[float]) -> bool:
-    """Whether the median is known well enough: the standard error of a median of n numbers is about
-    the width of their middle half over sqrt(n)."""
+    """Whether the median is accurate enough: the standard error of a median of n numbers is about
+    their interquartile range over sqrt(n)."""
     if len(taken) < MIN_REPEATS:
         return False
     low, middle, high = statistics.quantiles(taken, n=4)
@@ -275,7 +274,7 @@ def _median_is_known(taken: Sequence[float]) -> bool:
 def _monotonic_core_shares(
     alone: Iterable[tuple[int, float, float]],
 ) -> tuple[tuple[int, float, float], ...]:
-    """Shares of the cores that do not fall as devices are added: what they do is noise."""
+    """Make the cores' shares rise with the number of devices; a measured fall is noise."""
     found: list[tuple[int, float, float]] = []
     for devices, faster, cores in alone:
         found.append((devices, faster, max([cores, *(c for _, _, c in found)])))
@@ -285,21 +284,20 @@ def _monotonic_core_shares(
 def _fit_small_constants(
     devices: int, flops: float, wide: _Calls, parts: _Parts
 ) -> dict[str, float]:
-    """Constants of what hjax's calls cost, from calls on four models.
+    """Fit the constants of hjax's overheads to calls on four models.
 
-    Two tiny ones of 1 and 4 layers: a forward takes dispatch + layers * layer_pass, a rollout
-    dispatch + rollout + layers * tokens * decode_layer. Two in which more is computed, mostly
-    products in the one and attention scores in the other: a forward takes beside that
-    FLOPs / (``flops`` * matmul) + scores * score, an update of the first 1 + 2 * backward
-    forwards. An update of the deeper tiny one says what it takes for each layer beside that:
-    layer_update.
+    Two tiny models have 1 and 4 layers: a forward takes dispatch + layers * layer_pass, a rollout
+    dispatch + rollout + layers * tokens * decode_layer. Two larger ones compute mostly matrix
+    products and mostly attention scores: a forward also takes FLOPs / (``flops`` * matmul) + scores
+    * score, and an update of the first 1 + 2 * backward forwards. An update of the deeper tiny
+    model gives the further seconds per layer, layer_update.
     """
     mesh = MeshSizes(data=devices)
-    with contextlib.ExitStack() as ends:
+    with contextlib.ExitStack() as stack:
         tiny = []
         for layers in (1, 4):
             parts.begin(f"a tiny model, layers: {layers}")
-            probe = _probe(ends, mesh, width=32, layers=layers, rows=2 * devices)
+            probe = _probe(stack, mesh, width=32, layers=layers, rows=2 * devices)
             probe.actor.generate_sequences(probe.prompts).result()  # compiles
             probe.actor.compute_log_prob(probe.batch).result()
             tiny.append(probe)
@@ -307,7 +305,7 @@ def _fit_small_constants(
         deep.actor.update_actor(deep.batch).result()
         parts.begin("longer responses")
         long = _probe(
-            ends, mesh, width=64, layers=2, rows=4 * devices, heads=8, response=LONG_RESPONSE
+            stack, mesh, width=64, layers=2, rows=4 * devices, heads=8, response=LONG_RESPONSE
         )
         long.actor.compute_log_prob(long.batch).result()
         parts.begin("calls on small models in turn")
@@ -349,9 +347,8 @@ def _fit_small_constants(
 
 
 def _fit_backward(wide: _Calls, deep: _Calls, dispatch: float) -> tuple[float, float]:
-    """``backward`` and ``layer_update``: an update takes, beside ``dispatch``, 1 + 2 * backward
-    forwards and layers * layer_update; by a model of two layers in which much is computed and a
-    tiny one of four."""
+    """Fit ``backward`` and ``layer_update`` to a wide model of two layers and a tiny one of four:
+    an update takes ``dispatch`` + (1 + 2 * backward) forwards + layers * layer_update."""
     forwards, updates = (
         [max(x - dispatch, 1e-9) for x in pair]
         for pair in ((wide.forward, deep.forward), (wide.update, deep.update))
@@ -378,10 +375,10 @@ class _Calls:
 
 @dataclasses.dataclass(frozen=True)
 class _Probe:
-    """An actor on its devices, and what it is called with.
+    """An actor on its devices, with the batches for its calls.
 
     Attributes:
-      mesh: that it stands on.
+      mesh: of its training layout.
       actor: its worker group.
       model: its shape.
       prompts: as ``generate_sequences`` takes them.
@@ -395,7 +392,7 @@ class _Probe:
     batch: dict[str, np.ndarray]
 
     def account(self, forward: float, generate: float = 0.0, update: float = 0.0) -> _Calls:
-        """Its calls, which took so many seconds."""
+        """Its calls, given their seconds."""
         rows, response = self.batch["responses"].shape
         length = Workload(PROMPT, response, rows, SAMPLES).row_tokens(FLOAT32.shared_prompt)
         counted = model_counts(self.model, "actor")
@@ -405,7 +402,7 @@ class _Probe:
 
 
 def _probe(
-    ends: contextlib.ExitStack,
+    stack: contextlib.ExitStack,
     mesh: MeshSizes,
     width: int,
     layers: int,
@@ -414,11 +411,10 @@ def _probe(
     response: int = RESPONSE,
     weights: Any = None,
 ) -> _Probe:
-    """A run of GRPO on ``rows`` sequences that takes no step: its actor is called instead. Its
-    heads are of 16 unless said otherwise. ``weights`` of another one spare the program that draws
-    them.
+    """Set up a GRPO run on ``rows`` sequences whose actor is called directly, without steps.
 
-    It is closed at the end of ``ends``, also after an error.
+    By default heads have size 16. ``weights`` of another probe avoid compiling an initialisation.
+    The run is closed at the exit of ``stack``, also after an error.
     """
     from hjax.run.inputs import prompt_batch
     from hjax.run.trainer import Trainer
@@ -436,7 +432,7 @@ def _probe(
         **{f"layout.actor.train.{axis}": size for axis, size in mesh.train_axes().items()},
     }  # fmt: skip
     trainer = Trainer(check_config(changes))
-    ends.callback(trainer.close)
+    stack.callback(trainer.close)
     actor = trainer.roles.groups["actor"]
     (actor.initialize() if weights is None else actor.take_weights(weights)).result()
     drawn = trainer.inputs.train.rows(trainer.prompts.next())
@@ -447,9 +443,8 @@ def _probe(
 
 
 def _full_batch(prompts: Mapping[str, Any], response: int, vocabulary: int) -> dict[str, Any]:
-    """``SAMPLES`` responses to each prompt, of random tokens and of full length, with all that a
-    score or an update reads: as a step's batch has it, of shapes that do not hang on what was
-    drawn."""
+    """A step's batch with all that log-probs and updates read. Each prompt has ``SAMPLES`` random
+    responses of full length, so shapes do not depend on sampling."""
     rows, rng = SAMPLES * len(prompts["prompts"]), np.random.default_rng(0)
     floats = [rng.normal(size=(rows, response)).astype(np.float32) for _ in range(2)]
     return {
