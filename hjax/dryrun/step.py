@@ -172,7 +172,7 @@ def _description(step: PreparedStep, records: list[dict[str, Any]]) -> dict[str,
 
 
 def _transition(records: list[dict[str, Any]], rehearsal: AbstractWorkers) -> dict[str, Any]:
-    """Bytes received by the actor's transition (reshard to the generate layout), and the formula's."""
+    """Bytes received by the actor's transition (reshard to the generate layout), and by formula."""
     moves = [r for r in records if r["role"] == "actor" and r["program"].startswith("transition")]
     if not moves or any("refused_bytes" in record for record in moves):
         return {}

@@ -1,8 +1,8 @@
-"""The row of the paper's Table 2 for one case: analytic, and counted on the compiled programs.
+"""Cost of the transition (reshard, weight sync): the paper's Table 2, analytic and measured.
 
-Of more devices than can be simulated it is counted, not compiled: layouts on a mesh of numbers are
-enough for the moves, and the moves for their bytes; of the ways that hjax does not take itself
-there are the paper's formulas alone.
+Measured figures are counted on compiled programs. For more devices than can be simulated they are
+computed from the layouts' reshard plan, for hjax's own method; other methods then have the paper's
+formulas alone.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ BUILT_IN = ModelConfig(
 
 
 def built_in(case: Table2Case) -> ModelConfig:
-    """``BUILT_IN``, with as many layers and heads as a case's sizes divide."""
+    """``BUILT_IN``, enlarged so that a case's sizes divide it."""
     heads = math.lcm(BUILT_IN.heads, case.tensor)
     return dataclasses.replace(
         BUILT_IN,
@@ -62,12 +62,12 @@ def built_in(case: Table2Case) -> ModelConfig:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TransitionCase:
-    """A case on devices: what moves, and the trees that say how.
+    """A case on devices: the parameters that are resharded, with shardings and shapes.
 
     Attributes:
       source, target: by name, NamedSharding of the parameters split over all training shards.
       shapes: by name, jax.ShapeDtypeStruct.
-      others: the remaining parameters in the same three forms.
+      others: source, target and shapes of the remaining parameters.
       layouts: of both stages.
     """
 
@@ -101,7 +101,7 @@ def model_leaves(model: ModelConfig) -> dict[str, tuple[tuple[str, ...], Any]]:
 def lay_out(
     case: Table2Case, method: str, devices: Sequence[jax.Device], leaves: Leaves
 ) -> TransitionCase:
-    """Lay parameters out for a case.
+    """Shardings of a model's parameters for a case.
 
     Raises:
       ConfigError: sizes that do not divide the parameters', by name.
@@ -133,7 +133,7 @@ def lay_out(
 
 
 def _fitted(layouts: RoleLayouts, leaves: Leaves) -> RoleLayouts:
-    """Layouts that divide the lengths of the arrays' axes, as ``layout.fitted``."""
+    """Layouts checked and fitted to the sizes of the arrays' axes (``layout.fitted``)."""
     sizes = {name: n for axes, x in leaves.values() for name, n in zip(axes, x.shape)}
     sizes = {name: n for name, n in sizes.items() if layouts.train.rules[name]}
     return RoleLayouts(
@@ -143,28 +143,28 @@ def _fitted(layouts: RoleLayouts, leaves: Leaves) -> RoleLayouts:
 
 
 def _parts(sharding: Any, x: Any) -> int:
-    """Into how many different shards an array is split."""
+    """Number of different shards of an array."""
     return math.prod(x.shape) // math.prod(sharding.shard_shape(x.shape))
 
 
 def measure(
     case: Table2Case, method: str, setup: TransitionCase, bucket_bytes: int, dtype: str = "float32"
 ) -> dict[str, Any]:
-    """Compile a transition, run it there and back where it fits, and count.
+    """Measure a transition: compile it, and run it there and back if it fits into memory.
 
     Args:
-      case, method, setup: what moves, and how.
+      case, method, setup: the parameters, and how they are resharded.
       bucket_bytes: of a bucket.
-      dtype: of the generation copy, of ``hybridflow``; the masters stay in float32.
+      dtype: of the generation copy (``hybridflow`` only); the masters stay in float32.
 
     Returns:
-      fractions of ``model_bytes`` per device: ``analytic`` and ``measured``; what they rest on.
-      Where nothing is run (``executed`` is false) communication is that of the compiled programs
-      all the same, peak and redundancy follow from shapes. ``analytic`` of a narrower dtype is the
-      paper's times its share of the bytes.
+      ``analytic`` and ``measured`` fractions of ``model_bytes`` per device, and further details. If
+      the transition is not run (``executed`` is false), communication still comes from the compiled
+      programs, while peak and redundancy follow from shapes. With a narrower dtype ``analytic`` is
+      the paper's figure times the dtype's share of the bytes.
 
     Raises:
-      ConfigError: another dtype than float32 for a method that has none.
+      ConfigError: a dtype other than float32 for a method that does not cast.
     """
     narrow = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
     if method == "hybridflow":
@@ -183,7 +183,7 @@ def measure(
     peak, redundant = cost.peak, cost.redundant
     if executed:
         peak, redundant = run_transition(transition, setup, devices, cost.target, narrow)
-    # Masters are optimizer state: they stand beside whatever generation has.
+    # Masters are optimizer state, so they are not counted in generation's memory.
     peak, redundant = peak - executed * cost.masters, redundant - executed * cost.masters
     found = stage_groups(setup.layouts)
     return {
@@ -213,7 +213,7 @@ def measure(
 
 
 def _row(case: Table2Case, method: str, dtype: str, model_bytes: int) -> dict[str, Any]:
-    """What every description begins with."""
+    """The entries that all descriptions share."""
     share = np.dtype(jax.dtypes.canonicalize_dtype(dtype)).itemsize / np.dtype("float32").itemsize
     return {
         "method": method,
@@ -234,7 +234,7 @@ def describe(
     name: str,
     dtype: str = "float32",
 ) -> dict[str, Any]:
-    """What ``python -m hjax.launch.transition --json`` prints, and who holds what."""
+    """What ``python -m hjax.launch.transition --json`` prints, and the shards that ranks hold."""
     setup = lay_out(case, method, devices, model_leaves(model))
     bucket = max(1, min(BUCKET_BYTES, setup.model_bytes // case.generate_shards // 16))
     found = measure(case, method, setup, bucket, dtype)
@@ -245,13 +245,12 @@ def describe(
 
 
 def resharded(setup: TransitionCase) -> dict[str, float]:
-    """The same arrays between the same shards by a program that knows no method: the identity, laid
-    out anew by the compiler, one program for all arrays.
+    """Baseline: reshard the same arrays by a compiled identity program with ``out_shardings``.
 
     Returns:
       fractions of ``model_bytes`` per device: ``communication``, received by the compiled program;
-      ``redundancy``, what a device has of its training shards that its generation shards do not
-      contain, the most that any has, found by the indices of the shards alone.
+      ``redundancy``, the part of a device's training shards that its generation shards do not
+      contain, the largest over devices, computed from shard indices.
     """
     arrays = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=setup.source[name])
@@ -291,10 +290,10 @@ def run_transition(
     target: int,
     dtype: np.dtype | None = None,
 ) -> tuple[int, int]:
-    """Go there and back; returns bytes per device alive at most, and those beside generation's.
+    """Run a transition there and back; returns peak bytes per device, and redundant ones.
 
     Raises:
-      RuntimeError: parameters that changed on the way.
+      RuntimeError: parameters whose values changed.
     """
     watch = PeakWatch(devices)
     params = {name: _numbered_array(setup.shapes[name], s) for name, s in setup.source.items()}
@@ -315,18 +314,18 @@ def run_transition(
 
 
 def _numbered_array(shape: Any, sharding: Any) -> jax.Array:
-    """A float32 array of this shape that counts its elements."""
+    """A float32 array of this shape with the values 0, 1, 2, ..."""
     values = np.arange(math.prod(shape.shape), dtype=np.float32).reshape(shape.shape)
     return jax.device_put(values, sharding)
 
 
 def checksum(params: Mapping[str, Any]) -> dict[str, int]:
-    """A number per array that depends on every bit and its place."""
+    """A checksum per array, of every bit and its place."""
     return {name: zlib.crc32(np.asarray(x).tobytes()) for name, x in params.items()}
 
 
 def largest_bucket(transition: Any) -> int:
-    """Bytes per device of the largest bucket's arrays when they have arrived."""
+    """Bytes per device of the largest bucket's arrays in the generate layout."""
     leaves: Callable[[int], Any] = transition.leaf
     return max(
         (sum(leaves(i).target_bytes for i in bucket) for bucket in transition.buckets), default=0
@@ -334,7 +333,7 @@ def largest_bucket(transition: Any) -> int:
 
 
 def fits(devices: Sequence[jax.Device], bytes_: int) -> bool:
-    """Whether arrays of so many bytes on all devices together can well be held here."""
+    """Whether arrays of so many bytes over all devices fit into memory with a margin."""
     if devices[0].platform != "cpu":
         return bytes_ / len(devices) < 0.8 * min(map(device_memory, devices))
     return bytes_ < (free_bytes(devices[0]) or 2**32) / 2
@@ -343,11 +342,11 @@ def fits(devices: Sequence[jax.Device], bytes_: int) -> bool:
 def describe_counted(
     case: Table2Case, method: str, model: ModelConfig, name: str, dtype: str = "float32"
 ) -> dict[str, Any]:
-    """What ``describe`` says, as far as layouts say it: of devices too many to simulate.
+    """``describe`` from layouts alone, for more devices than can be simulated.
 
     Returns:
-      ``measured`` is None where the method is not hjax's own; else its ``communication`` is that of
-      the planned moves and ``peak`` what stands when all have arrived. There are no groups.
+      ``measured`` is None if the method is not hjax's own. Otherwise ``communication`` is that of
+      the reshard plan, and ``peak`` the bytes in the generate layout. There are no groups.
 
     Raises:
       ConfigError: sizes that do not divide the parameters', by name.
@@ -358,7 +357,8 @@ def describe_counted(
     counted: list[ReshardLeaf] = []
     others: dict[str, int] = {}
     for leaf, (axes, x) in leaves.items():
-        before, after = (way.sharding(*axes) for way in (layouts.train, layouts.generate))
+        both = (layouts.train, layouts.generate)
+        before, after = (layout.sharding(*axes) for layout in both)
         planned = plan_leaf(leaf, x.shape, np.dtype(x.dtype), cast, before, after)
         whole = math.prod(x.shape) * np.dtype(x.dtype).itemsize
         if whole == planned.source_bytes * case.shards:

@@ -1,10 +1,10 @@
-"""Who trains and who generates what: the paper's groups and the closed formulas of its Table 2.
+"""Parallel groups of training and generation, and the closed formulas of the paper's Table 2.
 
 HybridFlow (arXiv 2409.19256, sections 5.3 and 5.4) trains on p-t-d groups (pipeline, tensor, data)
-and generates on p_g-t_g-d_g-d groups of the same devices, rank (D p + P) t + T. Three ways from
-one to the other: ``hybridflow`` picks generation groups so that a device's generation shard
-contains its training shard; ``vanilla`` (HybridFlow-V) lets consecutive ranks form them;
-``gather_all`` (DeepSpeed-Chat) trains with ZeRO-3 over all devices and groups like vanilla.
+and generates on p_g-t_g-d_g-d groups of the same devices, rank (D p + P) t + T. There are three
+methods: ``hybridflow`` picks generation groups so that a device's generation shard contains its
+training shard; ``vanilla`` (HybridFlow-V) groups consecutive ranks; ``gather_all``
+(DeepSpeed-Chat) trains with ZeRO-3 over all devices and groups like vanilla.
 """
 
 import dataclasses
@@ -77,7 +77,7 @@ class Table2Case:
         return self.shards // self.generate_shards
 
     def layouts(self, devices: Sequence[jax.Device] | int) -> RoleLayouts:
-        """HybridFlow's, on these devices or on as many as are said (``make_layouts``)."""
+        """HybridFlow's layouts on these devices, or on a number of devices (``make_layouts``)."""
         sizes = {"pipe": self.pipe, "tensor": self.tensor, "data": self.data}
         generate = {"pipe": self.generate_pipe, "tensor": self.generate_tensor}
         return make_layouts(devices, sizes, generate)
@@ -103,10 +103,10 @@ def table2(case: Table2Case, method: str) -> dict[str, float]:
 
 
 def case_layouts(devices: Sequence[jax.Device], case: Table2Case, method: str) -> RoleLayouts:
-    """Train and generate layout of a method; ``vanilla``'s generation is on a mesh of its own.
+    """Train and generate layouts of a method; ``vanilla`` generates on a mesh of its own.
 
-    The train layout of ``gather_all`` is that of the model-parallel groups all the same; what it
-    holds while training is ``zero_sharding``.
+    The train layout of ``gather_all`` also has the model-parallel groups; the shards that it holds
+    in training are those of ``zero_sharding``.
     """
     devices = devices[: case.devices]
     if method == "hybridflow":
@@ -124,7 +124,7 @@ def case_layouts(devices: Sequence[jax.Device], case: Table2Case, method: str) -
 
 
 def zero_sharding(shape: tuple[int, ...], mesh: Any) -> NamedSharding | None:
-    """One part of an array per device of the mesh, as ZeRO-3 keeps it; None if none divides."""
+    """ZeRO-3 sharding: one part of an array per device of the mesh; None if no dimension divides."""
     axes = tuple(a for a in mesh.axis_names if mesh.shape[a] > 1)
     for dimension, size in enumerate(shape):
         if size % mesh.size == 0:
@@ -133,7 +133,7 @@ def zero_sharding(shape: tuple[int, ...], mesh: Any) -> NamedSharding | None:
 
 
 def groups(layout: Layout, axes: Sequence[str]) -> list[list[int]]:
-    """Ranks that differ in these mesh axes only, as sorted lists; ranks count the train mesh."""
+    """Groups of ranks that differ in these mesh axes only, sorted; ranks are of the train mesh."""
     mesh = layout.mesh
     last = [mesh.axis_names.index(a) for a in axes]
     first = [i for i in range(mesh.devices.ndim) if i not in last]
@@ -162,7 +162,7 @@ def stage_groups(layouts: RoleLayouts) -> dict[str, dict[str, list[list[int]]]]:
 
 
 def holdings(sharding: Any, case: Table2Case) -> list[set[int]]:
-    """Which of the p t parts of the model each rank holds; part P t + T is trained by (P, T).
+    """The parts of the model, out of p t, that each rank holds; (P, T) trains part P t + T.
 
     Args:
       sharding: of an array [layers, heads] in a layout.
@@ -175,7 +175,7 @@ def holdings(sharding: Any, case: Table2Case) -> list[set[int]]:
 
 
 def describe_groups(found: Mapping[str, list[list[int]]]) -> dict[str, str]:
-    """Groups in short: ``[0 2] [1 3]``."""
+    """Groups as short texts: ``[0 2] [1 3]``."""
     return {
         name: " ".join("[" + " ".join(map(str, group)) + "]" for group in listed)
         for name, listed in found.items()
@@ -187,11 +187,11 @@ MAX_PARTS_DRAWN = 32
 
 
 def rank_marks(found: Mapping[str, Any], rank: int) -> tuple[str, str]:
-    """What a rank holds before and after, a mark per training shard of the model."""
+    """Marks for what a rank holds before and after, one per training shard of the model."""
     before, after = (set(stage[rank]) for stage in found["holdings"])
     parts = range(found["train"][0] * found["train"][1])
     if found["method"] == "gather_all":
-        before = set()  # a share of every array, none of whole shards
+        before = set()  # it holds a part of every array, but no whole training shard
 
     def mark(part: int) -> str:
         if part in before:
@@ -202,7 +202,7 @@ def rank_marks(found: Mapping[str, Any], rank: int) -> tuple[str, str]:
 
 
 def picture(found: Mapping[str, Any]) -> str:
-    """A line per rank of the first training replica.
+    """A picture of the shards each rank holds, a line per rank of the first training replica.
 
     Args:
       found: what ``transition_cost.measure`` returns.

@@ -179,7 +179,7 @@ def _axes(mesh: MeshSizes) -> str:
 
 
 def _split_meshes(devices: int) -> list[MeshSizes]:
-    """A mesh with an FSDP and one with a tensor axis, as large as divides the devices and 8 heads."""
+    """A mesh with an FSDP and one with a tensor axis, of a size dividing devices and 8 heads."""
     size = math.gcd(devices, 8)
     data = devices // size
     return [MeshSizes(data=data, fsdp=size), MeshSizes(data=data, tensor=size)] if size > 1 else []

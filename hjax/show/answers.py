@@ -1,4 +1,4 @@
-"""What a model answers, as a person reads it; and what is measured of its answers."""
+"""Printing of responses as they stream, and of evaluation results."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 def print_piece(console: Any, piece: Any, style: str = "") -> None:
-    """Print a piece of a text, or token ids, where the last one ended; lines are not broken.
+    """Print a piece of text or token ids directly after the last one, without wrapping lines.
 
     Args:
       console: of rich.
-      piece: a string (what steers a terminal is left out), or a list of ids.
+      piece: a string (its terminal control characters are replaced), or a list of ids.
       style: of rich.
     """
     text = piece if isinstance(piece, str) else " ".join(map(str, piece))
@@ -30,7 +30,7 @@ def print_piece(console: Any, piece: Any, style: str = "") -> None:
 
 
 def print_response(console: Any, pieces: Iterable[Completion]) -> str:
-    """Print a response as it comes and, on a line of its own, its length; returns its text."""
+    """Print a response as it streams and then a line with its length; returns its text."""
     text, tokens, truncated = "", 0, False
     for piece in pieces:
         if piece.text is None:

@@ -1,9 +1,9 @@
-"""Charts as numbers: where curves, bars and spans stand. `templates/charts.jinja` draws them.
+"""Charts as coordinates of curves, bars and spans. `templates/charts.jinja` draws them.
 
 Colours are CSS classes (`c0` ... `c12`), so that one drawing serves the light and the dark page.
-`data-chart` carries the values, from which `templates/curves.js` draws the same chart again over
-time, on a logarithmic scale or smoothed, and shows values on hovering. `svg_file` is a chart as
-a file of its own, for pages that show images.
+`data-chart` has the values. With them `templates/curves.js` redraws the chart over time, on a
+logarithmic scale or smoothed, and shows values on hovering. `svg_file` makes a chart a separate
+file, for pages that show images.
 """
 
 import dataclasses
@@ -19,11 +19,11 @@ from hjax.show.pages import render
 WIDTH, HEIGHT = 380, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 10, 26
 _LETTER = 6.5  # width of a tick's letter
-# Of a timeline's names: room around them, of a letter, and letters at most.
+# Names of a timeline's rows: margin, width of a letter, most letters.
 _NAMES, _NAME_LETTER, _NAME_LENGTH = 22, 7, 36
 # Curves with more points are averaged down to about this many.
 _POINTS = 400
-# Values that differ by less, as a share of the largest, are one value.
+# Values that differ by a smaller share of the largest count as equal.
 _SAME = 1e-12
 
 
@@ -50,12 +50,12 @@ class LineChart:
     """Curves over steps, or along something else, with axes.
 
     Attributes:
-      left, right, top, bottom: edges of the field of the curves.
-      heights, steps: (place, text) of the ticks.
+      left, right, top, bottom: edges of the plotting area.
+      heights, steps: (coordinate, text) of the ticks.
       limit: (height, name) of a dashed line, if there is one.
-      curves: ``color``, ``line`` and ``band`` (as SVG's `points`) and ``dots`` (places) each.
-      names: of the series, for who cannot see them.
-      data: JSON of the values, for the page's script; empty where it has nothing to do.
+      curves: each with ``color``, ``line`` and ``band`` (SVG `points`) and ``dots`` (coordinates).
+      names: of the series, as alternative text.
+      data: JSON of the values for the page's script; empty if the script does not redraw it.
     """
 
     left: float
@@ -73,15 +73,15 @@ class LineChart:
 
 
 def value_text(value: float, among: Sequence[float] = ()) -> str:
-    """A value of a curve: four significant digits, more where ``among`` others of the curve only
-    these tell it apart."""
+    """A value as text: four significant digits, or more if needed to tell it apart ``among`` the
+    other values of its curve."""
     if value == 0 or 1e-3 <= abs(value) < 1e5:
         return f"{value:.{max(4, _digits(value, among))}g}"
     return f"{value:.2e}"
 
 
 def _digits(value: float, among: Sequence[float]) -> int:
-    """Significant digits of a value that show a hundredth of the others' range."""
+    """Significant digits needed to show a hundredth of the range of ``among``."""
     width = max(among) - min(among) if among else 0.0
     if not value or not 0 < width < math.inf:
         return 0
@@ -99,8 +99,8 @@ def line_chart(
     Args:
       series: their points are (step, value).
       limit: see above.
-      clipped: steps that do not widen the range of values: what is beyond it runs along its edge.
-      along: what the points' first numbers are: steps, or something else, drawn as it stands.
+      clipped: steps that do not count for the value range; values beyond it are drawn at its edge.
+      along: name of the x axis; other than ``step`` it has no whole-number ticks and no script.
     """
     series = [_thinned(s) for s in series if s.points]
     steps = sorted({step for s in series for step, _ in s.points})
@@ -133,7 +133,7 @@ def line_chart(
 def _data(
     series: Sequence[ChartSeries], limit: tuple[str, float] | None, clipped: Collection[float]
 ) -> str:
-    """A chart for the page's script."""
+    """The values of a chart as JSON for the page's script."""
     drawn = [
         {
             "name": s.name,
@@ -154,7 +154,7 @@ def _places(found: Sequence[Tick], place: Callable[[float], float]) -> list[tupl
 
 
 def _thinned(series: ChartSeries) -> ChartSeries:
-    """Runs of neighbouring points replaced by their mean, at the last one's step."""
+    """Downsample a curve: each run of points becomes its mean at the step of the last one."""
     run = math.ceil(len(series.points) / _POINTS)
     if run <= 1:
         return series
@@ -173,7 +173,7 @@ def _thinned(series: ChartSeries) -> ChartSeries:
 def _range(
     series: Sequence[ChartSeries], limit: tuple[str, float] | None, clipped: Collection[float]
 ) -> tuple[float, float]:
-    """The lowest and the highest value that is drawn, and some room; the first is the smaller."""
+    """The value axis' range (low, high): the drawn values and a margin; low < high."""
     values = [y for s in series for step, y in s.points if step not in clipped]
     values = values or [y for s in series for _, y in s.points]
     for s in series:
@@ -186,7 +186,7 @@ def _range(
         room = abs(high) * 0.1 or 1.0
         return _finite(low - room), _finite(high + room)
     room = 0.06 * high - 0.06 * low
-    # A quantity that is never negative keeps 0 in view when it comes near it.
+    # The axis of a non-negative quantity includes 0 if the values come near it.
     bottom = 0.0 if 0 <= low < 0.35 * high else low - room
     return _finite(bottom), _finite(high + room)
 
@@ -212,8 +212,8 @@ def _path(places: Sequence[tuple[float, float]]) -> str:
 
 
 def stacked_bar(parts: Sequence[tuple[str, float, int]]) -> list[dict[str, Any]]:
-    """One horizontal bar of (name, seconds, colour): of each part ``name``, ``seconds`` and
-    ``percent`` as texts, ``color``, ``x`` and ``width`` in thousandths of the bar's length."""
+    """One horizontal bar of (name, seconds, colour) parts. Each part gets ``name``, ``seconds`` and
+    ``percent`` as texts, ``color``, and ``x`` and ``width`` in thousandths of the bar's length."""
     total = sum(seconds for _, seconds, _ in parts) or 1.0
     drawn, x = [], 0.0
     for name, seconds, color in parts:
@@ -228,14 +228,14 @@ def stacked_bar(parts: Sequence[tuple[str, float, int]]) -> list[dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class TimelineChart:
-    """Spans on rows over time, in the chart's coordinates.
+    """A timeline of spans on rows (Gantt chart), in the chart's coordinates.
 
     Attributes:
-      rows: ``y``, ``name`` and ``short`` (the name as it fits) each.
-      spans: ``x``, ``y``, ``width``, ``color``, ``title`` (on hovering) and ``text`` (inside; may
-        be empty) each.
-      marks: (place, name) of vertical lines.
-      seconds: (place, text) of the ticks.
+      rows: each with ``y``, ``name`` and ``short`` (the name cut to fit).
+      spans: each with ``x``, ``y``, ``width``, ``color``, ``title`` (on hovering) and ``text``
+        (inside; may be empty).
+      marks: (coordinate, name) of vertical lines.
+      seconds: (coordinate, text) of the ticks.
     """
 
     rows: Sequence[Mapping[str, Any]]
@@ -253,7 +253,7 @@ class TimelineChart:
 def timeline(
     rows: Sequence[str], spans: Sequence[Mapping[str, Any]], marks: Sequence[tuple[float, str]]
 ) -> TimelineChart:
-    """Spans on rows over time.
+    """Lay out a timeline of spans on rows.
 
     Args:
       rows: names of the rows, from the top.
@@ -302,7 +302,7 @@ def _short(text: str, room: int) -> str:
     return text if len(text) <= room else text[: max(room - 1, 1)] + "…"
 
 
-_LEGEND_LETTER, _SWATCH = 6.2, 30  # of the legend: a letter's width, and what else a name takes
+_LEGEND_LETTER, _SWATCH = 6.2, 30  # widths in the legend: a letter; swatch and gaps of a name
 
 
 def svg_file(

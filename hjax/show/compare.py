@@ -1,4 +1,4 @@
-"""One page on several runs: curves over each other, configs that differ, samples side by side."""
+"""Comparison page of several runs: overlaid curves, differing config keys, samples side by side."""
 
 import dataclasses
 import os
@@ -29,11 +29,11 @@ from hjax.show.format import clock, start_row
 from hjax.show.pages import COLORS, from_files, render
 from hjax.show.samples import sample_record
 
-# Colours that runs may have; grey would look like a run that is switched off.
+# Colours of runs; grey is left out, since it marks a run that is hidden.
 _COLORS = [color for color in range(COLORS) if color != OTHER]
 MAX_RUNS = len(_COLORS)
 _PROMPTS = 8
-# What the table of results has a column of: title, metric, which of its values.
+# Columns of the results table: title, metric, which of its values.
 _RESULTS = (
     ("reward", "reward/mean", "last"),
     ("held-out reward", "eval/reward", "last"),
@@ -47,10 +47,10 @@ _RESULTS = (
 
 @dataclasses.dataclass(frozen=True)
 class RunSummary:
-    """What a page says of a run.
+    """A run's data for the comparison page.
 
     Attributes:
-      name: as short as it can be without being another's.
+      name: the shortest one that is unique among the runs.
       config: by dotted key.
     """
 
@@ -66,7 +66,7 @@ class RunSummary:
 def write_comparison(
     workdirs: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]
 ) -> Path:
-    """Write a page that compares runs; it needs nothing else.
+    """Write a self-contained HTML page that compares runs.
 
     Args:
       workdirs: of two runs or more, finished or not.
@@ -129,7 +129,7 @@ def read_runs(workdirs: Sequence[str | os.PathLike[str]]) -> list[RunSummary]:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """The last parts of each path, as many as tell them apart."""
+    """The last parts of each path, as many as make the names unique."""
     for count in range(1, max(len(path.parts) for path in paths)):
         names = ["/".join(path.parts[-count:]) for path in paths]
         if len(set(names)) == len(names):
@@ -160,7 +160,7 @@ def _results(runs: Sequence[RunSummary]) -> dict[str, Any]:
 
 
 def _cards(runs: Sequence[RunSummary], others: bool = False) -> list[ChartCard]:
-    """A chart of each metric with a curve of each run: those of a report, or all ``others``."""
+    """A chart per metric with a curve per run: the report's metrics, or all ``others``."""
     titles = {key: title for title, _, keys in CURVES for key in keys}
     logged = dict.fromkeys(key for run in runs for row in run.metrics for key in row)
     first = [key for key in titles if key in logged and _moves(runs, key)]
@@ -174,7 +174,7 @@ def _cards(runs: Sequence[RunSummary], others: bool = False) -> list[ChartCard]:
         ]
         if not series:
             continue
-        # Two metrics of one chart of the report are two charts here.
+        # Metrics that share a chart in the report have a chart each here.
         title, what = (titles[key], key) if key in titles else (key, "")
         clipped: set[float] = set()
         if key.startswith(TIMED):
@@ -184,12 +184,12 @@ def _cards(runs: Sequence[RunSummary], others: bool = False) -> list[ChartCard]:
 
 
 def _moves(runs: Sequence[RunSummary], key: str) -> bool:
-    """Whether a metric has more than one value."""
+    """Whether a metric's values differ."""
     return len({y for run in runs for _, y in points_of(run.metrics, key)}) > 1
 
 
 def _differences(runs: Sequence[RunSummary]) -> list[tuple[str, list[str]]]:
-    """(key, each run's value) where they are not all the same."""
+    """(key, each run's value) of the config keys that differ."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
     absent = object()
     rows = []
@@ -201,8 +201,8 @@ def _differences(runs: Sequence[RunSummary]) -> list[tuple[str, list[str]]]:
 
 
 def _samples(runs: Sequence[RunSummary]) -> list[dict[str, Any]]:
-    """The held-out prompts that all runs were asked: ``prompt``, and ``answers`` of their last
-    evaluations (as of ``answer``)."""
+    """The held-out prompts that all runs share: ``prompt``, and ``answers`` of their last
+    evaluations (``sample_record``)."""
     last: list[Mapping[str, Row]] = []
     for run in runs:
         rows = [row for row in run.samples if row.get("kind") == "eval"]

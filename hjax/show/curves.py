@@ -1,4 +1,4 @@
-"""The learning curves of the report: which metrics share a chart, and what stands above it."""
+"""Learning curves of the report: which metrics share a chart, its title and caption."""
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
@@ -9,8 +9,8 @@ from hjax.show.charts import ChartSeries, LineChart, line_chart, value_text
 
 Row = Mapping[str, Any]
 
-# Who has which colour, in every chart: numbers of the classes `c0` ... `c12` of the pages.
-OTHER = 7  # what is nobody's
+# Colours of roles and phases in all charts: numbers of the pages' classes `c0` ... `c12`.
+OTHER = 7  # of neither a role nor a phase
 HELD_OUT = 11
 ROLE_COLORS = {name: number for number, name in enumerate(ROLES)}
 PHASE_COLORS = {"generate": 8, "transition": 12, "prepare": 10, "update": 9}
@@ -26,7 +26,7 @@ def metric_color(key: str, usual: int = OTHER) -> int:
     return ROLE_COLORS.get(section, usual)
 
 
-# Title, what it says, metrics drawn together; shown where the run has the first of them.
+# Title, caption, metrics drawn together. A chart is shown if the run has its first metric.
 CURVES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Reward", "mean of the step's responses, band: one standard deviation; dots: held-out, greedy",
      ("reward/mean", "eval/reward")),
@@ -46,18 +46,18 @@ CURVES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )  # fmt: skip
 
 
-# Shown even where they never move.
+# Shown even if constant.
 _ALWAYS_SHOWN = ("response/truncated",)
-# What hjax itself logs beside the algorithm's metrics; all else is a user's own and shown first.
+# Sections of hjax's own metrics; all other metrics are a user's own and shown first.
 _MACHINE = {"time", "throughput", "memory", "compile", "rollout", "response", "loss", "kl", *ROLES}
-# These of a step that compiles say nothing about the others'.
+# Timing metrics, which are not representative in steps that compile.
 TIMED = ("time/", "throughput/")
-_MIN_OTHER_STEPS = 2  # steps that must be left when those that compile are taken away
+_MIN_OTHER_STEPS = 2  # steps without compilation needed to leave out those that compile
 
 
 @dataclasses.dataclass(frozen=True)
 class ChartCard:
-    """A chart with its title and what it shows.
+    """A chart with its title and caption.
 
     Attributes:
       last: the last value of its only curve; empty where there are several.
@@ -79,7 +79,7 @@ class ChartCard:
 def curve_cards(
     metrics: Sequence[Row], warm_start: Sequence[Row], cost_limit: float | None
 ) -> tuple[list[ChartCard], list[ChartCard]]:
-    """The charts of a run, and those of what the machine did and of details.
+    """The main charts of a run, and further ones of machine metrics and details.
 
     Args:
       metrics, warm_start: rows as in metrics.jsonl and warm_start.jsonl.
@@ -101,7 +101,7 @@ def curve_cards(
         if not points_of(metrics, keys[0]):
             continue
         values = [y for key in keys for _, y in points_of(metrics, key)]
-        # What never moves has no curve to show: it stands among the others.
+        # A constant metric goes to the further charts.
         if keys[0] in _ALWAYS_SHOWN or len(values) < 2 or min(values) < max(values):
             drawn.update(keys)
             limited = keys[0] == "cost/mean" and cost_limit is not None
@@ -123,12 +123,12 @@ def curve_cards(
 
 
 def _is_named_reward(key: str) -> bool:
-    """Whether it is a reward by a name of the user's."""
+    """Whether a metric is a reward that the user named."""
     return key.startswith("reward/") and key not in ("reward/unscored", "reward/std")
 
 
 def compiling_steps(metrics: Sequence[Row]) -> list[int]:
-    """The steps in which something was compiled; none where hardly any other is left."""
+    """The steps in which something was compiled; none if hardly any other steps remain."""
     counts = [row.get("compile/count") for row in metrics]
     before = [None, *counts[:-1]]
     steps = [
@@ -140,7 +140,7 @@ def compiling_steps(metrics: Sequence[Row]) -> list[int]:
 
 
 def seconds_of(metrics: Sequence[Row]) -> dict[int, float]:
-    """By step the seconds that were spent in it and those before it; empty if one is unknown."""
+    """By step, the total seconds up to its end; empty if a step's time is unknown."""
     total, found = 0.0, {}
     for row in metrics:
         if row.get("time/step") is None:
@@ -151,14 +151,14 @@ def seconds_of(metrics: Sequence[Row]) -> dict[int, float]:
 
 
 def calibration_cards(rows: Sequence[Row]) -> list[ChartCard]:
-    """How often predictions of the last evaluation came true, by how sure they were.
+    """Calibration charts of the last evaluation: observed frequency by predicted probability.
 
     Args:
       rows: as in calibration.jsonl.
     """
     last = {row.get("of", ""): row for row in rows if row.get("bins")}
     cards = []
-    for of, row in last.items():
+    for subject, row in last.items():
         points = [(100 * b["predicted"], 100 * b["observed"]) for b in row["bins"]]
         series = [
             ChartSeries("observed", points, 0, dots=True),
@@ -166,12 +166,12 @@ def calibration_cards(rows: Sequence[Row]) -> list[ChartCard]:
         ]
         count = sum(b["count"] for b in row["bins"])
         what = (
-            f"held-out {of or 'predictions'}, step {row['step']}, {count}: share of preferences "
-            "that came true, %, by the probability that was given, %"
+            f"held-out {subject or 'predictions'}, step {row['step']}, {count}: share of "
+            "preferences that came true, %, by the probability that was given, %"
         )
         chart = line_chart(series, along="probability")
         legend = [(s.name, s.color, "") for s in series]
-        cards.append(ChartCard(f"Calibration {of}".strip(), what, "", chart, legend))
+        cards.append(ChartCard(f"Calibration {subject}".strip(), what, "", chart, legend))
     return cards
 
 
@@ -206,7 +206,7 @@ def series_of(
 
 
 def median(values: Sequence[float]) -> float:
-    """The middle one; of an even number the upper of the two."""
+    """The median; of an even number of values the upper of the two middle ones."""
     return sorted(values)[len(values) // 2]
 
 
@@ -218,7 +218,7 @@ def chart_card(
     clipped: Collection[float] = (),
     named: bool = False,
 ) -> ChartCard:
-    """A card of some curves; ``named``: with a legend, though there is only one."""
+    """A chart card of some curves; ``named``: with a legend even for a single curve."""
     said = [value_text(s.points[-1][1], [y for _, y in s.points]) for s in series]
     chart = line_chart(series, limit, clipped)
     if len(series) == 1 and not named:
