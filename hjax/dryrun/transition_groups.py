@@ -124,7 +124,7 @@ def case_layouts(devices: Sequence[jax.Device], case: Table2Case, method: str) -
 
 
 def zero_sharding(shape: tuple[int, ...], mesh: Any) -> NamedSharding | None:
-    """ZeRO-3 sharding: one part of an array per device of the mesh; None if no dimension divides."""
+    """ZeRO-3 sharding: a part of an array per device of the mesh; None if no dimension divides."""
     axes = tuple(a for a in mesh.axis_names if mesh.shape[a] > 1)
     for dimension, size in enumerate(shape):
         if size % mesh.size == 0:

@@ -293,13 +293,13 @@ def _parts(
         if groups in done:
             continue
         done.add(groups)
-        rollout_slots = groups < math.ceil(prompts / replicas)
+        continuous = groups < math.ceil(prompts / replicas)
         found = []
         for rows, here in local.items():
             samples = 1 if rows == prompts else work.samples
             whole = math.ceil(here / samples)
             at_a_time = min(whole, groups * work.samples // samples)
-            by_slots = rollout_slots or not place.pool.shape
+            by_slots = continuous or not place.pool.shape
             found.append(DecodeBatch(at_a_time, samples, by_slots, at_a_time < whole))
         yield math.ceil(prompts / replicas / groups), found
 

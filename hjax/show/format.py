@@ -1,6 +1,6 @@
-"""Numbers and texts as a person reads them: times, counts, sizes, samples.
+"""Human-readable numbers and texts: times, counts, sizes, samples; ticks of an axis.
 
-And the ticks of an axis: round values, and texts that are exact and so never twice the same.
+Ticks have round values and exact texts, so no two ticks have the same text.
 """
 
 import math
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 def number(value: float) -> str:
-    """Three decimals or one, for a column of figures of one size; large ones with an exponent."""
+    """A number with three decimals, from 10 on with one, from 1000 on with an exponent."""
     if abs(value) >= 1000:
         return f"{value:.1e}"
     # Adding 0 turns a rounded -0.0 into 0.0.
@@ -40,12 +40,12 @@ def clock(value: float) -> str:
 
 
 def elapsed_and_left(gone: float, left: float | None) -> str:
-    """How long a job runs and will run: `0:06 gone, 1:11 left`; None: not known yet."""
+    """Elapsed and remaining time of a job: `0:06 gone, 1:11 left`; ``left`` None: unknown yet."""
     return f"{clock(gone)} gone" + ("" if left is None else f", {clock(left)} left")
 
 
 def job_times(gone: float, done: float, total: float) -> str:
-    """The same of a job of which so much is done of so much, at an even speed."""
+    """Elapsed and remaining time of a job that proceeds at constant speed."""
     return elapsed_and_left(gone, gone / done * (total - done) if 0 < done < total else None)
 
 
@@ -67,7 +67,7 @@ def flop_count(value: float) -> str:
 
 
 def _in_units(value: float, units: Mapping[float, str], form: str, small: str) -> str:
-    """In the first unit that is not larger; a smaller value in the form ``small``."""
+    """Format in the first unit that is not larger; smaller values by ``small``."""
     for least, unit in units.items():
         if abs(value) >= least:
             return form.format(value / least) + unit
@@ -164,14 +164,14 @@ def start_row(start: Row) -> dict[str, str]:
 
 # Steps between ticks, times a power of ten.
 _ROUND = (Decimal("1"), Decimal("2"), Decimal("2.5"), Decimal("5"), Decimal("10"))
-# Plain figures are taken up to so many characters and below this size; else the shortest way.
+# Plain figures are used up to so many characters and below this value; else the shortest notation.
 _PLAIN_LENGTH = 6
 _PLAIN_BELOW = 10_000
 _UNITS = {"T": Decimal("1e12"), "G": Decimal("1e9"), "M": Decimal("1e6"), "k": Decimal(1000)}
 
 
 class Tick(NamedTuple):
-    """A place on an axis and how it is written."""
+    """A tick of an axis: its value and text."""
 
     value: float
     text: str
@@ -187,16 +187,16 @@ def ticks(low: float, high: float, wanted: int, whole: bool = False) -> list[Tic
     """
     bottom, top = Decimal(low), Decimal(high)
     step = _step((top - bottom) / wanted, whole)
-    # An end that float arithmetic has moved by a hair still has its tick.
-    hair = Decimal("1e-9")
-    first = math.ceil(bottom / step - hair)
-    last = math.floor(top / step + hair)
+    # An end that float rounding has moved slightly still has its tick.
+    tolerance = Decimal("1e-9")
+    first = math.ceil(bottom / step - tolerance)
+    last = math.floor(top / step + tolerance)
     values = [step * number for number in range(first, last + 1)]
     return [Tick(float(v), text) for v, text in zip(values, _texts(values), strict=True)]
 
 
 def _step(rough: Decimal, whole: bool) -> Decimal:
-    """The least round step that is not (much) below ``rough``."""
+    """The smallest round step that is not (much) below ``rough``."""
     if whole and rough < 1:
         return Decimal(1)
     power = Decimal(1).scaleb(rough.adjusted())
@@ -211,8 +211,8 @@ def _texts(values: Sequence[Decimal]) -> list[str]:
     plain = _plain(values)
     if _longest(plain) <= _PLAIN_LENGTH and all(abs(value) < _PLAIN_BELOW for value in values):
         return plain
-    ways = (plain, [_with_unit(value) for value in values], [_scientific(v) for v in values])
-    return min(ways, key=_longest)
+    notations = (plain, [_with_unit(value) for value in values], [_scientific(v) for v in values])
+    return min(notations, key=_longest)
 
 
 def _longest(texts: Sequence[str]) -> int:
@@ -220,7 +220,7 @@ def _longest(texts: Sequence[str]) -> int:
 
 
 def _plain(values: Sequence[Decimal]) -> list[str]:
-    """All with as many decimals as the one that needs most."""
+    """Plain decimal texts, all with as many decimals as the longest needs."""
     decimals = max((len(_exact(value).partition(".")[2]) for value in values), default=0)
     return [f"{value:.{decimals}f}" for value in values]
 

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live view in a terminal, plain lines elsewhere."""
+"""Progress display of a run: a live view in a terminal, plain lines elsewhere."""
 
 import contextlib
 import os
@@ -31,11 +31,11 @@ from hjax.show.step_table import COLUMNS, GAP, IMPORTANCE, fitting_columns, row_
 # Plain lines repeat the header after so many rows, and show a long start at most this often.
 _ROWS_PER_HEADER = 20
 _PLAIN_INTERVAL_SECONDS = 5.0
-# Compilations that are told of, beside being shown while they last.
+# Compilations that take this long also print a message.
 _LONG_COMPILE_SECONDS = 5.0
-# Of the live table: its head says already how long is left.
+# Importance of the live table's columns: `left` comes last, as the progress bar shows it already.
 _LIVE_IMPORTANCE = (*(title for title in IMPORTANCE if title != "left"), "left")
-# Prompt and response together, in characters, where a line has no end.
+# Characters of prompt and response together, where the line width is unlimited.
 _SAMPLE_WIDTH = 120
 
 
@@ -68,7 +68,7 @@ class Display:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What is being done (generate, update, evaluate, ...); phases may nest."""
+        """A phase of a step (generate, update, evaluate, ...), for a ``with``; phases may nest."""
         begin = time.monotonic()
         self.state.enter(name, begin)
         try:
@@ -77,13 +77,13 @@ class Display:
             self.state.leave(name, time.monotonic() - begin)
 
     def compiling(self, name: str, seconds: float | None) -> None:
-        """A program's compilation begins (None), or has ended after so many seconds."""
+        """A program's compilation starts (``seconds`` None), or has ended after ``seconds``."""
         self.state.compile(name, seconds is None)
         if seconds is not None and seconds >= _LONG_COMPILE_SECONDS:
             self.message(f"compiled {name}, {duration(seconds)}")
 
     def loading(self, what: str, done: int, total: int) -> None:
-        """So much of some weights is read, of so much."""
+        """Progress of loading weights: ``done`` of ``total``."""
         self.state.load(what, done, total)
         if self._view:
             self._view.loading()
@@ -113,27 +113,27 @@ class Display:
             self._view.samples()
 
     def message(self, text: str) -> None:
-        """A line that stays."""
+        """Print a permanent line."""
         if self._view:
             self._view.message(text)
 
     def close(self) -> None:
-        """Leave the last view on the screen and stop drawing. May be called twice."""
+        """Stop drawing; the last view stays on the screen. May be called twice."""
         if self._view:
             self._view.close()
 
 
 class Progress(NamedTuple):
-    """What is under way: its name, how much is done of how much, and these and times as a text."""
+    """Progress of the current job: its name, how much of the total is done, and a text of both."""
 
     label: str
     done: int
     total: int
-    said: str
+    text: str
 
 
 class DisplayState:
-    """What the views draw; written by the training thread, read by the drawing one."""
+    """The state that views draw; written by the training thread, read by the drawing thread."""
 
     def __init__(self, total_steps: int, sample_count: int):
         self.title = ""
@@ -142,7 +142,7 @@ class DisplayState:
         self.started = time.monotonic()
         self.rows: deque[dict[str, Any]] = deque(maxlen=200)
         self.columns: list[str] = []
-        # Of the columns: their titles and longest texts so far; steps become as long as the last.
+        # Width by column: that of its title or longest text so far; of steps that of the last one.
         self.widths = {"step": len(f"{total_steps}/{total_steps}")}
         self.warm_start: tuple[int, int, float] | None = None
         self.samples: list[Mapping[str, Any]] = []
@@ -153,7 +153,7 @@ class DisplayState:
         self._phases: dict[str, float] = {}
         self._last_phases: dict[str, float] = {}
         self._compiling: dict[str, float] = {}  # since when
-        # What, how much of it is read, of how much, and since when.
+        # Name, done, total, start time.
         self.loading: tuple[str, int, int, float] | None = None
 
     def enter(self, name: str, begin: float) -> None:
@@ -180,7 +180,7 @@ class DisplayState:
             self.loading = (what, done, total, since) if done < total else None
 
     def progress(self) -> Progress:
-        """Of the weights that are being read, of the warm start, or of the steps."""
+        """Progress of loading weights, of the warm start, or of the steps."""
         now = time.monotonic()
         spent = now - self.started
         if loading := self.loading:
@@ -189,15 +189,15 @@ class DisplayState:
             return Progress(what, done, total, f"{100 * done // max(total, 1)}%   {times}")
         if self.warm_start:
             done, total, loss = self.warm_start
-            said = f"{done}/{total}  loss {loss:.3f}  {job_times(spent, done, total)}"
-            return Progress("warm start", done, total, said)
+            text = f"{done}/{total}  loss {loss:.3f}  {job_times(spent, done, total)}"
+            return Progress("warm start", done, total, text)
         left = self.seconds_left() if self.done < self.total else None
-        said = f"{self.done}/{self.total}  {elapsed_and_left(spent, left)}"
-        return Progress("step", self.done, self.total, said)
+        text = f"{self.done}/{self.total}  {elapsed_and_left(spent, left)}"
+        return Progress("step", self.done, self.total, text)
 
     def add_step(self, metrics: Mapping[str, Any]) -> None:
         with self._lock:
-            self._compiling.clear()  # of what was only lowered, too
+            self._compiling.clear()  # also programs that were only lowered
             self.done = int(metrics["step"])
             self.warm_start = None
             self.rows.append({**metrics, "left_seconds": self.seconds_left(metrics)})
@@ -205,20 +205,20 @@ class DisplayState:
             texts = row_cells(self.rows[-1], columns, self.total)
             for title, text in zip(columns, texts, strict=True):
                 self.widths[title] = max(self.widths.get(title, len(title)), len(text))
-            self.columns = columns  # last: who draws finds a width for each of them
+            self.columns = columns  # set last, so that the drawing thread finds all widths
             self._last_phases, self._phases = self._phases, {}
 
     def seconds_left(self, metrics: Mapping[str, Any] | None = None) -> float | None:
         """Remaining steps times the median of the last ones; None before the second step.
 
-        The first step compiles and says nothing about the others.
+        The first step is left out, because it compiles.
         """
         rows = [*self.rows, *([metrics] if metrics else [])][1:][-9:]
         times = sorted(r["time/step"] for r in rows if r.get("time/step") is not None)
         return times[(len(times) - 1) // 2] * (self.total - self.done) if times else None
 
     def phases(self) -> tuple[list[tuple[str, float]], list[tuple[str, float]]]:
-        """Phases of this step (of the last, if this one has none), and those under way."""
+        """Finished phases of this step (of the last one if there are none), and active phases."""
         with self._lock:
             now = time.monotonic()
             over = list((self._phases or self._last_phases).items())
@@ -227,7 +227,7 @@ class DisplayState:
 
 
 class _Plain:
-    """Aligned lines, for logs and notebooks."""
+    """A view of plain aligned lines, for logs."""
 
     def __init__(self, state: DisplayState, stream: TextIO):
         self._state = state
@@ -246,7 +246,7 @@ class _Plain:
         if loading and now - max(loading[3], self._last_loading) >= _PLAIN_INTERVAL_SECONDS:
             self._last_loading = now
             progress = self._state.progress()
-            self.message(f"{progress.label} {progress.said}")
+            self.message(f"{progress.label} {progress.text}")
 
     def warm_start(self) -> None:
         now = time.monotonic()
@@ -293,7 +293,7 @@ class _Plain:
 
 
 def _line_width(stream: TextIO) -> int | None:
-    """Characters of a line: what COLUMNS says, or the terminal; None for a file or a pipe."""
+    """Characters per line, from COLUMNS or the terminal; None for a file or a pipe."""
     columns = os.environ.get("COLUMNS", "")
     if columns.isdecimal() and int(columns) > 0:
         return int(columns)
@@ -304,7 +304,7 @@ def _line_width(stream: TextIO) -> int | None:
 
 
 class _Live:
-    """A view that is redrawn in place: phases, speed, the last rows, samples."""
+    """A terminal view redrawn in place: phases, speed, the last rows, samples."""
 
     def __init__(self, state: DisplayState, stream: TextIO):
         self._state = state
@@ -343,7 +343,7 @@ class _Live:
         grid.add_column(ratio=1)
         grid.add_column(justify="right")
         bar = ProgressBar(total=max(progress.total, 1), completed=progress.done)
-        grid.add_row(Text(progress.label, style="bold"), bar, Text(progress.said))
+        grid.add_row(Text(progress.label, style="bold"), bar, Text(progress.text))
         if not state.title:
             return grid
         outer = Table.grid(expand=True)
@@ -367,7 +367,7 @@ class _Live:
             return text
 
         while over and line().cell_len > self._console.width:
-            over.remove(min(over, key=lambda phase: phase[1]))  # the shortest is missed least
+            over.remove(min(over, key=lambda phase: phase[1]))  # drop the shortest phase
         return line()
 
     def _table(self) -> Any:
@@ -380,7 +380,7 @@ class _Live:
         columns = fitting_columns(
             state.columns, state.widths, self._console.width, _LIVE_IMPORTANCE
         )
-        # One blank of the gap is the box's.
+        # The box adds one blank of the gap.
         table = Table(
             box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, GAP - 1)
         )

@@ -1,4 +1,4 @@
-"""What a device holds during each program of a step, as a table with bars."""
+"""Memory table: bytes that a device holds during each program of a step, with bars."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ PARTS = {"beside it": ("█", "blue"), "arguments": ("▓", "cyan"), "temporary"
 
 
 def largest(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The program during which a device holds most."""
+    """The record of the program during which a device holds most bytes."""
     return max(records, key=lambda record: record["sum_bytes"])
 
 
@@ -76,14 +76,14 @@ def memory_table(
 def print_memory(
     records: Sequence[Mapping[str, Any]], memory_bytes: int | None, stream: TextIO | None = None
 ) -> None:
-    """Print what a device holds during each program, see ``memory_table``."""
+    """Print the ``memory_table`` of a step."""
     console = wide_console(stream)
     console.print("\n[bold]memory per device[/bold]")
     console.print(memory_table(records, memory_bytes, console.width))
 
 
 def grouped(records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """The buckets of a transition together, every other program by itself."""
+    """Records grouped by table row: a transition's buckets together, every other program alone."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
         name = f"{record['role']}.{record['program']}"
@@ -103,9 +103,9 @@ def name_of(group: Sequence[Mapping[str, Any]]) -> str:
     return f"{record['role']}.{program if count > 1 else record['program']}{runs}"
 
 
-def _amount(value: float | None, told: Callable[[float], str]) -> str:
-    """A figure as a text; empty where there is none."""
-    return "" if value is None else told(value)
+def _amount(value: float | None, text_of: Callable[[float], str]) -> str:
+    """A figure as text; empty if None."""
+    return "" if value is None else text_of(value)
 
 
 def _legend(memory_bytes: int | None) -> str:
@@ -130,7 +130,7 @@ def _bar(record: Mapping[str, Any], held: int, scale: int, memory_bytes: int | N
 
 
 def work_table(records: Sequence[Mapping[str, Any]]) -> Any:
-    """FLOPs and bytes received, per device and run of each program."""
+    """A rich table of FLOPs and bytes received, per device and run of each program."""
     figures = ("rows", "FLOPs per device", "received per device")
     columns = ("program", *figures, "collectives: how many, bytes received per device")
     rows = []
@@ -154,7 +154,7 @@ def _kinds(group: Sequence[Mapping[str, Any]]) -> str:
 
 
 def verdict(records: Sequence[Mapping[str, Any]], memory_bytes: int) -> str:
-    """One sentence: which program needs most, of what its sum is made, what is missing or left."""
+    """One sentence: the program of most memory, the parts of its sum, and bytes missing or left."""
     most = largest(records)
     held = ", ".join(f"{name} {size(n)}" for name, n in most["held_bytes"].items())
     own = "it alone would need" if "refused_bytes" in most else "its own"
@@ -168,8 +168,8 @@ def verdict(records: Sequence[Mapping[str, Any]], memory_bytes: int) -> str:
 
 
 def ring_rows(rings: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[tuple[str, ...]]:
-    """Rows of roles, mesh axis, mean hops, share of the steps over the network, and how many steps
-    use the busiest link; roles whose meshes have the same rings share rows.
+    """Rows of roles, mesh axis, mean hops, share of ring steps over the network, and number of
+    steps that share the busiest link. Roles with equal rings share rows.
 
     Args:
       rings: by role and axis ``hops``, ``network`` and ``busiest``.

@@ -1,4 +1,4 @@
-"""What a notebook shows while `trainer.run()` goes on: the last steps, curves, messages."""
+"""Progress display in a notebook during `trainer.run()`: the last steps, curves, messages."""
 
 import math
 import threading
@@ -11,7 +11,7 @@ from hjax.show.format import sample_texts, score_texts
 from hjax.show.pages import render
 from hjax.show.step_table import row_cells
 
-# Curves, where a run has the metric: title and key.
+# Title and metric of the curves; those of metrics that a run lacks are left out.
 CURVES = (
     ("reward", "reward/mean"),
     ("held-out accuracy", "eval/accuracy"),
@@ -27,7 +27,7 @@ _SAMPLE = 400  # characters
 
 
 def in_notebook() -> bool:
-    """Whether this process is a notebook's kernel, which can show HTML."""
+    """Whether this process is a notebook's kernel, so that it can show HTML."""
     try:
         from IPython import get_ipython
     except ImportError:
@@ -37,10 +37,10 @@ def in_notebook() -> bool:
 
 
 class NotebookView:
-    """A view of HTML that is drawn anew in its place.
+    """An HTML view that is redrawn in place.
 
     Args:
-      state: what to draw (``hjax.show.live.DisplayState``).
+      state: to draw (``hjax.show.live.DisplayState``).
     """
 
     def __init__(self, state: Any):
@@ -72,7 +72,7 @@ class NotebookView:
     samples = loading = warm_start
 
     def message(self, text: str) -> None:
-        """A line that stays, until later ones push it out."""
+        """Show a line until later ones replace it."""
         self._messages = [*self._messages, text][-MESSAGES:]
         self._draw()
 
@@ -91,7 +91,7 @@ class NotebookView:
             self._handle.update(HTML(self.html()))
 
     def html(self) -> str:
-        """The view as it is now; it brings no script and takes the notebook's colours."""
+        """The current view, without scripts and in the notebook's colours."""
         state = self._state
         curves = [small_curve(title, self._points.get(key, ())) for title, key in CURVES]
         return render(
@@ -111,9 +111,8 @@ class NotebookView:
 
 
 def small_curve(title: str, points: Sequence[tuple[float, float]]) -> dict[str, Any] | None:
-    """A small chart of (step, value), its last value beside the title: ``title``, ``head``,
-    ``span`` (what it runs over), ``width``, ``height`` and SVG's ``points``; None below two points.
-    """
+    """A small chart of (step, value) points: ``title``, ``head`` (title and last value), ``span``
+    (lowest and highest value), ``width``, ``height``, SVG ``points``; None below two points."""
     points = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
     if len(points) < 2:
         return None

@@ -1,7 +1,7 @@
-"""HTML pages from the templates beside this file.
+"""HTML pages from the Jinja templates in `hjax/show/templates`.
 
-Whatever a template prints is escaped, and control characters in it become dots. There is no other
-way into a page: no text of a user's, a model's or a file's can be markup.
+All printed values are escaped, and their control characters become dots. So no text of a user, a
+model or a file can inject markup.
 """
 
 import contextlib
@@ -43,15 +43,15 @@ def _environment() -> jinja2.Environment:
 
 
 def _escapable(value: Any) -> Any:
-    # What another template has drawn stands as it is.
+    # Output of another template is already escaped.
     return value if hasattr(value, "__html__") else printable(str(value))
 
 
 @contextlib.contextmanager
-def from_files(of: object) -> Iterator[None]:
-    """Draw what stands in a run's files; DataError where they are not as a run leaves them.
+def from_files(source: object) -> Iterator[None]:
+    """Raise a DataError if rendering from a run's files fails because they are not as a run wrote.
 
-    ``of``: whose files, for the message.
+    ``source``: name of the run or folder, for the message.
     """
     try:
         yield
@@ -59,6 +59,6 @@ def from_files(of: object) -> Iterator[None]:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise DataError(
-            f"{of}: its files are not as a run leaves them ({type(error).__name__}: {error}); "
+            f"{source}: its files are not as a run leaves them ({type(error).__name__}: {error}); "
             "were they changed by hand? Training again writes them anew"
         ) from error

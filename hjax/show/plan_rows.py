@@ -1,4 +1,4 @@
-"""A described plan (planning.result): in a terminal, and as an HTML page that needs no other."""
+"""Plans (``planning.result``) as terminal tables and as a self-contained HTML page."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ PlanRecord = Mapping[str, Any]
 
 
 class PlanTable(NamedTuple):
-    """Titles of columns, rows of texts, and which columns are figures."""
+    """A table: column titles, rows of texts, and the titles of numeric columns."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -28,8 +28,8 @@ def roles_of(plan: PlanRecord) -> list[str]:
 
 
 def set_names(plan: PlanRecord, kinds: bool = False) -> list[str]:
-    """`actor+reference (8)`, of a plan or a candidate: who shares how many devices, and with
-    ``kinds`` of which."""
+    """Names of a plan's or candidate's sets, such as `actor+reference (8)`: roles and number of
+    devices, with ``kinds`` also the pool."""
     places = zip(plan["placement"], plan["allocation"], plan["pools"])
     return [f"{'+'.join(roles)} ({n}{f' of {pool}' if kinds else ''})" for roles, n, pool in places]
 
@@ -40,7 +40,7 @@ def _several(plan: PlanRecord) -> bool:
 
 
 def remarks(plan: PlanRecord) -> list[str]:
-    """What stands above the tables: why a run does not take the plan as it is, a line each."""
+    """Lines above the tables: the reasons why a run cannot use the plan unchanged."""
     lines = []
     if plan["needs"]:
         lines.append(f"This plan needs {_listed(plan['needs'])}, which hjax does not do.")
@@ -64,7 +64,7 @@ def _listed(texts: Sequence[str]) -> str:
 
 
 def role_table(plan: PlanRecord) -> PlanTable:
-    """A row per role; devices with a set's first."""
+    """A row per role; the first role of a set has the set's devices."""
     texts = ("devices", "role", "model", "train p-t-d", "generate p-t", "axes", "settings")
     figures, rows = (*STAGES, "resident", "needs"), []
     for roles, devices, pool in zip(plan["placement"], plan["allocation"], plan["pools"]):
@@ -90,14 +90,14 @@ def role_table(plan: PlanRecord) -> PlanTable:
 
 
 def settings_text(plan: PlanRecord, role: str) -> str:
-    """What the plan fixes of a role beside its layout, and in how many waves it decodes."""
+    """A role's planned settings beside its layout, and its number of decoding waves."""
     settings, words = plan["settings"][role], []
     if rows := settings.get("micro_batch"):
         words.append(f"micro_batch {rows}")
     if (policy := settings.get("remat", "none")) != "none":
         words.append(f"remat {policy}")
-    if (away := settings["offload"]) != "none":
-        words.append(f"offload {away}")
+    if (offload := settings["offload"]) != "none":
+        words.append(f"offload {offload}")
     waves = plan["waves"].get(role, 1)
     if slots := settings.get("slots"):
         words.append(f"slots {slots}")
@@ -134,7 +134,7 @@ def compiled_table(plan: PlanRecord) -> PlanTable:
 
 
 def spans(plan: PlanRecord) -> list[dict[str, Any]]:
-    """What runs when: ``row`` (set), ``role``, ``stage``, ``start`` and ``length`` in seconds."""
+    """Timeline of a step: ``row`` (set), ``role``, ``stage``, ``start``, ``length`` in seconds."""
     found, start = [], 0.0
     for stage in STAGES:
         longest = 0.0
@@ -298,7 +298,7 @@ def _one_step(plan: PlanRecord) -> Any:
 
 
 def _memory_bars(plan: PlanRecord) -> list[dict[str, Any]]:
-    """Per set: ``parts`` (what each role keeps, then what is used at work) and a ``text``."""
+    """Per set: ``parts`` (resident bytes of each role, then transient ones) and a ``text``."""
     roles, resident, bars = roles_of(plan), plan["resident_bytes"], []
     for names, needed, usable in _memory_of_sets(plan):
         kept = [
@@ -318,5 +318,5 @@ def _memory_bars(plan: PlanRecord) -> list[dict[str, Any]]:
 
 
 def _memory_of_sets(plan: PlanRecord) -> Iterator[tuple[Sequence[str], float, float]]:
-    """Of each set its roles, the bytes that a device needs, and those that it has."""
+    """Per set: its roles, the bytes needed per device, and the usable bytes of a device."""
     return zip(plan["placement"], plan["set_memory_bytes"], plan["usable_bytes"])

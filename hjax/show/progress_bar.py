@@ -1,4 +1,4 @@
-"""How far a job of some parts has come: a bar in a terminal, plain lines elsewhere."""
+"""Progress of a job with several parts: a bar in a terminal, plain lines elsewhere."""
 
 import contextlib
 import os
@@ -14,11 +14,11 @@ from rich.text import Text
 from hjax.show.format import job_times
 
 _PLAIN_INTERVAL_SECONDS = 5.0
-_WIDE = 80  # columns that a bar and the time that is left need
+_WIDE = 80  # columns needed for a bar and the remaining time
 
 
 class PartsDisplay:
-    """Shows a job's parts as they begin; nothing before the first. Use it in a ``with``.
+    """Shows a job's parts as they start; nothing before the first. Use it in a ``with``.
 
     Args:
       title: of the job.
@@ -47,7 +47,7 @@ class PartsDisplay:
             self._bar.stop()
 
     def __call__(self, done: int, total: int, what: str) -> None:
-        """``done`` of ``total`` parts are over; ``what`` begins, or is empty when all are."""
+        """``done`` of ``total`` parts are done; ``what`` starts, or is empty when all are done."""
         if not self._enabled:
             return
         if not self._started:
@@ -75,7 +75,7 @@ class PartsDisplay:
 
 
 def _bar(stream: TextIO) -> Any:
-    """A rich progress bar; what is done stands whole at 60 columns, without the bar itself."""
+    """A rich progress bar; below 80 columns it has its texts without the bar."""
 
     class Elapsed(ProgressColumn):
         def render(self, task: Any) -> Text:

@@ -1,4 +1,4 @@
-"""report.html of a run: one file that needs nothing else, from what stands in the workdir."""
+"""report.html of a run: one self-contained file, made from the files of the workdir."""
 
 import contextlib
 import dataclasses
@@ -45,7 +45,7 @@ _TIMELINE_STEPS = 3
 
 
 def write_report(workdir_path: str | os.PathLike[str]) -> Path:
-    """Write report.html from the files of a workdir; what is missing is left out.
+    """Write report.html from the files of a workdir; parts whose files are missing are left out.
 
     Args:
       workdir_path: the directory of a run, finished or not.
@@ -69,7 +69,7 @@ def _written(path: Path, template: str, content: Callable[[], Mapping[str, Any]]
 
 
 def run_content(path: Path) -> dict[str, Any]:
-    """What a report says of the run in a workdir, by the names that templates have for it."""
+    """The content of a run's report, by the names of the template's variables."""
     config = flatten(with_current_names(read_json(path / "config.json") or {}))
     metrics = read_rows(path / METRICS)
     samples = read_rows(path / SAMPLES)
@@ -112,7 +112,7 @@ def _state(config: Row, metrics: Sequence[Row]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """A headline number: its note, and how it changed since the first step.
+    """A headline number, with a note and its change since the first step.
 
     Attributes:
       trend: ``up`` for better, ``down`` for worse; else empty.
@@ -159,7 +159,7 @@ def _change(
     scale: float = 1,
     upwards: bool = True,
 ) -> Tile | None:
-    """The last value of a metric, and its way from the first; None where there is none."""
+    """A tile of a metric's last value and its change from the first; None without values."""
     if not values:
         return None
     first, last = scale * values[0], scale * values[-1]
@@ -173,9 +173,9 @@ def _change(
 
 
 def _mean_step(metrics: Sequence[Row]) -> dict[str, Any] | None:
-    """Mean seconds of the phases of a step as a ``bar``, and a ``note`` on what was counted."""
+    """Mean seconds of a step's phases as a ``bar``, and a ``note`` on the steps counted."""
     rows = [r for r in metrics if r.get("time/step") is not None]
-    compiling = set(compiling_steps(metrics))  # they say nothing about the others' time
+    compiling = set(compiling_steps(metrics))  # their time is not representative
     rows = [r for r in rows if r["step"] not in compiling] or rows
     if not rows:
         return None
@@ -259,7 +259,7 @@ def _sizes(sizes: Any) -> str:
 
 
 def _planned_rows(plan: Row, metrics: Sequence[Row]) -> list[tuple[str, str, str]]:
-    """(stage, a planner's seconds, the measured ones), where a planner was asked."""
+    """(stage, predicted seconds, measured seconds), if the run was planned."""
     expected = (plan.get("predicted") or {}).get("seconds")
     compiling = set(compiling_steps(metrics))
     rows = [r for r in metrics if r.get("time/step") is not None and r["step"] not in compiling]
@@ -280,7 +280,7 @@ def _planned_rows(plan: Row, metrics: Sequence[Row]) -> list[tuple[str, str, str
 
 
 def _config_rows(config: Row) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """(key, value) of what was set, and of what stands at its default."""
+    """(key, value) of the config keys that were changed, and of those at their defaults."""
     defaults = _defaults(config) if config else {}
     changed: list[tuple[str, str]] = []
     unchanged: list[tuple[str, str]] = []
@@ -293,7 +293,7 @@ def _config_rows(config: Row) -> tuple[list[tuple[str, str]], list[tuple[str, st
 
 
 def _defaults(config: Row) -> dict[str, Any]:
-    """The common keys' defaults, and those of the algorithm and task where they are at hand."""
+    """Defaults of the common keys, and of the algorithm's and task's if those can be loaded."""
     defaults = flatten(default_config())
     for section, selector in OWNED_SECTIONS.items():
         with contextlib.suppress(ConfigError):
@@ -302,16 +302,16 @@ def _defaults(config: Row) -> dict[str, Any]:
     return defaults
 
 
-# Of a stage's curves the first ones; all are in its own report.
+# Number of curves shown per stage; its own report has all.
 CURVES = 6
 
 
 def write_stages(workdir: str | os.PathLike[str], stages: Sequence[str]) -> Path:
-    """Write report.html from the files of runs in folders of a workdir.
+    """Write one report.html of several stages, which are runs in folders of a workdir.
 
     Args:
       workdir: their folder.
-      stages: names of the runs' folders, in their order; what is not there yet is said to be so.
+      stages: names of the runs' folders, in their order; stages not started are marked as such.
 
     Returns:
       the path of the report.
@@ -331,8 +331,8 @@ def _stages_content(path: Path, stages: Sequence[str]) -> dict[str, Any]:
         run = run_content(folder) if (folder / "config.json").is_file() else None
         if run is not None:
             drawn = run["cards"]
-            said = [card for card in drawn[CURVES:] if card.title.startswith("Calibration")]
-            run["cards"] = drawn[:CURVES] + said
+            calibration = [card for card in drawn[CURVES:] if card.title.startswith("Calibration")]
+            run["cards"] = drawn[:CURVES] + calibration
         link = f"{stage}/report.html" if (folder / "report.html").is_file() else ""
         found.append({"stage": stage, "run": run, "report": link})
         if points := reward_and_kl(folder):
@@ -342,10 +342,10 @@ def _stages_content(path: Path, stages: Sequence[str]) -> dict[str, Any]:
         legend = [(series.name, series.color, "") for series in curves]
         what = "reward/mean by kl/reference, nats per token"
         frontier = ChartCard("Reward", what, "", line_chart(curves, along="KL"), legend)
-    begun = sum(stage["run"] is not None for stage in found)
+    started = sum(stage["run"] is not None for stage in found)
     return dict(
         name=path.resolve().name,
-        details=f"{begun} of {len(found)} stages begun: {', '.join(stages)}",
+        details=f"{started} of {len(found)} stages begun: {', '.join(stages)}",
         frontier=frontier,
         stages=found,
     )

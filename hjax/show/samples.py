@@ -1,4 +1,4 @@
-"""The samples of the report: what the model answered at first, what it answers now, and between."""
+"""Samples of the report: responses before, during and after training."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,16 +9,16 @@ from hjax.show.format import printable
 Row = Mapping[str, Any]
 # Prompts shown.
 _SAMPLES = 8
-# What a page holds at most, to be browsed: steps, and characters of all samples.
+# Limits of the samples that a page's script can browse: steps, and characters of all samples.
 _STEPS, _CHARACTERS = 120, 3_000_000
 
 
 def held_out_table(samples: Sequence[Row]) -> dict[str, Any] | None:
-    """The same held-out prompts, answered at the first and at the last evaluation.
+    """Responses to the same held-out prompts at the first and at the last evaluation.
 
     Returns:
-      ``heads`` of the answers' columns, and ``rows`` of ``prompt`` and ``answers`` (as of
-      ``answer``; None where it was not asked again); None without evaluations.
+      ``heads`` of the answers' columns, and ``rows`` of ``prompt`` and ``answers``
+      (``sample_record``; None if a prompt was not evaluated again); None without evaluations.
     """
     held_out = [s for s in samples if s.get("kind") == "eval"]
     if not held_out:
@@ -49,13 +49,12 @@ def training_samples(samples: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def browsable_samples(samples: Sequence[Row], histograms: Sequence[Row]) -> dict[str, Any]:
-    """What the page's script shows step by step.
+    """Samples and histograms that the page's script shows step by step.
 
-    Where there are more steps than a page should hold, steps are left out evenly; the first and
-    the last stay.
+    If a page would become too large, steps are left out evenly; the first and the last stay.
 
     Returns:
-      ``train`` and ``eval``: ``steps``, and ``rows``, for each of them a list as of ``answer``
+      ``train`` and ``eval``: ``steps``, and in ``rows`` for each step a list of ``sample_record``
       with the row's ``index``; ``histograms``: ``steps``, and ``rows`` as in histograms.jsonl.
     """
     found: dict[str, Any] = {}
@@ -71,7 +70,7 @@ def browsable_samples(samples: Sequence[Row], histograms: Sequence[Row]) -> dict
 
 
 def _thinned_to_page(by_step: Mapping[int, Any]) -> dict[str, Any]:
-    """``steps`` and ``rows``, so many that they fit on a page."""
+    """``steps`` and ``rows``, thinned out evenly until they fit on a page."""
     steps = sorted(by_step)
     characters = sum(len(str(by_step[step])) for step in steps)
     most = _STEPS
@@ -84,7 +83,7 @@ def _thinned_to_page(by_step: Mapping[int, Any]) -> dict[str, Any]:
 
 
 def histogram_bars(row: Row | None) -> dict[str, Any] | None:
-    """The last step's rewards as bars of a chart, in hundredths of its height; None without."""
+    """The last step's rewards as bars in hundredths of a chart's height; None without rewards."""
     found = (row or {}).get("reward")
     if not found:
         return None

@@ -1,4 +1,4 @@
-"""The table of steps: its columns, how a row is written, and what is shown where room is short."""
+"""The step table: its columns, the texts of a row, and which columns fit into a line."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ GAP = 2  # blanks between columns
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A column of the step table: its title, its metric, how it is written, its width."""
+    """A column of the step table: title, metric, format function, width in characters."""
 
     title: str
     metric: str
@@ -37,7 +37,7 @@ COLUMNS = {
         Column("left", "left_seconds", clock, 7),
     )
 }
-# From the column that stays longest to the one that goes first where a row is too wide.
+# Columns by importance: where a row is too wide, the last ones are dropped first.
 IMPORTANCE = (
     "step", "reward", "accuracy", "cost", "KL", "loss", "eval", "multiplier", "time", "left",
     "length", "tok/s", "entropy",
@@ -52,9 +52,9 @@ def used_columns(before: Sequence[str], row: Mapping[str, Any]) -> list[str]:
         if title in before or row.get(column.metric) is not None
     ]
     if "time" in columns and "left" not in columns:
-        columns.append("left")  # known from the second step on; the table need not change then
+        columns.append("left")  # has values from the second step on; so columns stay the same
     if "accuracy" in columns and "eval" in columns and "eval" not in before:
-        columns.remove("eval")  # the accuracy says it already
+        columns.remove("eval")  # redundant beside the accuracy
     return columns
 
 
@@ -64,12 +64,12 @@ def fitting_columns(
     room: int | None,
     importance: Sequence[str] = IMPORTANCE,
 ) -> list[str]:
-    """The columns without the least important ones, so that a row fits; one stays in any case.
+    """Drop the least important columns until a row fits; at least one stays.
 
     Args:
       columns: titles, in their order.
       widths: characters of each, without the gap between two.
-      room: characters of a line; None: no end.
+      room: characters of a line; None: unlimited.
       importance: all titles, the most important first.
     """
     kept = list(columns)

@@ -1,4 +1,4 @@
-"""Printing a nested description as tables; what `--dry_run` shows."""
+"""Tables of a nested description in a terminal, such as that of `--dry_run`."""
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,7 +39,7 @@ def rows_table(
     right: Sequence[str] = (),
     title: str = "",
 ) -> Any:
-    """A rich table of texts; of its columns those in ``right`` are set to the right."""
+    """A rich table of texts; columns in ``right`` are right-aligned."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), title=title or None, title_justify="left")
     for name in columns:
         table.add_column(name, justify="right" if name in right else "left")
@@ -49,7 +49,7 @@ def rows_table(
 
 
 def wide_console(stream: TextIO | None = None) -> Any:
-    """A rich console, wide enough for paths and bars where the output is not a terminal."""
+    """A rich console; 160 columns wide if the output is not a terminal."""
     stream = stream or sys.stdout
     return Console(file=stream, highlight=False, width=None if stream.isatty() else 160)
 
