@@ -120,11 +120,7 @@ def times(steps: int = 6, calibrations: int = 2) -> dict[str, Any]:
     after they have learned from one run that is none of the cases."""
     devices = simulate()
     from hjax.planning.calibration import calibrate
-    from hjax.planning.profile_correction import (
-        corrected_profile,
-        correction_of_run,
-        predict_trainer,
-    )
+    from hjax.planning.profile_correction import corrected_profile, predict_trainer, run_correction
     from hjax.settings.config_loading import check_config
 
     profiles: dict[str, Any] = {}
@@ -134,7 +130,7 @@ def times(steps: int = 6, calibrations: int = 2) -> dict[str, Any]:
         print(f"calibration {number}: {time.perf_counter() - start:.0f} s", flush=True)
     with run_of(check_config({**BASE, "steps": steps, **LESSON})) as trainer:
         for name, profile in list(profiles.items()):
-            learned = corrected_profile(profile, correction_of_run(trainer, profile))
+            learned = corrected_profile(profile, run_correction(trainer, profile))
             profiles[f"{name}, one run learned"] = learned
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in profiles}
     print(f"measured; predicted by {', '.join(profiles)}", flush=True)

@@ -31,14 +31,14 @@ def costs(asked: Any, console: Any) -> dict[str, Any]:
     from program_costs.account import READER, beside_minimum, limits_of
     from program_costs.tables import stage_rows
 
-    from hjax.dryrun.compilation import devices_in_mesh_order
+    from hjax.dryrun.compilation import mesh_devices
     from hjax.dryrun.step import compile_prepared, prepare_step
 
     step = prepare_step(asked)
     description = compile_prepared(step, console, READER)
     records = description["programs"]
     for record, program in zip(records, step.programs, strict=True):
-        limits = limits_of(step.topology, devices_in_mesh_order(step.rehearsal, program.role))
+        limits = limits_of(step.topology, mesh_devices(step.rehearsal, program.role))
         if record.get("roofline") and limits is not None:
             worker = step.rehearsal.workers[program.role]
             record |= beside_minimum(record, program, worker, step.prompt_length, limits)

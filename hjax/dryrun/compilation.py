@@ -188,7 +188,7 @@ def _text(compiled: Any, folder: Path) -> str:
     return printed[-1].read_text() if printed else compiled.as_text()
 
 
-def devices_in_mesh_order(rehearsal: AbstractWorkers, role: str) -> list[Any]:
+def mesh_devices(rehearsal: AbstractWorkers, role: str) -> list[Any]:
     """A role's devices in mesh order, by which its programs number them; TPU slices one after
     another."""
     devices = list(rehearsal.workers[role].layouts.train.mesh.devices.ravel())

@@ -19,9 +19,8 @@ from hjax.xla.collectives import received_bytes
 class GatherAndCut:
     """Reshard parameters to the generate layout by gathering the whole model on every device.
 
-    It has the methods of ``Transition``. Train shards are freed once the whole model, which
-    contains them, is gathered, and sliced out of it again. So at most the whole model and a bucket
-    are alive.
+    It has the methods of ``Transition``. Train shards are freed once the whole model is gathered,
+    and later sliced out of it again. So at most the whole model and a bucket are alive.
 
     Args:
       source: nested dict of NamedSharding, as training keeps the parameters.

@@ -8,12 +8,7 @@ import jax
 from ml_collections import ConfigDict
 
 from hjax.algorithms import get_algorithm
-from hjax.dryrun.compilation import (
-    ProgramReader,
-    axis_rings,
-    compile_program,
-    devices_in_mesh_order,
-)
+from hjax.dryrun.compilation import ProgramReader, axis_rings, compile_program, mesh_devices
 from hjax.dryrun.programs import (
     AbstractWorkers,
     StepProgram,
@@ -126,7 +121,7 @@ def compile_prepared(
                 devices=step.plan.allocation[program.set_number],
                 level=request.level,
                 cache=request.cache,
-                placed=devices_in_mesh_order(step.rehearsal, program.role),
+                placed=mesh_devices(step.rehearsal, program.role),
                 reader=reader,
             )
         records.append(add_held(record, program, step.rehearsal))

@@ -41,10 +41,9 @@ class SetOptions:
 class DeviceUsage:
     """Devices in use as a vector of counts, by which partial plans are compared.
 
-    Counts add up over sets. A plan whose counts are nowhere larger fits wherever another one does.
-    A pool in which every sum up to its size fits (``fits_by_sum``) has one count: its devices. Any
-    other pool has a count per set size up to a host: the sets of at least that size, where a set
-    counts once for each whole host.
+    Counts add up over sets; a plan whose counts are nowhere larger fits wherever another one does.
+    A pool with ``fits_by_sum`` has one count: its devices. Any other has a count per set size up to
+    a host: the sets of at least that size, where a set counts once for each whole host.
     """
 
     def __init__(self, cluster: Cluster):

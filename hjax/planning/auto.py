@@ -156,10 +156,9 @@ def known_devices(hosts: Hosts) -> tuple[list[Device], Constants]:
 def auto_plan(problem: PlanProblem) -> Plan:
     """The fastest plan of the cost model.
 
-    Where devices share cores, a simpler plan is preferred. All models on all devices come first if
-    that is within ``ALL_DEVICES_TOLERANCE`` of the fastest, and pure data parallelism if that is
-    within ``TIE_TOLERANCE`` of other layouts. Else the plan of fewest sets within ``TIE_TOLERANCE``
-    of the fastest is taken.
+    Where devices share cores, a simpler plan is preferred: all models on all devices if within
+    ``ALL_DEVICES_TOLERANCE`` of the fastest (data parallel if within ``TIE_TOLERANCE`` of other
+    layouts), else the plan of fewest sets within ``TIE_TOLERANCE``.
 
     Raises:
       ConfigError: it would not fit, with the bytes missing.
@@ -274,10 +273,9 @@ def _simplest_first(found: SearchResult, on_all: Candidate | None) -> SearchResu
 
 
 def find_profile(devices: Sequence[Any], progress: Progress | None = None) -> Profile:
-    """The profile of these devices: the stored one, the catalogue's entry, or (CPUs) a calibration.
-
-    A calibration reports to ``progress`` and is stored. CPUs are measured again if the stored
-    profile is from another machine or other versions.
+    """The profile of these devices: the stored one, the catalogue's entry, or (CPUs) a calibration,
+    which is stored and reports to ``progress``. CPUs are measured again if the stored profile is
+    from another machine or other versions.
 
     Raises:
       ConfigError: a device that is neither calibrated nor in the catalogue, or a profile that was

@@ -14,7 +14,7 @@ from hjax.models.forward import LOGIT_CHUNK_BYTES
 from hjax.workers.memory import USABLE
 
 
-def _constant(default: float, unit: str, source: str, low: float = 0, high: float = 0) -> Any:
+def _const(default: float, unit: str, source: str, low: float = 0, high: float = 0) -> Any:
     """A constant; ``low`` to ``high`` is its plausible range, both 0: it is a definition."""
     about = {"unit": unit, "source": source, "range": (low, high) if high else None}
     return dataclasses.field(default=default, metadata=about)
@@ -37,7 +37,7 @@ class Constants:
         because they are part of a measured one.
     """
 
-    matmul: float = _constant(
+    matmul: float = _const(
         0.5,
         "share of peak FLOP/s",
         "Megatron-LM on A100: 135 to 163 of 312 TFLOP/s (Narayanan et al. 2021, table 1), 57 % "
@@ -45,18 +45,18 @@ class Constants:
         0.43,
         0.57,
     )
-    memory: float = _constant(
+    memory: float = _const(
         0.75, "share of memory bandwidth", "between whole decoding in 2024's engines and STREAM "
         "on A100: assumed", 0.55, 0.9,
     )  # fmt: skip
-    link: float = _constant(
+    link: float = _const(
         0.75,
         "share of link bandwidth",
         "nccl-tests on 8 A100: 230 to 250 of 300 GB/s (NVIDIA/nccl-tests#175: 232.5)",
         0.75,
         0.83,
     )
-    network: float = _constant(
+    network: float = _const(
         0.85,
         "share of network bandwidth",
         "nccl-tests between hosts of 8 A100 or A800: .61 on one shared 200 Gb/s NIC "
@@ -65,10 +65,10 @@ class Constants:
         0.61,
         0.96,
     )
-    host: float = _constant(
+    host: float = _const(
         2e10, "bytes/s per device to the host", "PCIe 4.0 x16, 32 GB/s: assumed", 1e10, 2.6e10
     )
-    link_latency: float = _constant(
+    link_latency: float = _const(
         15e-6,
         "s per collective and doubling",
         "nccl-tests, small messages: 20 to 40 us on 8 A100; an all-reduce of NCCL's own model: 10, "
@@ -76,10 +76,10 @@ class Constants:
         7e-6,
         15e-6,
     )
-    network_latency: float = _constant(
+    network_latency: float = _const(
         30e-6, "s per collective and doubling", "as above, RDMA: assumed", 10e-6, 60e-6
     )
-    overlap: float = _constant(
+    overlap: float = _const(
         0.0,
         "share of compute that hides collectives of weights and gradients",
         "nothing hidden, as Megatron-LM's default of 2024 (no --overlap-grad-reduce); a range, for "
@@ -87,31 +87,29 @@ class Constants:
         0.0,
         0.5,
     )
-    usable: float = _constant(
+    usable: float = _const(
         USABLE, "share of device memory", "context, fragmentation: assumed", 0.85, 0.95
     )
-    workspace: float = _constant(
+    workspace: float = _const(
         1 << 30, "bytes per device while computing", "assumed", 1 << 28, 1 << 31
     )
-    logits: float = _constant(
+    logits: float = _const(
         LOGIT_CHUNK_BYTES, "bytes of float32 logits at a time", "hjax's log-prob head"
     )
-    decode_step: float = _constant(
+    decode_step: float = _const(
         4e-3,
         "s per decode step",
         "launching and scheduling in 2024's engines: assumed",
         1e-3,
         10e-3,
     )
-    decode: float = _constant(
+    decode: float = _const(
         1.0,
         "times reading or products of a decode step, the longer",
         "as fast as bandwidth and rate allow: assumed",
     )
-    decode_layer: float = _constant(
-        0.0, "s per layer and decode step", "compiled or captured graphs"
-    )
-    decode_row: float = _constant(
+    decode_layer: float = _const(0.0, "s per layer and decode step", "compiled or captured graphs")
+    decode_row: float = _const(
         60e-6,
         "s per sequence and decode step of a replica",
         "scheduler and sampler on the host; vLLM's 0.6 release notes find 38 % of an earlier "
@@ -119,39 +117,39 @@ class Constants:
         0.0,
         120e-6,
     )
-    backward: float = _constant(
+    backward: float = _const(
         1.0, "times two forwards, a backward pass", "its FLOPs, at the rate of `matmul`: assumed"
     )
-    score: float = _constant(
+    score: float = _const(
         0.0, "s per attention score and forward", "kept on chip, in the share of `matmul`: assumed"
     )
-    unsplit: float = _constant(
+    unsplit: float = _const(
         0.0, "share of products that a tensor axis does not split", "all are split evenly: assumed"
     )
-    gather: float = _constant(
+    gather: float = _const(
         0.0, "s per layer whose weights are gathered or scattered", "hidden by prefetching: assumed"
     )
-    layer_pass: float = _constant(0.0, "s per layer and pass", "kernels queued ahead: assumed")
-    layer_update: float = _constant(
+    layer_pass: float = _const(0.0, "s per layer and pass", "kernels queued ahead: assumed")
+    layer_update: float = _const(
         0.0, "s per layer and update beside its passes", "kernels queued ahead: assumed"
     )
-    dispatch: float = _constant(0.0, "s per call on a model", "small beside seconds: assumed")
-    rollout: float = _constant(0.0, "s per rollout on the host", "small beside seconds: assumed")
-    eager_matmul: float = _constant(
+    dispatch: float = _const(0.0, "s per call on a model", "small beside seconds: assumed")
+    rollout: float = _const(0.0, "s per rollout on the host", "small beside seconds: assumed")
+    eager_matmul: float = _const(
         0.33,
         "share of peak FLOP/s",
         "Hugging Face models in eager PyTorch, unfused: assumed",
         0.25,
         0.45,
     )
-    eager_layer: float = _constant(
+    eager_layer: float = _const(
         4e-4,
         "s per layer and decode step",
         "a dozen kernels launched from Python: assumed",
         1e-4,
         8e-4,
     )
-    native_decode: float = _constant(
+    native_decode: float = _const(
         20.6,
         "times an engine's decode time",
         "NeMo-Aligner on itself without TensorRT-LLM: a step 6.96 times slower, 90 % of it "
@@ -180,9 +178,8 @@ class Constants:
         return dataclasses.replace(self, **values, measured=frozenset(names))
 
     def with_user_values(self, values: Mapping[str, float]) -> Constants:
-        """These constants with values from a user, whose shares are at most 1.
-
-        Measured shares may exceed 1: the rate they refer to was measured too.
+        """These constants with values from a user, whose shares are at most 1. (Measured shares may
+        exceed 1: the rate they refer to was measured too.)
 
         Raises:
           ConfigError: an unknown name, or a value that its unit cannot have.

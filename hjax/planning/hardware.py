@@ -92,10 +92,8 @@ def sub_slice(pool: DevicePool, devices: int) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1 << 16)
 def link_contention(pool: DevicePool, devices: int, size: int, stride: int) -> int:
-    """Contention on a torus: how many ring steps of a mesh axis share the busiest link.
-
-    The rings have ``size`` devices, ``stride`` ranks apart, in the box of a set of ``devices``; 1
-    if all are neighbours."""
+    """Contention on a torus: how many ring steps of a mesh axis share the busiest link. The rings
+    have ``size`` devices, ``stride`` ranks apart, in the box of ``devices``; 1 for neighbours."""
     if not pool.shape:
         return 1
     sides = sub_slice(pool, devices)

@@ -193,11 +193,10 @@ def _offloads(flow: Dataflow, asked: Mapping[str, Any] | None, usual: Any) -> di
 def complete_models(
     models: Mapping[str, str], roles: Mapping[str, Role]
 ) -> tuple[dict[str, str], list[str]]:
-    """Fill in models that are not named, with defaults.
+    """Model name of each role that has one, in the order of ``roles``, and the roles left out.
 
     A reward or cost without a name is a function on the host. A cost critic without a name has the
-    critic's model; ``none`` leaves it out. Returns the model name of each role that has one, in the
-    order of ``roles``, and the roles left out.
+    critic's model; ``none`` leaves it out.
 
     Raises:
       ConfigError: a role that the algorithm does not have, or one of its roles without a model.

@@ -295,7 +295,7 @@ def correct_profile(trainer: Any, workdir: Path | None = None) -> dict[str, Any]
             return None
         profile = Profile(known, Constants(), {})
         untaught = f"no profile is stored that could learn it ({CALIBRATE_COMMAND})"
-    found = correction_of_run(trainer, profile)
+    found = run_correction(trainer, profile)
     if not untaught:
         write_profile(corrected_profile(profile, found), path)
     said = {
@@ -310,7 +310,7 @@ def correct_profile(trainer: Any, workdir: Path | None = None) -> dict[str, Any]
     return said
 
 
-def correction_of_run(trainer: Any, profile: Profile) -> Any:
+def run_correction(trainer: Any, profile: Profile) -> Any:
     """The correction of a profile's constants by a run (``ProfileCorrection``)."""
     return fit_correction(
         lambda constants: predict_trainer(trainer, profile, constants),

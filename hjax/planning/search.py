@@ -66,7 +66,7 @@ class PlanProblem:
 
 
 def partitions(items: Sequence[str]) -> Iterator[Placement]:
-    """All set partitions of some items; the set of the first item comes first."""
+    """All set partitions of some items, the first item's set first."""
     if not items:
         yield ()
         return
@@ -191,11 +191,9 @@ class BoundedSearch:
         return whole.subset(_representative(whole.points, self.thin))
 
     def _set(self, names: tuple[str, ...], pool: DevicePool, devices: int) -> _Front:
-        """The front of a set: seconds and resident bytes add up, the largest transient counts.
-
-        It is built role by role, the role of fewest options first. ``rest`` is a lower bound of
-        what the remaining roles add, ``outside`` one of what other sets take on the other devices.
-        """
+        """The front of a set: seconds and resident bytes add up, the largest transient counts. It
+        is built role by role, that of fewest options first. ``rest`` is a lower bound of what the
+        remaining roles add, ``outside`` of what other sets take on the other devices."""
         fronts = [self._role(role, pool, devices) for role in names]
         if not all(f.options for f in fronts):
             return _Front(np.empty((0, COLUMNS)), [])
@@ -312,10 +310,8 @@ _QUICK_OPTIONS = 5
 def search(
     problem: PlanProblem, placements: Sequence[Placement] | None = None, count: int = MAX_SHOWN
 ) -> SearchResult:
-    """Find the fastest candidates, one per placement.
-
-    A quick search over a few options of each role gives an upper bound of the candidates' times.
-    The exact search then drops what cannot reach it.
+    """Find the fastest candidates, one per placement. A quick search over a few options of each
+    role gives an upper bound of their seconds; the exact search drops what cannot reach it.
 
     Args:
       placements: to search; None: every set partition of the roles.
@@ -354,8 +350,7 @@ def _fastest(within: BoundedSearch, placements: Sequence[Placement], count: int)
 
 
 def _representative(points: np.ndarray, count: int) -> np.ndarray:
-    """Indices of a few points: those of least memory, and the fastest under falling memory limits.
-    """
+    """Indices of a few points: of least memory, and the fastest under falling memory limits."""
     total, needed = points[:, :3].sum(axis=1), peak_of(points)
     chosen = {int(np.argmin(needed)), int(np.argmin(points[:, 3]))}
     for share in np.linspace(1, 0, count, endpoint=False):

@@ -10,6 +10,7 @@ from hjax.devices import Device
 from hjax.planning import cost, hardware
 from hjax.planning.constants import Constants
 from hjax.planning.cost import DeviceSet
+from hjax.planning.hardware import parse_cluster
 from hjax.planning.plan_types import Cluster, DevicePool
 from hjax.planning.role_options import pareto_front
 from hjax.planning.search import BoundedSearch, RoleFronts, partitions, search
@@ -93,30 +94,15 @@ def test_front_keeps_what_nothing_dominates():
 
 
 def test_legal_allocations():
-    assert hardware.legal_counts(hardware.parse_cluster("2x8:a100").pools[0]) == (1, 2, 4, 8, 16)
-    assert hardware.legal_counts(hardware.parse_cluster("3x6:h100").pools[0]) == (
-        1,
-        2,
-        3,
-        4,
-        6,
-        12,
-        18,
-    )
-    (rack,) = hardware.parse_cluster("2x72:gb200").pools
+    assert hardware.legal_counts(parse_cluster("2x8:a100").pools[0]) == (1, 2, 4, 8, 16)
+    assert hardware.legal_counts(parse_cluster("3x6:h100").pools[0]) == (1, 2, 3, 4, 6, 12, 18)
+    (rack,) = parse_cluster("2x72:gb200").pools
     assert hardware.legal_counts(rack) == (
         1, 2, 3, 4, 6, 8, 9, 12, 16, 18, 24, 32, 36, 40, 48, 56, 64, 72, 144
     )  # fmt: skip
-    assert hardware.legal_counts(hardware.parse_cluster("v5p:2x4x4").pools[0]) == (
-        1,
-        2,
-        4,
-        8,
-        16,
-        32,
-    )
-    assert hardware.sub_slice(hardware.parse_cluster("v5p:2x4x4").pools[0], 8) == (2, 2, 2)
-    (pool,) = hardware.parse_cluster("3xv5p:2x2x2").pools
+    assert hardware.legal_counts(parse_cluster("v5p:2x4x4").pools[0]) == (1, 2, 4, 8, 16, 32)
+    assert hardware.sub_slice(parse_cluster("v5p:2x4x4").pools[0], 8) == (2, 2, 2)
+    (pool,) = parse_cluster("3xv5p:2x2x2").pools
     assert hardware.legal_counts(pool) == (1, 2, 4, 8, 16, 24)
     assert (pool.size, pool.hosts, pool.domain, pool.name) == (24, 6, 8, "3xv5p:2x2x2")
     assert hardware.sub_slice(pool, 16) == (2, 2, 2)
@@ -126,7 +112,7 @@ def test_rings_between_slices_share_the_network_of_a_slice_s_hosts():
     """By hand: two slices v5e:4x4 of four hosts, 25 GB/s each. A ring of all 32 devices has 16 in
     each slice, whose 4 hosts' network is its own: 100 GB/s, of which the link's 90 is less. Two
     devices, one in each slice, beside 15 more such rings: 1/16 of it."""
-    (pool,) = hardware.parse_cluster("2xv5e:4x4").pools
+    (pool,) = parse_cluster("2xv5e:4x4").pools
     plain = Constants(network=1.0, link=1.0)
     place = DeviceSet(pool, 32, plain)
     assert cost.ring_bandwidth(place, 32, 1) == 90e9
@@ -162,7 +148,7 @@ def test_hosts_of_fewer_devices_have_the_network_of_these():
         ("2x8:h100", 400), ("2x4:h100", 200), ("18x4:gb200", 200), ("2x72:gb200", 3600),
         ("2x8:a100", 25), ("2x4:a100", 25), ("4x1:gh200", 50),
     ):  # fmt: skip
-        (pool,) = hardware.parse_cluster(name).pools
+        (pool,) = parse_cluster(name).pools
         place = DeviceSet(pool, pool.size, plain)
         # A ring over all hosts, and as many rings side by side as a host has devices.
         assert pool.device.network_of(pool.per_host) == wanted * 1e9

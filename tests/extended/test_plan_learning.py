@@ -13,7 +13,7 @@ from hjax.controller.timeline import Span
 from hjax.devices import DEVICES, Device
 from hjax.errors import ConfigError
 from hjax.launch import plan as command
-from hjax.planning import profile_correction
+from hjax.planning import profile_correction as fitting
 from hjax.planning.constants import Constants
 from hjax.planning.profile import MeasuredOn, Profile, profile_path, read_profile, write_profile
 from hjax.planning.profile_correction import PLAN_SECONDS, correct_profile, corrected_profile
@@ -51,7 +51,7 @@ def spans(truth, steps=6, slow_first=9.0):
     """A timeline on a machine of these constants; its first steps compile."""
     found, clock = [], 0.0
     for step in range(1, steps + 1):
-        for (role, stage), seconds in profile_correction.predicted_seconds(account(truth)).items():
+        for (role, stage), seconds in fitting.predicted_seconds(account(truth)).items():
             method, phase = CALLS[role, stage]
             taken = seconds + (slow_first if step <= 2 else 0.0)
             found.append(Span("pool", role, method, phase, step, clock, clock + taken))
@@ -65,10 +65,10 @@ def spans(truth, steps=6, slow_first=9.0):
 def test_the_term_that_is_wrong_is_named_and_set_right(name, factor):
     value = getattr(BELIEVED, name)
     truth = BELIEVED.with_values({name: value / factor if name == "matmul" else value * factor})
-    found = profile_correction.fit_correction(account, BELIEVED, spans(truth), 6)
+    found = fitting.fit_correction(account, BELIEVED, spans(truth), 6)
     assert found.wrong == name
-    after = profile_correction.fit_correction(
-        account, profile_correction.corrected_constants(BELIEVED, found), spans(truth), 6
+    after = fitting.fit_correction(
+        account, fitting.corrected_constants(BELIEVED, found), spans(truth), 6
     )
     for before, later in zip(found.calls, after.calls, strict=True):
         assert later.measured == pytest.approx(before.measured)
@@ -77,20 +77,16 @@ def test_the_term_that_is_wrong_is_named_and_set_right(name, factor):
 
 
 def test_a_plan_that_was_right_teaches_nothing():
-    found = profile_correction.fit_correction(account, BELIEVED, spans(BELIEVED), 6)
+    found = fitting.fit_correction(account, BELIEVED, spans(BELIEVED), 6)
     assert found.wrong == "" and all(call.ratio == pytest.approx(1) for call in found.calls)
     assert all(factor == pytest.approx(1) for factor in found.factors.values())
-    assert "no term stands out" in profile_correction.summary(
-        profile_correction.correction_record(found)
-    )
+    assert "no term stands out" in fitting.summary(fitting.correction_record(found))
 
 
 def test_the_more_runs_have_spoken_the_less_one_says():
     truth = BELIEVED.with_values({"decode_layer": 0.006})
     moved = [
-        profile_correction.fit_correction(account, BELIEVED, spans(truth), 6, runs).factors[
-            "decode_layer"
-        ]
+        fitting.fit_correction(account, BELIEVED, spans(truth), 6, runs).factors["decode_layer"]
         for runs in (0, 3, 30)
     ]
     assert 3.1 > moved[0] > moved[1] > moved[2] > 1
@@ -98,16 +94,14 @@ def test_the_more_runs_have_spoken_the_less_one_says():
 
 def test_steps_that_compile_do_not_count():
     with pytest.raises(ConfigError, match="2 steps say nothing of seconds"):
-        profile_correction.fit_correction(account, BELIEVED, spans(BELIEVED, steps=2), 2)
+        fitting.fit_correction(account, BELIEVED, spans(BELIEVED, steps=2), 2)
 
 
 def test_a_profile_keeps_what_it_has_learned_and_says_so(tmp_path):
     made_on = MeasuredOn("cpu", 8, "a processor", 2, (("jax", "1"),))
     profile = Profile(DEVICES["h100"], BELIEVED, {8: 1.0}, made_on)
     truth = BELIEVED.with_values({"decode_layer": 0.004})
-    better = corrected_profile(
-        profile, profile_correction.fit_correction(account, BELIEVED, spans(truth), 6)
-    )
+    better = corrected_profile(profile, fitting.fit_correction(account, BELIEVED, spans(truth), 6))
     write_profile(better, tmp_path / "profile.json")
     again = read_profile(tmp_path / "profile.json", made_on)
     assert again == better and again.runs == 1
@@ -125,9 +119,7 @@ def test_a_profile_keeps_what_it_has_learned_and_says_so(tmp_path):
 
 def test_explain_shows_the_calls_side_by_side(tmp_path, capsys):
     truth = BELIEVED.with_values({"matmul": 0.25})
-    said = profile_correction.correction_record(
-        profile_correction.fit_correction(account, BELIEVED, spans(truth), 6)
-    )
+    said = fitting.correction_record(fitting.fit_correction(account, BELIEVED, spans(truth), 6))
     said |= {"constants": "measured", "runs_before": 0, "taught": True, "untaught": ""}
     (tmp_path / PLAN_SECONDS).write_text(json.dumps(said))
     assert command.main([f"--explain={tmp_path}", "--json"]) == 0
