@@ -120,8 +120,7 @@ class PlannedCall:
 
 @dataclasses.dataclass(frozen=True)
 class Dataflow:
-    """The dataflow of an algorithm's step: its roles with devices, and the calls on them in order.
-    """
+    """The dataflow of an algorithm's step: its roles with devices and their calls, in order."""
 
     name: str
     roles: tuple[str, ...]
