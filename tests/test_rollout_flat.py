@@ -126,4 +126,4 @@ def test_they_are_padded_where_positions_depend_on_lengths():
     config = dataclasses.replace(PLAIN, ropes=(Rope(scaling=DynamicNTKScaling(2.0, 512)),))
     engine, _ = engine_of(config)
     assert not engine.packs_prompts
-    assert ServiceBuckets(engine, 16, 512, None).flat(8, 32, 0) == [0]
+    assert ServiceBuckets(engine, 16, 512, None).packed_sizes(8, 32, 0) == [0]

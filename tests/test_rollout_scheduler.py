@@ -287,7 +287,7 @@ def test_requests_find_what_earlier_ones_and_their_answers_left(chunk, monkeypat
         talks = [(*talk, *t.tokens, *draw.choices(range(1, 64), k=draw.randint(1, 20)))
                  for talk, t in zip(talks, tickets, strict=True)]  # fmt: skip
     assert (engine.reads > 0) == (chunk < 512)
-    assert not any(block.holders for block in service._prefixes._trees[0]._known.values())
+    assert not any(block.ref_count for block in service._prefixes._trees[0]._blocks.values())
     service.close(1)
 
 

@@ -247,7 +247,7 @@ class ForwardPass:
             running = dataclasses.replace(
                 running,
                 drawn=number,
-                last=jnp.where(going, token, running.last_token),
+                last_token=jnp.where(going, token, running.last_token),
                 done=done,
                 counts=counts,
                 text=with_token(running.text, length, token, going),

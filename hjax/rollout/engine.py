@@ -204,7 +204,7 @@ class Engine:
             new, keys=None, limit=None, options=None, text=None, token_bitmask=None
         )
         prompts = self._prefill((samples, counted), params, asked, blocks)
-        read = dataclasses.replace(prompts, k=None, v=None, own=None)
+        read = dataclasses.replace(prompts, k=None, v=None, response_kv=None)
         begun = dataclasses.replace(new, prompts=None, mask=None, cached=None, packed_size=0)
         rows, drawn = self._first(sampling, read, begun)
         return prompts, rows, DecodedTokens.of(drawn)
