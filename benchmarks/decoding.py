@@ -112,7 +112,7 @@ def decoding(
         network.read_dtypes(dtype),
         network.shardings(layout),
     )
-    params = generator.as_read(params)
+    params = generator.decoding_params(params)
     prompts = case.rows // case.samples
     room = case.prompt + case.response
 
@@ -131,7 +131,7 @@ def decoding(
     # Filled to every length alike, slots hold half of what they have room for.
     drawn, before = (room, 0) if case.slots else (case.response, case.prompt)
     tokens = Tokens(case.rows, case.samples, before, drawn)
-    kept = element_bytes(generator.kept_dtype, model.head_dim)
+    kept = element_bytes(generator.kv_dtype, model.head_dim)
     least = decoding_bytes(model, layout, tokens, jnp.dtype(dtype).itemsize, kept) / drawn
     return {
         **dataclasses.asdict(case),

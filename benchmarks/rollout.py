@@ -134,7 +134,7 @@ def hjax_contestants(model: Model, sizes: dict[str, Any]) -> dict[str, Callable[
     generator, ends = model.generator, model.ends if sizes["ends"] else ()
     sequence = np.arange(sizes["prompts"] * sizes["samples"], dtype=np.int32)
     static = Generator(generator.network, generator.layout, generator.compute)
-    static._ragged = lambda *_: False  # type: ignore[method-assign]
+    static._needs_slots = lambda *_: False  # type: ignore[method-assign]
 
     def run(which: Generator) -> Callable[[int], int]:
         def generate(seed: int) -> int:
@@ -339,7 +339,7 @@ def talking_contestants(
         engine_for=serving.engine_for,
     )  # fmt: skip
     static = Generator(generator.network, generator.layout, generator.compute)
-    static._ragged = lambda *_: False  # type: ignore[method-assign]
+    static._needs_slots = lambda *_: False  # type: ignore[method-assign]
 
     def by_program(tokens: np.ndarray, mask: np.ndarray, seed: int) -> list[list[int]]:
         rollout = static.generate(

@@ -52,14 +52,14 @@ def run(options: argparse.Namespace, static: bool) -> list[dict[str, Any]]:
             "display.enabled": False,
         },
     )
-    ragged = Generator._ragged
+    ragged = Generator._needs_slots
     if static:
-        Generator._ragged = lambda *_: False  # type: ignore[method-assign,assignment]
+        Generator._needs_slots = lambda *_: False  # type: ignore[method-assign,assignment]
     try:
         with contextlib.closing(hjax.Trainer(config)) as trainer:
             return trainer.run()
     finally:
-        Generator._ragged = ragged  # type: ignore[method-assign]
+        Generator._needs_slots = ragged  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -76,7 +76,7 @@ Script = Callable[[Request], Sequence[int]]
 
 
 class Ticket:
-    cached = 3  # tokens of any prompt that are known
+    cached_tokens = 3  # tokens of any prompt that are known
 
     def __init__(self) -> None:
         self.cancelled = threading.Event()
@@ -128,7 +128,7 @@ class Scripted:
 
     def prepare(self, request: Request) -> Any:
         matchers = ConstraintCompiler(byte_tokenizer(), 260)
-        return matchers.begin(request.constraint, request.options, request.prompt)
+        return matchers.matcher(request.constraint, request.options, request.prompt)
 
     def submit(
         self, request: Request, on_piece: Callable[[ResponseChunk], None], matcher: Any = None

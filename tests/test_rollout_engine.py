@@ -131,7 +131,7 @@ def alone():
         case = dataclasses.replace(case, form=decode.TILES, unroll=False, **whole)
         if case not in known:
             generator, params, arguments, options = made_by(case)
-            generator._ragged = lambda *_: False
+            generator._needs_slots = lambda *_: False
             known[case] = on_host(generated(generator, params, *arguments, **options))
             lengths = known[case]["response_mask"].sum(axis=1)
             assert lengths.min() < 20 and lengths.max() > 64  # into the second size of a cache
@@ -273,7 +273,7 @@ def test_slots_change_nothing(case, alone):
     assert (guessed is not None) == bool(case.lookup)
     assert tokens == rollout["response_mask"].sum()
     expected = alone(case)
-    by_kernel = generator.engine_for(case.lookup).by_kernel
+    by_kernel = generator.engine_for(case.lookup).uses_kernel
     if not case.cuts and not by_kernel:  # rows that have ended are left behind
         longest = expected["response_mask"].sum(axis=1).max()
         assert generator.counts.computed < 0.9 * longest * case.prompts * case.samples
@@ -287,7 +287,7 @@ def test_slots_change_nothing(case, alone):
 
 @pytest.mark.extended
 def test_prompts_that_do_not_fit_together_are_read_in_parts(alone, monkeypatch):
-    monkeypatch.setattr(prefix_sharing, "READING", 3 * LENGTH)
+    monkeypatch.setattr(prefix_sharing, "MAX_PREFILL_TOKENS", 3 * LENGTH)
     case = Case(samples=2, slots=8)
     generator, params, arguments, options = made_by(case)
     options |= {"slots": case.slots}
@@ -326,9 +326,8 @@ def test_surplus_samples_are_given_up_and_the_shortest_kept(name, alone):
     generator, params, arguments, options = made_by(case)
     options |= {"samples": 3, "surplus": 1, "slots": case.slots, "lookup": case.lookup}
     ended = []
-    rollout = on_host(
-        generated(generator, params, *arguments, on_ended=lambda *x: ended.append(x), **options)
-    )
+    options |= {"on_prompt_done": lambda *x: ended.append(x)}
+    rollout = on_host(generated(generator, params, *arguments, **options))
     for key, value in everything.items():
         np.testing.assert_allclose(rollout[key], value[rows], atol=case.near)
     if not case.lookup:  # less was drawn than there would have been
@@ -346,7 +345,7 @@ def test_groups_are_told_once_in_the_part_in_which_they_end(name, alone):
     case = dataclasses.replace(SURPLUS[name], cuts=(10, 40, 66))
     generator, params, arguments, options = made_by(case)
     expected, told = alone(case), []
-    drawn_by(generator, params, arguments, case, options, on_ended=lambda *x: told.append(x))
+    drawn_by(generator, params, arguments, case, options, on_prompt_done=lambda *x: told.append(x))
     lengths = expected["response_mask"].sum(axis=1)
     assert sorted(prompt for prompt, _ in told) == list(range(case.prompts))
     part = np.searchsorted(case.cuts, lengths.reshape(-1, 4).max(axis=1))
@@ -417,9 +416,9 @@ def test_programs_take_the_cache_that_is_said(form, unroll, samples, slots, kept
     config = GenerationConfig(**given)
     prefill, decoding = generator.programs("generate", abstract, 16, LENGTH, config)
     rows = slots or 16 * samples
-    refills = slots and not generator.engine.by_kernel
+    refills = slots and not generator.engine.uses_kernel
     length, prompt = NEW + 4 * STEPS if refills else NEW, LENGTH
-    if generator.engine.by_kernel:  # in tiles
+    if generator.engine.uses_kernel:  # in tiles
         tile = 8 if kept == "auto" else 32
         length, prompt = (-(-x // tile) * tile for x in (length, prompt))
     token = 8 * 4 if kept == "auto" else 8 + 4  # with a scale
@@ -536,7 +535,7 @@ def test_columns_and_rows_of_states():
     assert bucketing.lengths(64, False) == [64]
     assert bucketing.lengths(300, False) == [64, 128, 256, 300]
     assert bucketing.lengths(100, True) == [64, 128, 100 + 4 * STEPS]
-    assert bucketing.halves(64, 1) == [64, 32, 16, 8]
-    assert bucketing.halves(24, 1) == [24, 12]
-    assert bucketing.halves(4, 8) == [4, 2, 1]
-    assert bucketing.halves(5, 1) == [5]
+    assert bucketing.halved_rows(64, 1) == [64, 32, 16, 8]
+    assert bucketing.halved_rows(24, 1) == [24, 12]
+    assert bucketing.halved_rows(4, 8) == [4, 2, 1]
+    assert bucketing.halved_rows(5, 1) == [5]

@@ -13,7 +13,7 @@ from hjax.models.parameters import decoder_network
 from hjax.models.rotary import DynamicNTKScaling, Rope
 from hjax.rollout.bucketing import ServiceBuckets
 from hjax.rollout.generator import Generator
-from hjax.rollout.prefix_cache import CachedPrefix, PrefixCache, known_of
+from hjax.rollout.prefix_cache import CachedPrefix, PrefixCache, cached_prompts
 from hjax.rollout.sampling import sequence_keys
 from hjax.rollout.sampling_params import SamplingParams
 from hjax.rollout.slot_state import Admission, SlotSizes
@@ -56,7 +56,7 @@ def check_same(engine, params, asked, flat, blocks=None):
     np.testing.assert_allclose(found.logits, padded.logits, atol=2e-6)
     np.testing.assert_array_equal(same.tokens, drawn.tokens)
     np.testing.assert_array_equal(found.tokens, padded.tokens)
-    there = asked.mask if asked.known is None else np.asarray(asked.known.mask)
+    there = asked.mask if asked.cached is None else np.asarray(asked.cached.mask)
     for kept, expected in zip(jax.tree.leaves((found.k, found.v)),
                               jax.tree.leaves((padded.k, padded.v)), strict=True):  # fmt: skip
         kept, expected = (np.asarray(x, np.float32) for x in (kept, expected))
@@ -87,13 +87,13 @@ def test_what_is_known_of_them_stays_in_rows():
     state = engine.empty(SlotSizes(3, 3, 1, 0, 128), 80)
     state, _ = engine.admit(SamplingParams(), params, state, first)
     texts = [row[mask].tolist() for row, mask in zip(first.prompts, first.mask, strict=True)]
-    prefixes.keep(state, list(enumerate(texts)))
+    prefixes.store(state, list(enumerate(texts)))
     new = [draw.integers(0, 64, n).tolist() for n in (5, 16, 1, 9)]
-    known = [prefixes.find([*text, 0]) for text in texts] + [CachedPrefix()]
+    known = [prefixes.match([*text, 0]) for text in texts] + [CachedPrefix()]
     whole = [[*text[: found.tokens], *more]
              for text, found, more in zip([*texts, []], known, new, strict=True)]  # fmt: skip
     assert [found.tokens for found in known] == [80, 32, 48, 0]
-    asked = entering([len(more) for more in new], 16, known=known_of(whole, known, 512))
+    asked = entering([len(more) for more in new], 16, known=cached_prompts(whole, known, 512))
     asked.prompts[asked.mask] = np.concatenate(new)
     check_same(engine, params, asked, 32, prefixes.blocks)
 
@@ -102,21 +102,21 @@ def test_what_is_known_of_them_stays_in_rows():
 def test_any_prompts_find_room_that_is_compiled_beforehand(parts):
     engine, _ = engine_of(PLAIN, parts)
     shapes, draw = ServiceBuckets(engine, 16, 512, None), random.Random(0)
-    each, wide, used = shapes.together[-1], 0, 0
+    each, wide, used = shapes.prefill_batches[-1], 0, 0
     for _ in range(500):
         known = draw.choice([0, 256, 512])
         most = min(known or 512, 512)
         longest = draw.randint(1, most)
         tokens = [[draw.randint(1, longest) for _ in range(draw.randint(0, each))]
                   for _ in range(parts)]  # fmt: skip
-        new, flat = shapes.room(tokens, each, known)
-        assert new in shapes.news and new <= shapes.most_new(known)
-        assert flat in shapes.flat(each, new, known)
+        new, flat = shapes.prefill_size(tokens, each, known)
+        assert new in shapes.prompt_column_sizes and new <= shapes.max_prompt_columns(known)
+        assert flat in shapes.packed_sizes(each, new, known)
         assert max(max(part, default=1) for part in tokens) <= new
         there = max(sum(part) + each - len(part) for part in tokens)
         assert there <= (flat or each * new)
         # Never more of them than with the padding of the longest one.
-        plain = each * shapes.new(max(max(part, default=1) for part in tokens))
+        plain = each * shapes.prompt_columns(max(max(part, default=1) for part in tokens))
         assert (flat or each * new) <= plain
         wide, used = wide + plain, used + (flat or each * new)
     assert used < 0.9 * wide
@@ -125,5 +125,5 @@ def test_any_prompts_find_room_that_is_compiled_beforehand(parts):
 def test_they_are_padded_where_positions_depend_on_lengths():
     config = dataclasses.replace(PLAIN, ropes=(Rope(scaling=DynamicNTKScaling(2.0, 512)),))
     engine, _ = engine_of(config)
-    assert not engine.reads_flat
-    assert ServiceBuckets(engine, 16, 512, None).flat(8, 32, 0) == [0]
+    assert not engine.packs_prompts
+    assert ServiceBuckets(engine, 16, 512, None).packed_sizes(8, 32, 0) == [0]

@@ -55,17 +55,17 @@ def test_room_for_shared_prefixes_is_filled_by_what_each_adds():
 
 def test_a_tree_finds_the_longest_beginning_in_whole_blocks():
     tree = RadixTree(8, 2)
-    path, new = tree.add([1, 2, 3, 4, 5])
+    path, new = tree.insert([1, 2, 3, 4, 5])
     assert len(path) == 2 and new == path
     tree.release(path)
-    assert tree.find([1, 2, 3, 4, 5, 6]) == path
-    assert tree.find([1, 2, 3, 9]) == path[:1]
-    assert tree.find([1]) == tree.find([2, 1, 3, 4]) == []
+    assert tree.match([1, 2, 3, 4, 5, 6]) == path
+    assert tree.match([1, 2, 3, 9]) == path[:1]
+    assert tree.match([1]) == tree.match([2, 1, 3, 4]) == []
     # The same block after other tokens is another one.
-    other, new = tree.add([7, 7, 3, 4])
+    other, new = tree.insert([7, 7, 3, 4])
     assert not set(other) & set(path) and new == other
     tree.release(other)
-    longer, new = tree.add([1, 2, 3, 4, 5, 6])
+    longer, new = tree.insert([1, 2, 3, 4, 5, 6])
     assert longer[:2] == path and new == longer[2:]
     assert tree.used == 5
 
@@ -73,18 +73,18 @@ def test_a_tree_finds_the_longest_beginning_in_whole_blocks():
 def test_what_is_longest_unused_makes_room_last_blocks_first():
     tree = RadixTree(4, 1)
     for tokens in ([1, 2], [3, 4]):
-        tree.release(tree.add(tokens)[0])
-    tree.find([1, 2])
-    tree.release(tree.add([5])[0])  # in the place of 4
-    assert [len(tree.find(x)) for x in ([1, 2], [3, 4], [5])] == [2, 1, 1]
+        tree.release(tree.insert(tokens)[0])
+    tree.match([1, 2])
+    tree.release(tree.insert([5])[0])  # in the place of 4
+    assert [len(tree.match(x)) for x in ([1, 2], [3, 4], [5])] == [2, 1, 1]
     # What is held stays; a sequence is known as far as there is room.
-    tree.hold(tree.find([1, 2]))
-    path, new = tree.add([6, 7, 8])
+    tree.acquire(tree.match([1, 2]))
+    path, new = tree.insert([6, 7, 8])
     assert len(path) == len(new) == 2
-    assert [len(tree.find(x)) for x in ([1, 2], [3], [5], [6, 7, 8])] == [2, 0, 0, 2]
+    assert [len(tree.match(x)) for x in ([1, 2], [3], [5], [6, 7, 8])] == [2, 0, 0, 2]
     tree.release(path)
-    tree.drop(new)
-    assert tree.find([6]) == [] and tree.used == 2
+    tree.remove(new)
+    assert tree.match([6]) == [] and tree.used == 2
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -95,10 +95,10 @@ def test_a_tree_never_tells_of_what_it_has_given_away(seed):
     holds: dict[int, tuple] = {}
     for _ in range(400):
         tokens = tuple(draw.choices((1, 2), k=draw.randint(0, 9)))
-        found = tree.find(tokens)
+        found = tree.match(tokens)
         for i, number in enumerate(found):
             assert holds[number] == tokens[: 2 * (i + 1)]
-        path, new = tree.add(tokens)
+        path, new = tree.insert(tokens)
         assert path[: len(found)] == found and len(path) == min(len(tokens) // 2, 6)
         for i, number in enumerate(path):
             if number in new:
@@ -185,7 +185,7 @@ def answers(service, requests):
     tokens = [[t for piece in pieces for t in piece.tokens] for pieces in heard]
     logprobs = [[x for piece in pieces for x in piece.logprobs] for pieces in heard]
     assert all(pieces[-1].finish in ("stop", "length") for pieces in heard), heard
-    return tokens, logprobs, [ticket.cached for ticket in tickets]
+    return tokens, logprobs, [ticket.cached_tokens for ticket in tickets]
 
 
 def same(found, expected, near=1e-5):
@@ -221,7 +221,7 @@ def test_a_conversation_is_answered_as_if_nothing_were_kept(name, monkeypatch):
     config, form, cache = CASES[name]
     model = language_model(config, form, cache)
     near = 1e-5 if cache == "auto" else 5e-3  # a sum in another order may round to the next step
-    monkeypatch.setattr(services, "CHUNK", 2 * BLOCK)
+    monkeypatch.setattr(services, "PREFILL_CHUNK", 2 * BLOCK)
     keeps, forgets = (
         GenerationService(model, slots=4),
         GenerationService(model, slots=4, prefix_tokens=0),
@@ -257,11 +257,12 @@ def test_a_conversation_is_answered_as_if_nothing_were_kept(name, monkeypatch):
 
 @pytest.mark.extended
 def test_others_go_on_while_a_long_prompt_is_read(model, monkeypatch):
-    monkeypatch.setattr(services, "CHUNK", BLOCK)
+    monkeypatch.setattr(services, "PREFILL_CHUNK", BLOCK)
     service = GenerationService(model, slots=2)
     order = []
-    read, drawn = service._prefixes.read, model.engine.decode
-    monkeypatch.setattr(service._prefixes, "read", lambda *a: order.append("read") or read(*a))
+    read, drawn = service._prefixes.prefill_chunk, model.engine.decode
+    noted = lambda *a: order.append("read") or read(*a)  # noqa: E731
+    monkeypatch.setattr(service._prefixes, "prefill_chunk", noted)
     monkeypatch.setattr(model.engine, "decode", lambda *a: order.append("decode") or drawn(*a))
     draw = random.Random(2)
     long = tuple(draw.choices(range(64), k=20 * BLOCK))
@@ -289,7 +290,7 @@ def test_several_answers_to_a_prompt_read_it_once(model):
 @pytest.mark.slow
 def test_little_room_means_more_reading_and_the_same_answers(model, monkeypatch):
     """Room for two prompts or so, of eight with long ones among them, and cancelled ones."""
-    monkeypatch.setattr(services, "CHUNK", 2 * BLOCK)
+    monkeypatch.setattr(services, "PREFILL_CHUNK", 2 * BLOCK)
     draw = random.Random(4)
     requests = [
         Request(tuple(draw.choices(range(4), k=draw.choice([10, 60, 200]))), 12, seed=i)
@@ -308,7 +309,7 @@ def test_little_room_means_more_reading_and_the_same_answers(model, monkeypatch)
         [tree] = little._prefixes._trees
         while little.stats()["running"] or little.stats()["waiting"]:
             pass
-        assert not any(block.holders for block in tree._known.values())
+        assert not any(block.ref_count for block in tree._blocks.values())
     finally:
         little.close(0)
         none.close(0)

@@ -146,12 +146,12 @@ def test_what_was_kept_of_the_old_weights_is_forgotten_and_nothing_compiled(
         for known in (0, 3 * BLOCK):  # all but the last block, of which a token is to be read
             asked = Asked(service, TWIN)
             yield asked.whole()
-            assert asked.ticket.cached == known
+            assert asked.ticket.cached_tokens == known
 
     def programs():
         engine, prefixes = service._engine, service._prefixes
-        of_engine = (engine._empty, engine._prefill, engine._first, engine._enter, engine._decode)
-        others = prefixes._keep, engine.chunks._read
+        of_engine = engine._empty, engine._prefill, engine._first, engine._insert_kv, engine._decode
+        others = prefixes._store, engine.chunked_prefill._prefill
         return [program._cache_size() for program in (*of_engine, *others)]
 
     assert list(ask_twice()) == [greedy[1, TWIN]] * 2
@@ -166,7 +166,7 @@ def test_what_was_kept_of_the_old_weights_is_forgotten_and_nothing_compiled(
 def test_who_runs_ends_first_and_who_waits_or_is_half_read_begins_anew(
     model, service, weights, greedy, monkeypatch
 ):
-    monkeypatch.setattr(services, "CHUNK", 2 * BLOCK)
+    monkeypatch.setattr(services, "PREFILL_CHUNK", 2 * BLOCK)
     gate = Gate(monkeypatch, model.engine)
     runs = Asked(service, (1, 2, 3))
     assert runs.begun.wait(SECONDS)
@@ -175,9 +175,9 @@ def test_who_runs_ends_first_and_who_waits_or_is_half_read_begins_anew(
     twins = [Asked(service, TWIN) for _ in range(2)]
     gate.let()
     # Of the twins one runs; the other waits for what it reads, and holds what is known of it.
-    assert half.ticket.read > 0 and not half.begun.is_set()
+    assert half.ticket.prefilled_tokens > 0 and not half.begun.is_set()
     assert twins[0].begun.is_set() and not twins[1].begun.is_set()
-    assert twins[1].ticket.begun.tokens == 2 * BLOCK
+    assert twins[1].ticket.cached_prefix.tokens == 2 * BLOCK
     with replacing(service, weights[2]):
         late = Asked(service, (4, 5))
         gate.lift()
@@ -185,8 +185,8 @@ def test_who_runs_ends_first_and_who_waits_or_is_half_read_begins_anew(
         assert half.whole() == greedy[2, LONG] and twins[1].whole() == greedy[2, TWIN]
         assert late.whole() == greedy[2, (4, 5)]
     # It was read again from its first token on: all but the last chunk, which enters with it.
-    assert (half.ticket.cached, half.ticket.read) == (0, len(LONG) - 2 * BLOCK)
-    assert not any(block.holders for block in service._prefixes._trees[0]._known.values())
+    assert (half.ticket.cached_tokens, half.ticket.prefilled_tokens) == (0, len(LONG) - 2 * BLOCK)
+    assert not any(block.ref_count for block in service._prefixes._trees[0]._blocks.values())
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_several_devices_answer_as_one(form, weights, greedy, monkeypatch):
             for known in (0, 3 * BLOCK):
                 asked = Asked(service, TWIN)
                 assert asked.whole() == greedy[seed, TWIN]
-                assert asked.ticket.cached == known
+                assert asked.ticket.cached_tokens == known
             params = service._model.params
             layers = [params["layers"]] if isinstance(params, dict) else params.layers
             parts = [layer["q"].addressable_shards for layer in layers]

@@ -56,16 +56,17 @@ class Rows:
 class Engine:
     """As ``hjax.rollout.engine.Engine``; ``number`` says whose prompt and key an entry is."""
 
-    def __init__(self, parts, by_kernel=False, lookup=0, number=lambda prompt, key: int(key[0])):
-        self.parts, self.by_kernel, self.lookup = parts, by_kernel, lookup
-        self.by_row, self.spare, self.reads_flat = by_kernel or lookup > 0, 0, True
+    def __init__(self, parts, uses_kernel=False, draft_tokens=0, number=lambda _, key: int(key[0])):
+        self.parts, self.uses_kernel, self.draft_tokens = parts, uses_kernel, draft_tokens
+        self.per_row_columns = uses_kernel or draft_tokens > 0
+        self.spare_columns, self.packs_prompts = 0, True
         mesh = types.SimpleNamespace(size=2)
         ways = {"ways": lambda name: 1, "replicated": None}
         self.layout = types.SimpleNamespace(mesh=mesh, **ways)
         config = types.SimpleNamespace(turns_by_length=False)
         self.network = types.SimpleNamespace(config=config)
         self.block_sharding, self.number = None, number
-        self.chunks = types.SimpleNamespace(empty=lambda count: {}, read=self.read)
+        self.chunked_prefill = types.SimpleNamespace(empty=lambda count: {}, prefill=self.read)
         self.moves = self.reads = 0
 
     def empty(self, size, column=0):
@@ -93,14 +94,14 @@ class Engine:
             if row >= state.done.shape[1]:
                 continue
             assert state.done[part, row], "somebody has it"
-            if new.known is None:
+            if new.cached is None:
                 prompt = new.prompts[group][new.mask[group]].tolist()
             else:
-                prompt = new.known.tokens[group][new.known.mask[group]].tolist()
-                numbers = new.known.blocks[group][: new.known.count[group] // BLOCK]
+                prompt = new.cached.tokens[group][new.cached.mask[group]].tolist()
+                numbers = new.cached.blocks[group][: new.cached.count[group] // BLOCK]
                 known = [t for number in numbers for t in blocks[part, int(number)]]
-                assert known == prompt[: new.known.count[group]]
-            before = 0 if new.begun is None else int(new.begun.count[at])
+                assert known == prompt[: new.cached.count[group]]
+            before = 0 if new.resumed is None else int(new.resumed.count[at])
             sequence = self.number(prompt, new.keys[at])
             first, limit = token(sequence, before), int(new.limit[at])
             drawn[at], done[at] = first, first in STOP or before + 1 >= limit
@@ -109,11 +110,11 @@ class Engine:
             state.text[part, row] = [*prompt, first]
         return state, self.told(drawn, np.ones(drawn.shape, bool), done, 1)
 
-    def decode(self, sampling, params, state, steps, most, allowed=None, until=0):
+    def decode(self, sampling, params, state, steps, most, token_bitmask=None, enough_live=0):
         assert steps > 0 and not state.done.all()
         tokens = np.zeros((state.done.size, most), np.int32)
         mask, taken = np.zeros(tokens.shape, bool), 0
-        while taken < steps and (~state.done).sum(axis=1).max() > until:
+        while taken < steps and (~state.done).sum(axis=1).max() > enough_live:
             for part, row in zip(*np.nonzero(~state.done), strict=True):
                 at = part * state.done.shape[1] + row
                 drawn = token(int(state.sequence[part, row]), int(state.drawn[part, row]))
@@ -129,10 +130,10 @@ class Engine:
         logprobs = {name: -tokens.astype(np.float32) for name in ("logprobs", "policy_logprobs")}
         return DecodedTokens(tokens, mask, logprobs, done, steps)
 
-    def share(self, state, members, place):
+    def share_prompts(self, state, members, place):
         return state
 
-    def halt(self, state, rows):
+    def stop_rows(self, state, rows):
         state.done |= rows.reshape(state.done.shape)
         return state
 
@@ -149,10 +150,11 @@ class Engine:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    sizes = {"SHORT": 32, "CHUNK": 64, "NEW": (32, 64), "READING": 400, "PAYS": 64}
+    sizes = {"SHORT_PROMPT": 32, "PREFILL_CHUNK": 64, "PROMPT_COLUMNS": (32, 64),
+             "MAX_PREFILL_TOKENS": 400, "MIN_SAVED_TOKENS": 64}  # fmt: skip
     for name, value in sizes.items():
         monkeypatch.setattr(prefix_sharing, name, value)
-    monkeypatch.setattr(scheduler, "CHUNK", 64)
+    monkeypatch.setattr(scheduler, "PREFILL_CHUNK", 64)
 
 
 def drawn_prompts(draw, count):
@@ -174,8 +176,8 @@ def test_each_sequence_draws_what_it_does_alone(seed):
     draw = np.random.default_rng(seed)
     parts, samples = int(draw.choice([1, 1, 2, 4])), int(draw.integers(1, 5))
     prompts = drawn_prompts(draw, parts * int(draw.integers(1, 7)))
-    by_kernel = bool(draw.random() < 0.2)
-    engine = Engine(parts, by_kernel, 0 if by_kernel else int(draw.choice([0, 0, 2])))
+    uses_kernel = bool(draw.random() < 0.2)
+    engine = Engine(parts, uses_kernel, 0 if uses_kernel else int(draw.choice([0, 0, 2])))
     surplus = int(samples > 1 and draw.random() < 0.3)
     config = GenerationConfig(
         int(draw.choice([20, 90, 200])), samples - surplus, SamplingParams(stop=STOP),
@@ -193,7 +195,7 @@ def test_each_sequence_draws_what_it_does_alone(seed):
     begun = None
     for end in (*cuts, None):
         work = RolloutJob(*prompts, keys, dataclasses.replace(config, end=end), begun)
-        schedule = RolloutScheduler(engine, work, on_ended=hear)
+        schedule = RolloutScheduler(engine, work, on_prompt_done=hear)
         made = schedule.run(None)
         last = made["responses"][
             np.arange(len(made["responses"])), made["response_mask"].sum(axis=1) - 1
@@ -210,8 +212,8 @@ def test_each_sequence_draws_what_it_does_alone(seed):
     n = config.samples
     assert heard == {p: expected[p * n : (p + 1) * n] for p in range(count)}
     lengths = prompts[1].sum(axis=1)
-    assert (schedule.beginnings.known < lengths).all()
-    assert schedule.table.most_live == 0
+    assert (schedule.sharing.cached_tokens < lengths).all()
+    assert schedule.table.max_live_rows == 0
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -237,11 +239,11 @@ def number_of(prompt, key=None):
 
 def serving(monkeypatch, engine, **options):
     monkeypatch.setattr(
-        GenerationService, "_every_token", lambda self, rows: np.zeros((rows, 2), np.uint32)
+        GenerationService, "_make_allow_all", lambda self, rows: np.zeros((rows, 2), np.uint32)
     )
     config = types.SimpleNamespace(max_length=256, vocab_size=64)
     model = types.SimpleNamespace(
-        config=config, params=None, tokenizer=None, engine_for=lambda lookup: engine,
+        config=config, params=None, tokenizer=None, engine_for=lambda draft_tokens: engine,
         held=lambda params: params,
     )  # fmt: skip
     return GenerationService(model, **options)
@@ -253,11 +255,11 @@ def test_requests_find_what_earlier_ones_and_their_answers_left(chunk, monkeypat
 
     def write(prefixes, state, tables):
         for row, first, where in np.concatenate([table.T for table in tables] or [[]]):
-            if where < prefixes.room // BLOCK:
+            if where < prefixes.capacity // BLOCK:
                 prefixes.blocks[0, int(where)] = state.text[0, row][first : first + BLOCK]
 
     monkeypatch.setattr(PrefixCache, "_write", write)
-    monkeypatch.setattr(services, "CHUNK", chunk)
+    monkeypatch.setattr(services, "PREFILL_CHUNK", chunk)
     engine, draw = Engine(1, number=number_of), random.Random(1)
     service = serving(monkeypatch, engine, slots=4, prefix_tokens=4096)
     system = draw.choices(range(1, 64), k=5 * BLOCK)
@@ -273,7 +275,7 @@ def test_requests_find_what_earlier_ones_and_their_answers_left(chunk, monkeypat
 
             tickets.append(service.submit(Request(talk, 20, SamplingParams(stop=STOP)), hear))
         assert all(ended.wait(60) for ended in heard)
-        cached = [ticket.cached for ticket in tickets]
+        cached = [ticket.cached_tokens for ticket in tickets]
         for talk, ticket in zip(talks, tickets, strict=True):
             assert ticket.tokens == alone(number_of(talk), 20)
         if not turn:
@@ -285,7 +287,7 @@ def test_requests_find_what_earlier_ones_and_their_answers_left(chunk, monkeypat
         talks = [(*talk, *t.tokens, *draw.choices(range(1, 64), k=draw.randint(1, 20)))
                  for talk, t in zip(talks, tickets, strict=True)]  # fmt: skip
     assert (engine.reads > 0) == (chunk < 512)
-    assert not any(block.holders for block in service._prefixes._trees[0]._known.values())
+    assert not any(block.ref_count for block in service._prefixes._trees[0]._blocks.values())
     service.close(1)
 
 

@@ -193,12 +193,12 @@ def test_strict_functions_hold_calls_and_leave_text(text, several, whole):
                 continue  # where there is but one call, and nothing before it
         constraint = read_tools(given).format(form).constraint
         options = SamplingParams(stop=(EOS,))
-        matcher = ConstraintCompiler(byte_tokenizer(), 260).begin(constraint, options, (65,))
+        matcher = ConstraintCompiler(byte_tokenizer(), 260).matcher(constraint, options, (65,))
 
         def may(token, matcher=matcher):
-            return bool(matcher.allowed[token // 32] >> (token % 32) & 1)
+            return bool(matcher.token_bitmask[token // 32] >> (token % 32) & 1)
 
-        taken = all(may(token) and not matcher.take([token]) for token in said.encode())
+        taken = all(may(token) and not matcher.advance([token]) for token in said.encode())
         assert (taken and may(EOS)) == whole
 
 

@@ -165,7 +165,7 @@ def cache_records(rehearsal: AbstractWorkers) -> dict[str, dict[str, Any]]:
     found = {}
     for role, worker in rehearsal.workers.items():
         if isinstance(worker, GeneratingWorker):
-            kept = worker.generator.kept_dtype
+            kept = worker.generator.kv_dtype
             token = parameter_counts.cache_bytes(worker.network.config, worker.cache_element)
             name = INT8 if kept is None else np.dtype(kept).name
             found[role] = {"dtype": name, "bytes_per_token": round(token)}

@@ -137,7 +137,7 @@ def _constraint(own: Any, front: ModelInfo) -> Constraint | None:
         else:
             text = existing_file(name, getattr(own, name)).read_text(encoding="utf-8")
             found = Constraint(**{name: text})
-        ConstraintCompiler(front.tokenizer, front.vocab_size).begin(found, SamplingParams(), ())
+        ConstraintCompiler(front.tokenizer, front.vocab_size).matcher(found, SamplingParams(), ())
     except (ConfigError, UnicodeDecodeError) as error:
         said = str(error)
         raise ConfigError(said if said.startswith("--") else f"--{given[0]}: {said}") from error

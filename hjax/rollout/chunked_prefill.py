@@ -27,9 +27,11 @@ class ChunkedPrefill:
 
     def __init__(self, engine: Any):
         self._engine, self._layout = engine, engine.layout
-        self._held, self._parts = engine.block_sharding, engine.layout.ways("batch")
-        self._empty = jax.jit(self._zeros, static_argnums=0, out_shardings=self._held)
-        self._read = jax.jit(self._read_in, donate_argnums=1, out_shardings=self._held)
+        self._sharding, self._parts = engine.block_sharding, engine.layout.ways("batch")
+        self._empty = jax.jit(self._zeros, static_argnums=0, out_shardings=self._sharding)
+        self._prefill = jax.jit(
+            self._prefill_program, donate_argnums=1, out_shardings=self._sharding
+        )
 
     def empty(self, count: int) -> CacheBlocks:
         """So many blocks for each data-parallel part."""
@@ -38,11 +40,11 @@ class ChunkedPrefill:
     def abstract(self, count: int) -> CacheBlocks:
         """``empty`` as jax.ShapeDtypeStruct with shardings."""
         return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._held),
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding),
             jax.eval_shape(lambda: self._zeros(count)),
         )
 
-    def read(
+    def prefill(
         self,
         params: Weights,
         blocks: CacheBlocks,
@@ -68,7 +70,7 @@ class ChunkedPrefill:
         """
         split = self._layout.sharding("batch")
         given = [place(x, split) for x in (tokens, mask, *known, where.ravel())]
-        return self._read(params, blocks, *given)
+        return self._prefill(params, blocks, *given)
 
     def trace(self, params: Weights, count: int, chunk: int, columns: int) -> Any:
         """``read`` of abstract parameters: its jax.stages.Traced.
@@ -83,7 +85,7 @@ class ChunkedPrefill:
         def array(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=split)
 
-        return self._read.trace(
+        return self._prefill.trace(
             params, self.abstract(count), array(parts, chunk),
             array(parts, chunk, dtype=jnp.bool_), array(parts, columns // BLOCK), array(parts),
             array(parts * chunk // BLOCK),
@@ -95,12 +97,12 @@ class ChunkedPrefill:
         engine, config = self._engine, self._engine.network.config
         over = (config.layers,) if engine.stacked else ()
         one = self._parts * count, config.kv_heads * engine.copies, BLOCK, config.head_dim
-        x = int8_cache.zeros((*over, *one), engine.kept_dtype)
+        x = int8_cache.zeros((*over, *one), engine.kv_dtype)
         if engine.stacked:
             return CacheBlocks(x, x, self._parts)
         return CacheBlocks((x,) * config.layers, (x,) * config.layers, self._parts)
 
-    def _read_in(
+    def _prefill_program(
         self,
         params: Weights,
         blocks: CacheBlocks,
@@ -111,7 +113,7 @@ class ChunkedPrefill:
         where: jax.Array,
     ) -> CacheBlocks:
         attention = AppendAttention(numbers, count, mask, self._engine.copies)
-        _, kept = self._engine.prefilled(params, tokens, mask, attention, count, blocks)
+        _, kept = self._engine.prefill_states(params, tokens, mask, attention, count, blocks)
 
         def cut(_: int, scaled: bool, x: jax.Array) -> jax.Array:
             """[..., parts, heads, columns, dim] -> [..., parts * n, heads, BLOCK, dim]"""

@@ -29,10 +29,10 @@ FAILED = "constraint: "
 _ALL_TOKENS = '%llguidance {"no_forcing": true}\n'
 # What JSON is written with; were any number of spaces allowed, models that have nothing to say
 # would draw them for ever.
-SPACES = {"x-guidance": {"whitespace_pattern": r" |\r?\n[ \t]{0,32}"}}
+JSON_WHITESPACE = {"x-guidance": {"whitespace_pattern": r" |\r?\n[ \t]{0,32}"}}
 
 
-def words(vocab: int) -> int:
+def bitmask_words(vocab: int) -> int:
     """uint32 that have a bit for each token."""
     return -(-vocab // 32)
 
@@ -51,7 +51,7 @@ class ConstraintCompiler:
         self._tokens: Any = None  # llguidance's, made when it is first asked for
         self._lock = threading.Lock()
 
-    def begin(
+    def matcher(
         self, constraint: Constraint, options: SamplingParams, prompt: Sequence[int]
     ) -> ConstraintMatcher:
         """The matcher of a response: compiled, which takes a moment (on GPT-2's vocabulary 1 to 30
@@ -129,11 +129,11 @@ class ConstraintMatcher:
         self._banned = _bits(list(options.banned), vocab)
         self._stop, self._min_tokens = frozenset(options.stop), options.min_tokens
         self._position = 0
-        self.allowed = self._next()
+        self.token_bitmask = self._next_bitmask()
         self._check(options.forced)
 
     def _check(self, forced: Sequence[int]) -> None:
-        if not self.allowed.any():
+        if not self.token_bitmask.any():
             raise ConfigError(
                 "constraint: no token may begin a response: nothing matches, or its first tokens "
                 "are not in the vocabulary or forbidden by bad, logit_bias or min_tokens"
@@ -146,7 +146,7 @@ class ConstraintMatcher:
                     f"forced token {token} at position {at}: the constraint does not allow it there"
                 )
 
-    def take(self, tokens: Sequence[int], finish: str = "") -> str:
+    def advance(self, tokens: Sequence[int], finish: str = "") -> str:
         """Go on by tokens that were drawn.
 
         Args:
@@ -162,20 +162,20 @@ class ConstraintMatcher:
             return finish
         for token in tokens:
             self._grammar.consume_token(token)
-        self.allowed = self._next()
+        self.token_bitmask = self._next_bitmask()
         if self._grammar.is_accepting() and (
-            self._grammar.is_stopped() if finish else not self.allowed.any()
+            self._grammar.is_stopped() if finish else not self.token_bitmask.any()
         ):
             return "stop"
-        if not finish and not self.allowed.any():
+        if not finish and not self.token_bitmask.any():
             return FAILED + self._why()
         return finish
 
-    def _next(self) -> np.ndarray:
-        allowed = _mask(self._grammar, self._vocab) & self._there & ~self._stops
+    def _next_bitmask(self) -> np.ndarray:
+        token_bitmask = _mask(self._grammar, self._vocab) & self._there & ~self._stops
         if self._grammar.is_accepting() and self._position >= self._min_tokens:
-            allowed |= self._stops
-        return allowed & ~self._banned
+            token_bitmask |= self._stops
+        return token_bitmask & ~self._banned
 
     def _why(self) -> str:
         error = self._grammar.get_error()
@@ -215,7 +215,7 @@ def _source(constraint: Constraint, drops_space: bool) -> str:
         if drops_space:
             body = f"start: TEXT\nTEXT: / / OWN | OWN & /([^ ](?s:.)*)?/\nOWN: /{pattern}/\n"
         return json.dumps({"grammars": [{"lark_grammar": _ALL_TOKENS + body}]})
-    schema = json.loads(constraint.json_schema or "") | SPACES
+    schema = json.loads(constraint.json_schema or "") | JSON_WHITESPACE
     body = 'start: " "? @value' if drops_space else "start: @value"
     grammars = [{"lark_grammar": _ALL_TOKENS + body}, {"name": "value", "json_schema": schema}]
     return json.dumps({"grammars": grammars})
@@ -231,9 +231,9 @@ def _of_lark(grammar: str, body: str) -> str:
 def _mask(grammar: Any, vocab: int) -> np.ndarray:
     """uint32 [words(vocab)], the tokens that may come next; and bits that mean nothing."""
     # llguidance has a token more: the end.
-    found = np.zeros(words(vocab + 1), np.uint32)
+    found = np.zeros(bitmask_words(vocab + 1), np.uint32)
     grammar.unsafe_compute_mask_ptr(found.ctypes.data, found.nbytes)
-    return found[: words(vocab)]
+    return found[: bitmask_words(vocab)]
 
 
 def _name(constraint: Constraint) -> str:
@@ -260,6 +260,6 @@ def _first_line(text: str) -> str:
 
 
 def _bits(tokens: list[int] | slice, vocab: int) -> np.ndarray:
-    table = np.zeros(words(vocab) * 32, np.uint8)
+    table = np.zeros(bitmask_words(vocab) * 32, np.uint8)
     table[tokens] = 1
     return np.packbits(table, bitorder="little").view("<u4").astype(np.uint32)

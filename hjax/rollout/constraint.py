@@ -11,9 +11,9 @@ from typing import Any
 from hjax.errors import ConfigError
 
 # Characters of a pattern, schema or grammar.
-LARGEST = 2**17
+MAX_CHARACTERS = 2**17
 # What means something in a pattern; `&`, `-`, `~` in sets of characters alone.
-_MEANT = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")
+_REGEX_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +48,11 @@ class Constraint:
             value = getattr(self, field.name)
             if value is None:
                 continue
-            if not isinstance(value, str) or _broken(value):
+            if not isinstance(value, str) or _has_surrogate(value):
                 raise ConfigError(f"{field.name}={value!r}: a string of whole characters")
-            if len(value) > LARGEST:
+            if len(value) > MAX_CHARACTERS:
                 raise ConfigError(
-                    f"{field.name} of {len(value)} characters: at most {LARGEST}; shorten it"
+                    f"{field.name} of {len(value)} characters: at most {MAX_CHARACTERS}; shorten it"
                 )
         if self.json_schema is not None:
             self._check_schema(self.json_schema)
@@ -84,10 +84,10 @@ class Constraint:
         """One of some texts, word for word."""
         if isinstance(texts, str) or not texts or not all(isinstance(t, str) for t in texts):
             raise ConfigError(f"choice={texts!r}: a list of texts, one at least")
-        each = (_MEANT.sub(r"\\\g<0>", text) for text in texts)
+        each = (_REGEX_SPECIAL.sub(r"\\\g<0>", text) for text in texts)
         return cls(regex=f"(?:{'|'.join(each)})")
 
 
-def _broken(text: str) -> bool:
+def _has_surrogate(text: str) -> bool:
     """Whether it has half a character, which no bytes stand for."""
     return any("\ud800" <= character <= "\udfff" for character in text)

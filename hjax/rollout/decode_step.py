@@ -14,7 +14,7 @@ from hjax.models.attention_strategies import Attention
 from hjax.models.decoding import Decode, DecodeSlots
 from hjax.rollout import prompt_lookup, vocab_parallel
 from hjax.rollout.row_sampling import RowSampling
-from hjax.rollout.sampling import SampledTokens, draw, no_tops
+from hjax.rollout.sampling import SampledTokens, draw, no_top_tokens
 from hjax.rollout.sampling_params import SamplingParams
 from hjax.rollout.slot_state import RunningSequences
 from hjax.rollout.token_counts import TokenCounts, counted
@@ -35,7 +35,7 @@ def start(rows: int, length: int, sampling: SamplingParams | None) -> DecodeStat
         "tokens": jnp.zeros((rows, length), jnp.int32),
         "mask": jnp.zeros((rows, length), bool),
         "logprobs": {name: jnp.zeros((rows, length), jnp.float32) for name in _reported(sampling)},
-    } | ({"top": no_tops((rows, length))} if sampling is None else {})
+    } | ({"top": no_top_tokens((rows, length))} if sampling is None else {})
 
 
 def entered(
@@ -101,7 +101,7 @@ def _reported(sampling: SamplingParams | None) -> list[str]:
     """Which log-probs a rollout carries."""
     if sampling is None:
         return ["logprobs", "policy_logprobs"]
-    changed = sampling.truncates or sampling.alters
+    changed = sampling.truncates or sampling.changes_logits
     asked = (True, changed, changed or sampling.tempered)
     return [name for name, wanted in zip(_FIELDS, asked, strict=True) if wanted]
 
@@ -122,13 +122,13 @@ class ForwardPass:
     length: int = 0
     own_prompts: bool = False
 
-    def token(
+    def sample(
         self,
         drawn: DecodeState,
         logits: jax.Array,
         rows: RunningSequences,
         column: jax.Array | int,
-        allowed: jax.Array | None,
+        token_bitmask: jax.Array | None,
     ) -> tuple[DecodeState, TokenCounts | None]:
         """The token that each row draws next, in a column of the tables, or of each its own; and
         the tokens that it has then."""
@@ -146,54 +146,54 @@ class ForwardPass:
             counts=rows.counts,
             kernels=engine.compute.kernels,
             layout=engine.layout,
-            allowed=allowed,
+            token_bitmask=token_bitmask,
         )
         counts = counted(rows.counts, new.token, ~drawn["done"], engine.layout)
         return entered(drawn, new, options.ends(new.token), column), counts
 
     def start(self, running: RunningSequences, most: int) -> DecodeState:
-        """Tables of ``most`` columns, with nothing drawn."""
+        """Tables of ``final_limit`` columns, with nothing drawn."""
         rows, sampling = running.done.shape[0], None if running.options else self.sampling
         drawn = start(rows, most, sampling) | {"done": running.done}
-        if self.engine.lookup:
+        if self.engine.draft_tokens:
             drawn |= dict.fromkeys(("guessed", "right"), jnp.zeros(rows, jnp.int32))
         return jax.tree.map(lambda x: self.engine.layout.constrain(x, "batch"), drawn)
 
-    def tokens(self, running: RunningSequences) -> jax.Array:
+    def inputs(self, running: RunningSequences) -> jax.Array:
         """int32 [rows, 1 + guesses]: each row's last token, and those that are guessed after it."""
-        last = running.last[:, None]
+        last = running.last_token[:, None]
         if running.text is None:
             return last
-        there = running.tokens + running.drawn
-        guesses = prompt_lookup.guesses(running.text, there, self.engine.lookup)
+        there = running.prompt_lengths + running.drawn
+        guesses = prompt_lookup.guesses(running.text, there, self.engine.draft_tokens)
         return jnp.concatenate([last, guesses], axis=1)
 
     def positions(self, running: RunningSequences) -> jax.Array:
         """int32 [rows, 1 + guesses], of ``tokens`` in their sequences."""
-        first = running.tokens + running.drawn - 1
-        return first[:, None] + jnp.arange(1 + self.engine.lookup)
+        first = running.prompt_lengths + running.drawn - 1
+        return first[:, None] + jnp.arange(1 + self.engine.draft_tokens)
 
-    def own(self, running: RunningSequences) -> jax.Array:
+    def own_tokens(self, running: RunningSequences) -> jax.Array:
         """int32 [rows]: tokens of each that are among its own in the cache."""
-        return running.drawn - 1 + (running.tokens if self.own_prompts else 0)
+        return running.drawn - 1 + (running.prompt_lengths if self.own_prompts else 0)
 
-    def sees(self, slots: SlotMask, running: RunningSequences) -> Attention:
+    def attention(self, slots: SlotMask, running: RunningSequences) -> Attention:
         """What ``tokens`` see."""
-        layout, own = self.engine.layout, self.own(running)
-        if self.engine.by_kernel:
+        layout, own = self.engine.layout, self.own_tokens(running)
+        if self.engine.uses_kernel:
             where = jnp.where(running.done, -1, own).reshape(slots.begin.shape[0], -1)
             return Decode(CacheMask(slots.begin, slots.end, where), layout, self.length / 2)
-        if self.engine.lookup:
+        if self.engine.draft_tokens:
             slots = dataclasses.replace(slots, start=jnp.zeros_like(own), column=own)
         return DecodeSlots(slots, layout)
 
     def logits(self, model: Any, hidden: jax.Array) -> jax.Array:
         """float32 [rows, 1 + guesses, vocab] of hidden states, or without guesses [rows, vocab]."""
-        axes = ("batch", None, "vocab") if self.engine.lookup else ("batch", "vocab")
-        logits = model.logits(hidden if self.engine.lookup else hidden[:, 0])
+        axes = ("batch", None, "vocab") if self.engine.draft_tokens else ("batch", "vocab")
+        logits = model.logits(hidden if self.engine.draft_tokens else hidden[:, 0])
         return self.engine.layout.constrain(logits, *axes)
 
-    def took(
+    def advance(
         self,
         running: RunningSequences,
         drawn: DecodeState,
@@ -201,7 +201,7 @@ class ForwardPass:
         tokens: jax.Array,
         before: jax.Array,
         column: jax.Array,
-        allowed: jax.Array | None,
+        token_bitmask: jax.Array | None,
     ) -> tuple[RunningSequences, DecodeState]:
         """Rows with what they drew.
 
@@ -212,27 +212,27 @@ class ForwardPass:
           column: int32 [], of the tables, where nothing is guessed.
           allowed: as of ``Engine.decode``.
         """
-        if self.engine.lookup:
-            return self._several(running, drawn, logits, tokens, before, allowed)
-        drawn, counts = self.token(drawn, logits, running, column, allowed)
+        if self.engine.draft_tokens:
+            return self._advance_drafts(running, drawn, logits, tokens, before, token_bitmask)
+        drawn, counts = self.sample(drawn, logits, running, column, token_bitmask)
         number = running.drawn + ~running.done
         done = drawn["done"] | (number >= running.limit)
         running = dataclasses.replace(
-            running, drawn=number, last=drawn["last"], done=done, counts=counts
+            running, drawn=number, last_token=drawn["last"], done=done, counts=counts
         )
         return running, drawn | {"done": done}
 
-    def _several(
+    def _advance_drafts(
         self,
         running: RunningSequences,
         drawn: DecodeState,
         logits: jax.Array,
         tokens: jax.Array,
         before: jax.Array,
-        allowed: jax.Array | None,
+        token_bitmask: jax.Array | None,
     ) -> tuple[RunningSequences, DecodeState]:
         """The token that follows, and those after it that were guessed."""
-        ahead = self._ahead(allowed)
+        ahead = self._usable_drafts(token_bitmask)
 
         def next_one(carry: Any) -> Any:
             """``going``: the rows whose guesses have been right so far."""
@@ -240,20 +240,20 @@ class ForwardPass:
             of_token = jax.lax.dynamic_index_in_dim(logits, t, 1, keepdims=False)
             of_token = self.engine.layout.constrain(of_token, "batch", "vocab")
             column, drawn = running.drawn - before, drawn | {"done": ~going}
-            drawn, counts = self.token(drawn, of_token, running, column, allowed)
+            drawn, counts = self.sample(drawn, of_token, running, column, token_bitmask)
             token, number = drawn["last"], running.drawn + going
-            length = running.tokens + running.drawn
+            length = running.prompt_lengths + running.drawn
             done = running.done | (going & (drawn["done"] | (number >= running.limit)))
             running = dataclasses.replace(
                 running,
                 drawn=number,
-                last=jnp.where(going, token, running.last),
+                last_token=jnp.where(going, token, running.last_token),
                 done=done,
                 counts=counts,
                 text=with_token(running.text, length, token, going),
             )
             guess = jax.lax.dynamic_index_in_dim(
-                tokens, jnp.minimum(t + 1, self.engine.lookup), 1, keepdims=False
+                tokens, jnp.minimum(t + 1, self.engine.draft_tokens), 1, keepdims=False
             )
             going = going & ~done & (token == guess)
             right = drawn["right"] + (going & (t < ahead))
@@ -268,11 +268,11 @@ class ForwardPass:
         _, _, running, drawn = jax.lax.while_loop(more, next_one, first)
         return running, drawn
 
-    def _ahead(self, allowed: jax.Array | None) -> jax.Array:
+    def _usable_drafts(self, token_bitmask: jax.Array | None) -> jax.Array:
         """int32 []: guesses that count, as what may be drawn is known of one token."""
-        return jnp.where(vocab_parallel.bans(allowed), 0, self.engine.lookup)
+        return jnp.where(vocab_parallel.bans(token_bitmask), 0, self.engine.draft_tokens)
 
-    def goes_on(
+    def can_continue(
         self, running: RunningSequences, before: jax.Array, most: int, live: jax.Array | None = None
     ) -> jax.Array:
         """bool []: whether there is a row to be drawn, and room for one more pass.
@@ -281,10 +281,12 @@ class ForwardPass:
         whether there is a row, if somebody has counted already.
         """
         going = ~jnp.all(running.done) if live is None else live
-        if self.engine.lookup:
-            own = jnp.max(jnp.where(running.done, 0, self.own(running)))
+        if self.engine.draft_tokens:
+            own = jnp.max(jnp.where(running.done, 0, self.own_tokens(running)))
             drawn = jnp.max(running.drawn - before)
-            going &= (own + self.engine.lookup < self.length) & (drawn + self.engine.lookup < most)
+            going &= (own + self.engine.draft_tokens < self.length) & (
+                drawn + self.engine.draft_tokens < most
+            )
         return going
 
 

@@ -77,19 +77,19 @@ class Engine:
     ):
         self.network, self.layout, self.compute = network, layout, compute
         self.form, self.copies, self.int8 = cache_form, copies, int8
-        self.lookup = guesses
-        self.spare = 0  # columns that programs need beyond those of all tokens
-        if guesses and self.by_kernel:
+        self.draft_tokens = guesses
+        self.spare_columns = 0  # columns that programs need beyond those of all tokens
+        if guesses and self.uses_kernel:
             raise ConfigError(f"lookup={guesses}: the kernel {cache_form!r} takes one token a step")
         # Rows of each data-parallel part, and of these a micro-batch for each stage.
         self.parts = layout.ways("batch") * layout.ways("layers")
         # As the cache says: an array of all layers, or one for each.
-        self.stacked = self.by_kernel or not compute.unroll_layers
+        self.stacked = self.uses_kernel or not compute.unroll_layers
         heads = "kv_heads" if copies == 1 else "heads"
         over = ("layers",) if self.stacked else ()
         held = self.block_sharding = layout.sharding(*over, "batch", heads)
-        self.seats = self._seats()
-        self.chunks = ChunkedPrefill(self)
+        self.slot_layout = self._make_slot_layout()
+        self.chunked_prefill = ChunkedPrefill(self)
         split: Any = layout.sharding("batch")
         whole: Any = layout.replicated
         # Given out always in the same way, so that programs meet the same arrays again.
@@ -99,44 +99,47 @@ class Engine:
         self._sharding, rest, both = state, (slots, split), (state, whole)
         self._empty = jax.jit(self._zeros, static_argnums=0, out_shardings=state)
         self._prefill = jax.jit(self._read_prompts, static_argnums=0, out_shardings=read)
-        self._first = jax.jit(self._begun, static_argnums=0, out_shardings=(split, whole))
-        self._seat = jax.jit(
-            self.seats.seated, static_argnums=0, donate_argnums=(1, 2), out_shardings=(*rest, split)
+        self._first = jax.jit(self._first_tokens, static_argnums=0, out_shardings=(split, whole))
+        self._insert_rows = jax.jit(
+            self.slot_layout.seated,
+            static_argnums=0,
+            donate_argnums=(1, 2),
+            out_shardings=(*rest, split),
         )
-        self._enter = jax.jit(
-            self.seats.entered, static_argnums=0, donate_argnums=1, out_shardings=held
+        self._insert_kv = jax.jit(
+            self.slot_layout.entered, static_argnums=0, donate_argnums=1, out_shardings=held
         )
         self._decode = jax.jit(
             self._decoded, static_argnums=(0, 1), donate_argnums=3, out_shardings=both
         )
-        self._halt = jax.jit(self._halted, donate_argnums=0, out_shardings=state)
-        self._select = jax.jit(self.seats.selected, out_shardings=rest)
-        self._part = jax.jit(self.seats.cut, static_argnums=1, out_shardings=held)
+        self._stop = jax.jit(self._stopped, donate_argnums=0, out_shardings=state)
+        self._select_rows = jax.jit(self.slot_layout.selected, out_shardings=rest)
+        self._select_kv = jax.jit(self.slot_layout.cut, static_argnums=1, out_shardings=held)
 
     @property
-    def by_kernel(self) -> bool:
+    def uses_kernel(self) -> bool:
         """Whether each row's tokens begin in its own column 0: the kernel reads what is filled of
         each, so that slots stay where they are."""
         return self.form in decode.KERNELS
 
-    def trips(self, steps: Any) -> Any:
+    def loop_iterations(self, steps: Any) -> Any:
         """Of ``decode``'s loop for so many tokens."""
         return steps
 
     @property
-    def by_row(self) -> bool:
+    def per_row_columns(self) -> bool:
         """Whether each row's tokens begin in its own column 0; else all are written into one
         column."""
-        return self.by_kernel or self.lookup > 0
+        return self.uses_kernel or self.draft_tokens > 0
 
     @property
-    def reads_flat(self) -> bool:
+    def packs_prompts(self) -> bool:
         """Whether prompts may be read without their padding: not where rotary positions depend on
         a sequence's length."""
         return not self.network.config.turns_by_length
 
     @property
-    def kept_dtype(self) -> Any:
+    def kv_dtype(self) -> Any:
         """Of keys and values; None: int8."""
         return None if self.int8 else self.compute.dtype
 
@@ -190,16 +193,19 @@ class Engine:
         Returns:
           what ``insert`` takes, and a token of each new row.
         """
-        split, most = self.layout.sharding("batch"), new.limit if new.most is None else new.most
-        new = dataclasses.replace(new, groups=None, rows=None, most=most)
+        split, most = (
+            self.layout.sharding("batch"),
+            new.limit if new.final_limit is None else new.final_limit,
+        )
+        new = dataclasses.replace(new, groups=None, rows=None, final_limit=most)
         new = jax.tree.map(lambda x: place(x, split), new)
         # What of them one program asks for: of other sizes of the rest there is no other one.
         asked = dataclasses.replace(
-            new, keys=None, limit=None, options=None, text=None, allowed=None
+            new, keys=None, limit=None, options=None, text=None, token_bitmask=None
         )
         prompts = self._prefill((samples, counted), params, asked, blocks)
-        read = dataclasses.replace(prompts, k=None, v=None, own=None)
-        begun = dataclasses.replace(new, prompts=None, mask=None, known=None, flat=0)
+        read = dataclasses.replace(prompts, k=None, v=None, response_kv=None)
+        begun = dataclasses.replace(new, prompts=None, mask=None, cached=None, packed_size=0)
         rows, drawn = self._first(sampling, read, begun)
         return prompts, rows, DecodedTokens.of(drawn)
 
@@ -220,9 +226,9 @@ class Engine:
         """
         split, cache = self.layout.sharding("batch"), state.cache
         of_groups, of_rows = place(groups, split), place(rows, split)
-        own, begun = cache.own_prompts, prompts.own
-        columns = None if own else (_size(cache.prompt_k), _size(prompts.k))
-        slots, running, edges = self._seat(
+        own, begun = cache.own_prompts, prompts.response_kv
+        columns = None if own else (_tokens_of(cache.prompt_k), _tokens_of(prompts.k))
+        slots, running, edges = self._insert_rows(
             columns, state.slots, state.rows, prompts.tokens, new, of_groups, of_rows
         )
 
@@ -232,7 +238,9 @@ class Engine:
             axis = cache.key_axis if name == "k" else cache_axis.ROWS
 
             def one(axis: int, scaled: bool, old: jax.Array, x: jax.Array) -> jax.Array:
-                return self._enter((rows, axis, scaled, begun is not None), old, x, where, edges)
+                return self._insert_kv(
+                    (rows, axis, scaled, begun is not None), old, x, where, edges
+                )
 
             return int8_cache.each(one, getattr(cache, name), some, axis=axis)
 
@@ -243,7 +251,7 @@ class Engine:
         parts = {name: entered(name, some, where) for name, some in of_prompts.items()}
         if begun is not None:
             # For the kernel rows lie by their groups.
-            where = of_groups if self.by_kernel else of_rows
+            where = of_groups if self.uses_kernel else of_rows
             parts |= {name: entered(name, x, where) for name, x in zip("kv", begun, strict=True)}
         return SlotState(dataclasses.replace(cache, **parts), slots, running)
 
@@ -254,25 +262,28 @@ class Engine:
         state: SlotState,
         steps: int,
         most: int = STEPS,
-        allowed: np.ndarray | jax.Array | None = None,
-        until: int = 0,
+        token_bitmask: np.ndarray | jax.Array | None = None,
+        enough_live: int = 0,
     ) -> tuple[SlotState, DecodedTokens]:
         """Draw up to so many tokens for every row that is not done, fewer if all end.
 
         Args:
           sampling, params, state: as of ``admit``.
-          steps: tokens, at most ``most``, and at most the columns that are left.
+          steps: tokens, at final_limit ``final_limit``, and at final_limit the columns that are
+            left.
           most: columns of the tables that come back.
-          allowed: of each row, as of ``Admission``, for every token that is drawn.
+          token_bitmask: of each row, as of ``Admission``, for every token that is drawn.
           until: it is enough when no part has more rows than so many that are not done; stages of
             a pipeline, which is full, go on.
         """
-        numbers = place(np.array([steps, until], np.int32), self.layout.replicated)
-        bits = None if allowed is None else place(allowed, self.layout.sharding("batch"))
+        numbers = place(np.array([steps, enough_live], np.int32), self.layout.replicated)
+        bits = (
+            None if token_bitmask is None else place(token_bitmask, self.layout.sharding("batch"))
+        )
         state, drawn = self._decode(sampling, most, params, state, numbers, bits)
         return state, DecodedTokens.of(drawn)
 
-    def share(
+    def share_prompts(
         self, state: SlotState, members: np.ndarray | None, row_place: np.ndarray | None
     ) -> SlotState:
         """The same with who shares which prompt, as ``hjax.kernels.decode.SlotMask`` has it."""
@@ -281,9 +292,9 @@ class Engine:
         slots = dataclasses.replace(state.slots, members=held[0], place=held[1])
         return dataclasses.replace(state, slots=slots)
 
-    def halt(self, state: SlotState, rows: np.ndarray) -> SlotState:
+    def stop_rows(self, state: SlotState, rows: np.ndarray) -> SlotState:
         """The same with the rows done that ``rows``, bool [rows], has."""
-        return self._halt(state, place(rows, self.layout.sharding("batch")))
+        return self._stop(state, place(rows, self.layout.sharding("batch")))
 
     def move(
         self,
@@ -306,7 +317,7 @@ class Engine:
         of_rows, of_groups = (None if x is None else place(x, split) for x in (rows, groups))
         at = place(np.int32(first), self.layout.replicated) if first else None
         cache = state.cache
-        slots, running = self._select(state.slots, state.rows, of_rows, of_groups, at)
+        slots, running = self._select_rows(state.slots, state.rows, of_rows, of_groups, at)
         parts = {"prompt_k": cache.prompt_k, "prompt_v": cache.prompt_v}
 
         def of(held: Any, index: jax.Array | None, own: bool = False, keys: bool = False) -> Any:
@@ -315,13 +326,13 @@ class Engine:
             def one(axis: int, scaled: bool, x: jax.Array) -> jax.Array:
                 to = axis if scaled or not keys else after
                 cut = ((axis, to, length), index, at) if own else ((0, 0, 0), index, None)
-                made = self._part(x, *cut)
+                made = self._select_kv(x, *cut)
                 x.delete()
                 return made
 
             return int8_cache.each(one, held, axis=cache.key_axis if keys else cache_axis.ROWS)
 
-        after = decode.key_axis(self.form, length or _size(cache.v))
+        after = decode.key_axis(self.form, length or _tokens_of(cache.v))
 
         if groups is not None:
             parts = {name: of(held, of_groups) for name, held in parts.items()}
@@ -330,7 +341,7 @@ class Engine:
             parts["v"] = of(cache.v, of_rows, True)
         return SlotState(dataclasses.replace(cache, **parts), slots, running)
 
-    def whole(
+    def generate_whole(
         self,
         config: GenerationConfig,
         params: Weights,
@@ -351,14 +362,14 @@ class Engine:
         """
         sampling = config.sampling
         limits = jnp.full(keys.shape[0], config.max_new_tokens, jnp.int32)
-        new = Admission(prompts, mask, None, None, keys, limits, most=limits)
+        new = Admission(prompts, mask, None, None, keys, limits, final_limit=limits)
         read = self._read_prompts((config.samples, sampling.penalised), params, new, None)
-        running, drawn = self._begun(sampling, read, new, config.max_new_tokens)
-        drawn = self._rest(config, params, mask, read, running, drawn)
+        running, drawn = self._first_tokens(sampling, read, new, config.max_new_tokens)
+        drawn = self._decode_rest(config, params, mask, read, running, drawn)
         ends = drawn["tokens"][:, :, None] == jnp.asarray(sampling.stop, jnp.int32)
         return drawn | {"done": jnp.any(ends & drawn["mask"][:, :, None], axis=(1, 2))}
 
-    def _rest(
+    def _decode_rest(
         self,
         config: GenerationConfig,
         params: Weights,
@@ -379,18 +390,20 @@ class Engine:
         model = self.network.bind(params)
         layers = model.unstack() if self.compute.unroll_layers else None
         rotary = model.rotary(read.tokens + length, tables=mask.shape[1] + length)
-        way = ForwardPass(self, config.sampling, length)
+        forward = ForwardPass(self, config.sampling, length)
 
         def step(carry: Any) -> Any:
             at, cache, running, drawn = carry
             seen = decode.CacheMask(begins, ends, at - 1)
             sees = Decode(seen, self.layout, length / 2)
-            tokens = way.tokens(running)
+            tokens = forward.inputs(running)
             hidden, cache, _ = model(
-                tokens, way.positions(running), sees, cache, self.compute, layers, rotary
+                tokens, forward.positions(running), sees, cache, self.compute, layers, rotary
             )
-            logits = way.logits(model, hidden)
-            running, drawn = way.took(running, drawn, logits, tokens, running.drawn, at, None)
+            logits = forward.logits(model, hidden)
+            running, drawn = forward.advance(
+                running, drawn, logits, tokens, running.drawn, at, None
+            )
             return at + 1, cache, running, drawn
 
         def unfinished(carry: Any) -> jax.Array:
@@ -441,10 +454,10 @@ class Engine:
             there = array(groups, columns, dtype=jnp.bool_)
             numbers = array(groups, columns // BLOCK)
             held = CachedPrompts(array(groups, columns), there, numbers, array(groups))
-            blocks = self.chunks.abstract(count)
+            blocks = self.chunked_prefill.abstract(count)
         tokens, mask = array(*prompts), array(*prompts, dtype=jnp.bool_)
         new = Admission(
-            tokens, mask, None, None, None, None, known=held, most=array(groups * samples)
+            tokens, mask, None, None, None, None, cached=held, final_limit=array(groups * samples)
         )
         return self._prefill.trace((samples, False), params, new, blocks)
 
@@ -457,35 +470,37 @@ class Engine:
 
     # Programs
 
-    def _seats(self) -> SlotLayout:
+    def _make_slot_layout(self) -> SlotLayout:
         return SlotLayout(self)
 
     def _zeros(self, size: SlotSizes, column: jax.Array) -> SlotState:
-        config, kept = self.network.config, self.kept_dtype
+        config, kept = self.network.config, self.kv_dtype
 
         def prompts(count: int) -> Any:
             # The kernel has a prompt always, of which nothing may be there.
-            prompt = max(size.prompt, 1) if self.by_kernel else size.prompt
+            prompt = max(size.prompt, 1) if self.uses_kernel else size.prompt
             over = () if self.compute.unroll_layers else (config.layers,)
             x = int8_cache.zeros((*over, count, config.kv_heads, prompt, config.head_dim), kept)
             return (x, x) if over else ((x, x),) * config.layers
 
         samples, room = size.samples, (size.length, self.form, self.copies)
         cache = KVCache.create(prompts(size.groups), samples, *room)
-        if samples > 1 and not self.by_kernel:  # each row by itself
+        if samples > 1 and not self.uses_kernel:  # each row by itself
             own = KVCache.create(prompts(size.rows), 1, *room)
             cache = dataclasses.replace(cache, k=own.k, v=own.v)
         cache = dataclasses.replace(cache, own_prompts=not size.prompt)
         numbers, none = jnp.zeros(size.rows, jnp.int32), jnp.zeros(size.groups, jnp.int32)
         slots = SlotMask(none, none, numbers, column, parts=self.parts)
-        if samples > 1 and not self.by_kernel:
+        if samples > 1 and not self.uses_kernel:
             members = jnp.zeros((size.groups, samples), jnp.int32)
             slots = dataclasses.replace(slots, members=members, place=numbers)
         keys = jnp.zeros((size.rows, jax.random.key_data(jax.random.key(0)).size), jnp.uint32)
         done = jnp.ones(size.rows, bool)
         options = counts = None
-        if size.own is not None:
-            options = jax.tree.map(jnp.asarray, RowSampling.of([None] * size.rows, size.own))
+        if size.sampling_sizes is not None:
+            options = jax.tree.map(
+                jnp.asarray, RowSampling.of([None] * size.rows, size.sampling_sizes)
+            )
         if size.counted:
             table = jnp.zeros((size.rows, config.vocab_size), jnp.int32)
             counts = TokenCounts(table > 0, table)
@@ -504,7 +519,7 @@ class Engine:
     ) -> PrefilledPrompts:
         """``rows``: of each prompt how many, and whether their tokens are counted."""
         split, (samples, counted) = self.layout.constrain, rows
-        known, begun, flat = new.known, new.begun, new.flat
+        known, begun, flat = new.cached, new.resumed, new.packed_size
         prompts, mask = split(new.prompts, "batch"), split(new.mask, "batch")
         whole, there, copies, at, read = prompts, mask, self.copies, None, prompts
         attention: Any = Causal(mask, keep=True, form=self.compute.form, int8=self.int8)
@@ -522,8 +537,8 @@ class Engine:
             attention = PackedPrefill(attention, mask, flat, self.parts)
             read = split(attention.of(read), "batch")
         tokens = jnp.sum(there, axis=-1, dtype=jnp.int32)
-        lengths = jnp.max(new.most.reshape(-1, samples), axis=-1) + tokens
-        hidden, kept = self.prefilled(params, read, mask, attention, lengths, blocks, at)
+        lengths = jnp.max(new.final_limit.reshape(-1, samples), axis=-1) + tokens
+        hidden, kept = self.prefill_states(params, read, mask, attention, lengths, blocks, at)
         k, v = keys_and_values(kept, self.stacked)
         if copies > 1:
             k, v = jax.tree.map(lambda x: jnp.repeat(x, copies, axis=-3), (k, v))
@@ -545,34 +560,34 @@ class Engine:
         logits = split(model.logits(hidden.reshape(-1, hidden.shape[-1])), "batch", "vocab")
         return PrefilledPrompts(k, v, tokens, logits, counts, cast(Any, own))
 
-    def _begun(
+    def _first_tokens(
         self,
         sampling: SamplingParams,
         read: PrefilledPrompts,
         new: Admission,
         most: int = 1,
     ) -> tuple[RunningSequences, DecodeState]:
-        """Sequences with their first tokens, in tables of ``most`` columns."""
-        entering, way = new.limit.shape[0], ForwardPass(self, sampling)
+        """Sequences with their first tokens, in tables of ``final_limit`` columns."""
+        entering, forward = new.limit.shape[0], ForwardPass(self, sampling)
         logits = jnp.repeat(read.logits, entering // read.logits.shape[0], axis=0)
         logits = self.layout.constrain(logits, "batch", "vocab")
         zeros = jnp.zeros(entering, jnp.int32)
-        before = zeros if new.begun is None else new.begun.count
+        before = zeros if new.resumed is None else new.resumed.count
         tokens = jnp.repeat(read.tokens, entering // read.tokens.shape[0])
         rows = RunningSequences(
-            tokens, before, new.limit, new.most, zeros, zeros > 0, new.keys, new.options,
+            tokens, before, new.limit, new.final_limit, zeros, zeros > 0, new.keys, new.options,
             read.counts, new.text,
         )  # fmt: skip
-        drawn = way.start(rows, most)
-        drawn, counts = way.token(drawn, logits, rows, jnp.int32(0), new.allowed)
+        drawn = forward.start(rows, most)
+        drawn, counts = forward.sample(drawn, logits, rows, jnp.int32(0), new.token_bitmask)
         last, done = drawn["last"], drawn["done"] | (new.limit <= before + 1)
         text = with_token(new.text, tokens + before, last, True)
         rows = dataclasses.replace(
-            rows, drawn=before + 1, last=last, done=done, counts=counts, text=text
+            rows, drawn=before + 1, last_token=last, done=done, counts=counts, text=text
         )
         return rows, drawn | {"done": done}
 
-    def prefilled(
+    def prefill_states(
         self,
         params: Weights,
         tokens: jax.Array,
@@ -631,7 +646,7 @@ class Engine:
         return token_positions(mask), columns
 
     def _pass(self, sampling: SamplingParams, state: SlotState) -> ForwardPass:
-        return ForwardPass(self, sampling, _size(state.cache.v), state.cache.own_prompts)
+        return ForwardPass(self, sampling, _tokens_of(state.cache.v), state.cache.own_prompts)
 
     def _decoded(
         self,
@@ -640,45 +655,47 @@ class Engine:
         params: Weights,
         state: SlotState,
         numbers: jax.Array,
-        allowed: jax.Array | None,
+        token_bitmask: jax.Array | None,
     ) -> tuple[SlotState, DecodeState]:
-        """``numbers``: int32 [2], ``steps`` and ``until`` of ``decode``."""
-        steps, until = numbers
-        model, way = self.network.bind(params), self._pass(sampling, state)
+        """``numbers``: int32 [2], ``steps`` and ``enough_live`` of ``decode``."""
+        steps, enough_live = numbers
+        model, forward = self.network.bind(params), self._pass(sampling, state)
         layers = model.unstack() if self.compute.unroll_layers else None
-        most_tokens = state.rows.tokens + state.rows.most
-        tables = _size(state.cache.prompt_k) + way.length
+        most_tokens = state.rows.prompt_lengths + state.rows.final_limit
+        tables = _tokens_of(state.cache.prompt_k) + forward.length
         rotary = model.rotary(most_tokens, tables=tables)
         before = state.rows.drawn
 
         def step(carry: Any) -> Any:
             taken, state, drawn = carry
             slots, running = state.slots, state.rows
-            tokens, sees = way.tokens(running), way.sees(slots, running)
+            tokens, sees = forward.inputs(running), forward.attention(slots, running)
             hidden, cache, _ = model(
-                tokens, way.positions(running), sees, state.cache, self.compute, layers, rotary
+                tokens, forward.positions(running), sees, state.cache, self.compute, layers, rotary
             )
-            logits = way.logits(model, hidden)
-            running, drawn = way.took(running, drawn, logits, tokens, before, taken, allowed)
+            logits = forward.logits(model, hidden)
+            running, drawn = forward.advance(
+                running, drawn, logits, tokens, before, taken, token_bitmask
+            )
             slots = dataclasses.replace(slots, column=slots.column + 1)
             return taken + 1, SlotState(cache, slots, running), drawn
 
         def unfinished(carry: Any) -> jax.Array:
             taken, state, _ = carry
             live = jnp.sum(~state.rows.done.reshape(self.parts, -1), axis=1)
-            many = jnp.max(live) > until
-            return (taken < steps) & way.goes_on(state.rows, before, most, many)
+            many = jnp.max(live) > enough_live
+            return (taken < steps) & forward.can_continue(state.rows, before, most, many)
 
-        begin = jnp.int32(0), state, way.start(state.rows, most)
+        begin = jnp.int32(0), state, forward.start(state.rows, most)
         taken, state, drawn = jax.lax.while_loop(unfinished, step, begin)
         return state, drawn | {"steps": taken, "done": state.rows.done}
 
     @staticmethod
-    def _halted(state: SlotState, rows: jax.Array) -> SlotState:
+    def _stopped(state: SlotState, rows: jax.Array) -> SlotState:
         running = dataclasses.replace(state.rows, done=state.rows.done | rows)
         return dataclasses.replace(state, rows=running)
 
 
-def _size(held: Any) -> int:
+def _tokens_of(held: Any) -> int:
     """Tokens of an array of a cache, or of those of its layers."""
     return int(jax.tree.leaves(held)[0].shape[-2])

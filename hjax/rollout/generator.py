@@ -30,11 +30,17 @@ from hjax.models.parameters import (
     unstack_layers,
     unstack_layers_abstract,
 )
-from hjax.rollout.bucketing import COLUMNS
+from hjax.rollout.bucketing import MIN_COLUMNS
 from hjax.rollout.decode_step import responses
 from hjax.rollout.engine import Engine
 from hjax.rollout.pipelined_engine import PipelinedEngine
-from hjax.rollout.rollout_job import Ends, GenerationConfig, OnEnded, ResumedResponses, RolloutJob
+from hjax.rollout.rollout_job import (
+    GenerationConfig,
+    OnPromptDone,
+    ResumedResponses,
+    RolloutJob,
+    StopCheck,
+)
 from hjax.rollout.sampling import sequence_keys
 from hjax.rollout.scheduler import RolloutScheduler
 from hjax.sharding.global_arrays import place, to_numpy
@@ -80,7 +86,7 @@ class Generator:
         self.int8 = cache_dtype == INT8
         device, head_dim = layout.mesh.devices.flat[0], network.config.head_dim
         self.cache_form = cache_form or decode.choose(device, head_dim)
-        if self._staged and self.cache_form != decode.TILES:
+        if self._pipelined and self.cache_form != decode.TILES:
             self.cache_form = decode.ROWS  # without the kernels, which are split over all axes
         if self.cache_form == decode.FILLED and not self._heads_divide:
             self.cache_form = decode.ROWS  # which leaves it to the compiler who has which heads
@@ -89,14 +95,14 @@ class Generator:
         self.compute = dataclasses.replace(compute.on(layout), unroll_layers=unroll)
         self._programs: dict[GenerationConfig, Any] = {}
         self._engines: dict[int, Engine] = {}
-        self._warm: set[Any] = set()  # schedules whose programs are compiled
+        self._compiled: set[Any] = set()  # schedules whose programs are compiled
         self._keys = jax.jit(
             lambda numbers, rows: jax.random.key_data(sequence_keys(numbers[0], numbers[1], rows)),
             out_shardings=layout.replicated,
         )
 
     @property
-    def kept_dtype(self) -> Any:
+    def kv_dtype(self) -> Any:
         """Of keys and values; None: int8."""
         return None if self.int8 else self.compute.dtype
 
@@ -114,7 +120,7 @@ class Generator:
         return held % self.layout.ways("heads") == 0
 
     @property
-    def _staged(self) -> bool:
+    def _pipelined(self) -> bool:
         return self.layout.ways("layers") > 1
 
     @property
@@ -123,18 +129,20 @@ class Generator:
         return self.layout.ways("batch") * self.layout.ways("layers")
 
     @property
-    def reads_layers(self) -> bool:
+    def unstacks_layers(self) -> bool:
         """Whether programs want an array of each layer (``Layered``): they unroll layers, and a
         GPU's compiler would copy each of them out of its stack in every program."""
-        return self.compute.unroll_layers and self.cache_form in decode.ON_GPUS and not self._staged
+        return (
+            self.compute.unroll_layers and self.cache_form in decode.ON_GPUS and not self._pipelined
+        )
 
     @property
-    def relays(self) -> bool:
+    def reorders_memory(self) -> bool:
         """Whether programs want weights laid out in memory otherwise than training: a TPU's
         compiler would lay them out anew in every program."""
         return self.cache_form == decode.KERNEL
 
-    def as_read(self, params: Weights, given_up: Params | None = None) -> Any:
+    def decoding_params(self, params: Weights, given_up: Params | None = None) -> Any:
         """Parameters as the programs read them fastest: by layer, laid out anew, or as they are.
 
         Args:
@@ -143,9 +151,9 @@ class Generator:
         """
         if isinstance(params, Layered):
             return params
-        if self.relays:
-            return in_memory_orders(params, self._orders, given_up)
-        if not self.reads_layers:
+        if self.reorders_memory:
+            return in_memory_orders(params, self._memory_orders, given_up)
+        if not self.unstacks_layers:
             return params
         if isinstance(jax.tree.leaves(params)[0], jax.ShapeDtypeStruct):
             return unstack_layers_abstract(params)
@@ -153,18 +161,19 @@ class Generator:
 
     def beside(self, params: Params, given_up: Params) -> list[jax.ShapeDtypeStruct]:
         """Of abstract parameters, those that stay while ``as_read`` has others of them."""
-        if self.reads_layers:
+        if self.unstacks_layers:
             params, given_up = params["layers"], given_up["layers"]
             made = jax.tree.map(lambda _: True, params)
-        elif self.relays:
-            made = jax.tree.map(lambda x, order: memory_order(x) != order, params, self._orders)
+        elif self.reorders_memory:
+            orders = self._memory_orders
+            made = jax.tree.map(lambda x, order: memory_order(x) != order, params, orders)
         else:
             return []
         each = zip(*map(jax.tree.leaves, (params, made, given_up)), strict=True)
         return [x for x, anew, gone in each if anew and not gone]
 
     @functools.cached_property
-    def _orders(self) -> Params:
+    def _memory_orders(self) -> Params:
         return decoding_memory_orders(self.network.axes, self.layout.ways("heads") > 1)
 
     def generate(
@@ -177,8 +186,8 @@ class Generator:
         *,
         seed: int,
         step: int = 0,
-        on_ended: OnEnded | None = None,
-        ends: Ends | None = None,
+        on_prompt_done: OnPromptDone | None = None,
+        stop_check: StopCheck | None = None,
     ) -> Rollout:
         """Sample responses.
 
@@ -191,11 +200,11 @@ class Generator:
             sample s of prompt p. With an ``end``, ``truncated`` where a response has not ended.
           seed: of the run.
           step: folded into the seed.
-          on_ended: called with a prompt's number and its responses, token ids, as soon as the last
-            of them has ended; others are decoded meanwhile.
-          ends: by slots, given a sequence's number among all that are drawn and its new tokens, how
-            many of these belong to it where its text ends among them, else None. In one program
-            every response is drawn to its end.
+          on_prompt_done: called with a prompt's number and its responses, token ids, as soon as the
+            last of them has ended; others are decoded meanwhile.
+          stop_check: by slots, given a sequence's number among all that are drawn and its new
+            tokens, how many of these belong to it where its text stop_check among them, else None.
+            In one program every response is drawn to its end.
 
         Returns:
           ``prompts`` and ``prompt_mask`` once per row, ``responses`` int32
@@ -218,22 +227,22 @@ class Generator:
                 f"use a multiple of {self.multiple}"
             )
         numbers = self._numbers(seed, step)
-        if on_ended is not None or self._ragged(config, prompts.shape[0]):
-            work = self._work(prompts, prompt_mask, sequence, numbers, config)
-            return self._by_slots(params, work, on_ended, ends)
-        params = self.as_read(params)
+        if on_prompt_done is not None or self._needs_slots(config, prompts.shape[0]):
+            job = self._job(prompts, prompt_mask, sequence, numbers, config)
+            return self._run_slots(params, job, on_prompt_done, stop_check)
+        params = self.decoding_params(params)
         return self._program(config)(params, prompts, prompt_mask, sequence, numbers)
 
-    def _ragged(self, config: GenerationConfig, prompts: int) -> bool:
+    def _needs_slots(self, config: GenerationConfig, prompts: int) -> bool:
         """Whether rows enter and leave while others are decoded; else all run in one program.
 
         That is the quickest where all are equally long, or short, and on TPUs, whose kernel reads
         what is filled.
         """
-        ends = bool(config.sampling.stop) and config.max_new_tokens > COLUMNS
+        stop_check = bool(config.sampling.stop) and config.max_new_tokens > MIN_COLUMNS
         asked = config.lookup > 0 or config.surplus > 0 or config.end is not None
         asked = asked or 0 < config.slots < prompts * config.samples
-        return asked or (ends and not self.engine.by_kernel)
+        return asked or (stop_check and not self.engine.uses_kernel)
 
     @property
     def engine(self) -> Engine:
@@ -247,14 +256,14 @@ class Generator:
             if lookup and form in decode.KERNELS:
                 form, copies = decode.ROWS, 1
                 compute = dataclasses.replace(compute, unroll_layers=True)
-            kind = PipelinedEngine if self._staged else Engine
+            kind = PipelinedEngine if self._pipelined else Engine
             self._engines[lookup] = kind(
                 self.network, self.layout, compute, cache_form=form,
                 copies=copies, guesses=lookup, int8=self.int8,
             )  # fmt: skip
         return self._engines[lookup]
 
-    def _work(
+    def _job(
         self,
         prompts: Any,
         prompt_mask: Any,
@@ -266,28 +275,28 @@ class Generator:
         keys = to_numpy(self._keys(seed_and_step, sequence))
         return RolloutJob(to_numpy(prompts), to_numpy(prompt_mask), keys, config)
 
-    def _by_slots(
+    def _run_slots(
         self,
         params: Weights,
-        work: RolloutJob,
-        on_ended: OnEnded | None = None,
-        ends: Ends | None = None,
+        job: RolloutJob,
+        on_prompt_done: OnPromptDone | None = None,
+        stop_check: StopCheck | None = None,
     ) -> Rollout:
-        params, config = self.as_read(params), work.config
-        schedule = RolloutScheduler(self.engine_for(config.lookup), work, ends, on_ended)
-        known = config.sampling, config.lookup, ends is None, schedule.programs_met
-        if known not in self._warm:
-            schedule.warm(params)
-            self._warm.add(known)
+        params, config = self.decoding_params(params), job.config
+        schedule = RolloutScheduler(self.engine_for(config.lookup), job, stop_check, on_prompt_done)
+        known = config.sampling, config.lookup, stop_check is None, schedule.program_key
+        if known not in self._compiled:
+            schedule.precompile(params)
+            self._compiled.add(known)
         made = schedule.run(params)
         self.counts = schedule.counts
         # Who has not drawn one of the tokens that end a response was cut off.
         length = made["response_mask"].sum(axis=1)
         last = made["responses"][np.arange(len(length)), length - 1]
         made["truncated"] = ~np.isin(last, config.sampling.stop)
-        each = {"prompts": work.prompts, "prompt_mask": work.mask}
-        if schedule.beginnings.active:
-            each["prompt_known"] = schedule.beginnings.known
+        each = {"prompts": job.prompts, "prompt_mask": job.mask}
+        if schedule.sharing.active:
+            each["prompt_known"] = schedule.sharing.cached_tokens
         made |= {name: np.repeat(x, config.samples, axis=0) for name, x in each.items()}
         split = self.layout.sharding("batch")
         return {name: place(x, split) for name, x in made.items()}
@@ -302,7 +311,7 @@ class Generator:
         seed: int,
         step: int = 0,
         start: int,
-        on_ended: OnEnded | None = None,
+        on_prompt_done: OnPromptDone | None = None,
     ) -> Rollout:
         """Go on with responses that ``generate`` left off, maybe with other parameters.
 
@@ -316,7 +325,7 @@ class Generator:
           config: as of ``generate``, without a surplus; its ``end``: tokens after which to leave
             off now.
           start: tokens after which it left off, at least 1.
-          on_ended: as of ``generate``, for the prompts of whose responses some had not ended.
+          on_prompt_done: as of ``generate``, for the prompts of whose responses some had not ended.
 
         Raises:
           ConfigError: ``start`` is not where it left off.
@@ -327,8 +336,8 @@ class Generator:
         lengths = host["response_mask"].sum(axis=1)
         if start < 1 or (lengths[~begun.ended] != start).any():
             raise ConfigError(f"start={start}: responses were not left off after so many tokens")
-        work = self._work(prompts, mask, sequence, self._numbers(seed, step), config)
-        return self._by_slots(params, dataclasses.replace(work, begun=begun), on_ended)
+        job = self._job(prompts, mask, sequence, self._numbers(seed, step), config)
+        return self._run_slots(params, dataclasses.replace(job, resumed=begun), on_prompt_done)
 
     def _numbers(self, seed: int, step: int) -> jax.Array:
         return place(np.asarray([seed, step], np.uint32), self.layout.replicated)
@@ -350,26 +359,24 @@ class Generator:
           prompt_length: tokens of each.
           config: as of ``generate``; with an ``end`` responses are left off and resumed.
         """
-        params = self.as_read(params)
-        if not self._ragged(config, prompts):
+        params = self.decoding_params(params)
+        if not self._needs_slots(config, prompts):
             # The first token is drawn from the prompt, before the loop.
-            trips = self.engine.trips(config.max_new_tokens - 1)
+            trips = self.engine.loop_iterations(config.max_new_tokens - 1)
             trace = functools.partial(self.trace, params, prompts, prompt_length, config)
             yield AbstractProgram(call, trace, trips)
             return
         tokens = np.zeros((prompts, prompt_length), np.int32)
         keys = np.zeros((prompts * (config.samples + config.surplus), 2), np.uint32)
-        work = RolloutJob(tokens, tokens > 0, keys, config)
-        yield from RolloutScheduler(self.engine_for(config.lookup), work).programs(call, params)
+        job = RolloutJob(tokens, tokens > 0, keys, config)
+        yield from RolloutScheduler(self.engine_for(config.lookup), job).programs(call, params)
 
-    def trace(
-        self, params: Any, prompts: int, prompt_length: int, config: GenerationConfig
-    ) -> Any:
+    def trace(self, params: Any, prompts: int, prompt_length: int, config: GenerationConfig) -> Any:
         """The program traced for abstract ``params``, to count what it costs without running it."""
         split, whole = self.layout.sharding("batch"), self.layout.replicated
         tokens = (prompts, prompt_length)
         return self._program(config).trace(
-            self.as_read(params),
+            self.decoding_params(params),
             jax.ShapeDtypeStruct(tokens, jnp.int32, sharding=split),
             jax.ShapeDtypeStruct(tokens, jnp.bool_, sharding=split),
             jax.ShapeDtypeStruct((prompts * config.samples,), jnp.int32, sharding=split),
@@ -400,7 +407,7 @@ class Generator:
         prompts, prompt_mask = split(prompts, "batch"), split(prompt_mask, "batch")
         keys = sequence_keys(seed_and_step[0], seed_and_step[1], split(sequence, "batch"))
         keys = jax.random.key_data(keys)
-        drawn = self.engine.whole(config, params, prompts, prompt_mask, keys)
+        drawn = self.engine.generate_whole(config, params, prompts, prompt_mask, keys)
         rollout = {
             "prompts": jnp.repeat(prompts, config.samples, axis=0),
             "prompt_mask": jnp.repeat(prompt_mask, config.samples, axis=0),

@@ -32,7 +32,7 @@ from hjax.models.weights import (
 from hjax.rollout.constraint import Constraint
 from hjax.rollout.engine import Engine
 from hjax.rollout.generator import Generator, bucket_length
-from hjax.rollout.prefix_cache import CachedPrefix, unread, why_not
+from hjax.rollout.prefix_cache import CachedPrefix, uncached_tokens, why_no_prefix_cache
 from hjax.rollout.prompt_encoding import StopConditions, StopWatcher, row_of, rows_of
 from hjax.rollout.requests import Request, ResponseChunk
 from hjax.rollout.rollout_job import GenerationConfig
@@ -130,7 +130,9 @@ class LanguageModel:
             self._network.shapes,
             self._network.read_dtypes(self._compute.dtype),
         )
-        return self._generator.as_read(self._network.with_shapes(read).place(params, self._layout))
+        return self._generator.decoding_params(
+            self._network.with_shapes(read).place(params, self._layout)
+        )
 
     @property
     def engine(self) -> Engine:
@@ -261,7 +263,7 @@ class LanguageModel:
         """Responses without their texts."""
         length = bucket_length(max(map(len, rows)), self.config.max_length - config.max_new_tokens)
         filled = [*rows, *[rows[-1]] * (-len(rows) % self._copies)]  # as many for each copy
-        tokens, mask, _ = unread(filled, [CachedPrefix()] * len(filled), length, 0)
+        tokens, mask, _ = uncached_tokens(filled, [CachedPrefix()] * len(filled), length, 0)
         numbers = np.arange(len(filled), dtype=np.int32)
         rollout = self._generator.generate(self.params, tokens, mask, numbers, config, seed=seed)
         names = "response_mask", "responses", "logprobs", "truncated"
@@ -330,7 +332,7 @@ class LanguageModel:
             else StopWatcher(stops, ResponseText(self.tokenizer, row))
         )
         arrived: queue.SimpleQueue[ResponseChunk] = queue.SimpleQueue()
-        ticket = self._talk.submit(request, arrived.put)
+        handle = self._talk.submit(request, arrived.put)
         try:
             finish = ""
             while not finish:
@@ -348,12 +350,12 @@ class LanguageModel:
                     said = text.text[before:]
                 yield Completion(tokens, said, list(piece.logprobs[: len(tokens)]), finish)
         finally:
-            ticket.cancel()
+            handle.cancel()
 
     @functools.cached_property
     def _talk(self) -> GenerationService:
         """For ``stream``."""
-        kept = 0 if why_not(self.engine) else self.config.max_length
+        kept = 0 if why_no_prefix_cache(self.engine) else self.config.max_length
         return GenerationService(self, slots=1, prefix_tokens=kept)
 
     def _rows(self, prompts: Sequence[Any], max_new_tokens: int) -> list[list[int]]:

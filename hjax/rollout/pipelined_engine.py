@@ -36,9 +36,9 @@ _SPLIT, _WHOLE = PartitionSpec(AXIS), PartitionSpec()
 class _StagedSeats(SlotLayout):
     """Of caches that are laid out by turn."""
 
-    def entered(self, way: Any, old: jax.Array, *more: jax.Array) -> jax.Array:
+    def entered(self, forward: Any, old: jax.Array, *more: jax.Array) -> jax.Array:
         engine = self.engine
-        made: jax.Array = engine._by_turn(super().entered(way, engine._by_layer(old), *more))
+        made: jax.Array = engine._by_turn(super().entered(forward, engine._by_layer(old), *more))
         return made
 
     def cut(self, x: jax.Array, *more: Any) -> jax.Array:
@@ -60,12 +60,10 @@ class PipelinedEngine(Engine):
         compute: Compute,
         **how: Any,
     ):
-        super().__init__(
-            network, layout, dataclasses.replace(compute, unroll_layers=False), **how
-        )
+        super().__init__(network, layout, dataclasses.replace(compute, unroll_layers=False), **how)
         self.stages = layout.ways("layers")
         # While the stages run empty the first ones write beyond the last token.
-        self.spare = 1
+        self.spare_columns = 1
         self._of_params = jax.tree.map(
             lambda axes: _SPLIT if axes[:1] == ("layers",) else _WHOLE,
             network.axes,
@@ -73,14 +71,14 @@ class PipelinedEngine(Engine):
         )
 
     @property
-    def reads_flat(self) -> bool:
+    def packs_prompts(self) -> bool:
         return False
 
-    def trips(self, steps: Any) -> Any:
+    def loop_iterations(self, steps: Any) -> Any:
         """A turn of each micro-batch for every token, and those until the last one is out."""
         return steps * self.stages + self.stages - 1
 
-    def prefilled(
+    def prefill_states(
         self,
         params: Weights,
         tokens: jax.Array,
@@ -146,38 +144,44 @@ class PipelinedEngine(Engine):
         params: Weights,
         state: SlotState,
         numbers: jax.Array,
-        allowed: jax.Array | None,
+        token_bitmask: jax.Array | None,
     ) -> tuple[SlotState, DecodeState]:
         steps = numbers[0]  # a full pipeline goes on whoever has ended
-        model, way, stages = self.network.bind(params), self._pass(sampling, state), self.stages
+        model, forward, stages = self.network.bind(params), self._pass(sampling, state), self.stages
         slots = dataclasses.replace(state.slots, parts=self.layout.ways("batch"))
-        slots, bits, before = self._cut_rows((slots, allowed, state.rows.drawn))
+        slots, bits, before = self._cut_rows((slots, token_bitmask, state.rows.drawn))
 
-        run = self._through(way)
+        run = self._through(forward)
 
         def of(tree: Any, index: int | jax.Array) -> Any:
             return jax.tree.map(lambda x: x[index], tree)
 
         def drawn_of(index: jax.Array, hidden: jax.Array, step: jax.Array, rows: Any) -> Any:
             """Rows with what a micro-batch drew of the hidden states that came out."""
-            logits = way.logits(model, model.finish(hidden, self.compute))
+            logits = forward.logits(model, model.finish(hidden, self.compute))
             running, drawn = of(rows, index)
-            new = way.took(
-                running, drawn, logits, way.tokens(running), before[index], step, of(bits, index)
+            new = forward.advance(
+                running,
+                drawn,
+                logits,
+                forward.inputs(running),
+                before[index],
+                step,
+                of(bits, index),
             )
             return jax.tree.map(lambda x, one: x.at[index].set(one), rows, new)
 
         def tick(carry: Any) -> Any:
             time, cache, received, rows = carry
             entering = of(rows[0], time % stages)
-            x = model.embed(way.tokens(entering), self.compute, way.positions(entering))
+            x = model.embed(forward.inputs(entering), self.compute, forward.positions(entering))
             # What a stage needs of rows; options and tables of counts it does not.
             few = dataclasses.replace(rows[0], options=None, counts=None, text=None)
             cache, received, hidden = run(params, cache, received, x, (few, time, slots))
             turn = time - (stages - 1)
             index, step = turn % stages, turn // stages
             # Who had no room for its guesses, or has ended, did not take its turn.
-            taken = (turn >= 0) & way.goes_on(of(rows[0], index), before[index], most)
+            taken = (turn >= 0) & forward.can_continue(of(rows[0], index), before[index], most)
             rows = jax.lax.cond(
                 taken, lambda x: drawn_of(index, hidden, step, x), lambda x: x, rows
             )
@@ -185,12 +189,12 @@ class PipelinedEngine(Engine):
 
         def unfinished(carry: Any) -> jax.Array:
             time, _, _, (running, _) = carry
-            going = [way.goes_on(of(running, i), before[i], most) for i in range(stages)]
-            return (time < self.trips(steps)) & jnp.any(jnp.stack(going))
+            going = [forward.can_continue(of(running, i), before[i], most) for i in range(stages)]
+            return (time < self.loop_iterations(steps)) & jnp.any(jnp.stack(going))
 
         running = self._cut_rows(state.rows)
-        tables = self._cut_rows(way.start(state.rows, most))
-        shape = running.done.shape[1], 1 + self.lookup, self.network.config.hidden_size
+        tables = self._cut_rows(forward.start(state.rows, most))
+        shape = running.done.shape[1], 1 + self.draft_tokens, self.network.config.hidden_size
         received = jnp.zeros((stages, *shape), self.compute.dtype)
         begin = jnp.int32(0), state.cache, self.layout.constrain(received, "layers", "batch")
         time, cache, _, rows = jax.lax.while_loop(unfinished, tick, (*begin, (running, tables)))
@@ -199,7 +203,7 @@ class PipelinedEngine(Engine):
         slots = dataclasses.replace(state.slots, column=state.slots.column + taken)
         return SlotState(cache, slots, running), drawn | {"steps": taken, "done": running.done}
 
-    def _through(self, way: ForwardPass) -> Callable[..., Any]:
+    def _through(self, forward: ForwardPass) -> Callable[..., Any]:
         """A tick of all stages: what each has of the cache and passes on, and what comes out."""
         stages = self.stages
 
@@ -214,13 +218,13 @@ class PipelinedEngine(Engine):
             model = self.network.bind(params)
             out, cache, _ = model.run(
                 jnp.where(stage == 0, x, received[0]),
-                way.positions(running),
-                way.sees(slots, running),
+                forward.positions(running),
+                forward.attention(slots, running),
                 cache,
                 self.compute,
                 first=index,
                 stride=stages,
-                rotary=model.rotary(running.tokens + running.most),
+                rotary=model.rotary(running.prompt_lengths + running.final_limit),
             )
             last = summed(jnp.where(stage == stages - 1, out, 0), AXIS)
             return cache, self._pass_on(out)[None], last
@@ -228,7 +232,7 @@ class PipelinedEngine(Engine):
         in_specs = (self._of_params, _SPLIT, _SPLIT, _WHOLE, _WHOLE)
         return self._map(body, in_specs, (_SPLIT, _SPLIT, _WHOLE))
 
-    def _rest(
+    def _decode_rest(
         self,
         config: GenerationConfig,
         params: Weights,
@@ -269,7 +273,7 @@ class PipelinedEngine(Engine):
         state = super()._zeros(size, column)
         return dataclasses.replace(state, cache=jax.tree.map(self._by_turn, state.cache))
 
-    def _seats(self) -> SlotLayout:
+    def _make_slot_layout(self) -> SlotLayout:
         return _StagedSeats(self)
 
     def _held(self, x: jax.Array) -> jax.Array:

@@ -18,15 +18,15 @@ import numpy as np
 
 from hjax import machine
 from hjax.models.parameters import Weights
-from hjax.rollout.bucketing import CHUNK, ServiceBuckets
-from hjax.rollout.prefix_cache import PrefixCache, known_columns
+from hjax.rollout.bucketing import PREFILL_CHUNK, ServiceBuckets
+from hjax.rollout.prefix_cache import PrefixCache, cached_column_sizes
 from hjax.rollout.prompt_log_probs import PromptScorer
 from hjax.rollout.sampling_params import SamplingParams
 from hjax.rollout.slot_state import Admission, PrefilledPrompts, RunningSequences
 from hjax.rollout.slot_table import SlotTable
 
 # Of the memory that is free: what the states that are made at a time may take.
-SHARE = 0.25
+MEMORY_SHARE = 0.25
 # What is done, and a call that does it.
 _Task = tuple[str, Callable[[], Any]]
 
@@ -36,7 +36,7 @@ class Precompilation:
     """Of a service that has answered nobody yet.
 
     Attributes:
-      shapes: of the service.
+      buckets: of the service.
       params: of its model.
       prefixes: what it keeps; None: nothing.
       scorer: of prompts.
@@ -45,7 +45,7 @@ class Precompilation:
       every: that so many rows may draw every token, as of ``Admission``.
     """
 
-    shapes: ServiceBuckets
+    buckets: ServiceBuckets
     params: Weights
     prefixes: PrefixCache | None
     scorer: PromptScorer
@@ -53,15 +53,15 @@ class Precompilation:
     every: Callable[[int], Any]
     _blocks: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
-    def run(self, told: Callable[[str], None]) -> None:
-        """``told`` is what is compiled next, in a few words, by any thread."""
+    def run(self, on_progress: Callable[[str], None]) -> None:
+        """``on_progress`` is what is compiled next, in a few words, by any thread."""
         with concurrent.futures.ThreadPoolExecutor(self._workers()) as pool:
 
             def results(groups: list[list[_Task]]) -> list[Any]:
                 """The first of a kind compiles what its others share: once, not in each thread."""
 
                 def one(task: _Task) -> Any:
-                    told(task[0])
+                    on_progress(task[0])
                     return task[1]()
 
                 firsts = list(pool.map(one, [tasks[0] for tasks in groups]))
@@ -72,94 +72,96 @@ class Precompilation:
             results([*self._states(list(read.values())), *self._rest()])
 
     def _workers(self) -> int:
-        engine = self.shapes.engine
+        engine = self.buckets.engine
         if engine.layout.mesh.size > 1:
             return 1
-        largest = engine.abstract(self.shapes.size(self.shapes.rows[-1], self.shapes.lengths[-1]))
+        largest = engine.abstract(
+            self.buckets.state_sizes(self.buckets.rows[-1], self.buckets.lengths[-1])
+        )
         size = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(largest))
         free = machine.free_bytes(engine.layout.mesh.devices.flat[0])
         # Two of them: one that is moved has its copy.
-        return max(min(os.cpu_count() or 1, int(SHARE * free) // (2 * size)), 1)
+        return max(min(os.cpu_count() or 1, int(MEMORY_SHARE * free) // (2 * size)), 1)
 
     def _prompts(self) -> list[list[_Task]]:
         """So many read together, once for each number of columns."""
-        parts = self.shapes.engine.parts
+        parts = self.buckets.engine.parts
         return [
             [
                 (f"{each * parts} prompts, {flat or new} tokens",
                  functools.partial(self._read, each * parts, (new, flat), columns))
                 for new, columns in self._columns()
-                for flat in self.shapes.flat(each, new, columns)
+                for flat in self.buckets.packed_sizes(each, new, columns)
             ]
-            for each in self.shapes.together
+            for each in self.buckets.prefill_batches
         ]  # fmt: skip
 
     def _columns(self) -> Iterator[tuple[int, int]]:
         """Of what is new of prompts, and of the whole of them where beginnings are kept, else 0."""
-        shapes = self.shapes
+        buckets = self.buckets
         if self.prefixes is None:
-            yield from ((new, 0) for new in shapes.news)
+            yield from ((new, 0) for new in buckets.prompt_column_sizes)
             return
-        for columns in known_columns(shapes.limit):
-            most = shapes.most_new(columns)
-            yield from ((new, columns) for new in shapes.news if new <= most)
+        for columns in cached_column_sizes(buckets.limit):
+            most = buckets.max_prompt_columns(columns)
+            yield from ((new, columns) for new in buckets.prompt_column_sizes if new <= most)
 
     def _read(
         self, entries: int, room: tuple[int, int], columns: int
     ) -> tuple[tuple[int, int], tuple[PrefilledPrompts, RunningSequences]]:
         blocks = None if self.prefixes is None else self.prefixes.blocks
-        asked, engine = [None] * entries, self.shapes.engine
+        asked, engine = [None] * entries, self.buckets.engine
         new = self.admission(asked, np.zeros(entries), room, columns)
-        counted = self.shapes.own.penalties
+        counted = self.buckets.sampling_sizes.penalties
         prompts, rows, _ = engine.prefill(SamplingParams(), self.params, new, 1, counted, blocks)
         return (entries, columns or room[0]), (prompts, rows)
 
     def _states(self, read: list[tuple[PrefilledPrompts, RunningSequences]]) -> list[list[_Task]]:
         return [
             [
-                (f"{rows * self.shapes.engine.parts} slots of {length} tokens",
+                (f"{rows * self.buckets.engine.parts} slots of {length} tokens",
                  functools.partial(self._slots, rows, length, read))
-                for length in self.shapes.lengths_of(rows)
+                for length in self.buckets.lengths_for(rows)
             ]
-            for rows in self.shapes.rows
+            for rows in self.buckets.rows
         ]  # fmt: skip
 
     def _slots(
         self, rows: int, length: int, read: list[tuple[PrefilledPrompts, RunningSequences]]
     ) -> None:
-        shapes, engine, count = self.shapes, self.shapes.engine, rows * self.shapes.engine.parts
+        buckets, engine, count = self.buckets, self.buckets.engine, rows * self.buckets.engine.parts
 
         def empty() -> SlotTable:
-            return SlotTable(engine, shapes).open(rows, length, length)
+            return SlotTable(engine, buckets).open(rows, length, length)
 
         table = empty()
         for prompts, running in read:
             nowhere = np.full(running.drawn.shape, rows, np.int32)
             table.state = engine.insert(table.state, prompts, running, nowhere, nowhere)
         table.decode(SamplingParams(), self.params, 0, self.every(count))
-        table.state = engine.halt(table.state, np.zeros(count, bool))
+        table.state = engine.stop_rows(table.state, np.zeros(count, bool))
         if self.prefixes is not None:
             with self._blocks:
-                self.prefixes.warm_up_keeping(table.state)
-        lengths = shapes.lengths_of(rows)
-        if len(lengths) > 1 and not engine.by_row:
-            table.move(1, length)
+                self.prefixes.precompile_store(table.state)
+        lengths = buckets.lengths_for(rows)
+        if len(lengths) > 1 and not engine.per_row_columns:
+            table.move_columns(1, length)
         at = lengths.index(length)
         for near in lengths[max(at - 1, 0) : at + 2]:
-            table.move(0, near)
-            table.move(0, length)
-        for other in shapes.rows:
-            if length in shapes.lengths_of(other) and other > rows:
-                empty().widen(other)
-            elif length in shapes.lengths_of(other) and other < rows:
-                empty().narrow(other)
+            table.move_columns(0, near)
+            table.move_columns(0, length)
+        for other in buckets.rows:
+            if length in buckets.lengths_for(other) and other > rows:
+                empty().grow_rows(other)
+            elif length in buckets.lengths_for(other) and other < rows:
+                empty().shrink_rows(other)
 
     def _rest(self) -> list[list[_Task]]:
         """Log-probs of prompts, and chunks of long ones."""
         tasks: list[_Task] = [
             (f"log-probs of {new} tokens",
              functools.partial(self.scorer.run, self.params, (0,), new))
-            for new in self.shapes.news
+            for new in self.buckets.prompt_column_sizes
         ]  # fmt: skip
         if self.prefixes is None:
             return [tasks]
@@ -167,4 +169,4 @@ class Precompilation:
 
     def _chunks(self, prefixes: PrefixCache) -> None:
         with self._blocks:
-            prefixes.warm_up_reading(self.params, CHUNK, self.shapes.limit)
+            prefixes.precompile_prefill(self.params, PREFILL_CHUNK, self.buckets.limit)

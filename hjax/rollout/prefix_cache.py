@@ -23,16 +23,16 @@ from hjax.rollout.slot_state import CachedPrompts, SlotState
 from hjax.sharding.global_arrays import place
 
 # Blocks that one program writes, few or many; as many calls as it takes.
-TOGETHER = (8, 64)
+BLOCKS_PER_WRITE = (8, 64)
 # Columns for what is known of prompts with what is new of them: four times as many each. Those that
 # are not filled are not looked at.
-COLUMNS = 512
+MIN_CACHED_COLUMNS = 512
 
 # Of the memory that is free: what is kept if nobody says how much.
-SHARE = 0.25
+MEMORY_SHARE = 0.25
 
 
-def columns_for(tokens: int, limit: int, fewest: int = BLOCK, factor: int = 2) -> int:
+def bucketed_columns(tokens: int, limit: int, fewest: int = BLOCK, factor: int = 2) -> int:
     """Columns for prompts of so many tokens.
 
     Args:
@@ -76,16 +76,16 @@ class PrefixCache:
         count = max(tokens // BLOCK, 1)
         self._trees = [RadixTree(count, BLOCK) for _ in range(engine.parts)]
         held = engine.block_sharding
-        self._keep = jax.jit(self._kept, static_argnums=0, donate_argnums=1, out_shardings=held)
-        self.blocks = engine.chunks.empty(count)
+        self._store = jax.jit(self._stored, static_argnums=0, donate_argnums=1, out_shardings=held)
+        self.blocks = engine.chunked_prefill.empty(count)
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """Tokens that a part has room for."""
         return self._trees[0].blocks * BLOCK
 
     @property
-    def held(self) -> int:
+    def used(self) -> int:
         """Tokens that the first part keeps."""
         return self._trees[0].used * BLOCK
 
@@ -94,21 +94,21 @@ class PrefixCache:
         for tree in self._trees:
             tree.clear()
 
-    def find(self, prompt: Sequence[int], part: int = 0) -> CachedPrefix:
+    def match(self, prompt: Sequence[int], part: int = 0) -> CachedPrefix:
         """The longest known beginning that leaves a token to be read; held until ``release``."""
-        path = tuple(self._trees[part].find(prompt[: len(prompt) - 1]))
-        self._trees[part].hold(path)
+        path = tuple(self._trees[part].match(prompt[: len(prompt) - 1]))
+        self._trees[part].acquire(path)
         return CachedPrefix(path)
 
     def release(self, beginning: CachedPrefix, part: int = 0) -> None:
         """What it holds may make room for others."""
         self._trees[part].release(beginning.path)
 
-    def drop(self, path: Sequence[int], part: int) -> None:
+    def remove(self, path: Sequence[int], part: int) -> None:
         """Forget the last blocks of a sequence that nobody else has found."""
-        self._trees[part].drop(path)
+        self._trees[part].remove(path)
 
-    def keep(self, state: SlotState, sequences: Sequence[tuple[int, Sequence[int]]]) -> None:
+    def store(self, state: SlotState, sequences: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Keep what rows of a state have computed.
 
         Args:
@@ -118,7 +118,7 @@ class PrefixCache:
         tree, paths = self._trees[0], list[Path]()
         pieces: list[tuple[int, int, int]] = []
         for row, tokens in sequences:
-            path, new = tree.add(tokens)
+            path, new = tree.insert(tokens)
             paths.append(path)
             old = len(path) - len(new)
             pieces += [(row, (old + i) * BLOCK, number) for i, number in enumerate(new)]
@@ -128,7 +128,7 @@ class PrefixCache:
 
     def _write(self, state: SlotState, tables: Iterable[np.ndarray]) -> None:
         engine, cache = self._engine, state.cache
-        start = None if engine.by_row else state.slots.start
+        start = None if engine.per_row_columns else state.slots.start
         for table in tables:
             given = place(table, engine.layout.replicated)
 
@@ -136,26 +136,26 @@ class PrefixCache:
                 """An array at a time: one program for all layers."""
 
                 def one(axis: int, scaled: bool, x: Any, b: Any) -> Any:
-                    return self._keep((axis, scaled), b, x, start, given)
+                    return self._store((axis, scaled), b, x, start, given)
 
                 return int8_cache.each(one, own, blocks, axis=axis)
 
             k = written(self.blocks.k, cache.k, cache.key_axis)
             self.blocks = CacheBlocks(k, written(self.blocks.v, cache.v, cache_axis.ROWS))
 
-    def warm_up_keeping(self, state: SlotState) -> None:
+    def precompile_store(self, state: SlotState) -> None:
         """Compile what ``keep`` of such a state calls; nothing is kept."""
         nowhere = self._trees[0].blocks
-        for count in TOGETHER:
+        for count in BLOCKS_PER_WRITE:
             self._write(state, _tables([(0, 0, nowhere)] * count, nowhere))
 
-    def warm_up_reading(self, params: Weights, chunk: int, limit: int) -> None:
+    def precompile_prefill(self, params: Weights, chunk: int, limit: int) -> None:
         """Compile what ``read`` calls, with the same arguments; nothing is kept."""
-        for columns in known_columns(limit):
+        for columns in cached_column_sizes(limit):
             if columns >= chunk:
-                self._read(params, {}, chunk, columns)
+                self._prefill_chunk(params, {}, chunk, columns)
 
-    def read(
+    def prefill_chunk(
         self, params: Weights, prompts: Sequence[Sequence[int] | None], chunk: int, limit: int
     ) -> bool:
         """Read the next chunk of a prompt in each part, and keep it.
@@ -175,19 +175,19 @@ class PrefixCache:
         for part, (tree, prompt) in enumerate(zip(self._trees, prompts, strict=True)):
             if prompt is None:
                 continue
-            known = tree.find(prompt[: len(prompt) - 1])
+            known = tree.match(prompt[: len(prompt) - 1])
             end = min(len(known) * BLOCK + chunk, (len(prompt) - 1) // BLOCK * BLOCK)
-            path, new = tree.add(prompt[:end])
+            path, new = tree.insert(prompt[:end])
             tree.release(path)
             if len(path) * BLOCK < end:
                 # What was to be filled is not: nobody may find it.
-                tree.drop(new)
+                tree.remove(new)
                 return False
             longest, pieces[part] = max(longest, end), (prompt[:end], known, new)
-        self._read(params, pieces, chunk, known_columns_for(longest, limit))
+        self._prefill_chunk(params, pieces, chunk, cached_columns(longest, limit))
         return True
 
-    def _read(
+    def _prefill_chunk(
         self,
         params: Weights,
         pieces: dict[int, tuple[Sequence[int], Path, Path]],
@@ -203,13 +203,15 @@ class PrefixCache:
         where = np.full((len(parts), chunk // BLOCK), np.iinfo(np.int32).max, np.int32)
         for part, (_, _, new) in pieces.items():
             where[part, -len(new) :] = new
-        tokens, mask, _ = unread(whole, known, chunk, 0)
-        numbers = blocks_of(known, columns)
-        self.blocks = self._engine.chunks.read(params, self.blocks, tokens, mask, numbers, where)
+        tokens, mask, _ = uncached_tokens(whole, known, chunk, 0)
+        numbers = block_table(known, columns)
+        self.blocks = self._engine.chunked_prefill.prefill(
+            params, self.blocks, tokens, mask, numbers, where
+        )
 
     # Programs
 
-    def _kept(
+    def _stored(
         self,
         way: tuple[int, bool],
         blocks: jax.Array,
@@ -230,7 +232,7 @@ class PrefixCache:
 
         def of(own: jax.Array) -> jax.Array:
             """[n, kv_heads, BLOCK, head_dim] of a layer."""
-            sample = (0,) if self._engine.by_kernel else ()  # it has a dimension for samples
+            sample = (0,) if self._engine.uses_kernel else ()  # it has a dimension for samples
             tokens = cache_axis.token_index(axis, at)
             found = own.at[(row, slice(None), *sample, *tokens)].get(mode="clip")
             found = found.swapaxes(1, 2)
@@ -242,7 +244,7 @@ class PrefixCache:
         return jax.vmap(put)(blocks, own) if self._engine.stacked else put(blocks, own)
 
 
-def known_of(
+def cached_prompts(
     prompts: Sequence[Sequence[int]], found: Sequence[CachedPrefix], columns: int
 ) -> CachedPrompts:
     """What is known of prompts, as ``Engine.admit`` takes it.
@@ -257,10 +259,10 @@ def known_of(
     for i, prompt in enumerate(prompts):
         if len(prompt):
             tokens[i, -len(prompt) :], mask[i, -len(prompt) :] = prompt, True
-    return CachedPrompts(tokens, mask, *blocks_of(found, columns))
+    return CachedPrompts(tokens, mask, *block_table(found, columns))
 
 
-def unread(
+def uncached_tokens(
     prompts: Sequence[Sequence[int]], found: Sequence[CachedPrefix], columns: int, known: int
 ) -> tuple[np.ndarray, np.ndarray, CachedPrompts | None]:
     """Prompts as ``Admission`` has them.
@@ -281,10 +283,10 @@ def unread(
     mask = np.arange(columns) >= columns - np.array([[max(len(own), 1)] for own in rest])
     for row, own in zip(tokens, rest, strict=True):
         row[columns - len(own) :] = own
-    return tokens, mask, known_of(prompts, found, known) if known else None
+    return tokens, mask, cached_prompts(prompts, found, known) if known else None
 
 
-def texts(rows: Sequence[Sequence[int]], room: int) -> np.ndarray | None:
+def text_table(rows: Sequence[Sequence[int]], room: int) -> np.ndarray | None:
     """int32 [rows, room], where guesses are looked up; None without room."""
     if not room:
         return None
@@ -294,7 +296,7 @@ def texts(rows: Sequence[Sequence[int]], room: int) -> np.ndarray | None:
     return made
 
 
-def blocks_of(found: Sequence[CachedPrefix], columns: int) -> tuple[np.ndarray, np.ndarray]:
+def block_table(found: Sequence[CachedPrefix], columns: int) -> tuple[np.ndarray, np.ndarray]:
     """int32 [beginnings, columns / BLOCK], the blocks of each, and int32 [beginnings], tokens."""
     numbers = np.zeros((len(found), columns // BLOCK), np.int32)
     for i, one in enumerate(found):
@@ -302,37 +304,37 @@ def blocks_of(found: Sequence[CachedPrefix], columns: int) -> tuple[np.ndarray, 
     return numbers, np.array([one.tokens for one in found], np.int32)
 
 
-def known_columns(limit: int) -> list[int]:
-    """All that ``known_columns_for`` may say, growing."""
-    made = [known_columns_for(1, limit)]
-    while (more := known_columns_for(made[-1] + 1, limit)) > made[-1]:
+def cached_column_sizes(limit: int) -> list[int]:
+    """All that ``cached_columns`` may say, growing."""
+    made = [cached_columns(1, limit)]
+    while (more := cached_columns(made[-1] + 1, limit)) > made[-1]:
         made.append(more)
     return made
 
 
-def known_columns_for(tokens: int, limit: int) -> int:
+def cached_columns(tokens: int, limit: int) -> int:
     """Columns for whole prompts of so many tokens, up to ``limit``: few sizes, few programs."""
-    return columns_for(tokens, limit, COLUMNS, 4)
+    return bucketed_columns(tokens, limit, MIN_CACHED_COLUMNS, 4)
 
 
-def room_for(engine: Engine, tokens: int) -> int:
+def affordable_tokens(engine: Engine, tokens: int) -> int:
     """So many tokens, or as many as a share of the first device's free memory holds."""
     config = engine.network.config
     heads = -(-config.kv_heads * engine.copies // engine.layout.ways("kv_heads"))
-    element = int8_cache.element_bytes(engine.kept_dtype, config.head_dim)
+    element = int8_cache.element_bytes(engine.kv_dtype, config.head_dim)
     token = round(2 * config.layers * heads * config.head_dim * element)
     free = machine.free_bytes(engine.layout.mesh.devices.flat[0])
-    return min(tokens, int(SHARE * free) // token) // BLOCK * BLOCK
+    return min(tokens, int(MEMORY_SHARE * free) // token) // BLOCK * BLOCK
 
 
-def why_not(engine: Engine) -> str:
+def why_no_prefix_cache(engine: Engine) -> str:
     """Why an engine cannot keep beginnings for a service; empty: it can."""
     if engine.parts > 1:
         return f"beginnings are not shared between {engine.parts} data-parallel parts"
-    return why_never(engine)
+    return why_no_blocks(engine)
 
 
-def why_never(engine: Engine) -> str:
+def why_no_blocks(engine: Engine) -> str:
     """Why an engine cannot keep beginnings, whoever asks; empty: it can."""
     if engine.layout.ways("layers") > 1:
         return "prompts pass pipeline stages whole"
@@ -342,8 +344,8 @@ def why_never(engine: Engine) -> str:
 
 
 def _tables(pieces: list[tuple[int, int, int]], nowhere: int) -> Iterator[np.ndarray]:
-    """int32 [3, n] of so many pieces, n of ``TOGETHER``; what fills up goes nowhere."""
-    few, many = TOGETHER
+    """int32 [3, n] of so many pieces, n of ``BLOCKS_PER_WRITE``; what fills up goes nowhere."""
+    few, many = BLOCKS_PER_WRITE
     for at in range(0, len(pieces), many):
         some = pieces[at : at + many]
         table = np.zeros((3, few if len(some) <= few else many), np.int32)

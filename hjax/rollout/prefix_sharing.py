@@ -18,25 +18,25 @@ import numpy as np
 from hjax.models.append_attention import BLOCK
 from hjax.models.parameters import Weights
 from hjax.rollout.engine import Engine
-from hjax.rollout.prefix_cache import CachedPrefix, PrefixCache, unread, why_never
-from hjax.rollout.rollout_job import NOBODY, RolloutJob
+from hjax.rollout.prefix_cache import CachedPrefix, PrefixCache, uncached_tokens, why_no_blocks
+from hjax.rollout.rollout_job import EMPTY, RolloutJob
 from hjax.rollout.slot_state import CachedPrompts
 
 # Tokens of the longest prompt up to which prompts are read whole, each by itself.
-SHORT = 256
+SHORT_PROMPT = 256
 # Tokens of a prompt that are read at a time; whole blocks.
-CHUNK = 512
+PREFILL_CHUNK = 512
 # Columns for what is new of prompts that are read together; the last are a chunk's.
-NEW = (128, CHUNK)
+PROMPT_COLUMNS = (128, PREFILL_CHUNK)
 # Tokens of prompts that are read at a time, of a device: others wait, rather than that memory is
 # needed for all of them at once.
-READING = 4096
+MAX_PREFILL_TOKENS = 4096
 # A beginning is read by itself where so many tokens are saved, in each data-parallel part.
-PAYS = 512
+MIN_SAVED_TOKENS = 512
 # Room for shared beginnings, in prompts of the greatest length.
-SHARED = 4
+SHARED_PROMPTS = 4
 # Chunks between two dispatches at most, while others are decoded.
-AT_ONCE = 4
+MAX_CHUNKS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class SharedPrefix:
     new: int
 
 
-def shared(
+def find_shared_prefixes(
     prompts: Sequence[Sequence[int]], room: int, parts: int = 1
 ) -> tuple[list[SharedPrefix], list[tuple[int, ...]]]:
     """What is worth being read once for several prompts.
@@ -83,7 +83,7 @@ def shared(
             for other in (blocks[i] for i in some):
                 unlike = (i for i in range(at, end) if other[i : i + 1] != first[i : i + 1])
                 end = next(unlike, end)
-            if (len(some) // parts - 1) * (end - at) * BLOCK < PAYS:
+            if (len(some) // parts - 1) * (end - at) * BLOCK < MIN_SAVED_TOKENS:
                 continue
             used += end - at
             for number in some:
@@ -111,29 +111,31 @@ class PrefixSharing:
 
     Attributes:
       active: whether beginnings are kept and chunks read: where prompts may be longer than
-        ``SHORT``, responses come whole, and the engine can. In parts each part reads anew what
-        there is, prompts and responses together.
+        ``SHORT_PROMPT``, responses come whole, and the engine can. In parts each part reads
+        anew what there is, prompts and responses together.
       known: int [prompts], tokens of each that it did not read, as another one of its
         data-parallel part had begun alike.
       prefixes: what is known; None before ``begin`` and after ``end``.
     """
 
-    def __init__(self, engine: Engine, work: RolloutJob, waiting: np.ndarray | None = None):
-        self._engine, self._work = engine, work
-        count, self._limit = work.prompts.shape
-        self.active = self._limit > SHORT and not work.in_parts and not why_never(engine)
-        self._chunk = min(CHUNK, -(-self._limit // BLOCK) * BLOCK)
-        self._room = SHARED * (self.columns // BLOCK)
-        self._length = work.mask.sum(axis=1)
+    def __init__(self, engine: Engine, job: RolloutJob, waiting: np.ndarray | None = None):
+        self._engine, self._job = engine, job
+        count, self._limit = job.prompts.shape
+        self.active = (
+            self._limit > SHORT_PROMPT and not job.is_partial and not why_no_blocks(engine)
+        )
+        self._chunk = min(PREFILL_CHUNK, -(-self._limit // BLOCK) * BLOCK)
+        self._shared_blocks = SHARED_PROMPTS * (self.columns // BLOCK)
+        self._length = job.mask.sum(axis=1)
         self._order = np.arange(count) if waiting is None else waiting
         self._next = 0
-        self._reading = [NOBODY] * engine.parts
+        self._chunking = [EMPTY] * engine.parts
         self._path: list[tuple[int, ...]] = [()] * count
         self._pieces: list[tuple[int, ...]] = [()] * count
         self._shared: list[SharedPrefix] = []
-        self._read_by: set[tuple[int, int]] = set()
-        self.known = np.zeros(count, np.int32)
-        self.prefixes: PrefixCache | None = None
+        self._prefilled_by: set[tuple[int, int]] = set()
+        self.cached_tokens = np.zeros(count, np.int32)
+        self.cache: PrefixCache | None = None
 
     # Sizes
 
@@ -143,170 +145,172 @@ class PrefixSharing:
         return -(-self._limit // BLOCK) * BLOCK if self.active else self._limit
 
     @property
-    def count(self) -> int:
+    def block_count(self) -> int:
         """Blocks of a part: of what is shared, and of the prompt that is being read."""
-        return self._room + self.columns // BLOCK
+        return self._shared_blocks + self.columns // BLOCK
 
     @property
-    def new(self) -> list[int]:
+    def column_sizes(self) -> list[int]:
         """Columns in which what is new of prompts may be read; none: they are read whole."""
-        return [n for n in NEW if n < self._limit] if self.active else []
+        return [n for n in PROMPT_COLUMNS if n < self._limit] if self.active else []
 
     @property
-    def in_chunks(self) -> bool:
+    def chunked(self) -> bool:
         """Whether prompts may be longer than a chunk."""
-        return self.active and self._limit > CHUNK
+        return self.active and self._limit > PREFILL_CHUNK
 
     @property
-    def whole(self) -> bool:
+    def fits_whole(self) -> bool:
         """Whether there is room to read prompts whole."""
-        return not self.active or self._limit <= READING
+        return not self.active or self._limit <= MAX_PREFILL_TOKENS
 
-    def together(self, beside: int = 0) -> int:
+    def prefill_batch(self, beside: int = 0) -> int:
         """Prompts of a part that are read together at most, with so many more tokens of each."""
-        return max(1, READING // (self._limit + beside))
+        return max(1, MAX_PREFILL_TOKENS // (self._limit + beside))
 
     # Before the first
 
-    def begin(self, params: Weights) -> None:
+    def prefill_shared(self, params: Weights) -> None:
         """Read what is shared."""
         if not self.active:
             return
         parts = self._engine.parts
         prompts = [self._tokens(number) for number in range(len(self._order))]
-        found, pieces = shared(prompts, self._room, parts)
+        found, pieces = find_shared_prefixes(prompts, self._shared_blocks, parts)
         for number, own in enumerate(pieces):
             path = len(found[own[-1]].tokens) if own else 0
             # Others are read whole, so that what is known of them would be of no use.
-            if own and (self.in_chunks or len(prompts[number]) - path <= self.new[-1]):
+            if own and (self.chunked or len(prompts[number]) - path <= self.column_sizes[-1]):
                 self._pieces[number] = own
         self._shared = found
-        self.prefixes = PrefixCache(self._engine, self.count * BLOCK)
+        self.cache = PrefixCache(self._engine, self.block_count * BLOCK)
         # A token more, as what is looked for leaves one.
-        texts = [(*piece.tokens, NOBODY) for piece in found]
+        texts = [(*piece.tokens, EMPTY) for piece in found]
         for i in sorted({i for own in self._pieces for i in own}):
-            while self.prefixes.find(texts[i]).tokens < len(found[i].tokens):
-                self.prefixes.read(params, [texts[i]] * parts, self._chunk, self._limit)
+            while self.cache.match(texts[i]).tokens < len(found[i].tokens):
+                self.cache.prefill_chunk(params, [texts[i]] * parts, self._chunk, self._limit)
         for number, own in enumerate(self._pieces):
             if own:
-                self._path[number] = self.prefixes.find(texts[own[-1]]).path
+                self._path[number] = self.cache.match(texts[own[-1]]).path
         # Those that are read in as many columns together.
-        sizes = np.searchsorted(self.new, [self._rest(number) for number in range(len(prompts))])
+        sizes = np.searchsorted(
+            self.column_sizes, [self._uncached(number) for number in range(len(prompts))]
+        )
         self._order = np.argsort(sizes, kind="stable")
 
-    def warm(self, params: Weights) -> None:
+    def precompile(self, params: Weights) -> None:
         """Compile what reads chunks."""
         if self.active:
-            prefixes = PrefixCache(self._engine, self.count * BLOCK)
-            prefixes.warm_up_reading(params, self._chunk, self._limit)
+            prefixes = PrefixCache(self._engine, self.block_count * BLOCK)
+            prefixes.precompile_prefill(params, self._chunk, self._limit)
 
-    def end(self) -> None:
+    def clear(self) -> None:
         """Forget what is known."""
-        self.prefixes = None
+        self.cache = None
 
     # Who is next
 
     @property
-    def left(self) -> int:
+    def waiting_count(self) -> int:
         """Prompts that have not entered."""
-        reading = sum(number != NOBODY for number in self._reading)
+        reading = sum(number != EMPTY for number in self._chunking)
         return len(self._order) - self._next + reading
 
-    def take(self, part: int, decoding: bool) -> int:
+    def next_prompt(self, part: int, decoding: bool) -> int:
         """The prompt that enters a part next; NOBODY: none, or it is still being read.
 
         Args:
           part: where.
           decoding: whether others are decoded, so that long prompts are read in chunks.
         """
-        number = self._reading[part]
-        if number != NOBODY:
-            if self._rest(number) > CHUNK:
-                return NOBODY
-            self._reading[part] = NOBODY
+        number = self._chunking[part]
+        if number != EMPTY:
+            if self._uncached(number) > PREFILL_CHUNK:
+                return EMPTY
+            self._chunking[part] = EMPTY
             return number
         if self._next == len(self._order):
-            return NOBODY
+            return EMPTY
         number = int(self._order[self._next])
         self._next += 1
-        if self._by_chunks(number, decoding):
-            self._reading[part] = number
-            return NOBODY
+        if self._needs_chunks(number, decoding):
+            self._chunking[part] = number
+            return EMPTY
         return number
 
-    def read(self, params: Weights) -> bool:
+    def prefill_chunk(self, params: Weights) -> bool:
         """Read a chunk of a prompt in each part; False: nothing is to be read."""
-        if not self.in_chunks:
+        if not self.chunked:
             return False
-        for part, number in enumerate(self._reading):
-            if number == NOBODY and self._next < len(self._order):
+        for part, number in enumerate(self._chunking):
+            if number == EMPTY and self._next < len(self._order):
                 following = int(self._order[self._next])
-                if self._by_chunks(following, True):
-                    self._reading[part] = following
+                if self._needs_chunks(following, True):
+                    self._chunking[part] = following
                     self._next += 1
         reads = {
             part: number
-            for part, number in enumerate(self._reading)
-            if number != NOBODY and self._rest(number) > CHUNK
+            for part, number in enumerate(self._chunking)
+            if number != EMPTY and self._uncached(number) > PREFILL_CHUNK
         }
-        if not reads or self.prefixes is None:
+        if not reads or self.cache is None:
             return False
         texts = [
             self._tokens(reads[part]) if part in reads else None
-            for part in range(len(self._reading))
+            for part in range(len(self._chunking))
         ]
-        self.prefixes.read(params, texts, CHUNK, self._limit)
+        self.cache.prefill_chunk(params, texts, PREFILL_CHUNK, self._limit)
         for part, number in reads.items():
-            self._path[number] = self.prefixes.find(self._tokens(number), part).path
+            self._path[number] = self.cache.match(self._tokens(number), part).path
         return True
 
-    def _by_chunks(self, number: int, decoding: bool) -> bool:
-        rest = self._rest(number)
-        if not self.in_chunks or rest <= CHUNK:
+    def _needs_chunks(self, number: int, decoding: bool) -> bool:
+        rest = self._uncached(number)
+        if not self.chunked or rest <= PREFILL_CHUNK:
             return False
-        return decoding or not self.whole or len(self._path[number]) * BLOCK >= rest
+        return decoding or not self.fits_whole or len(self._path[number]) * BLOCK >= rest
 
     # How they enter
 
     def columns_for(self, taken: Sequence[Sequence[int]]) -> int:
         """Columns for what is new of these prompts, one of ``new``; 0: they are read whole."""
-        most = max(self._rest(number) for some in taken for number in some)
-        return next((n for n in self.new if n >= most), 0)
+        most = max(self._uncached(number) for some in taken for number in some)
+        return next((n for n in self.column_sizes if n >= most), 0)
 
-    def entering(
+    def admission_inputs(
         self, numbers: np.ndarray, new: int
     ) -> tuple[np.ndarray, np.ndarray, CachedPrompts | None]:
         """Prompts as ``Admission`` has them: tokens, mask, and what is known.
 
         Args:
-          numbers: int [parts, each]; NOBODY: an entry that fills up.
+          numbers: int [parts, each]; EMPTY: an entry that fills up.
           new: columns, of ``columns_for``.
         """
-        prompts: list[Any] = [() if n == NOBODY else self._tokens(n) for n in numbers.ravel()]
+        prompts: list[Any] = [() if n == EMPTY else self._tokens(n) for n in numbers.ravel()]
         found = [CachedPrefix()] * len(prompts)
         if new:
-            paths = [() if n == NOBODY else self._path[n] for n in numbers.ravel()]
+            paths = [() if n == EMPTY else self._path[n] for n in numbers.ravel()]
             found = [CachedPrefix(path) for path in paths]
-        for part, i in zip(*np.nonzero(numbers != NOBODY), strict=True):
-            self._entered(int(numbers[part, i]), int(part), bool(new))
-        return unread(prompts, found, new or self._limit, self.columns if new else 0)
+        for part, i in zip(*np.nonzero(numbers != EMPTY), strict=True):
+            self._note_admitted(int(numbers[part, i]), int(part), bool(new))
+        return uncached_tokens(prompts, found, new or self._limit, self.columns if new else 0)
 
-    def _entered(self, number: int, part: int, counts: bool) -> None:
+    def _note_admitted(self, number: int, part: int, counts: bool) -> None:
         """Note what a prompt need not read, if that counts: the first one of a part has it read.
         What was read for it alone is known no more."""
         own = self._pieces[number]
         for i in own if counts else ():
-            if (i, part) in self._read_by:
-                self.known[number] += self._shared[i].new
-            self._read_by.add((i, part))
-        shared = len(self._shared[own[-1]].tokens) // BLOCK if own else 0
-        if self.prefixes is not None:
-            self.prefixes.drop(self._path[number][shared:], part)
+            if (i, part) in self._prefilled_by:
+                self.cached_tokens[number] += self._shared[i].new
+            self._prefilled_by.add((i, part))
+        find_shared_prefixes = len(self._shared[own[-1]].tokens) // BLOCK if own else 0
+        if self.cache is not None:
+            self.cache.remove(self._path[number][find_shared_prefixes:], part)
 
     def _tokens(self, number: int) -> list[int]:
-        tokens: list[int] = self._work.prompts[number][self._work.mask[number]].tolist()
+        tokens: list[int] = self._job.prompts[number][self._job.mask[number]].tolist()
         return tokens
 
-    def _rest(self, number: int) -> int:
+    def _uncached(self, number: int) -> int:
         """Tokens of a prompt that are not known."""
         return int(self._length[number]) - len(self._path[number]) * BLOCK

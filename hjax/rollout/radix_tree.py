@@ -16,7 +16,7 @@ Path = list[int]
 class _Block:
     parent: int
     tokens: tuple[int, ...]
-    holders: int = 0
+    ref_count: int = 0
 
 
 class RadixTree:
@@ -28,7 +28,7 @@ class RadixTree:
     """
 
     def __init__(self, blocks: int, size: int):
-        self.blocks, self.size = blocks, size
+        self.blocks, self.block_size = blocks, size
         self.clear()
 
     def clear(self) -> None:
@@ -37,80 +37,80 @@ class RadixTree:
         self._child: dict[tuple[int, tuple[int, ...]], int] = {}
         # In order of use, a block always after those that follow it in a sequence: what comes
         # first can go.
-        self._known: collections.OrderedDict[int, _Block] = collections.OrderedDict()
+        self._blocks: collections.OrderedDict[int, _Block] = collections.OrderedDict()
 
     @property
     def used(self) -> int:
         """Blocks that hold something."""
-        return len(self._known)
+        return len(self._blocks)
 
-    def find(self, tokens: Sequence[int]) -> Path:
+    def match(self, tokens: Sequence[int]) -> Path:
         """Numbers of the blocks of the longest known beginning."""
         path: Path = []
         parent = ROOT
-        for piece in self._pieces(tokens):
+        for piece in self._split(tokens):
             number = self._child.get((parent, piece))
             if number is None:
                 break
             path.append(number)
             parent = number
-        self._use(path)
+        self._touch(path)
         return path
 
-    def add(self, tokens: Sequence[int]) -> tuple[Path, Path]:
+    def insert(self, tokens: Sequence[int]) -> tuple[Path, Path]:
         """Make a sequence's whole blocks known, as far as there is room.
 
         Returns:
           its path, held for the caller (see ``release``), and those blocks of it that are new, the
           path's last ones, which the caller has to fill.
         """
-        path = self.find(tokens)
-        self.hold(path)
+        path = self.match(tokens)
+        self.acquire(path)
         new: Path = []
-        for piece in list(self._pieces(tokens))[len(path) :]:
-            number = self._room()
+        for piece in list(self._split(tokens))[len(path) :]:
+            number = self._allocate_or_evict()
             if number is None:
                 break
             parent = path[-1] if path else ROOT
             self._child[parent, piece] = number
-            self._known[number] = _Block(parent, piece, holders=1)
+            self._blocks[number] = _Block(parent, piece, ref_count=1)
             path.append(number)
             new.append(number)
-        self._use(path)
+        self._touch(path)
         return path, new
 
-    def hold(self, path: Iterable[int]) -> None:
+    def acquire(self, path: Iterable[int]) -> None:
         """Keep these blocks until they are released as often as they were held."""
         for number in path:
-            self._known[number].holders += 1
+            self._blocks[number].ref_count += 1
 
     def release(self, path: Iterable[int]) -> None:
         """See ``hold``."""
         for number in path:
-            self._known[number].holders -= 1
+            self._blocks[number].ref_count -= 1
 
-    def drop(self, path: Sequence[int]) -> None:
+    def remove(self, path: Sequence[int]) -> None:
         """Forget blocks, the last ones of a sequence, that nobody else has found."""
         for number in reversed(path):
-            block = self._known.pop(number)
+            block = self._blocks.pop(number)
             del self._child[block.parent, block.tokens]
             self._free.append(number)
 
-    def _pieces(self, tokens: Sequence[int]) -> Iterable[tuple[int, ...]]:
-        size = self.size
+    def _split(self, tokens: Sequence[int]) -> Iterable[tuple[int, ...]]:
+        size = self.block_size
         for at in range(len(tokens) // size):
             yield tuple(tokens[at * size : (at + 1) * size])
 
-    def _use(self, path: Path) -> None:
+    def _touch(self, path: Path) -> None:
         for number in reversed(path):
-            self._known.move_to_end(number)
+            self._blocks.move_to_end(number)
 
-    def _room(self) -> int | None:
+    def _allocate_or_evict(self) -> int | None:
         """A block that holds nothing, or nothing that is held; None: there is none."""
         if self._free:
             return self._free.pop()
-        for number, block in self._known.items():
-            if not block.holders:
-                del self._known[number], self._child[block.parent, block.tokens]
+        for number, block in self._blocks.items():
+            if not block.ref_count:
+                del self._blocks[number], self._child[block.parent, block.tokens]
                 return number
         return None

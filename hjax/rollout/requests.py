@@ -77,20 +77,20 @@ class RequestHandle:
         self,
         request: Request,
         matcher: ConstraintMatcher | None,
-        on_piece: Callable[[ResponseChunk], None],
+        on_chunk: Callable[[ResponseChunk], None],
     ):
-        self.request, self.matcher, self._on_piece = request, matcher, on_piece
+        self.request, self.matcher, self._on_chunk = request, matcher, on_chunk
         self.cancelled = False
         self.tokens: list[int] = []  # of the response
-        self.cached: int | None = None
-        self.begun = CachedPrefix()  # what is known of its prompt, held
-        self.read = 0  # tokens of it that were read in chunks
-        self.reading = False  # whether it is read in chunks, before it enters
-        self.whole = False  # whether it is read in one piece, however long
+        self.cached_tokens: int | None = None
+        self.cached_prefix = CachedPrefix()  # what is known of its prompt, held
+        self.prefilled_tokens = 0  # tokens of it that were read in chunks
+        self.chunking = False  # whether it is read in chunks, before it enters
+        self.unchunked = False  # whether it is read in one piece, however long
         self.scores: PromptLogProbs | None = None  # of its prompt, until they are told
 
     @property
-    def unscored(self) -> bool:
+    def needs_scores(self) -> bool:
         """Whether its prompt is to be scored before it enters."""
         return self.request.scored and self.scores is None
 
@@ -98,11 +98,11 @@ class RequestHandle:
         """Draw no more; the last piece says ``cancelled``. Nothing happens if it has ended."""
         self.cancelled = True
 
-    def tell(self, piece: ResponseChunk) -> None:
+    def deliver(self, piece: ResponseChunk) -> None:
         """Hand a piece on; a listener that fails is none any more, and its error is logged."""
         try:
-            self._on_piece(piece)
+            self._on_chunk(piece)
         except Exception:  # of whoever asked: the others' answers go on
             _LOG.exception("a request's listener failed; the request is cancelled")
             self.cancelled = True
-            self._on_piece = lambda piece: None
+            self._on_chunk = lambda piece: None

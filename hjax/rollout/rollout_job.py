@@ -10,11 +10,11 @@ import numpy as np
 from hjax.rollout.sampling_params import SamplingParams
 from hjax.rollout.slot_state import DecodedTokens
 
-NOBODY = -1  # in tables of who has which slot
+EMPTY = -1  # in tables of who has which slot
 # Called with a prompt's number and its responses, token ids.
-OnEnded = Callable[[int, list[list[int]]], None]
+OnPromptDone = Callable[[int, list[list[int]]], None]
 # Given a sequence and its new tokens: how many of these belong to it where its text ends, or None.
-Ends = Callable[[int, list[int]], int | None]
+StopCheck = Callable[[int, list[int]], int | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +59,10 @@ class RolloutJob:
     mask: np.ndarray
     keys: np.ndarray
     config: GenerationConfig
-    begun: ResumedResponses | None = None
+    resumed: ResumedResponses | None = None
 
     @property
-    def kept(self) -> int:
+    def kept_samples(self) -> int:
         """Samples of a prompt that are drawn to their end."""
         return self.config.samples
 
@@ -82,9 +82,9 @@ class RolloutJob:
         return self.limit if self.config.end is None else min(self.config.end, self.limit)
 
     @property
-    def in_parts(self) -> bool:
+    def is_partial(self) -> bool:
         """Whether responses are left off, or were."""
-        return self.config.end is not None or self.begun is not None
+        return self.config.end is not None or self.resumed is not None
 
     @property
     def rows(self) -> int:
@@ -120,25 +120,25 @@ class RolloutResponses:
       ended: bool [sequences], which are whole; what is left off has not ended.
     """
 
-    def __init__(self, work: RolloutJob, on_ended: OnEnded | None = None):
-        self._work, self._on_ended = work, on_ended
-        shape = work.rows, work.limit
+    def __init__(self, job: RolloutJob, on_prompt_done: OnPromptDone | None = None):
+        self._job, self._on_prompt_done = job, on_prompt_done
+        shape = job.rows, job.limit
         self._tables: dict[str, np.ndarray] = {
             "responses": np.zeros(shape, np.int32), "response_mask": np.zeros(shape, bool)
         }  # fmt: skip
-        self.ended = np.zeros(work.rows, bool)
-        if work.begun is not None:
-            self._tables = {name: np.array(table) for name, table in work.begun.tables.items()}
-            self.ended = work.begun.ended.copy()
+        self.ended = np.zeros(job.rows, bool)
+        if job.resumed is not None:
+            self._tables = {name: np.array(table) for name, table in job.resumed.tables.items()}
+            self.ended = job.resumed.ended.copy()
         self.drawn = self._tables["response_mask"].sum(axis=1)
-        self._waited = ~self.enough
+        self._awaited = ~self.complete
 
     @property
-    def enough(self) -> np.ndarray:
+    def complete(self) -> np.ndarray:
         """bool [prompts], of which as many have ended as are kept."""
-        return self.ended.reshape(-1, self._work.samples).sum(axis=1) >= self._work.kept
+        return self.ended.reshape(-1, self._job.samples).sum(axis=1) >= self._job.kept_samples
 
-    def put(self, sequences: np.ndarray, drawn: DecodedTokens, ended: np.ndarray) -> None:
+    def record(self, sequences: np.ndarray, drawn: DecodedTokens, ended: np.ndarray) -> None:
         """What a dispatch drew.
 
         Args:
@@ -146,7 +146,7 @@ class RolloutResponses:
           drawn: its tables.
           ended: bool [rows], whose last token it drew.
         """
-        made, there = self._tables, sequences != NOBODY
+        made, there = self._tables, sequences != EMPTY
         row, at = np.nonzero(drawn.mask & there[:, None])
         where = sequences[row], self.drawn[sequences[row]] + at
         made["responses"][where] = drawn.tokens[row, at]
@@ -160,24 +160,24 @@ class RolloutResponses:
                 np.add.at(total, sequences[there], counted[there])
         np.add.at(self.drawn, sequences[row], 1)
         self.ended[sequences[ended]] = True
-        for prompt in np.flatnonzero(self._waited & self.enough):
-            self._waited[prompt] = False
-            if self._on_ended is not None:
-                rows = self._kept()[prompt]
+        for prompt in np.flatnonzero(self._awaited & self.complete):
+            self._awaited[prompt] = False
+            if self._on_prompt_done is not None:
+                rows = self._kept_sequences()[prompt]
                 pairs = zip(made["responses"][rows], made["response_mask"][rows], strict=True)
-                self._on_ended(int(prompt), [row[mask].tolist() for row, mask in pairs])
+                self._on_prompt_done(int(prompt), [row[mask].tolist() for row, mask in pairs])
 
-    def _kept(self) -> np.ndarray:
+    def _kept_sequences(self) -> np.ndarray:
         """int [prompts, kept]: the sequences that are kept, rising.
 
         The shortest of those that have ended, of equally long ones the first: so they do not depend
         on how many tokens a dispatch draws, nor on who else is there.
         """
-        shape = self._work.prompts.shape[0], self._work.samples
+        shape = self._job.prompts.shape[0], self._job.samples
         lengths = np.where(self.ended, self.drawn, np.iinfo(np.int64).max).reshape(shape)
         # Stable, so that of equals the first comes first.
         order = np.argsort(lengths, axis=1, kind="stable")
-        numbers = np.sort(order[:, : self._work.kept], axis=1)
+        numbers = np.sort(order[:, : self._job.kept_samples], axis=1)
         return numbers + shape[1] * np.arange(shape[0])[:, None]
 
     def tables(self) -> dict[str, np.ndarray]:
@@ -185,5 +185,5 @@ class RolloutResponses:
         ``response_mask`` bool, the log-probs by their names, and where tokens were guessed
         ``guessed`` and ``guessed_right``, int32 [sequences], how many and how many of them were
         drawn."""
-        rows = self._kept().ravel()
+        rows = self._kept_sequences().ravel()
         return {name: table[rows] for name, table in self._tables.items()}

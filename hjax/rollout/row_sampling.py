@@ -140,7 +140,7 @@ class RowSampling:
     def truncates(self) -> jax.Array:
         return ~self.greedy & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
 
-    def alters(self, position: jax.Array) -> jax.Array:
+    def changes_logits(self, position: jax.Array) -> jax.Array:
         """bool [rows]: whether biases, bans or penalties change the logits at ``position``."""
         altered = (self.bias_tokens >= 0).any(axis=-1)
         if self.repetition_penalty is not None:
@@ -148,9 +148,9 @@ class RowSampling:
             altered |= (self.presence_penalty != 0) | (self.frequency_penalty != 0)
         if self.static and (altered.all() or not self.min_tokens.any()):
             return altered
-        return altered | (self.held(position) >= 0).any(axis=-1)
+        return altered | (self.banned_stops(position) >= 0).any(axis=-1)
 
-    def held(self, position: jax.Array) -> jax.Array:
+    def banned_stops(self, position: jax.Array) -> jax.Array:
         """int32 [rows, stops]: the stop tokens that are banned at ``position``, -1 for none."""
         return jnp.where((position < self.min_tokens)[:, None], self.stop, -1)
 
@@ -186,9 +186,7 @@ def _biases(options: SamplingParams) -> dict[int, float]:
     return {**options.logit_bias, **dict.fromkeys(options.banned, -math.inf)}
 
 
-def _padded(
-    rows: Sequence[Iterable[float]], width: int, empty: int, dtype: Any
-) -> np.ndarray:
+def _padded(rows: Sequence[Iterable[float]], width: int, empty: int, dtype: Any) -> np.ndarray:
     table = np.full((len(rows), width), empty, dtype)
     for row, values in zip(table, map(list, rows)):
         row[: len(values)] = values

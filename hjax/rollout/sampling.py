@@ -76,7 +76,7 @@ def draw(
     counts: TokenCounts | None = None,
     kernels: KernelSet = KernelSet(),
     layout: Layout | None = None,
-    allowed: jax.Array | None = None,
+    token_bitmask: jax.Array | None = None,
 ) -> SampledTokens:
     """Draw each row's token at its ``position``.
 
@@ -93,8 +93,8 @@ def draw(
       kernels: of the platform.
       layout: over whose axes rows and vocabulary are split. Each device then draws from its part
         of the vocabulary, and a few numbers per row are exchanged, never logits.
-      allowed: as of ``vocabulary.only``: other tokens are banned, forced ones apart; at least one
-        of a row is allowed if anybody reads it. None: all are.
+      token_bitmask: as of ``vocabulary.only``: other tokens are banned, forced ones apart; at least
+        one of a row is allowed if anybody reads it. None: all are.
 
     Raises:
       ValueError: counts without penalties, or penalties without counts.
@@ -109,33 +109,35 @@ def draw(
         )
     logits, position = jnp.asarray(logits), jnp.broadcast_to(position, keys.shape)
     axes = vocab_parallel.axes_of(layout)
-    asked = _asked(rows, position, allowed)
-    part = _Part(kernels, axes)
+    needed = _needed(rows, position, token_bitmask)
+    part = _VocabShard(kernels, axes)
 
     def noise() -> jax.Array:
         return gumbel(keys, position, logits.shape[-1])
 
     if layout is None or not axes:
-        return part.draw(logits, noise, position, rows, counts, allowed, asked)
+        return part.draw(logits, noise, position, rows, counts, token_bitmask, needed)
 
     def constrained(noise: jax.Array) -> jax.Array:
         # Held as it is drawn from, so that every device makes its own part.
         return layout.constrain(noise, "batch", "vocab")
 
-    known = {name: wanted for name, wanted in asked.items() if isinstance(wanted, np.bool_)}
-    told = {name: wanted for name, wanted in asked.items() if name not in known}
+    known = {name: wanted for name, wanted in needed.items() if isinstance(wanted, np.bool_)}
+    traced = {name: wanted for name, wanted in needed.items() if name not in known}
     made = None
     if known.get("samples", True):
         silence = jnp.zeros(logits.shape, jnp.float32)
-        made = _when(asked["samples"], lambda: constrained(noise()), lambda: constrained(silence))
+        made = _cond(needed["samples"], lambda: constrained(noise()), lambda: constrained(silence))
         made = constrained(made)
 
     def of_part(
         logits: jax.Array, made: Any, position: jax.Array, own: Any, *more: Any
     ) -> SampledTokens:
-        counts, allowed, told = more
+        counts, token_bitmask, traced = more
         of_rows = rows if shared else own
-        return part.draw(logits, lambda: made, position, of_rows, counts, allowed, known | told)
+        return part.draw(
+            logits, lambda: made, position, of_rows, counts, token_bitmask, known | traced
+        )
 
     split, whole = layout.spec(["batch", "vocab"]), layout.spec(["batch"])
     return jax.shard_map(
@@ -144,20 +146,20 @@ def draw(
         in_specs=(split, split, whole, whole, split, whole, jax.sharding.PartitionSpec()),
         out_specs=whole,
         check_vma=False,
-    )(logits, made, position, None if shared else rows, counts, allowed, told)
+    )(logits, made, position, None if shared else rows, counts, token_bitmask, traced)
 
 
-def _asked(
-    rows: RowSampling, position: jax.Array, allowed: jax.Array | None
+def _needed(
+    rows: RowSampling, position: jax.Array, token_bitmask: jax.Array | None
 ) -> dict[str, jax.Array]:
     """bool [] each: what some row asks for; numpy's where that is known while tracing.
 
     Asked of all rows on all devices: one that skips an exchange must not leave another waiting.
     """
-    alters = rows.alters(position).any()
+    alters = rows.changes_logits(position).any()
     return {
         "samples": (~rows.greedy).any(),
-        "alters": alters if allowed is None else alters | vocab_parallel.bans(allowed),
+        "alters": alters if token_bitmask is None else alters | vocab_parallel.bans(token_bitmask),
         "tempered": rows.tempered.any(),
         "truncates": rows.truncates.any(),
         "top_k": (rows.truncates & (rows.top_k > 0)).any(),
@@ -167,14 +169,14 @@ def _asked(
     }
 
 
-def _when(asked: Any, wanted: Callable[[], T], otherwise: Callable[[], T]) -> T:
+def _cond(needed: Any, wanted: Callable[[], T], otherwise: Callable[[], T]) -> T:
     """One of two: as the program runs, or while it is traced if that is known."""
-    if isinstance(asked, np.bool_):
-        return wanted() if asked else otherwise()
-    return jax.lax.cond(asked, wanted, otherwise)
+    if isinstance(needed, np.bool_):
+        return wanted() if needed else otherwise()
+    return jax.lax.cond(needed, wanted, otherwise)
 
 
-def no_tops(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+def no_top_tokens(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     """No most probable tokens, in the shapes that ``SampledTokens`` has them."""
     shape = (*shape, MOST_TOP)
     return jnp.zeros(shape, jnp.int32), jnp.full(shape, -jnp.inf, jnp.float32)
@@ -187,7 +189,7 @@ _Norm = tuple[jax.Array, jax.Array]
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Kept:
+class _Truncated:
     """What is left of a distribution that top-k, top-p or min-p cut.
 
     Attributes:
@@ -199,7 +201,7 @@ class _Kept:
     norm: _Norm
 
     @classmethod
-    def all_of(cls, logits: jax.Array) -> _Kept:
+    def all_of(cls, logits: jax.Array) -> _Truncated:
         """Everything, of rows that nothing cuts."""
         zeros = jnp.zeros((logits.shape[0], 1), jnp.float32)
         return cls(zeros.astype(jnp.uint32), (zeros, zeros))
@@ -211,7 +213,7 @@ class _Kept:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Part:
+class _VocabShard:
     """``draw`` of a part of the vocabulary, the whole being split over ``axes``."""
 
     kernels: KernelSet
@@ -224,13 +226,13 @@ class _Part:
         position: jax.Array,
         rows: RowSampling,
         counts: TokenCounts | None,
-        allowed: jax.Array | None,
-        asked: dict[str, jax.Array],
+        token_bitmask: jax.Array | None,
+        needed: dict[str, jax.Array],
     ) -> SampledTokens:
         # Not divided by the temperature: XLA makes this of a division by a constant.
         scale = np.float32(1.0) / rows.temperatures
-        policy = self.norm(logits * scale)
-        plain = _when(asked["tempered"], lambda: self.norm(logits), lambda: policy)
+        policy = self.log_normalizer(logits * scale)
+        plain = _cond(needed["tempered"], lambda: self.log_normalizer(logits), lambda: policy)
         forced = rows.forced_at(position)
 
         def drawn(altered: jax.Array, norm: _Norm) -> SampledTokens:
@@ -238,9 +240,11 @@ class _Part:
             def tempered() -> jax.Array:
                 return _normed(altered * scale, norm)
 
-            cuts = asked["truncates"]
-            whole = None if isinstance(cuts, np.bool_) else _Kept.all_of(altered)
-            kept = _when(cuts, lambda: self.cut(altered, tempered(), rows, asked), lambda: whole)
+            cuts = needed["truncates"]
+            whole = None if isinstance(cuts, np.bool_) else _Truncated.all_of(altered)
+            kept = _cond(
+                cuts, lambda: self.truncate(altered, tempered(), rows, needed), lambda: whole
+            )
 
             def final() -> jax.Array:
                 return tempered() if kept is None else kept.of(altered, tempered())
@@ -250,7 +254,7 @@ class _Part:
 
             # What a branch gives lies in memory: looking for the largest never computes it twice,
             # in two orders of rounding.
-            scores = _when(asked["samples"], perturbed, lambda: altered)
+            scores = _cond(needed["samples"], perturbed, lambda: altered)
             token = vocab_parallel.largest(scores, self.kernels.largest, self.axes)
             token = jnp.where(forced >= 0, forced, token)
             tables = [logits] if altered is logits else [logits, altered]
@@ -258,9 +262,11 @@ class _Part:
             raw, own = picked[0], picked[-1]
             sampled = _normed(own * scale, norm)
             sampled = sampled if kept is None else _normed(sampled, kept.norm)
-            nothing = (None, None) if isinstance(asked["top"], np.bool_) else no_tops(token.shape)
-            tops = _when(
-                asked["top"],
+            nothing = (
+                (None, None) if isinstance(needed["top"], np.bool_) else no_top_tokens(token.shape)
+            )
+            tops = _cond(
+                needed["top"],
                 lambda: vocab_parallel.likeliest(final(), MOST_TOP, self.axes),
                 lambda: nothing,
             )
@@ -273,18 +279,18 @@ class _Part:
             )
 
         def drawn_altered() -> SampledTokens:
-            altered = self.alter(logits, position, rows, counts, allowed)
-            return drawn(altered, self.norm(altered * scale))
+            altered = self.process_logits(logits, position, rows, counts, token_bitmask)
+            return drawn(altered, self.log_normalizer(altered * scale))
 
-        return _when(asked["alters"], drawn_altered, lambda: drawn(logits, policy))
+        return _cond(needed["alters"], drawn_altered, lambda: drawn(logits, policy))
 
-    def alter(
+    def process_logits(
         self,
         logits: jax.Array,
         position: jax.Array,
         rows: RowSampling,
         counts: TokenCounts | None,
-        allowed: jax.Array | None,
+        token_bitmask: jax.Array | None,
     ) -> jax.Array:
         """Biases, penalties, then what is not allowed and the stop tokens' bans: whatever is banned
         stays so.
@@ -303,24 +309,26 @@ class _Part:
             weaker = jnp.where(altered < 0, altered * repetition, altered / repetition)
             altered = jnp.where(counts.prompt | in_response, weaker, altered)
             altered = altered - frequency * counts.response - presence * in_response
-        if allowed is not None:
-            altered = vocab_parallel.only(altered, allowed, self.axes)
-        return vocab_parallel.add(altered, rows.held(position), jnp.float32(-jnp.inf), self.axes)
+        if token_bitmask is not None:
+            altered = vocab_parallel.only(altered, token_bitmask, self.axes)
+        return vocab_parallel.add(
+            altered, rows.banned_stops(position), jnp.float32(-jnp.inf), self.axes
+        )
 
-    def cut(
+    def truncate(
         self,
         altered: jax.Array,
         tempered: jax.Array,
         rows: RowSampling,
-        asked: dict[str, jax.Array],
-    ) -> _Kept:
+        needed: dict[str, jax.Array],
+    ) -> _Truncated:
         """What is left of the altered logits.
 
         Top-k, top-p and min-p each keep tokens at or above some logit, so the highest edge counts;
         only top-p depends on what another has left out, top-k before it.
         """
         order = vocab_parallel.ordered(altered)
-        whole = _Kept.all_of(tempered)
+        whole = _Truncated.all_of(tempered)
         truncates = rows.truncates[:, None]
         top_k, top_p, min_p = rows.top_k[:, None], rows.top_p[:, None], rows.min_p[:, None]
 
@@ -328,7 +336,7 @@ class _Part:
             reached = vocab_parallel.top_k_edge(order, top_k, self.axes)
             return jnp.where(top_k > 0, reached, whole.edge)
 
-        edge = _when(asked["top_k"], by_top_k, lambda: whole.edge)
+        edge = _cond(needed["top_k"], by_top_k, lambda: whole.edge)
         left = jnp.where(order >= edge, tempered, -jnp.inf)
 
         def by_top_p() -> jax.Array:
@@ -339,11 +347,11 @@ class _Part:
             top = vocab_parallel.over(jnp.max(altered, -1, keepdims=True), jax.lax.pmax, self.axes)
             return vocab_parallel.ordered(top + rows.temperatures * jnp.log(min_p))
 
-        edge = jnp.maximum(edge, _when(asked["top_p"], by_top_p, lambda: whole.edge))
-        edge = jnp.maximum(edge, _when(asked["min_p"], by_min_p, lambda: whole.edge))
+        edge = jnp.maximum(edge, _cond(needed["top_p"], by_top_p, lambda: whole.edge))
+        edge = jnp.maximum(edge, _cond(needed["min_p"], by_min_p, lambda: whole.edge))
         edge = jnp.where(truncates, edge, whole.edge)
-        shift, log_sum = self.norm(jnp.where(order >= edge, tempered, -jnp.inf))
-        return _Kept(
+        shift, log_sum = self.log_normalizer(jnp.where(order >= edge, tempered, -jnp.inf))
+        return _Truncated(
             edge,
             (
                 jnp.where(truncates, shift, whole.norm[0]),
@@ -351,7 +359,7 @@ class _Part:
             ),
         )
 
-    def norm(self, logits: jax.Array) -> _Norm:
+    def log_normalizer(self, logits: jax.Array) -> _Norm:
         """What turns logits [rows, vocab] into log-probs, each [rows, 1]."""
         shift = vocab_parallel.over(jnp.max(logits, -1, keepdims=True), jax.lax.pmax, self.axes)
         total = jnp.sum(jnp.exp(logits - shift), -1, keepdims=True)

@@ -209,7 +209,7 @@ class SamplingParams:
         return not self.greedy and self.temperature != 1
 
     @property
-    def alters(self) -> bool:
+    def changes_logits(self) -> bool:
         """Whether biases, bans, penalties or forced tokens change what is drawn."""
         held = bool(self.stop) and self.min_tokens > 0
         return bool(self.logit_bias or self.bad or self.forced) or held or self.penalised

@@ -16,17 +16,17 @@ import numpy as np
 
 from hjax.models.packed_prefill import packed_sizes
 from hjax.models.parameters import Weights
-from hjax.rollout.bucketing import COLUMNS, RolloutBuckets
+from hjax.rollout.bucketing import MIN_COLUMNS, RolloutBuckets
 from hjax.rollout.engine import STEPS, Engine
-from hjax.rollout.prefix_cache import texts
-from hjax.rollout.prefix_sharing import AT_ONCE, CHUNK, PrefixSharing
-from hjax.rollout.rollout_job import NOBODY, Ends, OnEnded, RolloutJob, RolloutResponses
+from hjax.rollout.prefix_cache import text_table
+from hjax.rollout.prefix_sharing import MAX_CHUNKS, PREFILL_CHUNK, PrefixSharing
+from hjax.rollout.rollout_job import EMPTY, OnPromptDone, RolloutJob, RolloutResponses, StopCheck
 from hjax.rollout.slot_state import Admission, DecodedTokens, ResumedRows
 from hjax.rollout.slot_table import SlotTable
 from hjax.xla.abstract_program import AbstractProgram
 
 # Columns of prompts that are read together from which on programs without padding pay.
-FLAT = 512
+MIN_PACKED_COLUMNS = 512
 
 
 @dataclasses.dataclass
@@ -38,10 +38,10 @@ class SchedulerCounts:
     computed: int = 0
 
 
-def width_for(tokens: int, limit: int) -> int:
+def resumed_columns(tokens: int, limit: int) -> int:
     """Columns in which so many tokens of responses are read, ``limit`` at most: of those from 64 on
     there are four sizes to an octave at most."""
-    step = max((1 << tokens.bit_length()) // 8, COLUMNS)
+    step = max((1 << tokens.bit_length()) // 8, MIN_COLUMNS)
     return min(-(-tokens // step) * step, limit)
 
 
@@ -58,36 +58,36 @@ class RolloutScheduler:
     def __init__(
         self,
         engine: Engine,
-        work: RolloutJob,
-        ends: Ends | None = None,
-        on_ended: OnEnded | None = None,
+        job: RolloutJob,
+        stop_check: StopCheck | None = None,
+        on_prompt_done: OnPromptDone | None = None,
     ):
-        self.engine, self.work, self._ends = engine, work, ends
-        self.sampling, samples, begun = work.config.sampling, work.samples, work.begun
-        self._cut = np.zeros(work.rows, bool)  # sequences whose text has ended
-        self._made = RolloutResponses(work, on_ended)
+        self.engine, self.job, self._stop_check = engine, job, stop_check
+        self.sampling, samples, begun = job.config.sampling, job.samples, job.resumed
+        self._text_ended = np.zeros(job.rows, bool)  # sequences whose text has ended
+        self._responses = RolloutResponses(job, on_prompt_done)
         # Sequences that are to be drawn.
-        self._live = ~self._made.ended & ~np.repeat(self._made.enough, samples)
+        self._to_draw = ~self._responses.ended & ~np.repeat(self._responses.complete, samples)
         # Columns in which they are read: few sizes, so that parts share these programs too.
-        self._width = 0 if begun is None else width_for(begun.start, work.limit)
-        waiting = np.flatnonzero(self._live.reshape(-1, samples).any(axis=1))
-        self.beginnings = PrefixSharing(engine, work, waiting)
-        self.shapes = RolloutBuckets(engine, work, self.beginnings.columns)
-        together = self.beginnings.together(samples * self._width)
-        self.entering = min(self.shapes.groups, together)
+        self._resumed_columns = 0 if begun is None else resumed_columns(begun.start, job.limit)
+        waiting = np.flatnonzero(self._to_draw.reshape(-1, samples).any(axis=1))
+        self.sharing = PrefixSharing(engine, job, waiting)
+        self.buckets = RolloutBuckets(engine, job, self.sharing.columns)
+        together = self.sharing.prefill_batch(samples * self._resumed_columns)
+        self.prefill_groups = min(self.buckets.groups, together)
         self.counts = SchedulerCounts()
-        self.table = SlotTable(engine, self.shapes, samples)
+        self.table = SlotTable(engine, self.buckets, samples)
         self._decoding = False
 
     # Sizes
 
     @property
-    def programs_met(self) -> Hashable:
+    def program_key(self) -> Hashable:
         """What tells schedules of one engine and sampling apart that call other programs."""
-        flat = self._rooms(self.entering)
-        reading = self.beginnings.active, self.work.prompts.shape[1], self._width, flat
-        sizes = tuple(self.shapes.size(*pair) for pair in self.shapes.pairs)
-        return bool(self.work.config.surplus), sizes, reading
+        flat = self._packed_sizes(self.prefill_groups)
+        reading = self.sharing.active, self.job.prompts.shape[1], self._resumed_columns, flat
+        sizes = tuple(self.buckets.state_sizes(*pair) for pair in self.buckets.states)
+        return bool(self.job.config.surplus), sizes, reading
 
     def programs(self, call: str, params: Weights) -> Iterator[AbstractProgram]:
         """What takes time and memory, of abstract parameters in the generate layout.
@@ -98,149 +98,160 @@ class RolloutScheduler:
           call: its name.
           params: jax.ShapeDtypeStruct with shardings.
         """
-        engine, work = self.engine, self.work
-        most = self.shapes.size(self.shapes.rows[0], self.shapes.lengths[-1])
+        engine, job = self.engine, self.job
+        most = self.buckets.state_sizes(self.buckets.rows[0], self.buckets.lengths[-1])
         held = engine.abstract(most)
         blocks: dict[str, Any] = {}
-        if self.beginnings.active:
-            blocks = {"blocks": engine.chunks.abstract(self.beginnings.count)}
-        yield from self._reading(call, params, {"cache": held}, blocks)
-        turns = -(-work.rows // most.rows)
+        if self.sharing.active:
+            blocks = {"blocks": engine.chunked_prefill.abstract(self.sharing.block_count)}
+        yield from self._prefill_programs(call, params, {"cache": held}, blocks)
+        turns = -(-job.rows // most.rows)
         # The first token is drawn from the prompt.
-        dispatches = -(-max(work.limit - 1, 1) // STEPS)
+        dispatches = -(-max(job.limit - 1, 1) // STEPS)
         yield AbstractProgram(
             f"{call}.decode",
-            lambda: engine.trace_decode(self.sampling, params, most, STEPS + engine.lookup),
-            engine.trips(STEPS),
+            lambda: engine.trace_decode(self.sampling, params, most, STEPS + engine.draft_tokens),
+            engine.loop_iterations(STEPS),
             runs=turns * dispatches,
             beside=blocks,
             tokens=most.rows * STEPS,
         )
 
-    def _reading(
+    def _prefill_programs(
         self, call: str, params: Weights, held: dict[str, Any], blocks: dict[str, Any]
     ) -> Iterator[AbstractProgram]:
         """What reads prompts, beside a state and blocks: whole, or where prompts are too long for
         that in chunks."""
-        engine, beginnings = self.engine, self.beginnings
-        count, limit = self.work.prompts.shape
-        each, known = engine.parts * self.entering, (0, 0)
-        if not beginnings.whole:
-            limit, known = CHUNK, (beginnings.columns, beginnings.count)
+        engine, sharing = self.engine, self.sharing
+        count, limit = self.job.prompts.shape
+        each, known = engine.parts * self.prefill_groups, (0, 0)
+        if not sharing.fits_whole:
+            limit, known = PREFILL_CHUNK, (sharing.columns, sharing.block_count)
             yield AbstractProgram(
                 f"{call}.prefill_chunk",
-                lambda: engine.chunks.trace(params, beginnings.count, CHUNK, beginnings.columns),
-                runs=-(-count // engine.parts) * (-(-self.work.prompts.shape[1] // CHUNK) - 1),
+                lambda: engine.chunked_prefill.trace(
+                    params, sharing.block_count, PREFILL_CHUNK, sharing.columns
+                ),
+                runs=-(-count // engine.parts)
+                * (-(-self.job.prompts.shape[1] // PREFILL_CHUNK) - 1),
                 beside=held,
                 tokens=0,
             )
         yield AbstractProgram(
             f"{call}.prefill",
-            lambda: engine.trace_prefill(params, (each, limit), self.work.samples, known),
+            lambda: engine.trace_prefill(params, (each, limit), self.job.samples, known),
             runs=-(-count // each),
-            beside=held | blocks if beginnings.whole else held,
+            beside=held | blocks if sharing.fits_whole else held,
             tokens=0,
         )
 
-    def warm(self, params: Weights) -> None:
+    def precompile(self, params: Weights) -> None:
         """Compile every program that this schedule may call, so that none is compiled later."""
         # Programs of several devices are run one after another, in the same order everywhere.
         workers = os.cpu_count() if self.engine.layout.mesh.size == 1 else 1
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-            made = [pool.submit(self._warm_entries, params)]
-            made.append(pool.submit(PrefixSharing(self.engine, self.work).warm, params))
-            made += [pool.submit(self._warm_size, params, *pair) for pair in self.shapes.pairs]
+            made = [pool.submit(self._precompile_prefill, params)]
+            made.append(pool.submit(PrefixSharing(self.engine, self.job).precompile, params))
+            made += [
+                pool.submit(self._precompile_state, params, *pair) for pair in self.buckets.states
+            ]
             for each in made:
                 each.result()
 
-    def _warm_size(self, params: Weights, rows: int, length: int) -> None:
-        shapes = self.shapes
+    def _precompile_state(self, params: Weights, rows: int, length: int) -> None:
+        buckets = self.buckets
 
         def empty() -> SlotTable:
-            return SlotTable(self.engine, shapes, self.work.samples).open(rows, length)
+            return SlotTable(self.engine, buckets, self.job.samples).open(rows, length)
 
         empty().decode(self.sampling, params, 0)
-        if self.work.config.surplus or self._ends is not None:
+        if self.job.config.surplus or self._stop_check is not None:
             table = empty()
-            table.state = self.engine.halt(table.state, table.live.ravel())
-        if shapes.drops_columns:
-            empty().move(1, length)
-        if (rows, longer := shapes.longer(length)) in shapes.pairs:
-            empty().move(0, longer)
-        if fewer := shapes.fewer(rows, length):
-            empty().narrow(fewer)
+            table.state = self.engine.stop_rows(table.state, table.live.ravel())
+        if buckets.drops_columns:
+            empty().move_columns(1, length)
+        if (rows, longer := buckets.next_length(length)) in buckets.states:
+            empty().move_columns(0, longer)
+        if fewer := buckets.fewer_rows(rows, length):
+            empty().shrink_rows(fewer)
 
-    def _warm_entries(self, params: Weights) -> None:
-        table = SlotTable(self.engine, self.shapes, self.work.samples)
-        table.open(self.shapes.rows[0], self.shapes.lengths[0])
-        beginnings, blocks = self.beginnings, None
-        if beginnings.active:
-            blocks = self.engine.chunks.empty(beginnings.count)
-        for new in (0, *beginnings.new):
-            for each in self._entries(new):
-                numbers = np.full((self.engine.parts, each), NOBODY)
+    def _precompile_prefill(self, params: Weights) -> None:
+        table = SlotTable(self.engine, self.buckets, self.job.samples)
+        table.open(self.buckets.rows[0], self.buckets.lengths[0])
+        sharing, blocks = self.sharing, None
+        if sharing.active:
+            blocks = self.engine.chunked_prefill.empty(sharing.block_count)
+        for new in (0, *sharing.column_sizes):
+            for each in self._prefill_batches(new):
+                numbers = np.full((self.engine.parts, each), EMPTY)
                 blank = self._admission(numbers, new, {})
-                for flat in self._rooms(each, new):
-                    entry = dataclasses.replace(blank, flat=flat)
-                    table.share()
+                for flat in self._packed_sizes(each, new):
+                    entry = dataclasses.replace(blank, packed_size=flat)
+                    table.update_sharing()
                     table.admit(self.sampling, params, entry, blocks if new else None)
 
-    def _entries(self, new: int = 0) -> list[int]:
+    def _prefill_batches(self, new: int = 0) -> list[int]:
         """Groups of a part that may enter together, growing; ``new``: as of ``PrefixSharing``."""
-        beginnings, shapes = self.beginnings, self.shapes
+        sharing, buckets = self.sharing, self.buckets
         if new:
-            return sorted({1, self.entering})
-        if not beginnings.whole:
+            return sorted({1, self.prefill_groups})
+        if not sharing.fits_whole:
             return []
-        at_once = not shapes.refills and self.entering == shapes.groups and self.work.begun is None
-        if beginnings.in_chunks or at_once:
-            return [self.entering]
-        powers = {min(1 << i, self.entering) for i in range(self.entering.bit_length() + 1)}
+        at_once = (
+            not buckets.refills
+            and self.prefill_groups == buckets.groups
+            and self.job.resumed is None
+        )
+        if sharing.chunked or at_once:
+            return [self.prefill_groups]
+        powers = {
+            min(1 << i, self.prefill_groups) for i in range(self.prefill_groups.bit_length() + 1)
+        }
         return sorted(powers)
 
-    def _rooms(self, each: int, new: int = 0) -> tuple[int, ...]:
+    def _packed_sizes(self, each: int, new: int = 0) -> tuple[int, ...]:
         """Rooms for tokens of so many prompts that are read without padding, growing; 0, the last:
         with it. ``new``: as of ``PrefixSharing``."""
-        columns = each * (new or self.work.prompts.shape[1])
-        padded = self.work.mask.all() or self._width or not self.engine.reads_flat
-        return (0,) if padded or columns < FLAT else (*packed_sizes(columns), 0)
+        columns = each * (new or self.job.prompts.shape[1])
+        padded = self.job.mask.all() or self._resumed_columns or not self.engine.packs_prompts
+        return (0,) if padded or columns < MIN_PACKED_COLUMNS else (*packed_sizes(columns), 0)
 
     # Running
 
     def run(self, params: Weights) -> dict[str, np.ndarray]:
         """Draw everything: tables as of ``RolloutResponses``."""
-        shapes, table = self.shapes, self.table
-        table.open(shapes.rows[0], shapes.lengths[0], shapes.before)
-        self.beginnings.begin(params)
-        while table.most_live or self.beginnings.left:
-            if table.most_live:
+        buckets, table = self.buckets, self.table
+        table.open(buckets.rows[0], buckets.lengths[0], buckets.resumed_tokens)
+        self.sharing.prefill_shared(params)
+        while table.max_live_rows or self.sharing.waiting_count:
+            if table.max_live_rows:
                 self._decode(params)
-                self._give_up()
-            self._fill(params)
+                self._stop_finished()
+            self._admit_waiting(params)
             if not self._decoding:  # all may give up with their first token
-                self._give_up()
-        return self._made.tables()
+                self._stop_finished()
+        return self._responses.tables()
 
     def _decode(self, params: Weights) -> None:
         table = self.table
-        while (fewer := self._fewer()) and table.most_live <= fewer:
-            table.narrow(fewer)
-            table.share()
-        table.make_room(int(self._made.drawn[table.who[table.live]].max()))
-        fewer = self._fewer()
-        until = fewer if table.most_live > fewer else 0
-        drawn = table.decode(self.sampling, params, STEPS, until=until)
+        while (fewer := self._shrunk_rows()) and table.max_live_rows <= fewer:
+            table.shrink_rows(fewer)
+            table.update_sharing()
+        table.ensure_columns(int(self._responses.drawn[table.sequence_ids[table.live]].max()))
+        fewer = self._shrunk_rows()
+        enough_live = fewer if table.max_live_rows > fewer else 0
+        drawn = table.decode(self.sampling, params, STEPS, enough_live=enough_live)
         self._decoding = True
-        sequences = table.who.ravel().copy()
-        table.leave(drawn.done.reshape(table.who.shape))
-        self._note(sequences, drawn, drawn.steps)
+        sequences = table.sequence_ids.ravel().copy()
+        table.release_rows(drawn.done.reshape(table.sequence_ids.shape))
+        self._record(sequences, drawn, drawn.steps)
 
-    def _fewer(self) -> int:
+    def _shrunk_rows(self) -> int:
         """Rows of a part that the state may have once so many are left; 0: it stays as it is."""
-        rows = self.table.who.shape[1]
-        return 0 if self.beginnings.left else self.shapes.fewer(rows, self.table.length)
+        rows = self.table.sequence_ids.shape[1]
+        return 0 if self.sharing.waiting_count else self.buckets.fewer_rows(rows, self.table.length)
 
-    def _note(self, sequences: np.ndarray, drawn: DecodedTokens, steps: int) -> None:
+    def _record(self, sequences: np.ndarray, drawn: DecodedTokens, steps: int) -> None:
         """Who drew what in a dispatch.
 
         Args:
@@ -248,100 +259,100 @@ class RolloutScheduler:
           drawn: the tables.
           steps: that all slots took.
         """
-        drawn, over = self._cut_off(sequences, drawn)
-        there = sequences != NOBODY
+        drawn, over = self._cut_at_stop(sequences, drawn)
+        there = sequences != EMPTY
         count = np.where(there, drawn.mask.sum(axis=1), 0)
         ended = (drawn.done & (count > 0)) | over
-        if self.work.end < self.work.limit:  # who has all its tokens but not a last one is left off
+        if self.job.end < self.job.limit:  # who has all its tokens but not a last one is left off
             last = drawn.tokens[np.arange(there.size), np.maximum(count - 1, 0)]
-            left_off = np.where(there, self._made.drawn[sequences] + count, 0) == self.work.end
+            left_off = np.where(there, self._responses.drawn[sequences] + count, 0) == self.job.end
             ended &= ~left_off | np.isin(last, self.sampling.stop) | over
-        self._made.put(sequences, drawn, ended)
+        self._responses.record(sequences, drawn, ended)
         self.counts.dispatches += 1
         self.counts.tokens += int(count.sum())
         self.counts.computed += steps * drawn.done.size
 
-    def _cut_off(
+    def _cut_at_stop(
         self, sequences: np.ndarray, drawn: DecodedTokens
     ) -> tuple[DecodedTokens, np.ndarray]:
         """Tables without what is behind the end of a text, and whose ends there, bool [rows]."""
         over = np.zeros(len(sequences), bool)
-        if self._ends is None:
+        if self._stop_check is None:
             return drawn, over
         mask = np.array(drawn.mask)
-        for row in np.flatnonzero((sequences != NOBODY) & mask.any(axis=1)):
-            if self._cut[sequences[row]]:  # it entered with its last token
+        for row in np.flatnonzero((sequences != EMPTY) & mask.any(axis=1)):
+            if self._text_ended[sequences[row]]:  # it entered with its last token
                 mask[row] = False
                 continue
             at = np.flatnonzero(mask[row])
-            count = self._ends(int(sequences[row]), drawn.tokens[row, at].tolist())
+            count = self._stop_check(int(sequences[row]), drawn.tokens[row, at].tolist())
             if count is not None:
                 mask[row, at[count:]], over[row] = False, True
-        self._cut[sequences[over]] = True
+        self._text_ended[sequences[over]] = True
         return dataclasses.replace(drawn, mask=mask), over
 
-    def _give_up(self) -> None:
+    def _stop_finished(self) -> None:
         """Draw no more of samples that nobody will keep, or whose text has ended."""
         table = self.table
-        enough = self._cut[table.who]
-        if self.work.config.surplus:
-            enough |= self._made.enough[table.who // self.work.samples]
-        table.halt(enough & table.live)
-        table.leave(enough & table.live)
+        enough = self._text_ended[table.sequence_ids]
+        if self.job.config.surplus:
+            enough |= self._responses.complete[table.sequence_ids // self.job.samples]
+        table.stop_rows(enough & table.live)
+        table.release_rows(enough & table.live)
 
     # Entering
 
-    def _fill(self, params: Weights) -> None:
+    def _admit_waiting(self, params: Weights) -> None:
         """Let in all who can be, and read some of who comes next while others are decoded."""
-        free = max(map(len, self.table.free()))
-        chunks = min(1 + free, AT_ONCE)
-        while self.beginnings.left:
-            if self._enter(params):
+        free = max(map(len, self.table.free_groups()))
+        chunks = min(1 + free, MAX_CHUNKS)
+        while self.sharing.waiting_count:
+            if self._admit_some(params):
                 continue
             # Slots are free and nobody decodes: then chunks are all that there is to do.
-            nobody = not (self._decoding and self.table.most_live)
-            idle = nobody and max(map(len, self.table.free()))
-            if not (idle or chunks) or not self.beginnings.read(params):
+            nobody = not (self._decoding and self.table.max_live_rows)
+            idle = nobody and max(map(len, self.table.free_groups()))
+            if not (idle or chunks) or not self.sharing.prefill_chunk(params):
                 break
             chunks = max(chunks - 1, 0)
-        if not self.beginnings.left:
-            self.beginnings.end()
+        if not self.sharing.waiting_count:
+            self.sharing.clear()
 
-    def _enter(self, params: Weights) -> bool:
+    def _admit_some(self, params: Weights) -> bool:
         """Let in who waits, as far as there are free groups; False: nobody can enter."""
-        table, beginnings, parts = self.table, self.beginnings, self.engine.parts
-        free = table.free()
-        most = min(max(map(len, free)), -(-beginnings.left // parts), self.entering)
+        table, sharing, parts = self.table, self.sharing, self.engine.parts
+        free = table.free_groups()
+        most = min(max(map(len, free)), -(-sharing.waiting_count // parts), self.prefill_groups)
         turns = [(i, part) for i in range(most) for part in range(parts) if i < len(free[part])]
         if not self._decoding:  # in order, part by part
             turns.sort(key=lambda turn: turn[1])
         taken: list[list[int]] = [[] for _ in range(parts)]
         for _, part in turns:
-            number = beginnings.take(part, self._decoding)
-            taken[part] += [] if number == NOBODY else [number]
+            number = sharing.next_prompt(part, self._decoding)
+            taken[part] += [] if number == EMPTY else [number]
         if not any(taken):
             return False
         # In few sizes, so that few programs are needed.
-        new = beginnings.columns_for(taken)
-        each = next(n for n in self._entries(new) if n >= max(map(len, taken)))
-        numbers = np.array([some + [NOBODY] * (each - len(some)) for some in taken])
+        new = sharing.columns_for(taken)
+        each = next(n for n in self._prefill_batches(new) if n >= max(map(len, taken)))
+        numbers = np.array([some + [EMPTY] * (each - len(some)) for some in taken])
         places = {
             (part, i): free[part][i] for part, some in enumerate(taken) for i in range(len(some))
         }
         entry = self._admission(numbers, new, places)
-        table.share()
-        prefixes = beginnings.prefixes if new else None
+        table.update_sharing()
+        prefixes = sharing.cache if new else None
         blocks = None if prefixes is None else prefixes.blocks
         drawn = table.admit(self.sampling, params, entry, blocks)
         sequences = self._sequences(numbers).ravel()
-        table.leave(np.isin(table.who, sequences[drawn.done]) & table.live)
-        self._note(sequences, drawn, 0)
+        table.release_rows(np.isin(table.sequence_ids, sequences[drawn.done]) & table.live)
+        self._record(sequences, drawn, 0)
         return True
 
     def _sequences(self, numbers: np.ndarray) -> np.ndarray:
         """int [..., samples], those of prompts that are to be drawn; NOBODY: it has ended."""
-        ids = numbers[..., None] * self.work.samples + np.arange(self.work.samples)
-        return np.where((numbers[..., None] != NOBODY) & self._live[ids], ids, NOBODY)
+        ids = numbers[..., None] * self.job.samples + np.arange(self.job.samples)
+        return np.where((numbers[..., None] != EMPTY) & self._to_draw[ids], ids, EMPTY)
 
     def _admission(
         self, numbers: np.ndarray, new: int, places: dict[tuple[int, int], int]
@@ -353,51 +364,53 @@ class RolloutScheduler:
           new: columns of what is new of them, as of ``PrefixSharing``.
           places: the free group of each of them, by its place in ``numbers``.
         """
-        work, table, ids = self.work, self.table, self._sequences(numbers)
-        groups = np.full(numbers.shape, self.shapes.groups, np.int32)
-        rows = np.full(ids.shape, self.shapes.rows[0], np.int32)
+        job, table, ids = self.job, self.table, self._sequences(numbers)
+        groups = np.full(numbers.shape, self.buckets.groups, np.int32)
+        rows = np.full(ids.shape, self.buckets.rows[0], np.int32)
         for at, group in places.items():
-            own = table.seat(at[0], group, ids[at], self.shapes.before)
-            groups[at], rows[at] = group, np.where(ids[at] != NOBODY, own, rows[at])
-        prompts, mask, known = self.beginnings.entering(numbers, new)
+            own = table.assign(at[0], group, ids[at], self.buckets.resumed_tokens)
+            groups[at], rows[at] = group, np.where(ids[at] != EMPTY, own, rows[at])
+        prompts, mask, known = self.sharing.admission_inputs(numbers, new)
         total = int(mask.reshape(len(numbers), -1).sum(axis=1).max())
-        flat = next(n for n in self._rooms(numbers.shape[1], new) if not n or total <= n)
+        flat = next(n for n in self._packed_sizes(numbers.shape[1], new) if not n or total <= n)
         ids = ids.ravel()
-        live = ids != NOBODY
+        live = ids != EMPTY
         return Admission(
             prompts,
             mask,
             groups.ravel(),
             rows.ravel(),
-            np.where(live[:, None], work.keys[ids], 0).astype(np.uint32),
-            np.where(live, work.end, 1).astype(np.int32),
-            known=known,
-            text=self._texts(ids),
-            most=np.where(live, work.limit, 1).astype(np.int32),
-            begun=self._begun(ids),
-            flat=flat,
+            np.where(live[:, None], job.keys[ids], 0).astype(np.uint32),
+            np.where(live, job.end, 1).astype(np.int32),
+            cached=known,
+            text=self._texts_so_far(ids),
+            final_limit=np.where(live, job.limit, 1).astype(np.int32),
+            resumed=self._resumed_rows(ids),
+            packed_size=flat,
         )
 
-    def _texts(self, ids: np.ndarray) -> np.ndarray | None:
+    def _texts_so_far(self, ids: np.ndarray) -> np.ndarray | None:
         """What there is of sequences, prompt and response, where guesses are looked up in it."""
-        work = self.work
-        if not self.engine.lookup:
+        job = self.job
+        if not self.engine.draft_tokens:
             return None
         made: list[list[int]] = []
         for number in ids:
-            prompt = number // work.samples
-            own = [] if number == NOBODY else work.prompts[prompt][work.mask[prompt]].tolist()
-            if own and work.begun is not None:
-                own += work.begun.tables["responses"][number, : self.shapes.before].tolist()
+            prompt = number // job.samples
+            own = [] if number == EMPTY else job.prompts[prompt][job.mask[prompt]].tolist()
+            if own and job.resumed is not None:
+                own += job.resumed.tables["responses"][
+                    number, : self.buckets.resumed_tokens
+                ].tolist()
             made.append(own)
-        return texts(made, work.prompts.shape[1] + work.limit)
+        return text_table(made, job.prompts.shape[1] + job.limit)
 
-    def _begun(self, ids: np.ndarray) -> ResumedRows | None:
+    def _resumed_rows(self, ids: np.ndarray) -> ResumedRows | None:
         """What there is of responses."""
-        begun, before = self.work.begun, self.shapes.before
+        begun, before = self.job.resumed, self.buckets.resumed_tokens
         if begun is None:
             return None
-        live = ids != NOBODY
-        tokens = np.zeros((ids.size, self._width), np.int32)
+        live = ids != EMPTY
+        tokens = np.zeros((ids.size, self._resumed_columns), np.int32)
         tokens[live, :before] = begun.tables["responses"][ids[live], :before]
         return ResumedRows(tokens, np.where(live, before, 1).astype(np.int32))

@@ -22,18 +22,18 @@ from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, RunError
 from hjax.models.append_attention import BLOCK
 from hjax.rollout import vocab_parallel
-from hjax.rollout.bucketing import CHUNK, ServiceBuckets
+from hjax.rollout.bucketing import PREFILL_CHUNK, ServiceBuckets
 from hjax.rollout.constrained_decoding import ConstraintCompiler, ConstraintMatcher
 from hjax.rollout.engine import Engine
 from hjax.rollout.precompile import Precompilation
 from hjax.rollout.prefix_cache import (
     CachedPrefix,
     PrefixCache,
-    known_columns_for,
-    room_for,
-    texts,
-    unread,
-    why_not,
+    affordable_tokens,
+    cached_columns,
+    text_table,
+    uncached_tokens,
+    why_no_prefix_cache,
 )
 from hjax.rollout.prompt_log_probs import PromptScorer, Top, tops
 from hjax.rollout.requests import QueueFull, Request, RequestHandle, ResponseChunk
@@ -106,27 +106,31 @@ class GenerationService:
         self.max_queue, self.max_tokens = max_queue, context or most
         if prefix_tokens is None:
             most = max(PREFIX_TOKENS, self.max_tokens)
-            prefix_tokens = 0 if why_not(self._engine) else room_for(self._engine, most)
-        if prefix_tokens and (reason := why_not(self._engine)):
+            prefix_tokens = (
+                0 if why_no_prefix_cache(self._engine) else affordable_tokens(self._engine, most)
+            )
+        if prefix_tokens and (reason := why_no_prefix_cache(self._engine)):
             raise ConfigError(f"prefix_tokens={prefix_tokens}: {reason}; give 0")
         self._prefixes = PrefixCache(self._engine, prefix_tokens) if prefix_tokens else None
         self._scorer = PromptScorer(self._engine)
-        self._own = SamplingSizes(model.config.vocab_size, penalties=True)
-        self._shapes = ServiceBuckets(self._engine, self.slots, self.max_tokens, self._own)
-        self._matchers = ConstraintCompiler(model.tokenizer, model.config.vocab_size)
+        self._sampling_sizes = SamplingSizes(model.config.vocab_size, penalties=True)
+        self._buckets = ServiceBuckets(
+            self._engine, self.slots, self.max_tokens, self._sampling_sizes
+        )
+        self._constraints = ConstraintCompiler(model.tokenizer, model.config.vocab_size)
         self._waiting: list[RequestHandle] = []  # in order of arrival, prefilling ones too
         self._running: dict[int, RequestHandle] = {}  # by number in the slot table
-        self._count = 0
-        self._table = SlotTable(self._engine, self._shapes)
+        self._last_id = 0
+        self._table = SlotTable(self._engine, self._buckets)
         self._replacement: tuple[Any, concurrent.futures.Future[None]] | None = None
         self._changed = threading.Condition()
-        self._asked = False
+        self._had_request = False
         self._closing, self._ends_at = False, 0.0
         self._error: BaseException | None = None
         kinds = ("generated", "prompt", "cached", "guessed", "right")
-        self._told = {f"{kind}_tokens": 0 for kind in kinds}  # of ``stats``
+        self._totals = {f"{kind}_tokens": 0 for kind in kinds}  # of ``stats``
         self._keys = jax.jit(jax.vmap(_key))
-        self._every = functools.cache(self._every_token)
+        self._allow_all = functools.cache(self._make_allow_all)
         self._thread = threading.Thread(target=self._serve, name="rollout service", daemon=True)
         self._thread.start()
         # A thread that frees arrays while the interpreter ends aborts the process.
@@ -137,7 +141,7 @@ class GenerationService:
     def submit(
         self,
         request: Request,
-        on_piece: Callable[[ResponseChunk], None],
+        on_chunk: Callable[[ResponseChunk], None],
         matcher: ConstraintMatcher | None = None,
     ) -> RequestHandle:
         """Ask; returns at once.
@@ -153,22 +157,22 @@ class GenerationService:
           RunError: the service is closed, or its engine failed.
         """
         self._check(request)
-        ticket = RequestHandle(request, matcher or self.prepare(request), on_piece)
+        handle = RequestHandle(request, matcher or self.prepare(request), on_chunk)
         with self._changed:
             self._check_open("requests")
-            waiting = sum(not ticket.reading for ticket in self._waiting)
+            waiting = sum(not handle.chunking for handle in self._waiting)
             if waiting >= self.max_queue:
                 raise QueueFull(f"{waiting} requests wait, as many as may; try later")
-            self._asked = True
-            self._waiting.append(ticket)
+            self._had_request = True
+            self._waiting.append(handle)
             self._changed.notify()
-        return ticket
+        return handle
 
     def prepare(self, request: Request) -> ConstraintMatcher | None:
         """Compile its constraint, which takes a moment; ConfigError where it does not do."""
         if request.constraint is None:
             return None
-        return self._matchers.begin(request.constraint, request.options, request.prompt)
+        return self._constraints.matcher(request.constraint, request.options, request.prompt)
 
     def replace(self, params: Any, seconds: float | None = None) -> None:
         """Answer with other weights of the same model; returns when it is so.
@@ -205,7 +209,7 @@ class GenerationService:
                     self._end_replacement(f"{late}; the old weights go on")
         taken.result()
 
-    def warm_up(self, told: Callable[[str], None] = lambda line: None) -> None:
+    def warm_up(self, on_progress: Callable[[str], None] = lambda line: None) -> None:
         """Compile every program that requests may need, whatever their lengths, before the first.
 
         Args:
@@ -216,12 +220,12 @@ class GenerationService:
         """
         with self._changed:
             self._check_open("requests")
-            if self._asked:
+            if self._had_request:
                 raise RunError("warm_up comes before the first request")
             Precompilation(
-                self._shapes, self._model.params, self._prefixes, self._scorer,
-                admission=self._admission, every=self._every,
-            ).run(told)  # fmt: skip
+                self._buckets, self._model.params, self._prefixes, self._scorer,
+                admission=self._admission, every=self._allow_all,
+            ).run(on_progress)  # fmt: skip
 
     def stats(self) -> dict[str, float]:
         """``running``, ``waiting``, ``slots``, ``generated_tokens``, ``prompt_tokens``, of these
@@ -233,9 +237,9 @@ class GenerationService:
                 "running": len(self._running),
                 "waiting": len(self._waiting),
                 "slots": self.slots,
-                "kept_tokens": 0 if prefixes is None else prefixes.held,
-                "kept_room": 0 if prefixes is None else prefixes.room,
-                **self._told,
+                "kept_tokens": 0 if prefixes is None else prefixes.used,
+                "kept_room": 0 if prefixes is None else prefixes.capacity,
+                **self._totals,
             }
 
     def close(self, seconds: float = 10.0) -> None:
@@ -280,7 +284,7 @@ class GenerationService:
             raise ConfigError(
                 f"seed={request.seed}, choice={request.choice}: seeds are 0 to {2**32 - 1}"
             )
-        RowSampling.of([request.options], self._own)
+        RowSampling.of([request.options], self._sampling_sizes)
 
     # The engine's thread
 
@@ -289,8 +293,8 @@ class GenerationService:
             while self._wait():
                 self._drop_cancelled()
                 if self._replacement is None:  # else those that run end first
-                    self._score()
-                    self._read()
+                    self._score_prompt()
+                    self._prefill_chunk()
                     self._admit()
                 if self._running:
                     self._decode()
@@ -298,7 +302,7 @@ class GenerationService:
             with self._changed:
                 self._error = error
                 self._end_replacement(f"the engine failed: {error}")
-            self._end_all(f"error: {error}")
+            self._finish_all(f"error: {error}")
             if not isinstance(error, Exception):
                 raise
 
@@ -307,7 +311,7 @@ class GenerationService:
         with self._changed:
             while True:
                 if self._replacement is not None and not self._running:
-                    self._take(self._replacement[0])
+                    self._swap_weights(self._replacement[0])
                 busy = self._waiting or self._running
                 if self._closing and (not busy or time.monotonic() > self._ends_at):
                     break
@@ -316,33 +320,38 @@ class GenerationService:
                 # Nobody is there: the cache begins anew, as small as it may be.
                 self._table.state = None
                 self._changed.wait()
-        self._end_all("cancelled")
+        self._finish_all("cancelled")
         return False
 
-    def _take(self, params: Any) -> None:
+    def _swap_weights(self, params: Any) -> None:
         """Other weights, of which nothing is known yet."""
         self._scorer.clear()
-        for ticket in self._waiting:
-            self._forget(ticket)
-            ticket.read, ticket.whole, ticket.reading, ticket.scores = 0, False, False, None
+        for handle in self._waiting:
+            self._release_prefix(handle)
+            handle.prefilled_tokens, handle.unchunked, handle.chunking, handle.scores = (
+                0,
+                False,
+                False,
+                None,
+            )
         if self._prefixes is not None:
             self._prefixes.clear()
         self._table.state, self._model.params = None, params
         self._end_replacement()
 
-    def _end_all(self, finish: str) -> None:
+    def _finish_all(self, finish: str) -> None:
         with self._changed:
             left = [*self._running.values(), *self._waiting]
-            self._leave(set(left))
+            self._release(set(left))
             self._waiting.clear()
-        for ticket in left:
-            ticket.tell(ResponseChunk(finish=finish))
+        for handle in left:
+            handle.deliver(ResponseChunk(finish=finish))
 
-    def _leave(self, tickets: set[RequestHandle]) -> np.ndarray:
+    def _release(self, handles: set[RequestHandle]) -> np.ndarray:
         """Their rows are free: bool [parts, rows], which these are."""
-        numbers = [number for number, ticket in self._running.items() if ticket in tickets]
-        rows = np.isin(self._table.who, numbers)
-        self._table.leave(rows)
+        numbers = [number for number, handle in self._running.items() if handle in handles]
+        rows = np.isin(self._table.sequence_ids, numbers)
+        self._table.release_rows(rows)
         for number in numbers:
             del self._running[number]
         return rows
@@ -351,166 +360,172 @@ class GenerationService:
         with self._changed:
             # Looked at once: clients cancel at any moment.
             there = *self._running.values(), *self._waiting
-            gone = [ticket for ticket in there if ticket.cancelled]
-            for ticket in gone:
-                self._forget(ticket)
-            self._waiting = [ticket for ticket in self._waiting if ticket not in gone]
-            rows = self._leave(set(gone))
-        self._table.halt(rows)
-        for ticket in gone:
-            ticket.tell(ResponseChunk(finish="cancelled"))
+            gone = [handle for handle in there if handle.cancelled]
+            for handle in gone:
+                self._release_prefix(handle)
+            self._waiting = [handle for handle in self._waiting if handle not in gone]
+            rows = self._release(set(gone))
+        self._table.stop_rows(rows)
+        for handle in gone:
+            handle.deliver(ResponseChunk(finish="cancelled"))
 
-    def _first(self, of: Callable[[RequestHandle], bool]) -> RequestHandle | None:
+    def _first_waiting(self, of: Callable[[RequestHandle], bool]) -> RequestHandle | None:
         """Of those who wait the first that is so."""
         with self._changed:
             return next(filter(of, self._waiting), None)
 
-    def _score(self) -> None:
+    def _score_prompt(self) -> None:
         """A prompt that is to be scored; who asks for nothing else has ended."""
-        ticket = self._first(lambda ticket: ticket.unscored)
-        if ticket is None:
+        handle = self._first_waiting(lambda handle: handle.needs_scores)
+        if handle is None:
             return
-        prompt = ticket.request.prompt
-        ticket.scores = self._scorer(self._model.params, prompt, self._shapes.new(len(prompt)))
-        if not ticket.request.max_tokens:
+        prompt = handle.request.prompt
+        handle.scores = self._scorer(
+            self._model.params, prompt, self._buckets.prompt_columns(len(prompt))
+        )
+        if not handle.request.max_tokens:
             with self._changed:
-                self._waiting.remove(ticket)
-                ticket.cached = 0
-                self._told["prompt_tokens"] += len(prompt)
-            ticket.tell(ResponseChunk(finish="length", prompt=ticket.scores))
+                self._waiting.remove(handle)
+                handle.cached_tokens = 0
+                self._totals["prompt_tokens"] += len(prompt)
+            handle.deliver(ResponseChunk(finish="length", prompt=handle.scores))
 
-    def _read(self) -> None:
+    def _prefill_chunk(self) -> None:
         """A chunk of a long prompt."""
-        ticket = self._first(lambda ticket: ticket.reading)
-        if ticket is None:
+        handle = self._first_waiting(lambda handle: handle.chunking)
+        if handle is None:
             return
         assert self._prefixes is not None
-        if self._rest(ticket) > CHUNK:  # unless others have read it meanwhile
-            prompt, params = ticket.request.prompt, self._model.params
-            ticket.whole = not self._prefixes.read(params, [prompt], CHUNK, self.max_tokens)
-            ticket.read += 0 if ticket.whole else CHUNK
-        ticket.reading = self._rest(ticket) > CHUNK and not ticket.whole
+        if self._uncached(handle) > PREFILL_CHUNK:  # unless others have read it meanwhile
+            prompt, params = handle.request.prompt, self._model.params
+            handle.unchunked = not self._prefixes.prefill_chunk(
+                params, [prompt], PREFILL_CHUNK, self.max_tokens
+            )
+            handle.prefilled_tokens += 0 if handle.unchunked else PREFILL_CHUNK
+        handle.chunking = self._uncached(handle) > PREFILL_CHUNK and not handle.unchunked
 
-    def _rest(self, ticket: RequestHandle) -> int:
+    def _uncached(self, handle: RequestHandle) -> int:
         """Tokens of its prompt that are not known; those that are stay held."""
-        prompt = ticket.request.prompt
+        prompt = handle.request.prompt
         if self._prefixes is not None:
-            self._forget(ticket)
-            ticket.begun = self._prefixes.find(prompt)
-        return len(prompt) - ticket.begun.tokens
+            self._release_prefix(handle)
+            handle.cached_prefix = self._prefixes.match(prompt)
+        return len(prompt) - handle.cached_prefix.tokens
 
-    def _forget(self, ticket: RequestHandle) -> None:
+    def _release_prefix(self, handle: RequestHandle) -> None:
         """Nothing is held for it."""
         if self._prefixes is not None:
-            self._prefixes.release(ticket.begun)
-            ticket.begun = CachedPrefix()
+            self._prefixes.release(handle.cached_prefix)
+            handle.cached_prefix = CachedPrefix()
 
-    def _next(self, count: int) -> list[RequestHandle]:
+    def _next_waiting(self, count: int) -> list[RequestHandle]:
         """Up to so many of those who wait, first come first; what is known of each is held.
 
         Of several whose prompts go on alike one comes now, the others when that is known.
         """
         entering: list[RequestHandle] = []
         goes_on: set[tuple] = set()
-        for ticket in self._waiting:
+        for handle in self._waiting:
             if len(entering) == count:
                 break
-            if ticket.reading or ticket.unscored:
+            if handle.chunking or handle.needs_scores:
                 continue
             if self._prefixes is not None:
-                rest, known = self._rest(ticket), ticket.begun.tokens
-                ticket.reading = rest > CHUNK and not ticket.whole
-                ahead = ticket.begun, ticket.request.prompt[known : known + BLOCK]
+                rest, known = self._uncached(handle), handle.cached_prefix.tokens
+                handle.chunking = rest > PREFILL_CHUNK and not handle.unchunked
+                ahead = handle.cached_prefix, handle.request.prompt[known : known + BLOCK]
                 later = rest > BLOCK and ahead in goes_on
-                if ticket.reading or later:
+                if handle.chunking or later:
                     continue
                 goes_on.add(ahead)
-            entering.append(ticket)
-        self._waiting = [ticket for ticket in self._waiting if ticket not in entering]
+            entering.append(handle)
+        self._waiting = [handle for handle in self._waiting if handle not in entering]
         return entering
 
     def _admit(self) -> None:
         """Let in some of those who wait."""
-        table, shapes, prefixes = self._table, self._shapes, self._prefixes
-        taken, rows = table.live.sum(axis=1), shapes.rows
+        table, buckets, prefixes = self._table, self._buckets, self._prefixes
+        taken, rows = table.live.sum(axis=1), buckets.rows
 
         def room(rows: int, each: int) -> int:
             """How many may enter a state of so many rows, so many in each part."""
             return int(np.clip(rows - taken, 0, each).sum())
 
         with self._changed:
-            entering = self._next(room(rows[-1], shapes.together[-1]))
+            entering = self._next_waiting(room(rows[-1], buckets.prefill_batches[-1]))
         if not entering:
             return
         count = len(entering)
-        each = next(n for n in shapes.together if room(rows[-1], n) >= count)
-        longest = max(len(ticket.request.prompt) for ticket in entering)
-        self._ready(longest, next(n for n in rows if room(n, each) >= count))
+        each = next(n for n in buckets.prefill_batches if room(rows[-1], n) >= count)
+        longest = max(len(handle.request.prompt) for handle in entering)
+        self._ensure_size(longest, next(n for n in rows if room(n, each) >= count))
         with self._changed:
-            entries, where = self._seat(entering, each)
-        columns = 0 if prefixes is None else known_columns_for(longest, self.max_tokens)
+            entries, where = self._assign_rows(entering, each)
+        columns = 0 if prefixes is None else cached_columns(longest, self.max_tokens)
         tokens = [
-            [len(t.request.prompt) - t.begun.tokens for t in entries[at : at + each] if t]
+            [len(t.request.prompt) - t.cached_prefix.tokens for t in entries[at : at + each] if t]
             for at in range(0, len(entries), each)
         ]
-        new = self._admission(entries, where, shapes.room(tokens, each, columns), columns)
+        new = self._admission(entries, where, buckets.prefill_size(tokens, each, columns), columns)
         blocks = None if prefixes is None else prefixes.blocks
         drawn = table.admit(SamplingParams(), self._model.params, new, blocks)
         with self._changed:
-            for ticket in entering:
-                ticket.cached = max(ticket.begun.tokens - ticket.read, 0)
-                self._told["prompt_tokens"] += len(ticket.request.prompt)
-                self._told["cached_tokens"] += ticket.cached
-        self._keep([(row, t.request.prompt) for row, t in self._rows() if t and t in entering])
-        for ticket in entering:
-            self._forget(ticket)
-        self._hand_on(entries, drawn)
+            for handle in entering:
+                handle.cached_tokens = max(handle.cached_prefix.tokens - handle.prefilled_tokens, 0)
+                self._totals["prompt_tokens"] += len(handle.request.prompt)
+                self._totals["cached_tokens"] += handle.cached_tokens
+        self._store_prefixes(
+            [(row, t.request.prompt) for row, t in self._rows() if t and t in entering]
+        )
+        for handle in entering:
+            self._release_prefix(handle)
+        self._deliver(entries, drawn)
 
     def _rows(self) -> Iterator[tuple[int, RequestHandle | None]]:
         """Each row of the state with who has it."""
-        yield from enumerate(map(self._running.get, self._table.who.ravel().tolist()))
+        yield from enumerate(map(self._running.get, self._table.sequence_ids.ravel().tolist()))
 
-    def _keep(self, sequences: list[tuple[int, Sequence[int]]]) -> None:
+    def _store_prefixes(self, sequences: list[tuple[int, Sequence[int]]]) -> None:
         """What rows have computed, for prompts to come."""
         if self._prefixes is not None and sequences:
-            self._prefixes.keep(self._table.state, sequences)
+            self._prefixes.store(self._table.state, sequences)
 
-    def _ready(self, tokens: int, rows: int) -> None:
+    def _ensure_size(self, tokens: int, rows: int) -> None:
         """A state of so many rows of each part at least, where prompts of so many tokens may end in
         the next column, or begin."""
-        engine, table, shapes = self._engine, self._table, self._shapes
+        engine, table, buckets = self._engine, self._table, self._buckets
         if table.state is None:
             # For the kernel all that a row may ever need.
-            most = self.max_tokens if engine.by_kernel else tokens
-            table.open(rows, shapes.longer(most, rows), tokens)
+            most = self.max_tokens if engine.uses_kernel else tokens
+            table.open(rows, buckets.length_for(most, rows), tokens)
             return
-        if rows > table.who.shape[1]:
-            table.widen(rows)
-        if engine.by_kernel or tokens <= table.column and not engine.by_row:
+        if rows > table.sequence_ids.shape[1]:
+            table.grow_rows(rows)
+        if engine.uses_kernel or tokens <= table.column and not engine.per_row_columns:
             return
-        length = max(table.length, shapes.longer(tokens, table.who.shape[1]))
+        length = max(table.length, buckets.length_for(tokens, table.sequence_ids.shape[1]))
         first = 0
-        if not engine.by_row:
+        if not engine.per_row_columns:
             # Further than is asked, as the next prompt is likely to be longer still.
-            further = min(2 * shapes.steps, length - shapes.spare - tokens)
+            further = min(2 * buckets.steps, length - buckets.spare_columns - tokens)
             first = table.column - tokens - further
-        table.move(first, length)
+        table.move_columns(first, length)
 
-    def _seat(
+    def _assign_rows(
         self, entering: list[RequestHandle], each: int
     ) -> tuple[list[RequestHandle | None], np.ndarray]:
         """Give rows to those who enter, by turns of the parts: who enters, by entry, and of each
         entry its row within its part, one beyond for nobody."""
-        table, free = self._table, self._table.free()
+        table, free = self._table, self._table.free_groups()
         seats = [(part, f[i]) for i in range(each) for part, f in enumerate(free) if i < len(f)]
         entries: list[RequestHandle | None] = [None] * (len(free) * each)
-        where = np.full(len(entries), table.who.shape[1], np.int32)
+        where = np.full(len(entries), table.sequence_ids.shape[1], np.int32)
         used = [part * each for part in range(len(free))]
-        for ticket, (part, row) in zip(entering, seats):
-            self._count += 1
-            self._running[self._count] = ticket
-            table.seat(part, row, np.array([self._count]), len(ticket.request.prompt))
-            entries[used[part]], where[used[part]] = ticket, row
+        for handle, (part, row) in zip(entering, seats):
+            self._last_id += 1
+            self._running[self._last_id] = handle
+            table.assign(part, row, np.array([self._last_id]), len(handle.request.prompt))
+            entries[used[part]], where[used[part]] = handle, row
             used[part] += 1
         return entries, where
 
@@ -522,12 +537,13 @@ class GenerationService:
         known: int,
     ) -> Admission:
         """What is not known of the prompts, and how they are answered; ``room``: columns of each
-        and of all without padding, as of ``ServiceBuckets``; ``known``: as of ``unread``."""
+        and of all without padding, as of ``ServiceBuckets``; ``known``: as of
+        ``uncached_tokens``."""
         columns, flat = room
         asked = [None if t is None else t.request for t in entries]
         prompts = [() if r is None else r.prompt for r in asked]
-        found = [CachedPrefix() if t is None else t.begun for t in entries]
-        tokens, mask, begun = unread(prompts, found, columns, known)
+        found = [CachedPrefix() if t is None else t.cached_prefix for t in entries]
+        tokens, mask, cached = uncached_tokens(prompts, found, columns, known)
         seeds = np.array([0 if r is None else r.seed for r in asked], np.uint32)
         choices = np.array([0 if r is None else r.choice for r in asked], np.int32)
         return Admission(
@@ -537,87 +553,91 @@ class GenerationService:
             where,
             np.asarray(self._keys(seeds, choices)),
             np.array([1 if r is None else r.max_tokens for r in asked], np.int32),
-            RowSampling.of([None if r is None else r.options for r in asked], self._own),
-            begun,
-            texts(prompts, self.max_tokens if self._engine.lookup else 0),
-            self._allowed(entries),
-            flat=flat,
+            RowSampling.of([None if r is None else r.options for r in asked], self._sampling_sizes),
+            cached,
+            text_table(prompts, self.max_tokens if self._engine.draft_tokens else 0),
+            self._token_bitmasks(entries),
+            packed_size=flat,
         )
 
     def _decode(self) -> None:
-        table, shapes, running = self._table, self._shapes, self._running.values()
-        waits = self._first(lambda ticket: not ticket.reading and not ticket.unscored)
-        if waits is None and not self._engine.by_kernel:
-            rows = next(n for n in shapes.rows if n >= table.most_live)
-            if rows < table.who.shape[1]:
-                table.move(0, next(n for n in shapes.lengths_of(rows) if n >= table.length))
-                table.narrow(rows)
-        table.make_room(max(len(row.request.prompt) + len(row.tokens) for row in running))
+        table, buckets, running = self._table, self._buckets, self._running.values()
+        waits = self._first_waiting(lambda handle: not handle.chunking and not handle.needs_scores)
+        if waits is None and not self._engine.uses_kernel:
+            rows = next(n for n in buckets.rows if n >= table.max_live_rows)
+            if rows < table.sequence_ids.shape[1]:
+                table.move_columns(
+                    0, next(n for n in buckets.lengths_for(rows) if n >= table.length)
+                )
+                table.shrink_rows(rows)
+        table.ensure_columns(max(len(row.request.prompt) + len(row.tokens) for row in running))
         # What a matcher allows is known for one token ahead.
-        steps = 1 if any(row.matcher for row in running) else shapes.steps
-        entries = [ticket for _, ticket in self._rows()]
-        drawn = table.decode(SamplingParams(), self._model.params, steps, self._allowed(entries))
+        steps = 1 if any(row.matcher for row in running) else buckets.steps
+        entries = [handle for _, handle in self._rows()]
+        drawn = table.decode(
+            SamplingParams(), self._model.params, steps, self._token_bitmasks(entries)
+        )
         with self._changed:
             if drawn.guessed is not None and drawn.right is not None:
-                self._told["guessed_tokens"] += int(drawn.guessed.sum())
-                self._told["right_tokens"] += int(drawn.right.sum())
-        self._hand_on(entries, drawn)
+                self._totals["guessed_tokens"] += int(drawn.guessed.sum())
+                self._totals["right_tokens"] += int(drawn.right.sum())
+        self._deliver(entries, drawn)
 
-    def _allowed(self, entries: Sequence[RequestHandle | None]) -> np.ndarray | jax.Array:
+    def _token_bitmasks(self, entries: Sequence[RequestHandle | None]) -> np.ndarray | jax.Array:
         """uint32 [entries, words], the tokens that each may draw: there is one program, whether
         somebody has a matcher or nobody."""
-        matchers = [None if ticket is None else ticket.matcher for ticket in entries]
+        matchers = [None if handle is None else handle.matcher for handle in entries]
         if not any(matchers):
-            return self._every(len(entries))
-        everything = vocab_parallel.every(1, self._own.vocab)[0]
-        return np.stack([everything if m is None else m.allowed for m in matchers])
+            return self._allow_all(len(entries))
+        everything = vocab_parallel.every(1, self._sampling_sizes.vocab)[0]
+        return np.stack([everything if m is None else m.token_bitmask for m in matchers])
 
-    def _every_token(self, rows: int) -> jax.Array:
+    def _make_allow_all(self, rows: int) -> jax.Array:
         """Of rows that may draw every token; on the devices already."""
-        whole = vocab_parallel.every(rows, self._own.vocab)
+        whole = vocab_parallel.every(rows, self._sampling_sizes.vocab)
         return place(whole, self._engine.layout.sharding("batch"))
 
-    def _hand_on(self, entries: list[RequestHandle | None], drawn: DecodedTokens) -> None:
+    def _deliver(self, entries: list[RequestHandle | None], drawn: DecodedTokens) -> None:
         """What was drawn for each entry, to who asked for it."""
-        told: dict[RequestHandle, ResponseChunk] = {}
+        on_progress: dict[RequestHandle, ResponseChunk] = {}
         top = None
         if drawn.top is not None and any(t is not None and t.request.options.top for t in entries):
             top = [to_numpy(table) for table in drawn.top]
-        for at, ticket in enumerate(entries):
-            if ticket is None:
+        for at, handle in enumerate(entries):
+            if handle is None:
                 continue
             mask = drawn.mask[at]
             tokens = tuple(drawn.tokens[at][mask].tolist())
             finish = ""
             if drawn.done[at]:
-                stopped = bool(tokens) and tokens[-1] in ticket.request.options.stop
+                stopped = bool(tokens) and tokens[-1] in handle.request.options.stop
                 finish = "stop" if stopped else "length"
-            if ticket.matcher is not None:
-                finish = ticket.matcher.take(tokens, finish)
-            ticket.tokens += tokens
+            if handle.matcher is not None:
+                finish = handle.matcher.advance(tokens, finish)
+            handle.tokens += tokens
             sampled, policy = (
                 tuple(drawn.logprobs[name][at][mask].tolist())
                 for name in ("logprobs", "policy_logprobs")
             )
             most: tuple[Top, ...] = ()
-            if top is not None and (count := ticket.request.options.top):
+            if top is not None and (count := handle.request.options.top):
                 most = tops(*(table[at][mask][:, :count] for table in top))
-            scores, ticket.scores = ticket.scores, None
-            told[ticket] = ResponseChunk(tokens, sampled, policy, finish, most, scores)
-        ended = {ticket for ticket, piece in told.items() if piece.finish}
-        rows = [(row, ticket) for row, ticket in self._rows() if ticket in ended and ticket]
+            scores, handle.scores = handle.scores, None
+            on_progress[handle] = ResponseChunk(tokens, sampled, policy, finish, most, scores)
+        ended = {handle for handle, piece in on_progress.items() if piece.finish}
+        rows = [(row, handle) for row, handle in self._rows() if handle in ended and handle]
         # Of those that ended the engine would go on with some, of which matchers alone know.
-        halted = np.zeros(self._table.who.shape, bool)
-        halted.flat[[row for row, ticket in rows if ticket.matcher]] = True
-        self._table.halt(halted)
+        halted = np.zeros(self._table.sequence_ids.shape, bool)
+        halted.flat[[row for row, handle in rows if handle.matcher]] = True
+        self._table.stop_rows(halted)
         # The last token drawn is not in the cache.
-        self._keep([(row, (*t.request.prompt, *t.tokens[:-1])) for row, t in rows])
+        self._store_prefixes([(row, (*t.request.prompt, *t.tokens[:-1])) for row, t in rows])
         with self._changed:
-            count = sum(len(piece.tokens) for piece in told.values())
-            self._told["generated_tokens"] += count
-            self._leave(ended)
-        for ticket, piece in told.items():
-            ticket.tell(piece)
+            count = sum(len(piece.tokens) for piece in on_progress.values())
+            self._totals["generated_tokens"] += count
+            self._release(ended)
+        for handle, piece in on_progress.items():
+            handle.deliver(piece)
 
 
 def _key(seed: jax.Array, choice: jax.Array) -> jax.Array:

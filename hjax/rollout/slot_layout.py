@@ -24,8 +24,8 @@ class SlotLayout:
     Attributes:
       engine: an ``Engine``. Its parts, of groups and rows, have each numbers of their own; its
         arrays are of all layers (``stacked``), or one for each. By the kernel each row's tokens
-        begin in its own column 0, and a group's rows lie together; ``by_row`` they begin there;
-        else all are written into one column.
+        begin in its own column 0, and a group's rows lie together; ``per_row_columns`` they begin
+        there; else all are written into one column.
     """
 
     engine: Any
@@ -47,16 +47,24 @@ class SlotLayout:
         """
         at_group, at_row = (functools.partial(self.put, where) for where in (groups, rows))
         there = new.drawn - 1  # tokens of a response that are in the cache
-        start = jnp.zeros(rows.shape, jnp.int32) if self.engine.by_row else slots.column - there
+        start = (
+            jnp.zeros(rows.shape, jnp.int32)
+            if self.engine.per_row_columns
+            else slots.column - there
+        )
         edges = start
         if columns is None:
             begin = end = jnp.zeros(groups.shape, jnp.int32)
-            edges = tokens if self.engine.by_row else jnp.broadcast_to(slots.column, tokens.shape)
+            edges = (
+                tokens
+                if self.engine.per_row_columns
+                else jnp.broadcast_to(slots.column, tokens.shape)
+            )
             start = edges - tokens
         else:
             # Prompts end where the state's prompts end, but for the kernel.
             held, read = columns
-            end = jnp.full(groups.shape, read if self.engine.by_kernel else held, jnp.int32)
+            end = jnp.full(groups.shape, read if self.engine.uses_kernel else held, jnp.int32)
             begin = end - tokens
         slots = dataclasses.replace(
             slots,
@@ -68,7 +76,7 @@ class SlotLayout:
 
     def entered(
         self,
-        way: tuple[bool, int, bool, bool],
+        forward: tuple[bool, int, bool, bool],
         old: jax.Array,
         x: jax.Array,
         at: jax.Array,
@@ -76,11 +84,11 @@ class SlotLayout:
     ) -> jax.Array:
         """An array of the cache with ``x`` at numbers ``at`` of its groups or rows.
 
-        ``way``: whether these are rows', along which axis the array has columns, whether it is one
-        of scales, and whether ``x`` is of responses that had begun, which begin in columns
+        ``forward``: whether these are rows', along which axis the array has columns, whether it is
+        one of scales, and whether ``x`` is of responses that had begun, which begin in columns
         ``edges``; else prompts end before them.
         """
-        rows, axis, scaled, begun = way
+        rows, axis, scaled, begun = forward
         x = x.swapaxes(-1, -2) if scaled else x
         one = functools.partial(self._tokens_in_rows, axis, begun, at, edges)
         if not rows:
@@ -91,7 +99,7 @@ class SlotLayout:
         self, scaled: bool, at: jax.Array, old: jax.Array, x: jax.Array
     ) -> jax.Array:
         more = old.shape[-1 if scaled else -2] - x.shape[-2]
-        sides = (0, more) if self.engine.by_kernel else (more, 0)
+        sides = (0, more) if self.engine.uses_kernel else (more, 0)
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [sides, (0, 0)])
         return self.put(at, old, x.swapaxes(-1, -2) if scaled else x)
 
@@ -108,14 +116,14 @@ class SlotLayout:
         whatever a row had is given up."""
         read, size = x.shape[2], cache_axis.tokens_of(axis, old.shape)
         width = cache_axis.TILE if axis == cache_axis.TILES else 1
-        if self.engine.by_row:  # what follows them is not there yet
+        if self.engine.per_row_columns:  # what follows them is not there yet
             size = min(size, -(-read // width) * width)
-        if begun and self.engine.by_kernel:  # by group, from column 0 on
+        if begun and self.engine.uses_kernel:  # by group, from column 0 on
             x = x.reshape(at.shape[0], -1, *x.shape[1:]).swapaxes(1, 2)[..., :size, :]
         else:
             column = jnp.arange(size) - edges[:, None] + (0 if begun else read)
             x = jnp.take_along_axis(x, jnp.clip(column, 0, read - 1)[:, None, :, None], axis=2)
-            if self.engine.by_kernel:  # with a dimension for samples
+            if self.engine.uses_kernel:  # with a dimension for samples
                 x = x[:, :, None]
         here = axis % old.ndim
         held = jax.lax.slice_in_dim(old, 0, size // width, axis=here)

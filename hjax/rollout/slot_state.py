@@ -26,7 +26,8 @@ class SlotSizes:
       prompt: tokens of a padded prompt; 0: rows have their prompts among their own tokens.
       length: columns, in which the tokens of all rows lie, or of each row its own.
       text: tokens of a row, prompt and response, where guesses are looked up in them.
-      own: room for options of each sequence's own; None: all are drawn as a program says.
+      sampling_sizes: room for options of each sequence's own; None: all are drawn as a program
+        says.
       counted: whether the tokens of each are counted, for penalties.
     """
 
@@ -36,7 +37,7 @@ class SlotSizes:
     prompt: int
     length: int
     text: int = 0
-    own: SamplingSizes | None = None
+    sampling_sizes: SamplingSizes | None = None
     counted: bool = False
 
 
@@ -46,7 +47,7 @@ class RunningSequences:
     """Sequences, a row of each array for a slot.
 
     Attributes:
-      tokens: int32 [rows], of the prompt.
+      prompt_lengths: int32 [rows], of the prompt.
       drawn: int32 [rows], tokens drawn so far, of which the last is not in the cache.
       limit: int32 [rows], tokens that may be drawn; a row that has so many is done.
       most: int32 [rows], tokens that may be drawn in the end: more, where a response is left off
@@ -58,11 +59,11 @@ class RunningSequences:
       text: int32 [rows, room], prompt and response from column 0 on; None: nobody asks for it.
     """
 
-    tokens: jax.Array
+    prompt_lengths: jax.Array
     drawn: jax.Array
     limit: jax.Array
-    most: jax.Array
-    last: jax.Array
+    final_limit: jax.Array
+    last_token: jax.Array
     done: jax.Array
     keys: jax.Array
     options: RowSampling | None = None
@@ -96,23 +97,23 @@ class Admission:
 
     Attributes:
       prompts: int32 [groups, prompt], padded on the left; ``mask``: bool like it. Without what is
-        known of them.
+        cached of them.
       groups: int32 [groups], where each goes.
       rows: int32 [groups * samples], where its samples go.
       keys: uint32 [groups * samples, 2], see ``SlotState``.
       limit: int32 [groups * samples], tokens that may be drawn, those that are there included.
       options: of each of these, where sequences have their own.
-      known: what is known of the prompts; None: nothing.
+      cached: what is known of the prompts; None: nothing.
       text: int32 [groups * samples, room], the prompts as ``RunningSequences`` has them, where it
         has.
-      allowed: uint32 [groups * samples, words], which tokens may be drawn, as of
+      token_bitmask: uint32 [groups * samples, words], which tokens may be drawn, as of
         ``vocabulary.only``, where sequences have options of their own; None: all.
-      most: int32 [groups * samples], as of ``RunningSequences``; None: the limits.
-      begun: what there is of the responses, of sequences without options of their own; None:
+      final_limit: int32 [groups * samples], as of ``RunningSequences``; None: the limits.
+      resumed: what there is of the responses, of sequences without options of their own; None:
         nothing.
-      flat: tokens of the prompts of a data-parallel part for which there is room, which are read
-        one after another without their padding, see ``hjax.models.packed_prefill``; 0: padded. None
-        of what had begun.
+      packed_size: tokens of the prompts of a data-parallel part for which there is room, which are
+        read one after another without their padding, see ``hjax.models.packed_prefill``; 0: padded.
+        None of what had begun.
     """
 
     prompts: Any
@@ -122,12 +123,12 @@ class Admission:
     keys: Any
     limit: Any
     options: RowSampling | None = None
-    known: CachedPrompts | None = None
+    cached: CachedPrompts | None = None
     text: Any = None
-    allowed: Any = None
-    most: Any = None
-    begun: ResumedRows | None = None
-    flat: int = dataclasses.field(default=0, metadata={"static": True})
+    token_bitmask: Any = None
+    final_limit: Any = None
+    resumed: ResumedRows | None = None
+    packed_size: int = dataclasses.field(default=0, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -174,7 +175,7 @@ class PrefilledPrompts:
       logits: float32 [groups, vocab], of the token that follows; [groups * samples, vocab] of
         responses that had begun.
       counts: of the sequences' tokens so far, where they need them.
-      own: keys and values of what there is of the responses, from the first column on:
+      response_kv: keys and values of what there is of the responses, from the first column on:
         [groups * samples, heads, width, head_dim], as ``k`` and ``v``; None: nothing is there.
     """
 
@@ -183,7 +184,7 @@ class PrefilledPrompts:
     tokens: jax.Array
     logits: jax.Array
     counts: TokenCounts | None = None
-    own: tuple[Any, Any] | None = None
+    response_kv: tuple[Any, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,9 +198,9 @@ class DecodedTokens:
       steps: that were taken.
       guessed, right: int [rows], tokens that were guessed, and how many of these were drawn; None:
         none are.
-      top: the most probable tokens of each place and their log-probs, int32 and float32 [rows,
-        steps, n], as ``sampling.Draw`` has them; on the devices until somebody asks. None where
-        sequences have no options of their own.
+      top: the final_limit probable tokens of each place and their log-probs, int32 and float32
+        [rows, steps, n], as ``sampling.Draw`` has them; on the devices until somebody asks. None
+        where sequences have no options of their own.
     """
 
     tokens: np.ndarray

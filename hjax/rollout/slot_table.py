@@ -14,7 +14,7 @@ import numpy as np
 from hjax.models.append_attention import CacheBlocks
 from hjax.models.parameters import Weights
 from hjax.rollout.engine import Engine
-from hjax.rollout.rollout_job import NOBODY
+from hjax.rollout.rollout_job import EMPTY
 from hjax.rollout.sampling_params import SamplingParams
 from hjax.rollout.slot_state import Admission, DecodedTokens, SlotSizes
 
@@ -26,16 +26,16 @@ class SlotTableShapes(Protocol):
     def steps(self) -> int:
         """Tokens that a row draws in a dispatch."""
 
-    def size(self, rows: int, length: int) -> SlotSizes:
+    def state_sizes(self, rows: int, length: int) -> SlotSizes:
         """Of a state."""
 
-    def lengths_of(self, rows: int) -> list[int]:
+    def lengths_for(self, rows: int) -> list[int]:
         """Columns of states of so many rows, growing."""
 
-    def shared(self, rows: int) -> bool:
+    def shares_prompts(self, rows: int) -> bool:
         """Whether prompts stand once for their samples; else each row has its own."""
 
-    def after(self, first: int, column: int, length: int, rows: int) -> tuple[int, int]:
+    def next_columns(self, first: int, column: int, length: int, rows: int) -> tuple[int, int]:
         """The column that is to be the first, and how many there are to be, where all of
         ``length`` are taken up to ``column`` and nobody sees those before ``first``."""
 
@@ -57,19 +57,19 @@ class SlotTable:
       column: that the next token goes into.
     """
 
-    def __init__(self, engine: Engine, shapes: SlotTableShapes, samples: int = 1):
-        self.engine, self.shapes, self.samples = engine, shapes, samples
-        self.who = self.group = np.full((engine.parts, 1), NOBODY)
-        self.start = np.zeros(self.who.shape, np.int64)
+    def __init__(self, engine: Engine, buckets: SlotTableShapes, samples: int = 1):
+        self.engine, self.buckets, self.samples = engine, buckets, samples
+        self.sequence_ids = self.prompt_ids = np.full((engine.parts, 1), EMPTY)
+        self.start = np.zeros(self.sequence_ids.shape, np.int64)
         self.length = self.column = 0
         self.state: Any = None
 
     def open(self, rows: int, length: int, column: int = 0) -> SlotTable:
         """A new state, where nobody is."""
-        parts, size = self.engine.parts, self.shapes.size(rows, length)
-        self.who = np.full((parts, rows), NOBODY)
-        self.group = np.full((parts, size.groups // parts), NOBODY)
-        self.start = np.zeros(self.who.shape, np.int64)
+        parts, size = self.engine.parts, self.buckets.state_sizes(rows, length)
+        self.sequence_ids = np.full((parts, rows), EMPTY)
+        self.prompt_ids = np.full((parts, size.groups // parts), EMPTY)
+        self.start = np.zeros(self.sequence_ids.shape, np.int64)
         self.length, self.column = length, column
         self.state = self.engine.empty(size, column)
         return self
@@ -77,20 +77,20 @@ class SlotTable:
     @property
     def live(self) -> np.ndarray:
         """bool [parts, rows], which somebody has."""
-        return self.who != NOBODY
+        return self.sequence_ids != EMPTY
 
     @property
-    def most_live(self) -> int:
+    def max_live_rows(self) -> int:
         """Rows of the part that has most of these."""
         return int(self.live.sum(axis=1).max())
 
-    def free(self) -> list[np.ndarray]:
+    def free_groups(self) -> list[np.ndarray]:
         """int [groups] by part, those of whose prompts no sequence is left."""
-        prompts = self.who // self.samples
-        pairs = zip(self.group, prompts, strict=True)
-        return [np.flatnonzero((g == NOBODY) | ~np.isin(g, own)) for g, own in pairs]
+        prompts = self.sequence_ids // self.samples
+        pairs = zip(self.prompt_ids, prompts, strict=True)
+        return [np.flatnonzero((g == EMPTY) | ~np.isin(g, own)) for g, own in pairs]
 
-    def seat(self, part: int, group: int, ids: np.ndarray, before: int) -> np.ndarray:
+    def assign(self, part: int, group: int, ids: np.ndarray, before: int) -> np.ndarray:
         """Give a free group to a prompt.
 
         Args:
@@ -102,20 +102,20 @@ class SlotTable:
           int [samples], their rows.
         """
         rows = group * self.samples + np.arange(self.samples)
-        if self.samples > 1 and not self.engine.by_kernel:
+        if self.samples > 1 and not self.engine.uses_kernel:
             rows = np.flatnonzero(~self.live[part])[: self.samples]
-        self.group[part, group] = ids.max() // self.samples
-        self.who[part, rows], self.start[part, rows] = ids, self.column - before
+        self.prompt_ids[part, group] = ids.max() // self.samples
+        self.sequence_ids[part, rows], self.start[part, rows] = ids, self.column - before
         return rows
 
-    def leave(self, rows: np.ndarray) -> None:
+    def release_rows(self, rows: np.ndarray) -> None:
         """Those that ``rows``, bool [parts, rows], has are free."""
-        self.who[rows] = NOBODY
+        self.sequence_ids[rows] = EMPTY
 
-    def halt(self, rows: np.ndarray) -> None:
+    def stop_rows(self, rows: np.ndarray) -> None:
         """Draw no more for the rows that ``rows``, bool [parts, rows], has."""
         if rows.any() and self.state is not None:
-            self.state = self.engine.halt(self.state, rows.ravel())
+            self.state = self.engine.stop_rows(self.state, rows.ravel())
 
     def admit(
         self, sampling: SamplingParams, params: Weights, new: Admission, blocks: CacheBlocks | None
@@ -125,73 +125,80 @@ class SlotTable:
         return drawn
 
     def decode(
-        self, sampling: SamplingParams, params: Weights, steps: int, allowed: Any = None, until: int
-    = 0 ) -> DecodedTokens:
+        self,
+        sampling: SamplingParams,
+        params: Weights,
+        steps: int,
+        token_bitmask: Any = None,
+        enough_live: int = 0,
+    ) -> DecodedTokens:
         """As ``Engine.decode``, as far as there are columns."""
-        engine, most = self.engine, self.shapes.steps + self.engine.lookup
-        if not engine.by_row:
-            steps = min(steps, self.length - self.column - engine.spare)
+        engine, most = self.engine, self.buckets.steps + self.engine.draft_tokens
+        if not engine.per_row_columns:
+            steps = min(steps, self.length - self.column - engine.spare_columns)
         self.state, drawn = engine.decode(
-            sampling, params, self.state, steps, most, allowed, until
+            sampling, params, self.state, steps, most, token_bitmask, enough_live
         )
         self.column += drawn.steps
         return drawn
 
     # Rows
 
-    def where(self) -> np.ndarray:
+    def group_of_row(self) -> np.ndarray:
         """int32 [parts, rows]: the group that each row's prompt is in; 0 where it is free."""
-        prompts = self.who // self.samples
-        found = (self.group[:, None] == prompts[:, :, None]).argmax(axis=2)
+        prompts = self.sequence_ids // self.samples
+        found = (self.prompt_ids[:, None] == prompts[:, :, None]).argmax(axis=2)
         return np.where(self.live, found, 0).astype(np.int32)
 
-    def share(self) -> None:
+    def update_sharing(self) -> None:
         """Tell the engine who shares which prompt."""
         members: Any = None
         place: Any = None
-        parts, count = self.who.shape
-        if self.shapes.shared(count) and not self.engine.by_kernel:
-            groups, samples = self.group.shape[1], self.samples
+        parts, count = self.sequence_ids.shape
+        if self.buckets.shares_prompts(count) and not self.engine.uses_kernel:
+            groups, samples = self.prompt_ids.shape[1], self.samples
             members = np.full((parts, groups, samples), count, np.int32)
             place = np.zeros((parts, count), np.int32)
             part, row = np.nonzero(self.live)
-            group, sample = self.where()[part, row], self.who[part, row] % samples
+            group, sample = self.group_of_row()[part, row], self.sequence_ids[part, row] % samples
             members[part, group, sample], place[part, row] = row, group * samples + sample
             members, place = members.reshape(-1, samples), place.ravel()
-        self.state = self.engine.share(self.state, members, place)
+        self.state = self.engine.share_prompts(self.state, members, place)
 
-    def narrow(self, rows: int) -> None:
+    def shrink_rows(self, rows: int) -> None:
         """Leave rows behind that nobody has, so that each part has so many."""
         order = np.argsort(~self.live, axis=1, kind="stable")
         kept = np.sort(order[:, :rows], axis=1).astype(np.int32)
         groups = None
-        if not self.shapes.shared(self.who.shape[1]):
+        if not self.buckets.shares_prompts(self.sequence_ids.shape[1]):
             groups = kept
-        elif not self.shapes.shared(rows):  # each takes its prompt along
-            groups = np.take_along_axis(self.where(), kept, axis=1)
+        elif not self.buckets.shares_prompts(rows):  # each takes its prompt along
+            groups = np.take_along_axis(self.group_of_row(), kept, axis=1)
         self.state = self.engine.move(
             self.state, kept.ravel(), None if groups is None else groups.ravel()
         )
-        self.who, self.start = (np.take_along_axis(x, kept, 1) for x in (self.who, self.start))
+        self.sequence_ids, self.start = (
+            np.take_along_axis(x, kept, 1) for x in (self.sequence_ids, self.start)
+        )
         if groups is not None:
-            self.group = np.take_along_axis(self.group, groups, axis=1)
+            self.prompt_ids = np.take_along_axis(self.prompt_ids, groups, axis=1)
 
-    def widen(self, rows: int) -> None:
+    def grow_rows(self, rows: int) -> None:
         """Have so many rows in each part, the old ones first; each with a prompt of its own."""
-        parts, old = self.who.shape
+        parts, old = self.sequence_ids.shape
         numbers = np.tile(np.arange(rows, dtype=np.int32), parts)
         self.state = self.engine.move(self.state, numbers, numbers)
         more = (0, 0), (0, rows - old)
-        self.who, self.group = (
-            np.pad(x, more, constant_values=NOBODY) for x in (self.who, self.group)
+        self.sequence_ids, self.prompt_ids = (
+            np.pad(x, more, constant_values=EMPTY) for x in (self.sequence_ids, self.prompt_ids)
         )
         self.start = np.pad(self.start, more)
 
     # Columns
 
-    def move(self, first: int, length: int) -> None:
+    def move_columns(self, first: int, length: int) -> None:
         """Give up columns before ``first``, or put some there, and have so many."""
-        lengths = self.shapes.lengths_of(self.who.shape[1])
+        lengths = self.buckets.lengths_for(self.sequence_ids.shape[1])
         at, to = lengths.index(self.length), lengths.index(length)
         # From each to the next: as few programs as there are lengths.
         between = range(at + 1, to + 1) if to > at else range(at - 1, to - 1, -1)
@@ -203,18 +210,18 @@ class SlotTable:
         self.column, self.start = self.column - first, self.start - first
         self.length = length
 
-    def make_room(self, most: int) -> None:
+    def ensure_columns(self, most: int) -> None:
         """A column at least for the next token, and none at the beginning that nobody sees.
 
         Args:
           most: tokens of the row that has most among its own, the last one drawn included.
         """
-        engine, lengths = self.engine, self.shapes.lengths_of(self.who.shape[1])
-        if engine.by_kernel:
+        engine, lengths = self.engine, self.buckets.lengths_for(self.sequence_ids.shape[1])
+        if engine.uses_kernel:
             return
-        if engine.by_row:
-            if most + engine.lookup > self.length:
-                self.move(0, next(n for n in lengths if n >= most + engine.lookup))
-        elif self.column + engine.spare >= self.length:
-            first, rows = int(self.start[self.live].min()), self.who.shape[1]
-            self.move(*self.shapes.after(first, self.column, self.length, rows))
+        if engine.per_row_columns:
+            if most + engine.draft_tokens > self.length:
+                self.move_columns(0, next(n for n in lengths if n >= most + engine.draft_tokens))
+        elif self.column + engine.spare_columns >= self.length:
+            first, rows = int(self.start[self.live].min()), self.sequence_ids.shape[1]
+            self.move_columns(*self.buckets.next_columns(first, self.column, self.length, rows))

@@ -47,9 +47,7 @@ def largest(logits: jax.Array, here: Any, axes: tuple[str, ...] = ()) -> jax.Arr
     return jax.lax.pmin(token, axes)
 
 
-def pick(
-    tables: list[jax.Array], token: jax.Array, axes: tuple[str, ...] = ()
-) -> list[jax.Array]:
+def pick(tables: list[jax.Array], token: jax.Array, axes: tuple[str, ...] = ()) -> list[jax.Array]:
     """Of each table [rows, vocab] the token's entry, [rows]."""
     if not axes:
         return [jnp.take_along_axis(x, token[..., None], axis=-1)[..., 0] for x in tables]
@@ -95,12 +93,14 @@ def every(rows: int, vocab: int) -> np.ndarray:
     return np.full((rows, -(-vocab // 32)), 2**32 - 1, np.uint32)
 
 
-def bans(allowed: jax.Array | None) -> jax.Array:
+def bans(token_bitmask: jax.Array | None) -> jax.Array:
     """bool []: whether some row does not allow every token."""
-    return jnp.asarray(allowed is not None and jnp.any(allowed != jnp.uint32(2**32 - 1)))
+    return jnp.asarray(
+        token_bitmask is not None and jnp.any(token_bitmask != jnp.uint32(2**32 - 1))
+    )
 
 
-def only(table: jax.Array, allowed: jax.Array, axes: tuple[str, ...] = ()) -> jax.Array:
+def only(table: jax.Array, token_bitmask: jax.Array, axes: tuple[str, ...] = ()) -> jax.Array:
     """``table`` [rows, vocab] with -inf for tokens that a row does not allow.
 
     Args:
@@ -113,9 +113,9 @@ def only(table: jax.Array, allowed: jax.Array, axes: tuple[str, ...] = ()) -> ja
     if axes:
         # Of the device's part alone, which need not begin with a word.
         some = size // 32 + 2
-        padded = jnp.pad(allowed, ((0, 0), (0, some)))
-        allowed = jax.lax.dynamic_slice_in_dim(padded, begin // 32, some, 1)
-    bits = (allowed[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+        padded = jnp.pad(token_bitmask, ((0, 0), (0, some)))
+        token_bitmask = jax.lax.dynamic_slice_in_dim(padded, begin // 32, some, 1)
+    bits = (token_bitmask[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     bits = bits.reshape(bits.shape[0], -1)
     own = jax.lax.dynamic_slice_in_dim(bits, begin % 32, size, 1)
     return jnp.where(own == 1, table, -jnp.inf)
@@ -127,9 +127,7 @@ def ordered(x: jax.Array) -> jax.Array:
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def top_k_edge(
-    order: jax.Array, top_k: jax.Array | int, axes: tuple[str, ...] = ()
-) -> jax.Array:
+def top_k_edge(order: jax.Array, top_k: jax.Array | int, axes: tuple[str, ...] = ()) -> jax.Array:
     """uint32 [..., 1]: at or above it are the ``top_k`` largest and what equals the last of them.
 
     Args:

@@ -55,14 +55,14 @@ class RunningRequest:
         self._watch = watch
         self._loop = asyncio.get_running_loop()
         self._arrived: asyncio.Queue[tuple[int, ResponseChunk]] = asyncio.Queue()
-        self._tickets: list[RequestHandle] = []
+        self._handles: list[RequestHandle] = []
         requests = asked.requests()
         self.choices = [Choice(asked, index, served) for index in range(len(requests))]
         try:
             matchers = asked.matchers or (None,) * len(requests)
             for index, (request, matcher) in enumerate(zip(requests, matchers, strict=True)):
                 hand_over = functools.partial(self._hand_over, index)
-                self._tickets.append(served.service.submit(request, hand_over, matcher))
+                self._handles.append(served.service.submit(request, hand_over, matcher))
         except (ConfigError, RunError) as error:
             self.cancel()
             if isinstance(error, ConfigError):
@@ -102,15 +102,15 @@ class RunningRequest:
             if choice.finish:
                 going -= 1
                 if not piece.finish:
-                    self._tickets[index].cancel()
+                    self._handles[index].cancel()
             yield index, delta
 
     def cancel(self) -> None:
         """End in the engine what has not ended; the request is over."""
         self._watch.running.discard(self)
-        for ticket, choice in zip(self._tickets, self.choices):
+        for handle, choice in zip(self._handles, self.choices):
             if not choice.finish:
-                ticket.cancel()
+                handle.cancel()
 
     def cut_off(self) -> None:
         """End now, though the engine has not: whoever waits is told that the server stops."""
@@ -121,8 +121,8 @@ class RunningRequest:
         """Tokens so far, in OpenAI's form."""
         prompt = sum(len(prompt.tokens) for prompt in self.asked.prompts)
         drawn = sum(choice.count for choice in self.choices)
-        first_answers = self._tickets[:: len(self._tickets) // len(self.asked.prompts)]
-        cached = sum(ticket.cached or 0 for ticket in first_answers)
+        first_answers = self._handles[:: len(self._handles) // len(self.asked.prompts)]
+        cached = sum(handle.cached_tokens or 0 for handle in first_answers)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": drawn,

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, FailFast
 
 from hjax.errors import ConfigError
-from hjax.rollout.constrained_decoding import SPACES
+from hjax.rollout.constrained_decoding import JSON_WHITESPACE
 from hjax.rollout.constraint import Constraint
 from hjax.serving.fields import RequestFields, wrong
 from hjax.serving.request_errors import RequestRefused
@@ -143,7 +143,7 @@ class RequestTools:
         for name, function, schema in zip(names, functions, schemas, strict=True):
             head = f"{_text(json.dumps(function.name, ensure_ascii=False) + ',')} SPACE"
             key = _text(f'"{form.arguments}":')
-            lines.append(f"{name}: {head} {key} SPACE %json {json.dumps(schema | SPACES)}")
+            lines.append(f"{name}: {head} {key} SPACE %json {json.dumps(schema | JSON_WHITESPACE)}")
         lines += [r"NEWLINE: /\n?/", "SPACE: / ?/"]
         each = f"{_text('{' + _quoted('name') + ':')} SPACE ({' | '.join(names)}) {_text('}')}"
         if not form.begin:

@@ -91,7 +91,7 @@ class Actor(LanguageWorker, GeneratingWorker):
             before = {}
         try:
             params = self.transition.advance(held)
-            params = self.generator.as_read(params, self.transition.copies())
+            params = self.generator.decoding_params(params, self.transition.copies())
             self._seconds["transition"] += time.perf_counter() - start
             yield params
         finally:

@@ -15,7 +15,7 @@ from hjax.models.parameters import Params
 from hjax.rewards.concurrent_rewards import ConcurrentScorer, PendingReward, PromptResponses
 from hjax.rollout.generator import Generator, bucket_length
 from hjax.rollout.prompt_encoding import StopConditions, text_ends
-from hjax.rollout.rollout_job import Ends, GenerationConfig, OnEnded
+from hjax.rollout.rollout_job import GenerationConfig, OnPromptDone, StopCheck
 from hjax.sharding.global_arrays import place, to_numpy
 from hjax.sharding.protocols import PROMPT_ID, protocol
 from hjax.workers.model import ModelWorker
@@ -63,7 +63,7 @@ class GeneratingWorker(ModelWorker):
     @property
     def cache_element(self) -> float:
         """Bytes of an element of keys and values while it generates, with its share of a scale."""
-        return element_bytes(self.generator.kept_dtype, self.network.config.head_dim)
+        return element_bytes(self.generator.kv_dtype, self.network.config.head_dim)
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[Any]:
@@ -110,6 +110,9 @@ class GeneratingWorker(ModelWorker):
         ids = np.arange(self._asked, self._asked + asked, dtype=np.int64)
         self._asked += asked
         judged = {role: [PendingReward()] * rows for role in self._judges}
+        stop_check = None
+        if end is None:
+            stop_check = self._text_ends(prompts, count + config.surplus)
         with self.gathered() as params:
             rollout: dict[str, Any] = self.generator.generate(
                 params,
@@ -119,8 +122,8 @@ class GeneratingWorker(ModelWorker):
                 config,
                 seed=context.seed,
                 step=prompts.get("step", 0),
-                on_ended=self.judging(prompts, judged),
-                ends=self._text_ends(prompts, count + config.surplus) if end is None else None,
+                on_prompt_done=self.judging(prompts, judged),
+                stop_check=stop_check,
             )
             # This waits for the responses: the cache is gone before training's parameters return.
             rollout = self.ended(rollout) if end is None else rollout
@@ -137,7 +140,7 @@ class GeneratingWorker(ModelWorker):
 
     def judging(
         self, prompts: Mapping[str, Any], judged: dict[str, list[PendingReward]]
-    ) -> OnEnded | None:
+    ) -> OnPromptDone | None:
         """What has answers to these prompts judged as soon as they have ended, and puts what will
         be said among ``judged``; None: nobody judges so early."""
         if not judged:
@@ -204,7 +207,7 @@ class GeneratingWorker(ModelWorker):
         }
         return trim(made | {"truncated": rollout["truncated"] & whole})
 
-    def _text_ends(self, prompts: Mapping[str, Any], samples: int) -> Ends | None:
+    def _text_ends(self, prompts: Mapping[str, Any], samples: int) -> StopCheck | None:
         """What ends responses to these prompts with a string; None: there are no such strings."""
         if not self._stops.strings:
             return None

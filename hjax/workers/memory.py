@@ -39,7 +39,7 @@ from hjax.models.parameters import Network, decoder_network, scalar_network
 from hjax.models.remat import NONE, PRODUCTS
 from hjax.roles import ROLLOUT
 from hjax.rollout.engine import STEPS
-from hjax.rollout.prefix_sharing import READING, SHARED, SHORT
+from hjax.rollout.prefix_sharing import MAX_PREFILL_TOKENS, SHARED_PROMPTS, SHORT_PROMPT
 from hjax.sharding.layout import Layout
 from hjax.workers.micro_batching import MicroBatches
 from hjax.workers.packer import Packer
@@ -396,15 +396,16 @@ class MemoryEstimate:
     def slot_reading(self, at_a_time: DecodeBatch, work: Workload) -> float:
         """Of reading as many tokens of prompts as are read at a time: a layer's part, and their
         keys and values before they are put beside the others."""
-        tokens = min(max(READING, work.prompt_length), at_a_time.prompts * work.prompt_length)
+        most = max(MAX_PREFILL_TOKENS, work.prompt_length)
+        tokens = min(most, at_a_time.prompts * work.prompt_length)
         return self._reading(tokens, work) + self.cache(1, tokens)
 
     def _slots(self, at_a_time: DecodeBatch, work: Workload) -> float:
         """Of hjax's engine: the slots' keys and values, blocks of prompts' beginnings that are
         shared, and the larger of reading prompts and drawing a token of every slot."""
         held = self.slot_cache(at_a_time, work)
-        if work.prompt_length > SHORT and self.mesh.generate_pipe == 1:
-            held += self.cache(SHARED + 1, work.prompt_length)
+        if work.prompt_length > SHORT_PROMPT and self.mesh.generate_pipe == 1:
+            held += self.cache(SHARED_PROMPTS + 1, work.prompt_length)
         rows = at_a_time.prompts * at_a_time.samples
         drawn = _DRAWN * 4.0 * rows * self.model.vocab / self.mesh.generate_tensor
         return held + max(self.slot_reading(at_a_time, work), drawn)

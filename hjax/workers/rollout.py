@@ -93,7 +93,7 @@ class Rollout(GeneratingWorker):
             raise RunError(f"{self.role}: version {version} was not taken ({taken} was)")
         params, self._taken = self._taken[1], None
         self.params = {}  # freed before others are cut by layer
-        self.params = self.generator.as_read(params)
+        self.params = self.generator.decoding_params(params)
         self.version = version
         return version
 
@@ -162,7 +162,7 @@ class Rollout(GeneratingWorker):
                     seed=context.seed,
                     step=step,
                     start=start,
-                    on_ended=self.judging(asked, judged),
+                    on_prompt_done=self.judging(asked, judged),
                 )
             new = drawn["response_mask"] & ~rollout["response_mask"]
             versions = jnp.where(new, self._versions(new), before)

@@ -48,7 +48,7 @@ def test_metrics_are_those_of_a_cpu(name, tmp_path, monkeypatch):
     monkeypatch.setattr(module.decode, "choose", lambda *_: decode.FILLED_INTERPRETED)
     with trainer_of(algorithm, SHORT | changes, workdir=tmp_path / "gpu") as trainer:
         group = trainer.roles.groups.get("rollout") or trainer.roles.groups["actor"]
-        assert group.worker.generator.reads_layers
+        assert group.worker.generator.unstacks_layers
         rows = trainer.run()
         if "rollout" not in trainer.roles.groups:
             actor = group.worker
@@ -81,8 +81,8 @@ def test_layers_are_the_slices_of_their_stacks_and_what_is_given_up_is_freed():
     host = jax.tree.map(np.array, params)
     made = Generator(network, layout, Compute(), decode.ROWS)
     given_up = jax.tree.map(lambda x: x.ndim > 2, params)
-    layered = made.as_read(params, given_up)
-    assert made.as_read(layered) is layered
+    layered = made.decoding_params(params, given_up)
+    assert made.decoding_params(layered) is layered
     assert len(layered.layers) == 3 and "layers" not in layered.rest
     for name, x in params["layers"].items():
         for number, layer in enumerate(layered.layers):
@@ -91,7 +91,7 @@ def test_layers_are_the_slices_of_their_stacks_and_what_is_given_up_is_freed():
     whole, part = layered.layers[0]["q"], layered.layers[0]["q"].addressable_shards[0].data
     assert whole.shape == (16, 4, 8) and part.shape == (16, 2, 8)
     # Others want them as they are: on CPUs, and with stages.
-    assert Generator(network, layout, Compute(), decode.TILES).as_read(host) is host
+    assert Generator(network, layout, Compute(), decode.TILES).decoding_params(host) is host
 
 
 def test_a_model_reads_its_weights_by_layer_too(monkeypatch):

@@ -72,7 +72,7 @@ def test_arrays_are_the_same_numbers_in_another_order_and_what_is_given_up_is_fr
 def test_metrics_are_those_of_weights_as_they_are_declared(name, monkeypatch):
     with trainer_of("GRPO", CASES[name]) as trainer:
         expected = trainer.run()
-    monkeypatch.setattr(Generator, "relays", property(lambda _: True))
+    monkeypatch.setattr(Generator, "reorders_memory", property(lambda _: True))
     with trainer_of("GRPO", CASES[name]) as trainer:
         group = trainer.roles.groups.get("rollout") or trainer.roles.groups["actor"]
         worker = group.worker

@@ -17,7 +17,7 @@ from hjax.models.compute import Compute
 from hjax.models.parameters import decoder_network
 from hjax.rollout import prefix_sharing
 from hjax.rollout.generator import Generator
-from hjax.rollout.prefix_sharing import PrefixSharing, shared
+from hjax.rollout.prefix_sharing import PrefixSharing, find_shared_prefixes
 from hjax.rollout.rollout_job import GenerationConfig, ResumedResponses, RolloutJob
 from hjax.rollout.sampling_params import SamplingParams
 from hjax.sharding.layout import make_layouts, shard_bytes, without
@@ -27,10 +27,11 @@ CHUNK, NEW = 64, 40
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    sizes = {"SHORT": 32, "CHUNK": CHUNK, "NEW": (32, CHUNK), "READING": 400, "PAYS": 64}
+    sizes = {"SHORT_PROMPT": 32, "PREFILL_CHUNK": CHUNK, "PROMPT_COLUMNS": (32, CHUNK),
+             "MAX_PREFILL_TOKENS": 400, "MIN_SAVED_TOKENS": 64}  # fmt: skip
     for name, value in sizes.items():
         monkeypatch.setattr(prefix_sharing, name, value)
-    monkeypatch.setattr("hjax.rollout.scheduler.CHUNK", CHUNK)
+    monkeypatch.setattr("hjax.rollout.scheduler.PREFILL_CHUNK", CHUNK)
 
 
 def prompts_of(count, length, head, seed=0):
@@ -66,7 +67,7 @@ def rollout(case, length, head, whole=False):
     generator, params, options = made_by(case)
     prompts = prompts_of(case.prompts, length, head)
     sequence = np.arange(case.prompts * case.samples, dtype=np.int32)
-    generator._ragged = lambda *_: not whole
+    generator._needs_slots = lambda *_: not whole
     more = {} if whole else {"slots": case.slots, "lookup": case.lookup}
     made = on_host(generated(generator, params, *prompts, sequence, **more, **options))
     return made, prompts[1]
@@ -138,7 +139,7 @@ def test_stages_and_responses_in_parts_read_prompts_whole():
     )
     first = dataclasses.replace(work, config=GenerationConfig(NEW, end=20))
     ended = np.zeros(count, bool)
-    last = dataclasses.replace(work, begun=ResumedResponses(20, ended, {}))
+    last = dataclasses.replace(work, resumed=ResumedResponses(20, ended, {}))
     engine, staged = (made_by(Case(samples=1, sizes=sizes))[0].engine for sizes in ((), STAGES))
     found = [PrefixSharing(*given).active for given in itertools.product(
         (engine, staged), (work, first, last))]  # fmt: skip
@@ -181,7 +182,7 @@ def test_what_is_shared_is_found_and_pays():
     prompts = [all_of_them + (half if i < 4 else []) + text(1) + [i] for i in range(8)]
     prompts += [pair + [5], pair + [6]]  # a block of two: 16 tokens, less than pay
     prompts += [all_of_them]  # of itself the last block is read, so that there is a last token
-    pieces, of = shared(prompts, 100)
+    pieces, of = find_shared_prefixes(prompts, 100)
     assert [(len(p.tokens) // BLOCK, p.new // BLOCK) for p in pieces] in (
         [(2, 2), (5, 3), (3, 1)], [(2, 2), (3, 1), (5, 2)]
     )  # fmt: skip
@@ -193,9 +194,9 @@ def test_what_is_shared_is_found_and_pays():
     assert [len(own) > 1 for own in of[:4]] == [True] * 4 and of[8:10] == [(), ()]
     assert of[10] == (0,)
     # No more than there is room for, and each part reads its own.
-    few, _ = shared(prompts, 2)
+    few, _ = find_shared_prefixes(prompts, 2)
     assert [len(p.tokens) for p in few] == [2 * BLOCK]
-    none, _ = shared(prompts[:8], 100, parts=8)
+    none, _ = find_shared_prefixes(prompts[:8], 100, parts=8)
     assert none == []
 
 
@@ -216,7 +217,7 @@ def test_decoding_waits_for_few_chunks():
 
         setattr(owner, name, told)
 
-    watch(engine, "decode"), watch(engine, "admit"), watch(engine.chunks, "read")
+    watch(engine, "decode"), watch(engine, "admit"), watch(engine.chunked_prefill, "prefill")
     tokens = np.random.default_rng(0).integers(1, 64, (case.prompts, length), np.int32)
     prompts = tokens, tokens > 0  # all of them long
     arguments = *prompts, np.arange(case.prompts, dtype=np.int32)
@@ -224,12 +225,13 @@ def test_decoding_waits_for_few_chunks():
     said.clear()  # what was compiled first
     generated(generator, params, *arguments, slots=case.slots, **options)
     # 500 tokens: 7 chunks of 64 and a rest of 52; with nobody decoded as many as there are.
-    assert said.count("read") == 7 * 8 and said.count("admit") == 8
+    assert said.count("prefill") == 7 * 8 and said.count("admit") == 8
     # Of what follows a dispatch after which some go on, up to the next one.
-    runs = [list(run) for _, run in itertools.groupby(said, key=lambda x: x in ("read", "admit"))]
-    counts = [run.count("read") for before, run in itertools.pairwise(runs)
+    entering = lambda x: x in ("prefill", "admit")  # noqa: E731
+    runs = [list(run) for _, run in itertools.groupby(said, key=entering)]
+    counts = [run.count("prefill") for before, run in itertools.pairwise(runs)
               if before[-1] == "decode"]  # fmt: skip
-    assert max(counts) <= prefix_sharing.AT_ONCE and min(counts) > 0 and sum(counts) > 7
+    assert max(counts) <= prefix_sharing.MAX_CHUNKS and min(counts) > 0 and sum(counts) > 7
 
 
 def test_the_memory_of_reading_is_a_chunk_s():
@@ -308,7 +310,7 @@ def test_training_has_the_same_metrics_and_says_what_was_saved(name, tmp_path, m
     rows = {}
     for way in ("with", "without"):
         if way == "without":
-            monkeypatch.setattr(prefix_sharing, "SHORT", 1000)
+            monkeypatch.setattr(prefix_sharing, "SHORT_PROMPT", 1000)
         with trainer_of(algorithm, keys, workdir=tmp_path / way) as trainer:
             rows[way] = trainer.run()
     for one, other in zip(*rows.values(), strict=True):

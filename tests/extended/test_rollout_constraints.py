@@ -25,7 +25,7 @@ from hjax.errors import ConfigError, DataError, RunError
 from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import decoder_network
 from hjax.rollout.constrained_decoding import ConstraintCompiler
-from hjax.rollout.constraint import LARGEST, Constraint
+from hjax.rollout.constraint import MAX_CHARACTERS, Constraint
 from hjax.rollout.language_model import LanguageModel
 from hjax.rollout.requests import Request
 from hjax.rollout.sampling_params import SamplingParams
@@ -180,8 +180,8 @@ def check_every_beginning(matchers, constraint, options, prompt, table, matching
     ways = [()]
     while ways:
         tokens = ways.pop()
-        matcher = matchers.begin(constraint, options, prompt)
-        finish = matcher.take(tokens)
+        matcher = matchers.matcher(constraint, options, prompt)
+        finish = matcher.advance(tokens)
         begun = b"".join(table[token] for token in tokens)
         expected = {
             token
@@ -189,7 +189,7 @@ def check_every_beginning(matchers, constraint, options, prompt, table, matching
             if own and any(text.startswith(begun + own) for text in matching)
         }
         ends = set(options.stop) if begun in matching else set()
-        assert tokens_of(matcher.allowed) == expected | ends
+        assert tokens_of(matcher.token_bitmask) == expected | ends
         assert finish == ""
         ways += [(*tokens, token) for token in expected]
 
@@ -246,8 +246,9 @@ def test_a_first_space_that_a_grammar_asks_for_is_one_of_the_text():
     space = WORDS.index("▁")
 
     def takes(tokens, prompt):
-        matcher = matchers.begin(Constraint(grammar='start: " "? "a"'), SamplingParams(), prompt)
-        return all(t in tokens_of(matcher.allowed) and matcher.take([t]) != "no" for t in tokens)
+        matcher = matchers.matcher(Constraint(grammar='start: " "? "a"'), SamplingParams(), prompt)
+        may = lambda t: t in tokens_of(matcher.token_bitmask)  # noqa: E731
+        return all(may(t) and matcher.advance([t]) != "no" for t in tokens)
 
     a, with_space = WORDS.index("a"), WORDS.index("▁a")
     assert takes([with_space], (BOS, 3)) and takes([a], (BOS, 3))
@@ -291,8 +292,8 @@ def test_what_options_forbid_is_not_allowed_and_ends_where_nothing_is_left():
     constraint = Constraint(regex="(ab){1,2}")
 
     def after(tokens, **options):
-        matcher = matchers.begin(constraint, SamplingParams(**options), (BOS, 3))
-        return matcher.take(tokens), tokens_of(matcher.allowed)
+        matcher = matchers.matcher(constraint, SamplingParams(**options), (BOS, 3))
+        return matcher.advance(tokens), tokens_of(matcher.token_bitmask)
 
     a, b, ab, byte = (WORDS.index(word) for word in ("a", "b", "ab", "<0x61>"))
     assert after((ab,), stop=(EOS,)) == ("", {a, ab, byte, EOS})
@@ -337,7 +338,7 @@ def test_what_options_forbid_is_not_allowed_and_ends_where_nothing_is_left():
 def test_what_cannot_be_met_is_refused_in_a_line(constraint, options, line):
     matchers = ConstraintCompiler(small_tokenizer(), len(WORDS))
     with pytest.raises(ConfigError, match=line) as caught:
-        matchers.begin(constraint, SamplingParams(**options), (3,))
+        matchers.matcher(constraint, SamplingParams(**options), (3,))
     assert "\n" not in str(caught.value)
 
 
@@ -353,8 +354,8 @@ def test_what_cannot_be_met_is_refused_in_a_line(constraint, options, line):
         (lambda: Constraint.of_choice(["a", 1]), "a list of texts"),
         (lambda: Constraint(regex=3), "regex=3: a string"),
         (lambda: Constraint(regex="\ud800"), "whole characters"),
-        (lambda: Constraint(regex="a" * (LARGEST + 1)), f"at most {LARGEST}"),
-        (lambda: Constraint.of_json({"enum": ["a" * LARGEST]}), f"at most {LARGEST}"),
+        (lambda: Constraint(regex="a" * (MAX_CHARACTERS + 1)), f"at most {MAX_CHARACTERS}"),
+        (lambda: Constraint.of_json({"enum": ["a" * MAX_CHARACTERS]}), f"at most {MAX_CHARACTERS}"),
         (lambda: Constraint(json_schema="{"), "json_schema: not JSON"),
         (lambda: Constraint(json_schema="[1]"), r"json_schema=\[1\]: an object"),
         (lambda: Constraint.of_json({"a": {1, 2}}), "json_schema: not JSON"),
@@ -368,7 +369,7 @@ def test_what_is_no_constraint_is_refused(made, line):
 
 def test_without_tokenizer_or_llguidance_it_is_said(monkeypatch):
     with pytest.raises(ConfigError, match="this model has no tokenizer"):
-        ConstraintCompiler(None, 9).begin(Constraint(regex="a"), SamplingParams(), ())
+        ConstraintCompiler(None, 9).matcher(Constraint(regex="a"), SamplingParams(), ())
     plain = builtins.__import__
 
     def without(name, *rest, **more):
@@ -378,14 +379,15 @@ def test_without_tokenizer_or_llguidance_it_is_said(monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ConfigError, match=r"pip install 'hjax\[constraints\]'"):
-        ConstraintCompiler(small_tokenizer(), len(WORDS)).begin(
+        ConstraintCompiler(small_tokenizer(), len(WORDS)).matcher(
             Constraint(regex="a"), SamplingParams(), ()
         )
 
 
 HEAVY = [
     "(a{1,1000}){1,1000}", "((a{1,100}){1,100}){1,100}", "(.*a){50}", "(a|b)*a(a|b){30}",
-    "|".join(f"word{i}x*" for i in range(5000)), "a" * LARGEST, "(" * 2000 + "a" + ")" * 2000,
+    "|".join(f"word{i}x*" for i in range(5000)), "a" * MAX_CHARACTERS,
+    "(" * 2000 + "a" + ")" * 2000,
     "(" * 60 + "a" + "{2})" * 60, r"(\w{1,500}\d{1,500}){9}", ".{0,1000000}b",
 ]  # fmt: skip
 
@@ -398,13 +400,13 @@ def test_a_heavy_pattern_holds_nobody_up(pattern):
 
     def tried():
         try:
-            matcher = matchers.begin(Constraint(regex=pattern), SamplingParams(), (3,))
+            matcher = matchers.matcher(Constraint(regex=pattern), SamplingParams(), (3,))
         except ConfigError as error:
             return str(error)
         source, drawn, finish = random.Random(0), [], ""
         while not finish and len(drawn) < 60:
-            drawn.append(source.choice(sorted(tokens_of(matcher.allowed))))
-            finish = matcher.take(drawn[-1:])
+            drawn.append(source.choice(sorted(tokens_of(matcher.token_bitmask))))
+            finish = matcher.advance(drawn[-1:])
         assert finish in ("", "stop") or finish.startswith("constraint: it grew beyond what")
         return drawn, finish
 
