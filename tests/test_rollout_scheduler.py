@@ -60,7 +60,7 @@ class Engine:
         self.parts, self.by_kernel, self.lookup = parts, by_kernel, lookup
         self.by_row, self.spare, self.reads_flat = by_kernel or lookup > 0, 0, True
         mesh = types.SimpleNamespace(size=2)
-        ways = {"ways": lambda name: 1, "replicated": None}
+        ways = {"shard_count": lambda name: 1, "replicated": None}
         self.layout = types.SimpleNamespace(mesh=mesh, **ways)
         config = types.SimpleNamespace(turns_by_length=False)
         self.network = types.SimpleNamespace(config=config)

@@ -24,7 +24,7 @@ from hjax.dryrun.programs import AbstractWorkers, StepProgram, memory_of
 from hjax.dryrun.topologies import Topology, parse_memory_error
 from hjax.errors import DataError, RunError
 from hjax.sharding.device_mesh import ring_table
-from hjax.sharding.interconnect import Interconnect, wires_of
+from hjax.sharding.interconnect import Interconnect, interconnect_of
 from hjax.user_input import read_object
 from hjax.xla.collectives import Collective, collectives
 from hjax.xla.compiler_flags import OPTIONS
@@ -222,7 +222,7 @@ def way(found: Sequence[Collective], devices: Sequence[Any]) -> dict[str, float]
       ``network_bytes``: those that come over the network between slices and hosts. Nothing where
       the devices do not say where they stand.
     """
-    wires = wires_of(devices) if len(devices) > 1 else None
+    wires = interconnect_of(devices) if len(devices) > 1 else None
     if wires is None:
         return {}
     known: dict[Any, tuple[float, float]] = {}

@@ -27,7 +27,7 @@ from hjax.errors import ConfigError
 from hjax.machine import device_memory, free_bytes
 from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import decoder_network
-from hjax.sharding.layout import RoleLayouts, fitted
+from hjax.sharding.layout import RoleLayouts, fit_layout
 from hjax.sharding.live_memory import PeakWatch
 from hjax.sharding.transfer_buckets import ReshardLeaf, plan_leaf
 from hjax.sharding.transition import BUCKET_BYTES, Transition
@@ -137,8 +137,8 @@ def _fitted(layouts: RoleLayouts, leaves: Leaves) -> RoleLayouts:
     sizes = {name: n for axes, x in leaves.values() for name, n in zip(axes, x.shape)}
     sizes = {name: n for name, n in sizes.items() if layouts.train.rules[name]}
     return RoleLayouts(
-        fitted(layouts.train, sizes, "--train"),
-        fitted(layouts.generate, sizes, "--generate"),
+        fit_layout(layouts.train, sizes, "--train"),
+        fit_layout(layouts.generate, sizes, "--generate"),
     )
 
 
@@ -303,12 +303,12 @@ def run(
     if dtype is not None:
         narrow = checksum({name: np.asarray(x).astype(dtype) for name, x in params.items()})
     held = transition.start(params)
-    there = transition.advance(held, watch)
+    there = transition.to_generate(held, watch)
     redundant = watch() - target
     if checksum(there) != narrow:
         raise RuntimeError("parameters changed on the way to the generate layout")
     del there
-    params = transition.back(held, watch)
+    params = transition.to_train(held, watch)
     if checksum(params) != before:
         raise RuntimeError("parameters changed on the way back")
     return watch.peak, redundant

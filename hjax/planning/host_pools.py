@@ -15,7 +15,7 @@ from hjax.devices import Device
 from hjax.errors import ConfigError
 from hjax.planning.hardware import legal_counts
 from hjax.planning.plan_types import Cluster, DevicePool
-from hjax.sharding.interconnect import wires_of
+from hjax.sharding.interconnect import interconnect_of
 
 
 def cluster_of(
@@ -54,14 +54,14 @@ def cluster_of(
 def pools_at_hand(device: Device, devices: Sequence[Any]) -> Cluster:
     """The devices of a process, or of all processes of its world, as pools.
 
-    Slices and NVLink domains come from what the devices say of themselves (``wires_of``); simulated
+    Slices and NVLink domains are read off the devices (``interconnect_of``); simulated
     ones are one host's.
 
     Args:
       device: what each of them is.
       devices: jax.Device.
     """
-    wires = wires_of(devices)
+    wires = interconnect_of(devices)
     if wires is None or not wires.boxes:
         return Cluster((DevicePool(device, 1, len(devices)),))
     each = math.prod(wires.sides)
