@@ -198,7 +198,7 @@ def measure(
             "redundancy": redundant / total,
         },
         "executed": executed,
-        "back_bytes": cost.back,
+        "back_bytes": cost.received_back,
         "bucket_bytes": largest_bucket(transition),
         "buckets": cost.buckets,
         "temporary_bytes": cost.temporary,
