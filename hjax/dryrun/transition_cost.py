@@ -133,7 +133,7 @@ def set_up(
 
 
 def _fitted(layouts: RoleLayouts, leaves: Leaves) -> RoleLayouts:
-    """Layouts that divide the lengths of the arrays' axes, as ``layout.fitted``."""
+    """Layouts that divide the lengths of the arrays' axes, as ``layout.fit_layout``."""
     sizes = {name: n for axes, x in leaves.values() for name, n in zip(axes, x.shape)}
     sizes = {name: n for name, n in sizes.items() if layouts.train.rules[name]}
     return RoleLayouts(
