@@ -28,7 +28,7 @@ from hjax.rollout.generator import Generator
 from hjax.rollout.rollout_job import GenerationConfig
 from hjax.rollout.sampling_params import SamplingParams
 from hjax.rollout.slot_state import SlotSizes
-from hjax.sharding.layout import fitted, make_layouts
+from hjax.sharding.layout import fit_layout, make_layouts
 from hjax.xla.abstract_program import AbstractProgram
 
 
@@ -102,7 +102,7 @@ def decoding(
     model = preset(case.model) if isinstance(case.model, str) else case.model
     sizes = {"fsdp": len(devices) // case.tensor, "tensor": case.tensor}
     layout = make_layouts(devices, sizes, {"tensor": -1}).generate
-    layout = fitted(layout, model.dimensions, "generation")
+    layout = fit_layout(layout, model.dimensions, "generation")
     network = decoder_network(model)
     dtype = jnp.bfloat16
     generator = Generator(network, layout, Compute(dtype=dtype), cache_form, case.cache)

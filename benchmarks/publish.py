@@ -30,7 +30,7 @@ from hjax.controller.ray_cluster import RayCluster
 from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import decoder_network
 from hjax.sharding.layout import make_layouts
-from hjax.sharding.transfer_plan import spread, tree_crossing
+from hjax.sharding.transfer_plan import fully_sharded, plan_tree_transfer
 from hjax.workers import WorkerContext
 
 MODEL = ModelConfig(
@@ -60,8 +60,8 @@ def planned() -> tuple[int, int, int]:
     source, target = (
         network.shardings(make_layouts(n, sizes).train) for n, sizes in ((4, TRAIN), (2, ROLLOUT))
     )
-    landing = jax.tree.map(spread, target, network.shapes)
-    crossing = tree_crossing(
+    landing = jax.tree.map(fully_sharded, target, network.shapes)
+    crossing = plan_tree_transfer(
         source, landing, network.shapes, source_processes=[0, 0, 1, 1], target_processes=[0, 0]
     )
     sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(network.shapes)]

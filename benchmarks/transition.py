@@ -122,7 +122,7 @@ def contestants(narrow: bool) -> tuple[dict[str, Contestant], dict[str, Any]]:
         def go(params: Any, watch: Any) -> Any:
             held = way.start(params)
             del params
-            return way.advance(held, watch), lambda: way.back(held)
+            return way.to_generate(held, watch), lambda: way.to_train(held)
 
         return go
 

@@ -285,8 +285,8 @@ def test_split_over_devices_it_is_the_same(kernel, split):
 
 def test_rows_that_do_not_divide_stay_whole():
     mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
-    spread = KernelSharding(mesh, ("a", "b"))
-    assert [attention._fitting(spread, rows) for rows in (8, 6, 3)] == [("a", "b"), ("a",), ()]
+    sharding = KernelSharding(mesh, ("a", "b"))
+    assert [attention._fitting(sharding, rows) for rows in (8, 6, 3)] == [("a", "b"), ("a",), ()]
 
 
 def shapes_in(jaxpr):

@@ -177,7 +177,7 @@ def placed(layout, hidden, table, tokens, weights):
 @pytest.mark.extended
 def test_it_is_the_reference_on_every_layout(name, length):
     layout = make_layouts(jax.devices(), LAYOUTS[name], None, name).train
-    head = LogProbHead(0.7, chunk_bytes=1000, spread=layout.spread)
+    head = LogProbHead(0.7, chunk_bytes=1000, sharding=layout.kernel_sharding)
     for arrays in (inputs(length=length), several(inputs(length=length))):
         expected = both(lambda *a: reference(*a, temperature=0.7), *arrays)
         found = both(lambda *a: token_scores(*a, head), *placed(layout, *arrays))
@@ -192,7 +192,7 @@ def test_it_is_the_reference_on_every_layout(name, length):
 def test_the_table_is_gathered_once_each_way_and_its_gradient_scattered_once():
     layout = make_layouts(jax.devices(), LAYOUTS["fsdp"], None, "fsdp").train
     hidden, table, tokens, weights = placed(layout, *inputs())
-    head = LogProbHead(chunk_bytes=100, spread=layout.spread)  # many chunks
+    head = LogProbHead(chunk_bytes=100, sharding=layout.kernel_sharding)  # many chunks
 
     def total(hidden, table):
         logprobs, entropy = token_scores(hidden, table, tokens, head)
@@ -204,7 +204,7 @@ def test_the_table_is_gathered_once_each_way_and_its_gradient_scattered_once():
         kind: sum(c.total_bytes for c in found if c.kind == kind)
         for kind in ("all-gather", "reduce-scatter", "all-reduce")
     }
-    ways = layout.ways("embed")
+    ways = layout.shard_count("embed")
     once = table.size * 4 * (ways - 1) / ways  # of the table, float32, a device lacks so much
     count = -(-table.shape[0] // max(100 // (4 * hidden.shape[0] * hidden.shape[1] // ways), 1))
     assert count > 2
@@ -229,4 +229,5 @@ def test_what_does_not_fit_is_refused_when_traced():
     layout = make_layouts(jax.devices(), {"data": 8}, None, "data").train
     odd = KernelSharding(layout.mesh, ("data",), embed=("tensor",))
     with pytest.raises(AssertionError, match="tensor.*splits the table's width"):
-        jax.eval_shape(lambda *a: token_scores(*a, LogProbHead(spread=odd)), hidden, table, tokens)
+        head = LogProbHead(sharding=odd)
+        jax.eval_shape(lambda *a: token_scores(*a, head), hidden, table, tokens)

@@ -511,7 +511,7 @@ def test_the_shipped_7b_config_trains_once_it_is_given_weights_and_data(tmp_path
     )  # fmt: skip
     trainer = hjax.Trainer(config)
     try:
-        assert trainer.roles.layouts["actor"].train.ways("heads") == 4
+        assert trainer.roles.layouts["actor"].train.shard_count("heads") == 4
         metrics = trainer.step()
     finally:
         trainer.close()

@@ -23,7 +23,7 @@ from hjax.models.huggingface import load_weights
 from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import decoder_network
 from hjax.sharding.layout import make_layouts
-from hjax.sharding.pipeline import plain
+from hjax.sharding.pipeline import run_all_layers
 
 PROMPTS = [[5, 9, 2], [40, 3, 17, 22, 1], [7]]  # three prompts of different lengths
 RESPONSES = [[[11], [12, 13, 14, 15], [0, 16, 17]], [[18, 19], [20, 21], [22]], [[5], [6], [7, 8]]]
@@ -281,7 +281,9 @@ def test_temperature_and_entropy_by_hand(chunk_bytes, truth, batch, monkeypatch)
     np.testing.assert_allclose(ours, picked, atol=1e-5)
 
 
-@pytest.mark.parametrize("stack", [plain, lambda *a: plain(*a)], ids=["plain", "as in a stage"])
+@pytest.mark.parametrize(
+    "stack", [run_all_layers, lambda *a: run_all_layers(*a)], ids=["plain", "as in a stage"]
+)
 @pytest.mark.parametrize("chunk_bytes", [1, 2**30], ids=["in chunks", "at once"])
 def test_several_tokens_of_a_place_and_the_most_probable(
     chunk_bytes, stack, truth, batch, monkeypatch

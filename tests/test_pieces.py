@@ -12,7 +12,7 @@ from hjax.controller.messages import BuildWorker, Call
 from hjax.controller.worker_host import WorkerHost
 from hjax.errors import RunError
 from hjax.sharded_values import ArrayRegions
-from hjax.sharding.global_arrays import pieces_of
+from hjax.sharding.global_arrays import local_regions
 from hjax.sharding.protocols import control
 from hjax.workers import Worker, WorkerContext
 
@@ -67,7 +67,7 @@ def test_threads_that_read_a_result_at_once_find_each_shard_once():
 
             def read(arrays=arrays, ready=ready):
                 ready.wait()
-                found.extend(len(pieces_of(x).parts) for x in arrays)
+                found.extend(len(local_regions(x).parts) for x in arrays)
 
             threads = [threading.Thread(target=read) for _ in range(4)]
             for thread in threads:

@@ -20,7 +20,7 @@ from hjax.rollout.engine import STEPS
 from hjax.rollout.generator import Generator
 from hjax.rollout.rollout_job import GenerationConfig
 from hjax.rollout.sampling_params import SamplingParams
-from hjax.sharding.layout import make_layouts, shard_bytes, without
+from hjax.sharding.layout import make_layouts, replicate_axes, shard_bytes
 
 PLAIN = ModelConfig(
     vocab_size=64,
@@ -47,7 +47,7 @@ def layout_of(sizes):
     """The generate layout of so many devices, the key-value heads whole where they are fewer."""
     count = int(np.prod(list(sizes.values())))
     layout = make_layouts(jax.devices()[:count], sizes, {"tensor": -1, "pipe": -1}).generate
-    return without(layout, ["kv_heads"] if sizes.get("tensor", 1) > PLAIN.kv_heads else [])
+    return replicate_axes(layout, ["kv_heads"] if sizes.get("tensor", 1) > PLAIN.kv_heads else [])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from hjax.models.parameters import decoder_network
 from hjax.rollout.generator import Generator
 from hjax.rollout.rollout_job import GenerationConfig
 from hjax.rollout.sampling_params import SamplingParams
-from hjax.sharding.layout import make_layouts, without
+from hjax.sharding.layout import make_layouts, replicate_axes
 
 CONFIG = ModelConfig(
     vocab_size=64,
@@ -42,7 +42,7 @@ def layout_of(sizes):
     """The generate layout of so many devices, the key-value heads whole where they are fewer."""
     count = int(np.prod(list(sizes.values())))
     layout = make_layouts(jax.devices()[:count], sizes, {"tensor": -1}).generate
-    return without(layout, ["kv_heads"] if sizes.get("tensor", 1) > CONFIG.kv_heads else [])
+    return replicate_axes(layout, ["kv_heads"] if sizes.get("tensor", 1) > CONFIG.kv_heads else [])
 
 
 def rollout_of(network, form, sizes, unroll=False, cut=None, cache="auto"):

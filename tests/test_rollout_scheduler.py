@@ -61,7 +61,7 @@ class Engine:
         self.per_row_columns = uses_kernel or draft_tokens > 0
         self.spare_columns, self.packs_prompts = 0, True
         mesh = types.SimpleNamespace(size=2)
-        ways = {"ways": lambda name: 1, "replicated": None}
+        ways = {"shard_count": lambda name: 1, "replicated": None}
         self.layout = types.SimpleNamespace(mesh=mesh, **ways)
         config = types.SimpleNamespace(turns_by_length=False)
         self.network = types.SimpleNamespace(config=config)

@@ -186,7 +186,7 @@ def test_every_layout_has_the_loss_of_one_device(name, saved):
     path, batch = saved(row, **changes), batch_of(advantages=1.0)
     devices = int(np.prod(list(train.values())))
     found = update(path, batch, devices=devices, train=train, micro_batch=micro_batch)
-    parts = make_layouts(jax.devices()[:devices], train).train.ways("batch")
+    parts = make_layouts(jax.devices()[:devices], train).train.shard_count("batch")
     order = np.arange(ROWS).reshape(parts, passes, -1).swapaxes(0, 1).reshape(-1)
     ordered = {key: x[order] for key, x in batch.items()}
     alone = {} if passes == 1 else {"micro_batch": ROWS // passes}

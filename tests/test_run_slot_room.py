@@ -29,10 +29,10 @@ def test_less_memory_fewer_sequences(stages, platform, spare):
     # layers' alone.
     room = [r for r in found if r.slots][-1]
     layout = chosen(memory=GIB, **asked).layouts["actor"].generate
-    assert layout.ways("layers") == stages
-    groups = room.slots / 2 / layout.ways("batch")
+    assert layout.shard_count("layers") == stages
+    groups = room.slots / 2 / layout.shard_count("batch")
     assert groups % stages == 0
-    token = 2 * 32 / stages * 32 * 128 * 2 / layout.ways("heads")
+    token = 2 * 32 / stages * 32 * 128 * 2 / layout.shard_count("heads")
     assert room.cache_bytes == groups * (512 + 2 * (3072 + spare)) * token
     assert room.cache_bytes < room.usable_bytes
 
@@ -46,8 +46,8 @@ def test_int8_has_room_for_more():
         )
         assert 0 < plain.slots < (small.slots or small.sequences)
     layout = chosen(memory=GIB, **ASKED).layouts["actor"].generate
-    token = 2 * 32 * 32 * (128 + 4) / layout.ways("heads")
-    groups = (small.slots or small.sequences) / 2 / layout.ways("batch")
+    token = 2 * 32 * 32 * (128 + 4) / layout.shard_count("heads")
+    groups = (small.slots or small.sequences) / 2 / layout.shard_count("batch")
     assert small.cache_bytes == groups * (512 + 2 * 3072) * token
     assert "keys and values in int8 take" in small.why and "int8" not in plain.why
 
@@ -58,7 +58,7 @@ def test_the_workers_get_it_and_it_says_why():
     assert roles.builds["actor"].arguments[0].slots == roles.slots.slots
     assert f"{roles.slots.slots} of the 256 sequences" in roles.slots.why
     tight = chosen(memory=20 * GIB, **ASKED)
-    assert tight.slots.slots == 2 * tight.layouts["actor"].generate.ways("batch")
+    assert tight.slots.slots == 2 * tight.layouts["actor"].generate.shard_count("batch")
     assert "more than the" in tight.slots.why
     unknown = chosen("cpu", memory=0, **ASKED)
     assert unknown.slots.slots == unknown.builds["actor"].arguments[0].slots == 0

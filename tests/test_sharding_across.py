@@ -50,6 +50,6 @@ def test_values_arrive_and_every_byte_crosses_once(name, dtype):
         assert not params[leaf].is_deleted()
     # The scalar alone, which cannot be split, goes to every device.
     share = jnp.dtype(dtype).itemsize / 4
-    assert transition.crossing.nbytes == (BYTES + 4 * len(there)) * share
-    moves = [m.kind for route in transition.within.routes for m in route.there.moves]
+    assert transition.plan.nbytes == (BYTES + 4 * len(there)) * share
+    moves = [m.kind for route in transition.reshard.routes for m in route.to_generate.moves]
     assert set(moves) <= {"all_gather"}

@@ -17,9 +17,9 @@ from arrival_process import AXES, BUCKET_BYTES, DEVICES, File, targets
 
 from hjax.errors import RunError
 from hjax.sharded_values import ArrayRegions, merge, overlap
-from hjax.sharding.cross_mesh_transfer import IncomingParameters, lend
+from hjax.sharding.cross_mesh_transfer import IncomingParameters, cut_regions_to_send
 from hjax.sharding.layout import make_layouts
-from hjax.sharding.transfer_plan import regions, spread, tree_crossing
+from hjax.sharding.transfer_plan import device_regions, fully_sharded, plan_tree_transfer
 
 SIZES = {"q": (4, 16, 8), "table": (8, 16), "norm": (4, 16), "pair": (2,), "scale": ()}
 BF16 = np.dtype(jnp.bfloat16)
@@ -46,12 +46,12 @@ def sender(truth):
 
 
 def plan(source, target):
-    landing = jax.tree.map(spread, target, SHAPES)
-    return tree_crossing(source, landing, SHAPES, [0, 0, 1, 1], [0, 0, 1, 1])
+    landing = jax.tree.map(fully_sharded, target, SHAPES)
+    return plan_tree_transfer(source, landing, SHAPES, [0, 0, 1, 1], [0, 0, 1, 1])
 
 
 def lent(sender, crossing):
-    return merge([lend(sender[0], crossing, process) for process in (0, 1)])
+    return merge([cut_regions_to_send(sender[0], crossing, process) for process in (0, 1)])
 
 
 class Counted:
@@ -80,7 +80,7 @@ def test_parts_that_are_lent_by_a_plan_are_fetched_once(truth, sender):
     handles = jax.tree.map(counted, lent(sender, crossing))
     # Every part that is lent is one that the plan sends, from the process that it names.
     for process in (0, 1):
-        for name, x in lend(sender[0], crossing, process).items():
+        for name, x in cut_regions_to_send(sender[0], crossing, process).items():
             own = {s.region for s in crossing.by_name[name] if s.from_process == process}
             assert {region for region, _ in x.parts} == own
     arrival = IncomingParameters(target, SHAPES, DTYPES, BUCKET_BYTES)
@@ -120,7 +120,7 @@ def test_nothing_is_fetched_of_parameters_that_are_not_the_expected(truth):
         arrival(handles)
     assert arrival.fetched_bytes == 0
     assert not any(part.fetches for x in handles.values() for _, part in x.parts)
-    with pytest.raises(RunError, match=r"a ndarray \[2\] is among parameters that come in pieces"):
+    with pytest.raises(RunError, match=r"a ndarray \[2\] is among the received parameters"):
         arrival(handles | {"table": ArrayRegions.of(cast["table"]), "pair": cast["pair"]})
 
 
@@ -136,11 +136,11 @@ def test_only_what_the_plan_was_made_for_is_lent(sender):
     params, source = sender
     crossing = plan(source, targets(jax.devices()[4:]))
     with pytest.raises(RunError, match=r"q \(float32\[4, 16, 8\]\) is missing"):
-        lend({name: x for name, x in params.items() if name != "q"}, crossing, 0)
+        cut_regions_to_send({name: x for name, x in params.items() if name != "q"}, crossing, 0)
     turned = make_layouts(jax.devices()[:4], {"fsdp": 4}).train.sharding(*AXES["q"])
     moved = params | {"q": jax.device_put(params["q"], turned)}
     with pytest.raises(RunError, match="q is laid out as .* but the plan has device"):
-        lend(moved, crossing, 0)
+        cut_regions_to_send(moved, crossing, 0)
 
 
 # In two processes
@@ -191,7 +191,7 @@ def test_two_processes_take_in_what_a_third_layout_lent(truth, sender, tmp_path)
     crossing = plan(sender[1], target)
     pieces = {name: saved(name, x, tmp_path) for name, x in lent(sender, crossing).items()}
     # A part that process 1 alone lands is not there; a parameter is missing in part.
-    landing = regions(spread(target["q"], SHAPES["q"]), SIZES["q"])
+    landing = device_regions(fully_sharded(target["q"], SHAPES["q"]), SIZES["q"])
     damaged = [
         (r, dataclasses.replace(h, path=h.path + ".gone") if not_for_zero(r, landing) else h)
         for r, h in pieces["q"].parts
@@ -207,7 +207,7 @@ def test_two_processes_take_in_what_a_third_layout_lent(truth, sender, tmp_path)
     told = run_processes(tmp_path, 2)
 
     for name, value in expected(truth).items():
-        held = regions(target[name], value.shape)
+        held = device_regions(target[name], value.shape)
         for rank, one in enumerate(told):
             mine = held[rank * DEVICES : (rank + 1) * DEVICES]
             assert sorted(region for region, _ in one["shards"][name]) == sorted(mine)

@@ -12,7 +12,13 @@ from jax.sharding import PartitionSpec as P
 from hjax.errors import ConfigError, RunError
 from hjax.sharded_values import within
 from hjax.sharding.layout import make_layouts
-from hjax.sharding.transfer_plan import TransferArray, plan_crossing, regions, spread, tree_crossing
+from hjax.sharding.transfer_plan import (
+    TransferArray,
+    device_regions,
+    fully_sharded,
+    plan_transfer,
+    plan_tree_transfer,
+)
 
 
 def mesh_of(**sizes):
@@ -48,26 +54,26 @@ def test_every_byte_arrives_once_whatever_the_layouts(seed):
         shape = tuple(rng.choice([1, 2, 6, 12, 18], size=rng.integers(0, 4)).tolist())
         shapes[name] = jax.ShapeDtypeStruct(shape, rng.choice([jnp.float32, jnp.bfloat16]))
         source[name] = random_sharding(rng, pools[0], shape)
-        landing[name] = spread(random_sharding(rng, pools[1], shape), shapes[name])
+        landing[name] = fully_sharded(random_sharding(rng, pools[1], shape), shapes[name])
     per = [int(rng.choice([n for n in range(1, m.size + 1) if m.size % n == 0])) for m in pools]
     processes = [[i // n for i in range(m.size)] for n, m in zip(per, pools)]
-    plan = tree_crossing(source, landing, shapes, *processes)
+    plan = plan_tree_transfer(source, landing, shapes, *processes)
     assert plan.nbytes == sum(plan.sent.values()) == sum(plan.received.values())
     total = 0
     for name, x in shapes.items():
         truth = np.arange(math.prod(x.shape)).reshape(x.shape)
-        held = [truth[slices(r)] for r in regions(source[name], x.shape)]
+        held = [truth[slices(r)] for r in device_regions(source[name], x.shape)]
         arrived = {p: np.full(x.shape, -1) for p in processes[1]}
         for send in plan.by_name[name]:
             assert send.from_process == processes[0][send.sender]
             assert send.to_process == processes[1][send.receiver]
-            numbers = held[send.sender][within(send.region, send.held)]
+            numbers = held[send.sender][within(send.region, send.source_region)]
             assert send.nbytes == numbers.size * x.dtype.itemsize
             place = arrived[send.to_process][slices(send.region)]
             assert (place == -1).all()  # nothing twice
             place[...] = numbers
         wanted = {p: np.zeros(x.shape, bool) for p in processes[1]}
-        for process, region in zip(processes[1], regions(landing[name], x.shape)):
+        for process, region in zip(processes[1], device_regions(landing[name], x.shape)):
             wanted[process][slices(region)] = True
         for process, mask in wanted.items():
             np.testing.assert_array_equal(arrived[process], np.where(mask, truth, -1))
@@ -89,8 +95,8 @@ def test_replicas_share_the_sending(seed):
         for i in range(20)
     }
     source = {name: NamedSharding(ours, P()) for name in shapes}
-    landing = {name: spread(NamedSharding(theirs, P()), x) for name, x in shapes.items()}
-    plan = tree_crossing(source, landing, shapes)
+    landing = {name: fully_sharded(NamedSharding(theirs, P()), x) for name, x in shapes.items()}
+    plan = plan_tree_transfer(source, landing, shapes)
     assert plan.nbytes == sum(x.size * 4 for x in shapes.values())
     assert len(plan.sent) == ours.size
     largest = max(send.nbytes for send in plan.sends)
@@ -104,16 +110,16 @@ def test_what_one_alone_has_is_given_out_first():
     alone = TransferArray("a", (4,), np.dtype("f4"), (whole, none), (whole,))
     both = TransferArray("b", (4,), np.dtype("f4"), (whole, whole), (whole,))
     for order in ([alone, both], [both, alone]):
-        plan = plan_crossing(order)
+        plan = plan_transfer(order)
         assert {send.name: send.sender for send in plan.sends} == {"a": 0, "b": 1}
 
 
 def test_a_process_takes_once_what_several_of_its_devices_want():
     shapes = {"scale": jax.ShapeDtypeStruct((), jnp.float32)}
     source = {"scale": NamedSharding(mesh_of(data=4), P())}
-    landing = {"scale": spread(NamedSharding(mesh_of(data=4), P()), shapes["scale"])}
-    assert tree_crossing(source, landing, shapes).received == dict.fromkeys(range(4), 4)
-    plan = tree_crossing(source, landing, shapes, [0, 0, 1, 1], [5, 5, 7, 7])
+    landing = {"scale": fully_sharded(NamedSharding(mesh_of(data=4), P()), shapes["scale"])}
+    assert plan_tree_transfer(source, landing, shapes).received == dict.fromkeys(range(4), 4)
+    plan = plan_tree_transfer(source, landing, shapes, [0, 0, 1, 1], [5, 5, 7, 7])
     assert plan.received == {5: 4, 7: 4} and plan.sent == {0: 8}
     assert [(send.receiver, send.to_process) for send in plan.sends] == [(0, 5), (2, 7)]
 
@@ -130,8 +136,8 @@ def test_regions_are_those_of_the_devices():
                 tuple(s.indices(n)[:2] for s, n in zip(known[device], shape))
                 for device in sharding.mesh.devices.flat
             )
-            assert regions(sharding, shape) == expected
-            assert regions(getattr(abstract, stage).sharding(*axes), shape) == expected
+            assert device_regions(sharding, shape) == expected
+            assert device_regions(getattr(abstract, stage).sharding(*axes), shape) == expected
 
 
 def test_pools_of_hundreds_of_devices_that_are_not_there():
@@ -144,9 +150,9 @@ def test_pools_of_hundreds_of_devices_that_are_not_there():
         "table": jax.ShapeDtypeStruct((32000, 4096), jnp.bfloat16),
     }
     source = {name: train.sharding(*axes[name]) for name in shapes}
-    landing = {n: spread(generate.sharding(*axes[n]), x) for n, x in shapes.items()}
+    landing = {n: fully_sharded(generate.sharding(*axes[n]), x) for n, x in shapes.items()}
     hosts = [i // 8 for i in range(256)], [i // 8 for i in range(512)]
-    plan = tree_crossing(source, landing, shapes, *hosts)
+    plan = plan_tree_transfer(source, landing, shapes, *hosts)
     assert plan.nbytes == 2 * sum(x.size for x in shapes.values())
     assert set(plan.sent.values()) == {plan.nbytes // 32}
     assert set(plan.received.values()) == {plan.nbytes // 64}
@@ -155,7 +161,7 @@ def test_pools_of_hundreds_of_devices_that_are_not_there():
 def test_spread_over_what_is_free():
     layouts = make_layouts(8, {"data": 2, "tensor": 4}, {"tensor": 2})
     q = jax.ShapeDtypeStruct((4, 16, 8), jnp.float32)
-    landing = spread(layouts.generate.sharding("layers", "embed", "heads"), q)
+    landing = fully_sharded(layouts.generate.sharding("layers", "embed", "heads"), q)
     assert int(np.prod(landing.shard_shape(q.shape))) == 4 * 16 * 8 // 8
 
 
@@ -163,12 +169,12 @@ def test_layouts_that_make_no_plan_are_refused():
     half, rest, whole = ((0, 2),), ((2, 4),), ((0, 4),)
     f4 = np.dtype("f4")
     with pytest.raises(RunError, match=r"q \[4\]: no part holds the region \(\(2, 4\),\)"):
-        plan_crossing([TransferArray("q", (4,), f4, (half, half), (whole,))])
+        plan_transfer([TransferArray("q", (4,), f4, (half, half), (whole,))])
     with pytest.raises(RunError, match=r"q \[4\]: the regions .* overlap in \(\(0, 2\),\)"):
-        plan_crossing([TransferArray("q", (4,), f4, (half, rest), (half, whole))])
+        plan_transfer([TransferArray("q", (4,), f4, (half, rest), (half, whole))])
     with pytest.raises(ConfigError, match="source_processes has 3 entries, but .* 2 devices"):
-        plan_crossing([TransferArray("q", (4,), f4, (half, rest), (whole,))], [0, 0, 1])
+        plan_transfer([TransferArray("q", (4,), f4, (half, rest), (whole,))], [0, 0, 1])
     with pytest.raises(ConfigError, match=r"dimension 0 of an array \[6\] .* over data=4"):
-        regions(NamedSharding(mesh_of(data=4), P("data")), (6,))
+        device_regions(NamedSharding(mesh_of(data=4), P("data")), (6,))
     with pytest.raises(ConfigError, match="lay it out by a NamedSharding"):
-        regions(jax.sharding.SingleDeviceSharding(jax.devices()[0]), (6,))
+        device_regions(jax.sharding.SingleDeviceSharding(jax.devices()[0]), (6,))

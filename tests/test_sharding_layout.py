@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from hjax.errors import ConfigError
-from hjax.sharding.interconnect import wraps
-from hjax.sharding.layout import check_shapes, make_layouts, without
+from hjax.sharding.interconnect import wraparound
+from hjax.sharding.layout import check_shapes, make_layouts, replicate_axes
 
 DEVICES = 8
 CASES = [(t, t_g) for t in (1, 2, 4, 8) for t_g in (1, 2, 4, 8) if t_g <= t]
@@ -74,14 +74,14 @@ def test_the_papers_worked_example():
 
 def test_fsdp_splits_parameters_and_batch_in_training_only():
     layouts = make_layouts(jax.devices(), {"fsdp": 4, "tensor": 2}, {"tensor": 2})
-    assert layouts.train.ways("embed") == layouts.train.ways("batch") == 4
-    assert layouts.generate.ways("embed") == 1 and layouts.generate.ways("batch") == 4
+    assert layouts.train.shard_count("embed") == layouts.train.shard_count("batch") == 4
+    assert layouts.generate.shard_count("embed") == 1 and layouts.generate.shard_count("batch") == 4
 
 
 def test_by_default_all_devices_are_data_parallel():
     layouts = make_layouts(jax.devices())
     assert layouts.train.describe() == {"data": 8}
-    assert layouts.train.ways("batch") == layouts.generate.ways("batch") == 8
+    assert layouts.train.shard_count("batch") == layouts.generate.shard_count("batch") == 8
     assert layouts.train.sharding("embed", "mlp").is_fully_replicated
 
 
@@ -114,7 +114,7 @@ def test_sizes_that_do_not_fit_get_one_line(train, generate, line):
 
 def test_generation_takes_minus_one_for_the_training_size():
     layouts = make_layouts(jax.devices(), {"data": -1, "tensor": 4}, {"data": -1, "tensor": -1})
-    assert layouts.generate.ways("heads") == 4
+    assert layouts.generate.shard_count("heads") == 4
 
 
 def test_an_unknown_logical_axis_is_named():
@@ -137,9 +137,9 @@ def test_kv_heads_fewer_than_the_tensor_axis_are_kept_whole_and_reported():
     shapes = {"heads": 8, "kv_heads": 2, "mlp": 16}
     assert check_shapes(layouts.train, shapes, "actor") == ["kv_heads"]
     assert check_shapes(layouts.generate, shapes, "actor") == []
-    whole = without(layouts.train, ["kv_heads"])
+    whole = replicate_axes(layouts.train, ["kv_heads"])
     assert whole.sharding("kv_heads").is_fully_replicated
-    assert whole.ways("heads") == 4
+    assert whole.shard_count("heads") == 4
 
 
 @pytest.mark.parametrize(
@@ -153,4 +153,4 @@ def test_kv_heads_fewer_than_the_tensor_axis_are_kept_whole_and_reported():
     ],
 )
 def test_sides_of_a_torus_that_close(kind, sides, closed):
-    assert wraps(kind, sides) == closed
+    assert wraparound(kind, sides) == closed

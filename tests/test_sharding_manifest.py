@@ -11,7 +11,7 @@ import pytest
 from hjax.errors import RunError
 from hjax.sharded_values import ArrayRegions
 from hjax.sharding.layout import make_layouts
-from hjax.sharding.parameter_manifest import check, check_regions, manifest_of
+from hjax.sharding.parameter_manifest import check_manifest, check_regions, manifest_of
 
 
 class Unread:
@@ -41,9 +41,9 @@ def test_what_is_sound_passes_and_can_be_pickled():
     manifest = pickle.loads(pickle.dumps(manifest_of(tree(), 3)))
     assert list(manifest.entries) == ["decoder.norm", "decoder.q"]
     assert manifest.entries["decoder.q"].regions == (TOP, BOTTOM)
-    check(manifest, SHAPES)
-    check(manifest, SHAPES, after=2)
-    check(manifest, manifest_of(tree(q=pieces((4, 6), [BOTTOM, TOP])), 3))
+    check_manifest(manifest, SHAPES)
+    check_manifest(manifest, SHAPES, newer_than=2)
+    check_manifest(manifest, manifest_of(tree(q=pieces((4, 6), [BOTTOM, TOP])), 3))
 
 
 MISMATCHES = {
@@ -96,25 +96,25 @@ MISMATCHES = {
 def test_each_mismatch_is_one_clear_error(name):
     changes, message = MISMATCHES[name]
     with pytest.raises(RunError, match=message) as told:
-        check(manifest_of(tree(**changes), 3), SHAPES)
+        check_manifest(manifest_of(tree(**changes), 3), SHAPES)
     assert "\n" not in str(told.value)
 
 
 @pytest.mark.parametrize("version", [2, 3])
 def test_a_version_that_is_not_newer_is_refused(version):
     with pytest.raises(RunError, match=f"version {version} came while version 3 .* 4 or more"):
-        check(manifest_of(tree(), version), SHAPES, after=3)
+        check_manifest(manifest_of(tree(), version), SHAPES, newer_than=3)
 
 
 def test_what_came_is_held_against_what_was_promised():
     promised = manifest_of(tree(), 3)
     came = manifest_of(tree(q=pieces((4, 6), [TOP])), 3)
     with pytest.raises(RunError, match=r"decoder\.q \[4, 6\]: no part holds"):
-        check(came, promised)
+        check_manifest(came, promised)
     broken = dataclasses.replace(promised.entries["decoder.q"], dtype=np.dtype("f8"))
     promised.entries["decoder.q"] = broken
     with pytest.raises(RunError, match=r"decoder\.q comes as float32, but must be float64"):
-        check(manifest_of(tree(), 3), promised)
+        check_manifest(manifest_of(tree(), 3), promised)
 
 
 def test_replicas_of_an_array_are_named_once():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from hjax.sharding.reshard_plan import plan_moves, received, spec_of, split_of
+from hjax.sharding.reshard_plan import plan_moves, received_elements, spec_of, split_of
 
 SIZES = {"a": 2, "b": 2, "c": 4}
 
@@ -91,7 +91,7 @@ def test_every_plan_of_two_dimensions_is_as_good_as_brute_force():
     rng = np.random.default_rng(0)
     for _ in range(60):
         source, target = (splits[i] for i in rng.integers(len(splits), size=2))
-        found = received(plan_moves((16, 16), source, target, SIZES))
+        found = received_elements(plan_moves((16, 16), source, target, SIZES))
         assert found <= brute_force((16, 16), source, target, SIZES, depth=3), (source, target)
         assert found >= least((16, 16), source, target, SIZES)
 
@@ -117,7 +117,7 @@ def test_plans_by_hand_receive_the_least(name):
     moves = plan_moves((64, 64), *splits, sizes)
     shown = [f"{m.kind} {', '.join(m.axes)}" for m in moves]
     assert sorted(shown) == sorted(expected)
-    assert received(moves) == least((64, 64), *splits, sizes)
+    assert received_elements(moves) == least((64, 64), *splits, sizes)
 
 
 def test_axes_in_the_wrong_order_are_turned_before_gathering():
@@ -126,7 +126,7 @@ def test_axes_in_the_wrong_order_are_turned_before_gathering():
     splits = [split_of(spec, 2, sizes) for spec in (P(("u", "t")), P("t"))]
     moves = plan_moves((64, 64), *splits, sizes)
     assert [m.kind for m in moves] == ["permute", "all_gather"]
-    assert received(moves) == 64 * 64 // 4
+    assert received_elements(moves) == 64 * 64 // 4
 
 
 def test_rows_to_columns_never_take_a_full_replica():
@@ -134,7 +134,7 @@ def test_rows_to_columns_never_take_a_full_replica():
     moves = plan_moves((64, 64), (("d", "t"), ()), ((), ("t",)), sizes)
     assert max(move.size for move in moves) == 64 * 64 // 4
     # M/t less the part of it that was there: 1 - 1/(d t) of it.
-    assert received(moves) == 64 * 64 // 4 * 7 // 8
+    assert received_elements(moves) == 64 * 64 // 4 * 7 // 8
 
 
 def test_moves_need_sizes_that_divide():

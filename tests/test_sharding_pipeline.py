@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hjax.sharding.layout import make_layouts
-from hjax.sharding.pipeline import Pipeline, plain
+from hjax.sharding.pipeline import Pipeline, run_all_layers
 from hjax.xla.collectives import collectives
 
 LAYERS, WIDTH, VOCAB, ROWS = 4, 8, 6, 4
@@ -95,7 +95,7 @@ def test_forward_returns_every_micro_batch_in_order():
         part = {key: value[index : index + 1] for key, value in batch.items()}
         assert float(piped[index, 0]) == pytest.approx(np.tanh(by_hand(params, part)[0]), abs=1e-5)
     assert piped.shape == (3, 1)
-    assert plain(lambda s, x: s + x, 1, lambda: 2) == 3
+    assert run_all_layers(lambda s, x: s + x, 1, lambda: 2) == 3
 
 
 @pytest.mark.parametrize(

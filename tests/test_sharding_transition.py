@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hjax.errors import RunError
-from hjax.sharding.layout import make_layouts, without
+from hjax.sharding.layout import make_layouts, replicate_axes
 from hjax.sharding.live_memory import PeakWatch, live_bytes
 from hjax.sharding.transition import Transition
 from hjax.xla.collectives import collectives, received_bytes
@@ -46,7 +46,7 @@ def bytes_of(names, per=4):
 def shardings(train, generate, whole=()):
     """Of both stages; ``whole``: logical axes that training does not split."""
     layouts = make_layouts(jax.devices()[:8], {"data": -1} | train, generate)
-    stages = (without(layouts.train, whole), layouts.generate)
+    stages = (replicate_axes(layouts.train, whole), layouts.generate)
     return [{n: s.sharding(*axes) for n, (axes, _) in LEAVES.items()} for s in stages]
 
 
@@ -81,27 +81,27 @@ def test_there_and_back(number, dtypes):
     assert transition.moves
     before = dict(params)
     held = transition.start(params)
-    there = transition.advance(held)
+    there = transition.to_generate(held)
     check(there, values, target)
     assert {n: x.dtype for n, x in there.items()} == (dtypes or dict.fromkeys(LEAVES, "float32"))
     for name, route in zip(sorted(LEAVES), transition.routes, strict=True):
-        assert route.there.name == name
-        stays = there[name].dtype != jnp.float32 or route.there.unmoved
+        assert route.to_generate.name == name
+        stays = there[name].dtype != jnp.float32 or route.to_generate.unchanged
         assert before[name].is_deleted() != stays, name
-    back = transition.back(held)
+    back = transition.to_train(held)
     check(back, values, source)
     for name, copy in there.items():
         assert copy.is_deleted() == (copy is not back[name])
     cost = transition.cost()
-    assert (cost.received, cost.back, cost.by_compiler) == (cost.planned, 0, ())
+    assert (cost.received, cost.received_back, cost.by_compiler) == (cost.planned, 0, ())
 
 
 def test_leaves_alike_in_both_layouts_are_the_same_arrays():
     transition, _, params, _, _ = setup({"tensor": 4}, {"tensor": 2})
     held = transition.start(params)
-    there = transition.advance(held)
+    there = transition.to_generate(held)
     assert there["norm"] is params["norm"]
-    assert transition.back(held)["norm"] is params["norm"]
+    assert transition.to_train(held)["norm"] is params["norm"]
     assert not params["norm"].is_deleted()
 
 
@@ -109,9 +109,9 @@ def test_equal_layouts_move_nothing():
     transition, _, params, _, _ = setup({"data": 4, "tensor": 2}, {"tensor": 2})
     assert not transition.moves and transition.programs() == []
     held = transition.start(params)
-    there = transition.advance(held)
+    there = transition.to_generate(held)
     assert all(there[name] is params[name] for name in LEAVES)
-    assert all(x is params[name] for name, x in transition.back(held).items())
+    assert all(x is params[name] for name, x in transition.to_train(held).items())
 
 
 def test_only_all_gathers_inside_the_micro_groups():
@@ -158,10 +158,10 @@ def test_rows_to_columns_take_the_cheap_route():
     values = np.arange(64 * 64, dtype=np.float32).reshape(64, 64)
     params = {"w": jax.device_put(values, source["w"])}
     held = transition.start(params)
-    np.testing.assert_array_equal(transition.advance(held)["w"], values)
+    np.testing.assert_array_equal(transition.to_generate(held)["w"], values)
     # The new shard does not contain the old one, so that is kept: the way back is free.
     assert not params["w"].is_deleted()
-    assert transition.back(held)["w"] is params["w"]
+    assert transition.to_train(held)["w"] is params["w"]
     (text,) = texts(transition)
     assert [c.kind for c in collectives(text)] == ["all-to-all", "all-gather"]
     whole = 64 * 64 * 4
@@ -176,8 +176,8 @@ def test_a_hundred_round_trips_change_and_lose_nothing(dtypes):
     transition, values, params, source, _ = setup({"fsdp": 2, "tensor": 4}, {"tensor": 2}, dtypes)
     for trip in range(100):
         held = transition.start(params)
-        transition.advance(held)
-        params = transition.back(held)
+        transition.to_generate(held)
+        params = transition.to_train(held)
         if trip == 0:
             gc.collect()
             before = live_bytes(jax.devices()), len(jax.live_arrays())
@@ -196,12 +196,12 @@ def test_no_second_copy_of_the_model():
     train = start()
     watch = PeakWatch(jax.devices())
     held = transition.start(params)
-    transition.advance(held, watch)
+    transition.to_generate(held, watch)
     split = ("q", "kv", "down", "embedding")
     generate = bytes_of(split) / 2 + bytes_of(["norm"])
     largest = bytes_of(["kv"]) / 8
     assert start() == generate
-    transition.back(held, watch)
+    transition.to_train(held, watch)
     assert start() == train == bytes_of(split) / 8 + bytes_of(["norm"])
     assert generate - train <= watch.peak <= generate - train + largest
     assert watch.peak + train == transition.cost().peak == transition.peak_bytes()
@@ -220,12 +220,12 @@ def test_what_stands_beside_each_program_is_told(dtypes):
     watch = PeakWatch(jax.devices())
     _, params = parameters(source)
     held = transition.start(params)
-    transition.advance(held, lambda: alive.append(watch()))
+    transition.to_generate(held, lambda: alive.append(watch()))
     for number, bucket in enumerate(transition.buckets):
-        leaves = [transition.routes[i].there for i in bucket]
+        leaves = [transition.routes[i].to_generate for i in bucket]
         moved = sum(leaf.source_bytes + leaf.target_bytes for leaf in leaves)
-        assert alive[number] == size(transition.standing(number)) + moved
-    assert watch() == size(transition.kept()) + transition.cost().target
+        assert alive[number] == size(transition.live_during(number)) + moved
+    assert watch() == size(transition.kept_arrays()) + transition.cost().target
 
 
 def test_a_large_stacked_leaf_goes_slice_by_slice():
@@ -248,7 +248,7 @@ def test_pipeline_stages_are_gathered_layer_by_layer():
     times = [c.times for text in texts(transition) for c in collectives(text)]
     assert max(times) == 2  # layers of a stage
     values, params = parameters(source)
-    check(transition.advance(transition.start(params)), values, target)
+    check(transition.to_generate(transition.start(params)), values, target)
 
 
 def test_a_failure_halfway_gives_everything_back(monkeypatch):
@@ -258,12 +258,12 @@ def test_a_failure_halfway_gives_everything_back(monkeypatch):
     def fail(arrays):
         raise MemoryError("no room")
 
-    programs = [*transition._there[:2], fail, *transition._there[3:]]
-    monkeypatch.setattr(transition, "_there", programs)
+    programs = [*transition._programs[:2], fail, *transition._programs[3:]]
+    monkeypatch.setattr(transition, "_programs", programs)
     with pytest.raises(MemoryError, match="no room"):
-        transition.advance(held)
+        transition.to_generate(held)
     assert sum(x.is_deleted() for x in params.values()) == 2
-    check(transition.back(held), values, source)
+    check(transition.to_train(held), values, source)
 
 
 def test_a_leaf_that_is_narrowed_by_generation_is_kept():
@@ -272,11 +272,11 @@ def test_a_leaf_that_is_narrowed_by_generation_is_kept():
     transition = Transition(source, target, SHAPES)
     values, params = parameters(source)
     held = transition.start(params)
-    check(transition.advance(held), values, target)
+    check(transition.to_generate(held), values, target)
     assert not params["kv"].is_deleted()
     cost = transition.cost()
-    assert cost.redundant == bytes_of(["kv"]) and cost.back == 0
-    assert transition.back(held)["kv"] is params["kv"]
+    assert cost.redundant == bytes_of(["kv"]) and cost.received_back == 0
+    assert transition.to_train(held)["kv"] is params["kv"]
 
 
 def test_what_no_move_does_is_left_to_the_compiler_and_named():
@@ -288,8 +288,8 @@ def test_what_no_move_does_is_left_to_the_compiler_and_named():
     assert transition.cost().by_compiler == ("down",)
     values, params = parameters(source)
     held = transition.start(params)
-    check(transition.advance(held), values, target)
-    check(transition.back(held), values, source)
+    check(transition.to_generate(held), values, target)
+    check(transition.to_train(held), values, source)
 
 
 def test_parameters_laid_out_otherwise_are_refused():

@@ -10,7 +10,7 @@ from hjax.devices import DEVICES
 from hjax.dryrun.compilation import ProgramReader
 from hjax.dryrun.programs import StepProgram, phase_of
 from hjax.dryrun.topologies import Topology, parse_topology
-from hjax.sharding.interconnect import wires_of
+from hjax.sharding.interconnect import interconnect_of
 from program_costs.limits import Limits, Torus
 from program_costs.lower_bound import minimum
 from program_costs.roofline import Operation, Turn, roofline
@@ -37,7 +37,7 @@ def limits_of(topology: Topology, placed: Sequence[Any] = ()) -> Limits | None:
     if not device.torus:
         per_host = sizes[1]
         return Limits(device.flops, device.bandwidth, device.link, network=network, domain=per_host)
-    wires = wires_of(placed) if len(placed) > 1 else None
+    wires = interconnect_of(placed) if len(placed) > 1 else None
     torus, link = None, device.link
     if wires is not None:
         places = tuple(tuple(place) for place in wires.places.tolist())

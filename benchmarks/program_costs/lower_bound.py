@@ -45,7 +45,7 @@ def minimum(
     element = np.dtype(context.compute.dtype).itemsize
     # Of the parameters, of which each device needs all that passes it.
     held = _held(parameter_counts.parameter_count(model, worker.scalar), model, layout) * element
-    parts = layout.ways("embed")
+    parts = layout.shard_count("embed")
     gather = held * (parts - 1) / parts
     forward = tokens.forward_flops(model, worker.scalar) / layout.mesh.size
     passed = tokens.all
@@ -71,7 +71,7 @@ def minimum(
         state = sum(shard_bytes(tree) for tree in worker.abstract_state().values())
         passes = parameter_counts.update_passes(model, worker.scalar)
         moved, flops = 2.0 * state, passes * forward
-        copies = layout.ways("batch") // parts
+        copies = layout.shard_count("batch") // parts
         # In each micro-batch gathered for the forward and the backward pass, and its gradients
         # scattered; then these are summed over whole copies.
         received = passes * gather * worker.passes.pieces_of(program.rows)
@@ -80,8 +80,8 @@ def minimum(
         stored = {"params": worker.abstract_state()["params"]}
         moved = float(sum(shard_bytes(tree) for tree in jax.tree.leaves(stored)))
         flops, received = forward, gather * worker.passes.pieces_of(program.rows)
-    if (t := layout.ways("heads")) > 1:
-        rows = passed / layout.ways("batch")
+    if (t := layout.shard_count("heads")) > 1:
+        rows = passed / layout.shard_count("batch")
         both = 2 if phase == "update" else 1
         pieces = 1 if generates else worker.passes.pieces_of(program.rows)
         mesh = MeshSizes.of(layout)
@@ -94,14 +94,15 @@ def minimum(
         else:
             # Of every layer's two sums over its parts, a reduce-scatter and an all-gather each.
             moves = both * 2 * 2 * rows * model.hidden_size
-        received += (t - 1) / t * model.layers / layout.ways("layers") * moves * element
-    if (parted := layout.ways("experts")) > 1:
+        received += (t - 1) / t * model.layers / layout.shard_count("layers") * moves * element
+    if (parted := layout.shard_count("experts")) > 1:
         # Of the others' tokens those that have an expert here, and as many sums back.
         reached = 1 - (1 - 1 / parted) ** model.experts_per_token
-        rows = passed / layout.ways("batch") * (parted - 1) * reached
+        rows = passed / layout.shard_count("batch") * (parted - 1) * reached
         passes = {"update": 2}.get(phase, 1)
         received += (
-            passes * 2 * model.layers / layout.ways("layers") * rows * (model.hidden_size * element)
+            passes * 2 * model.layers / layout.shard_count("layers")
+            * rows * (model.hidden_size * element)
         )
     kind = "bfloat16" if element == 2 or not limits.default_float32 else "float32"
     seconds = max(flops / limits.flops[kind], moved / limits.bandwidth, received / limits.link)
@@ -132,8 +133,8 @@ def _held(parameters: int, model: ModelConfig, layout: Layout) -> float:
     """Of so many parameters those that multiply what passes one device: its part of the heads and
     layers, and of experts its own."""
     experts = parameter_counts.expert_parameters(model) * model.layers
-    held = parameters - experts + experts / layout.ways("experts")
-    return held / (layout.ways("heads") * layout.ways("layers"))
+    held = parameters - experts + experts / layout.shard_count("experts")
+    return held / (layout.shard_count("heads") * layout.shard_count("layers"))
 
 
 class Tokens:

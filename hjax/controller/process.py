@@ -181,9 +181,9 @@ def write(value: Any, store: ObjectStore) -> SerializedValue:
         nonlocal beside
         if isinstance(x, jax.Array):
             # Imported here: the controller itself knows no devices.
-            from hjax.sharding.global_arrays import pieces_of
+            from hjax.sharding.global_arrays import local_regions
 
-            x = pieces_of(x)
+            x = local_regions(x)
         elif isinstance(x, np.ndarray) and x.nbytes >= LARGE and x.dtype.kind not in "OUSMm":
             x = ArrayRegions(x.shape, x.dtype, ((tuple((0, n) for n in x.shape), x),))
         if isinstance(x, ArrayRegions):

@@ -10,7 +10,7 @@ import jax
 from hjax.controller.messages import BuildWorker, Call, select
 from hjax.errors import RunError
 from hjax.roles import binding
-from hjax.sharding.global_arrays import taken_apart
+from hjax.sharding.global_arrays import cache_shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ class WorkerHost:
         result = jax.block_until_ready(method(*arguments, **options))
         end = time.perf_counter()
         background = getattr(bound, "background", False)
-        value = result if background else taken_apart(protocol.gather(result))
+        value = result if background else cache_shards(protocol.gather(result))
         return CallResult(value, background, phase, start, end)
 
     def _take_turn(self, worker: Any, phase: str) -> None:

@@ -24,7 +24,7 @@ from hjax.dryrun.programs import AbstractWorkers, StepProgram, memory_of
 from hjax.dryrun.topologies import Topology, parse_memory_error
 from hjax.errors import DataError, RunError
 from hjax.sharding.device_mesh import ring_table
-from hjax.sharding.interconnect import Interconnect, wires_of
+from hjax.sharding.interconnect import Interconnect, interconnect_of
 from hjax.user_input import read_object
 from hjax.xla.collectives import Collective, collectives
 from hjax.xla.compiler_flags import OPTIONS
@@ -221,7 +221,7 @@ def link_bytes(found: Sequence[Collective], devices: Sequence[Any]) -> dict[str,
       program's order (a pair of a collective-permute goes straight); ``network_bytes``: received
       bytes that cross the network between slices or hosts. Empty for devices without coordinates.
     """
-    wires = wires_of(devices) if len(devices) > 1 else None
+    wires = interconnect_of(devices) if len(devices) > 1 else None
     if wires is None:
         return {}
     known: dict[Any, tuple[float, float]] = {}

@@ -63,29 +63,29 @@ class GatherAndCut:
         """Take over ``params`` in the train layout; the caller must not use them any more."""
         return HeldParameters(jax.tree.leaves(params))
 
-    def advance(self, held: HeldParameters, watch: Callable[[], object] | None = None) -> Any:
+    def to_generate(self, state: HeldParameters, watch: Callable[[], object] | None = None) -> Any:
         """Reshard to the generate layout; ``watch`` is called at the peaks of memory."""
         gathers, keeps, cuts = self._programs
         for bucket, gather in zip(self.buckets, gathers, strict=True):
-            _replace(held.leaves, bucket, gather, watch)
+            _replace(state.leaves, bucket, gather, watch)
         generated: dict[int, jax.Array] = {}
         # The smallest first: each frees memory for the next.
         for bucket, keep, cut in zip(self.buckets[::-1], keeps[::-1], cuts[::-1], strict=True):
-            shards = jax.block_until_ready(cut([held.leaves[i] for i in bucket]))
+            shards = jax.block_until_ready(cut([state.leaves[i] for i in bucket]))
             generated |= dict(zip(bucket, shards, strict=True))
-            _replace(held.leaves, bucket, keep, watch)
-        held.kept = generated
-        ordered = [generated[i] for i in range(len(held.leaves))]
+            _replace(state.leaves, bucket, keep, watch)
+        state.kept = generated
+        ordered = [generated[i] for i in range(len(state.leaves))]
         return jax.tree.unflatten(self._structure, ordered)
 
-    def back(self, held: HeldParameters, watch: Callable[[], object] | None = None) -> Any:
+    def to_train(self, state: HeldParameters, watch: Callable[[], object] | None = None) -> Any:
         """Free the generation shards and return the training parameters, which were kept."""
         if watch is not None:
             watch()
-        for copy in held.kept.values():
+        for copy in state.kept.values():
             copy.delete()
-        held.kept = {}
-        return jax.tree.unflatten(self._structure, held.leaves)
+        state.kept = {}
+        return jax.tree.unflatten(self._structure, state.leaves)
 
     def cost(self) -> TransitionCost:
         """Compile everything for abstract arrays and count; nothing is allocated."""
@@ -94,7 +94,7 @@ class GatherAndCut:
         return TransitionCost(
             received=sum(received_bytes(p.compiled.as_text()) for p in programs),
             planned=sum(leaf.received_bytes or 0 for leaf in self._gathers),
-            back=0,
+            received_back=0,
             source=source,
             target=sum(leaf.target_bytes for leaf in self._cuts),
             peak=self.peak_bytes(),

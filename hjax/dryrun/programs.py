@@ -20,7 +20,7 @@ from hjax.models import parameter_counts
 from hjax.run.dataflow import StepCall, step_calls
 from hjax.run.placement import set_name
 from hjax.run.role_groups import RoleGroups
-from hjax.sharding.interconnect import cut
+from hjax.sharding.interconnect import partition_devices
 from hjax.sharding.layout import shard_bytes
 from hjax.show.memory_table import largest
 from hjax.workers.generating_worker import GeneratingWorker
@@ -72,7 +72,8 @@ def abstract_workers(roles: RoleGroups, devices: Sequence[Any]) -> AbstractWorke
     """
     workers = {}
     plan = roles.plan
-    for members, here in zip(plan.placement, cut(devices, plan.allocation), strict=True):
+    parts = partition_devices(devices, plan.allocation)
+    for members, here in zip(plan.placement, parts, strict=True):
         for role in members:
             build = roles.builds[role]
             arguments = [a.on(here) if hasattr(a, "on") else a for a in build.arguments]
@@ -220,7 +221,7 @@ def transition_formula(worker: Any) -> float:
     model = sum(math.prod(x.shape) * t.itemsize for x, t in zip(shapes, casts, strict=True))
 
     def parts(layout: Any) -> int:
-        return layout.ways("layers") * layout.ways("heads") * layout.ways("embed")
+        return math.prod(layout.shard_count(name) for name in ("layers", "heads", "embed"))
 
     return model * (1 / parts(generate) - 1 / parts(train))
 

@@ -27,7 +27,7 @@ from hjax.errors import ConfigError
 from hjax.machine import device_memory, free_bytes
 from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import decoder_network
-from hjax.sharding.layout import RoleLayouts, fitted
+from hjax.sharding.layout import RoleLayouts, fit_layout
 from hjax.sharding.live_memory import PeakWatch
 from hjax.sharding.transfer_buckets import ReshardLeaf, plan_leaf
 from hjax.sharding.transition import BUCKET_BYTES, Transition
@@ -133,12 +133,12 @@ def lay_out(
 
 
 def _fitted(layouts: RoleLayouts, leaves: Leaves) -> RoleLayouts:
-    """Layouts checked and fitted to the sizes of the arrays' axes (``layout.fitted``)."""
+    """Layouts checked and fitted to the sizes of the arrays' axes (``layout.fit_layout``)."""
     sizes = {name: n for axes, x in leaves.values() for name, n in zip(axes, x.shape)}
     sizes = {name: n for name, n in sizes.items() if layouts.train.rules[name]}
     return RoleLayouts(
-        fitted(layouts.train, sizes, "--train"),
-        fitted(layouts.generate, sizes, "--generate"),
+        fit_layout(layouts.train, sizes, "--train"),
+        fit_layout(layouts.generate, sizes, "--generate"),
     )
 
 
@@ -198,7 +198,7 @@ def measure(
             "redundancy": redundant / total,
         },
         "executed": executed,
-        "back_bytes": cost.back,
+        "back_bytes": cost.received_back,
         "bucket_bytes": largest_bucket(transition),
         "buckets": cost.buckets,
         "temporary_bytes": cost.temporary,
@@ -302,12 +302,12 @@ def run_transition(
     if dtype is not None:
         narrow = checksum({name: np.asarray(x).astype(dtype) for name, x in params.items()})
     held = transition.start(params)
-    there = transition.advance(held, watch)
+    there = transition.to_generate(held, watch)
     redundant = watch() - target
     if checksum(there) != narrow:
         raise RuntimeError("parameters changed on the way to the generate layout")
     del there
-    params = transition.back(held, watch)
+    params = transition.to_train(held, watch)
     if checksum(params) != before:
         raise RuntimeError("parameters changed on the way back")
     return watch.peak, redundant

@@ -288,7 +288,7 @@ def attend(
     sinks: jax.Array | None = None,
     scoring: ScoreOptions = ScoreOptions(),
     sight: MaskSpec = MaskSpec(),
-    spread: KernelSharding = KernelSharding(),
+    sharding: KernelSharding = KernelSharding(),
     shared: PackedPrompts | None = None,
 ) -> jax.Array:
     """What each token makes of the values it sees; every device computes its own rows and heads.
@@ -305,7 +305,7 @@ def attend(
       sinks: [heads], a score per head that takes part in the softmax and has no value.
       scoring: how scores are made.
       sight: which places see which.
-      spread: over which devices; where the length is split, keys and values come from the others.
+      sharding: over which devices; where the length is split, keys and values come from the others.
       shared: prompts that stand once in a pack; for ``blockwise.attend`` alone.
 
     Returns:
@@ -318,31 +318,31 @@ def attend(
     more = {} if shared is None else {"shared": shared}
     sight = dataclasses.replace(sight, window=scoring.window if shared is None else 0)
     inside = jax.sharding.get_abstract_mesh()
-    mesh, manual = spread.mesh, set(inside.manual_axes) if not inside.empty else set()
+    mesh, manual = sharding.mesh, set(inside.manual_axes) if not inside.empty else set()
     if mesh is None or mesh.size == 1:
         return kernel(q, k, v, segments, sinks, scoring, sight, **more)
     if manual:
         mesh = inside
-    around = spread.ways(spread.length)
+    around = sharding.shard_count(sharding.length)
     length = q.shape[1]
     short = -length % (around * PART if around > 1 else 1)
     if short:
         q, k, v, segments, more = jax.tree.map(
             functools.partial(lengthened, more=short), (q, k, v, segments, more)
         )
-    rows, places = _fitting(spread, q.shape[0]) or None, spread.length or None
-    own = PartitionSpec(rows, places, spread.kv_heads or None, None)
-    whole_heads = bool(spread.heads) and not spread.kv_heads
-    heads_each = q.shape[2] // spread.ways(spread.heads)
+    rows, places = _fitting(sharding, q.shape[0]) or None, sharding.length or None
+    own = PartitionSpec(rows, places, sharding.kv_heads or None, None)
+    whole_heads = bool(sharding.heads) and not sharding.kv_heads
+    heads_each = q.shape[2] // sharding.shard_count(sharding.heads)
     per_kv = q.shape[2] // k.shape[2]
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, sinks: Any, more: Any) -> Any:
         if whole_heads:
-            k, v = (_of_heads(x, spread.heads, heads_each, per_kv) for x in (k, v))
+            k, v = (_of_heads(x, sharding.heads, heads_each, per_kv) for x in (k, v))
         # The stages of a pipeline take branches of their own, where devices can gather from each
         # other, but not send to neighbours.
         return kernel(
-            q, k, v, segments, sinks, scoring, sight, axes=spread.length, around=around,
+            q, k, v, segments, sinks, scoring, sight, axes=sharding.length, around=around,
             gather=bool(manual), **more,
         )  # fmt: skip
 
@@ -351,23 +351,23 @@ def attend(
         mesh=mesh,
         axis_names=set(mesh.axis_names) - manual,
         in_specs=(
-            PartitionSpec(rows, places, spread.heads or None, None),
+            PartitionSpec(rows, places, sharding.heads or None, None),
             own,
             own,
             PartitionSpec(rows, places),
-            PartitionSpec(spread.heads or None),
+            PartitionSpec(sharding.heads or None),
             PartitionSpec(rows, places),
         ),
-        out_specs=PartitionSpec(rows, places, spread.heads or None, None),
+        out_specs=PartitionSpec(rows, places, sharding.heads or None, None),
         check_vma=False,
     )(q, k, v, segments, sinks, more)
     return out[:, :length] if short else out
 
 
-def _fitting(spread: KernelSharding, rows: int) -> Axes:
+def _fitting(sharding: KernelSharding, rows: int) -> Axes:
     """The first axes of ``rows`` that divide a number of rows; over the others it is whole."""
-    axes = spread.rows
-    while axes and rows % spread.ways(axes):
+    axes = sharding.rows
+    while axes and rows % sharding.shard_count(axes):
         axes = axes[:-1]
     return axes
 

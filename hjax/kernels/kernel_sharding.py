@@ -29,7 +29,7 @@ class KernelSharding:
     vocab: Axes = ()
     embed: Axes = ()
 
-    def ways(self, axes: Axes) -> int:
+    def shard_count(self, axes: Axes) -> int:
         """Into how many parts these axes split."""
         return math.prod(self.mesh.shape[axis] for axis in axes) if self.mesh is not None else 1
 

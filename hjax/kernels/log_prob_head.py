@@ -30,13 +30,13 @@ class LogProbHead:
       temperature: logits are divided by it.
       softcap: logits become ``softcap * tanh(logits / softcap)`` before; 0: they stay.
       chunk_bytes: of float32 logits that a device makes at a time.
-      spread: over which devices; the length stays whole where its axes do not divide it.
+      sharding: over which devices; the length stays whole where its axes do not divide it.
     """
 
     temperature: float = 1.0
     softcap: float = 0.0
     chunk_bytes: int = 256 * 2**20
-    spread: KernelSharding = KernelSharding()
+    sharding: KernelSharding = KernelSharding()
 
 
 def check(hidden: jax.Array, table: jax.Array, tokens: jax.Array) -> None:
@@ -127,7 +127,7 @@ def _over(head: LogProbHead, function: Any, hidden: jax.Array, given: str, made:
       given, made: what arguments and results are: ``r`` [rows, length], ``w`` with a third
         dimension, which is whole, ``t`` the table.
     """
-    split = _fitted(head.spread, hidden.shape[1])
+    split = _fitted(head.sharding, hidden.shape[1])
     run = functools.partial(function, head, split)
     if split.mesh is None:
         return run
@@ -143,15 +143,15 @@ def _over(head: LogProbHead, function: Any, hidden: jax.Array, given: str, made:
     )
 
 
-def _fitted(spread: KernelSharding, length: int) -> KernelSharding:
+def _fitted(sharding: KernelSharding, length: int) -> KernelSharding:
     """The same for sequences of so many tokens."""
-    if spread.mesh is None or spread.mesh.size == 1:
+    if sharding.mesh is None or sharding.mesh.size == 1:
         return KernelSharding()
-    whole = length % spread.ways(spread.length) != 0
-    spread = dataclasses.replace(spread, length=() if whole else spread.length)
-    if not set(spread.embed) <= set(spread.tokens):
-        raise AssertionError(f"{spread.embed} splits the table's width, but no rows")
-    return spread
+    whole = length % sharding.shard_count(sharding.length) != 0
+    sharding = dataclasses.replace(sharding, length=() if whole else sharding.length)
+    if not set(sharding.embed) <= set(sharding.tokens):
+        raise AssertionError(f"{sharding.embed} splits the table's width, but no rows")
+    return sharding
 
 
 # On a device
@@ -319,7 +319,7 @@ def _gradients(
         """A part's gradient, of full width, summed over the devices that share the table."""
         if split.embed:
             # Parts first: of a minor dimension a TPU's compiler makes no reduce-scatter.
-            parts = split.ways(split.embed)
+            parts = split.shard_count(split.embed)
             d_part = d_part.reshape(chunks.width, parts, -1).swapaxes(0, 1)
             d_part = jax.lax.psum_scatter(d_part, split.embed, scatter_dimension=0)
         # Of what a part has again from the one before the gradient is 0.

@@ -101,12 +101,12 @@ class AttentionForm:
         """By the kernel; ``mask`` [batch, length]: bool, False at padding, or segments."""
         assert self.kernel is not None
         marks = mask.astype(jnp.int32)
-        spread = KernelSharding() if self.layout is None else self.layout.spread
-        return attend(self.kernel, q, k, v, marks, sinks, scoring, sight, spread, shared)
+        sharding = KernelSharding() if self.layout is None else self.layout.kernel_sharding
+        return attend(self.kernel, q, k, v, marks, sinks, scoring, sight, sharding, shared)
 
     def hold(self, x: jax.Array, *logical_axes: str | None) -> jax.Array:
         """``x`` split as the layout says, where it splits the length."""
-        if self.layout is None or self.layout.ways("length") == 1:
+        if self.layout is None or self.layout.shard_count("length") == 1:
             return x
         return self.layout.constrain(x, *logical_axes)
 

@@ -147,7 +147,7 @@ class WeightRing:
 
     @property
     def _count(self) -> int:
-        return self.layout.ways("heads")
+        return self.layout.shard_count("heads")
 
     def _around(self, weights: Parts) -> Any:
         """On each device its own part of the weights, then the next device's, and so on."""
@@ -265,9 +265,9 @@ def make_weight_ring(
     layout: Layout | None, config: ModelConfig, rows: int, length: int, dtype: Any
 ) -> WeightRing | None:
     """The ring for passes of so many rows of so many places; None where activations are summed."""
-    if layout is None or rows % layout.ways("batch"):
+    if layout is None or rows % layout.shard_count("batch"):
         return None
-    tokens = rows * length / layout.ways("batch")
+    tokens = rows * length / layout.shard_count("batch")
     if not weights_travel(model_counts(config), MeshSizes.of(layout), tokens):
         return None
     return WeightRing(layout, decoder_parameters(config)["layers"], dtype, length)

@@ -92,7 +92,7 @@ class Compute:
     @property
     def context(self) -> Layout | None:
         """The layout, if its ``context`` axis splits the length."""
-        splits = self.layout is not None and self.layout.ways("length") > 1
+        splits = self.layout is not None and self.layout.shard_count("length") > 1
         return self.layout if splits else None
 
     def ring(self, config: ModelConfig, shape: tuple[int, ...]) -> WeightRing | None:
@@ -106,7 +106,7 @@ class Compute:
     def whole(self) -> bool:
         """Whether each device is known to hold the whole length and a layer's whole weights."""
         split = ("length", "embed", "heads", "kv_heads", "mlp")
-        return self.layout is not None and all(self.layout.ways(name) == 1 for name in split)
+        return self.layout is not None and all(self.layout.shard_count(name) == 1 for name in split)
 
     def hold(self, x: jax.Array, *logical_axes: str | None) -> jax.Array:
         """Inside jit: keep activations split as the layout says."""

@@ -138,9 +138,9 @@ def fsdp_axes(
       width: of ``embed``.
     """
     each = "experts" in names[:-1] and "embed" in names  # not a router
-    if not each or width % (_TILE * layout.ways("embed")) == 0:
+    if not each or width % (_TILE * layout.shard_count("embed")) == 0:
         return names
-    if experts % layout.ways("whole_experts"):
+    if experts % layout.shard_count("whole_experts"):
         return names
     return tuple({"experts": "whole_experts", "embed": None}.get(a or "", a) for a in names)
 
@@ -188,7 +188,7 @@ def mixture_of_experts(
     }
     experts = weights.router.shape[-1]
     there = {n: fsdp_axes(axes, experts, x.shape[-1], layout) for n, axes in there.items()}
-    if x.shape[-1] % layout.ways("embed"):  # then the compiler gathers them
+    if x.shape[-1] % layout.shard_count("embed"):  # then the compiler gathers them
         there = {n: tuple(None if a == "embed" else a for a in axes) for n, axes in there.items()}
     split = ExpertWeights(**{name: layout.spec(axes) for name, axes in there.items()})
     return jax.shard_map(
@@ -257,7 +257,7 @@ def _on_each_device(
         sums = jax.lax.psum(sums, split)
     rows = x.reshape(-1, x.shape[-1])
     shares, chosen = (part.reshape(rows.shape[0], -1) for part in (shares, chosen))
-    experts, mlp, parts = layout.axes("experts"), layout.axes("mlp"), layout.ways("experts")
+    experts, mlp, parts = layout.axes("experts"), layout.axes("mlp"), layout.shard_count("experts")
     if mlp and weights.down_bias is not None:  # of one of those whose sums are added
         bias = jnp.where(jax.lax.axis_index(mlp) == 0, weights.down_bias, 0)
         weights = dataclasses.replace(weights, down_bias=bias)
@@ -411,7 +411,7 @@ class _ExpertRows:
 def _gather_fsdp(weights: ExpertWeights, width: int, layout: Layout) -> ExpertWeights:
     """Whole matrices of the experts here, of parts over FSDP's axes; backwards a reduce-scatter,
     where the compiler would sum all and cut then."""
-    axes, here = layout.axes("embed"), weights.router.shape[-1] // layout.ways("experts")
+    axes, here = layout.axes("embed"), weights.router.shape[-1] // layout.shard_count("experts")
     by_width = {"gate_up": 1, "down": 2, "gate_up_a": 1, "down_b": 2, "down_scale": 1}
 
     def gather(name: str) -> Any:

@@ -22,7 +22,7 @@ from hjax.models.dropout import KEY as DROPOUT
 from hjax.models.dropout import Dropout, token_keys
 from hjax.models.sequence_packing import KEY, map_packed_states
 from hjax.sharding.layout import Layout
-from hjax.sharding.pipeline import plain
+from hjax.sharding.pipeline import run_all_layers
 
 LOGIT_CHUNK_BYTES = 256 * 2**20
 
@@ -97,7 +97,7 @@ def _padded_states(
     split, form = compute.context, compute.form
     # Of a split length each device holds a part of the row, which only the kernels share out.
     long = form.pieces(prompts.shape[1] + length)
-    share = samples if split is None or (long and decoder.stack is plain) else 1
+    share = samples if split is None or (long and decoder.stack is run_all_layers) else 1
     groups = rows // share
 
     def first(x: jax.Array) -> jax.Array:
@@ -109,7 +109,7 @@ def _padded_states(
         return x if split is None else compute.hold(x, "batch", *[None] * (x.ndim - 1))
 
     prompts, mask = first(prompts), first(mask)
-    ways = 1 if split is None else split.ways("length")
+    ways = 1 if split is None else split.shard_count("length")
     short = -(prompts.shape[1] + share * length) % (ways * (PART if long and ways > 1 else 1))
     if short:  # prompts are padded further on the left until the parts are equal
         prompts, mask = (whole(jnp.pad(x, ((0, 0), (short, 0)))) for x in (prompts, mask))
@@ -208,7 +208,7 @@ def token_log_probs(
     chex.assert_equal(hidden.shape[:2], tokens.shape[:2])
     chex.assert_type(tokens, int)
     chunks = _logit_chunks(decoder, hidden, layout)
-    if chunks > 1 and decoder.stack is plain:
+    if chunks > 1 and decoder.stack is run_all_layers:
         head = _head(decoder, temperature, layout)
         logprobs, entropy = token_scores(hidden, decoder.output_table, tokens, head)
         return logprobs, entropy if with_entropy else None
@@ -218,7 +218,7 @@ def token_log_probs(
         if temperature != 1:
             logits = logits / temperature
         total = jax.nn.logsumexp(logits, axis=-1)
-        picked = _token_logits(logits, tokens, decoder.stack is plain)
+        picked = _token_logits(logits, tokens, decoder.stack is run_all_layers)
         picked -= total if tokens.ndim == 2 else total[..., None]
         if not with_entropy:
             return picked, None
@@ -268,7 +268,7 @@ def top_log_probs(
       AssertionError: a count that the vocabulary does not have, when traced.
     """
     hidden = jax.lax.stop_gradient(hidden)
-    if decoder.stack is plain:
+    if decoder.stack is run_all_layers:
         none = jnp.zeros(hidden.shape[:2], jnp.int32)
         head = _head(decoder, temperature, layout)
         return top_scores(hidden, decoder.output_table, none, count, head)[2:]
@@ -283,14 +283,14 @@ def top_log_probs(
 def _logit_chunks(decoder: Any, hidden: jax.Array, layout: Layout | None) -> int:
     """Into how many pieces a device's logits of all tokens have to be cut."""
     split = ("batch", "length", "vocab")
-    parts = 1 if layout is None else math.prod(layout.ways(name) for name in split)
+    parts = 1 if layout is None else math.prod(layout.shard_count(name) for name in split)
     logits = math.prod(hidden.shape[:2]) * decoder.config.vocab_size
     return math.ceil(logits * 4 / parts / LOGIT_CHUNK_BYTES)
 
 
 def _head(decoder: Any, temperature: float, layout: Layout | None) -> LogProbHead:
-    spread = KernelSharding() if layout is None else layout.spread
-    return LogProbHead(temperature, decoder.config.final_softcap, LOGIT_CHUNK_BYTES, spread)
+    sharding = KernelSharding() if layout is None else layout.kernel_sharding
+    return LogProbHead(temperature, decoder.config.final_softcap, LOGIT_CHUNK_BYTES, sharding)
 
 
 def _map_chunks(score: Callable[..., Any], arrays: tuple[jax.Array, ...], parts: int) -> Any:

@@ -25,7 +25,7 @@ from hjax.models.parameter_spec import ParameterSpec
 from hjax.models.transformer import Decoder, ScalarDecoder
 from hjax.sharding.global_arrays import place
 from hjax.sharding.layout import Layout
-from hjax.sharding.pipeline import Stack, plain
+from hjax.sharding.pipeline import Stack, run_all_layers
 from hjax.trainable_split import TrainableSplit
 
 Params = dict[str, Any]
@@ -78,7 +78,9 @@ class Network:
     _state: Any
     frozen_dtype: Any = np.dtype(np.float32)
 
-    def bind(self, params: Weights, stack: Stack = plain, tally: RoutingTally | None = None) -> Any:
+    def bind(
+        self, params: Weights, stack: Stack = run_all_layers, tally: RoutingTally | None = None
+    ) -> Any:
         """The module with these parameters; call it inside jit.
 
         Args:
@@ -98,7 +100,7 @@ class Network:
         decoder = getattr(module, "decoder", module)
         if layers is not None:
             decoder.unstacked = lambda: layers
-        if stack is not plain:
+        if stack is not run_all_layers:
             decoder.stack = stack
         if tally is not None:
             decoder.tally = tally

@@ -29,7 +29,7 @@ from hjax.models.collective_matmul import WeightRing
 from hjax.models.compute import Compute
 from hjax.models.load_balancing import NUM_SUMS, RoutingStats, RoutingTally
 from hjax.models.model_config import LayerKind, ModelConfig
-from hjax.sharding.pipeline import Stack, first_layer, plain
+from hjax.sharding.pipeline import Stack, first_layer, run_all_layers
 
 RotaryLookup = Callable[[jax.Array], Rotary]  # of int positions [batch, length]
 
@@ -44,7 +44,7 @@ class Decoder(nnx.Module):
     """
 
     # How a forward without a cache runs the layers; a pipeline puts its own here.
-    stack: Stack = staticmethod(plain)
+    stack: Stack = staticmethod(run_all_layers)
     # Where a forward without a cache tells what its routers did; None: nowhere.
     tally: RoutingTally | None = None
     # Where each layer's parameters are arrays of their own, what gives them.

@@ -7,7 +7,7 @@ import re
 from hjax.devices import Device, device
 from hjax.errors import ConfigError
 from hjax.planning.plan_types import Cluster, DevicePool
-from hjax.sharding.interconnect import ring_load, wraps
+from hjax.sharding.interconnect import ring_load, wraparound
 
 _HOST = 8  # devices of most hosts
 
@@ -97,7 +97,7 @@ def link_contention(pool: DevicePool, devices: int, size: int, stride: int) -> i
     if not pool.shape:
         return 1
     sides = sub_slice(pool, devices)
-    closes = wraps(pool.device.name, pool.shape)
+    closes = wraparound(pool.device.name, pool.shape)
     whole = tuple(n == all_ and c for n, all_, c in zip(sides, pool.shape, closes))
     return ring_load(sides, whole, size, stride)
 

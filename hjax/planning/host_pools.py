@@ -15,7 +15,7 @@ from hjax.devices import Device
 from hjax.errors import ConfigError
 from hjax.planning.hardware import legal_counts
 from hjax.planning.plan_types import Cluster, DevicePool
-from hjax.sharding.interconnect import wires_of
+from hjax.sharding.interconnect import interconnect_of
 
 
 def cluster_from_hosts(
@@ -54,14 +54,14 @@ def cluster_from_hosts(
 def local_cluster(device: Device, devices: Sequence[Any]) -> Cluster:
     """The devices of a process, or of all processes of its world, as pools.
 
-    Slices and NVLink domains come from the devices' attributes (``wires_of``); simulated devices
+    Slices and NVLink domains are read the devices' attributes (``interconnect_of``); simulated devices
     count as one host.
 
     Args:
       device: the kind of all of them.
       devices: jax.Device.
     """
-    wires = wires_of(devices)
+    wires = interconnect_of(devices)
     if wires is None or not wires.boxes:
         return Cluster((DevicePool(device, 1, len(devices)),))
     each = math.prod(wires.sides)

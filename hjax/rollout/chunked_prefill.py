@@ -27,7 +27,7 @@ class ChunkedPrefill:
 
     def __init__(self, engine: Any):
         self._engine, self._layout = engine, engine.layout
-        self._sharding, self._parts = engine.block_sharding, engine.layout.ways("batch")
+        self._sharding, self._parts = engine.block_sharding, engine.layout.shard_count("batch")
         self._empty = jax.jit(self._zeros, static_argnums=0, out_shardings=self._sharding)
         self._prefill = jax.jit(
             self._prefill_program, donate_argnums=1, out_shardings=self._sharding

@@ -82,7 +82,7 @@ class Engine:
         if guesses and self.uses_kernel:
             raise ConfigError(f"lookup={guesses}: the kernel {cache_form!r} takes one token a step")
         # Rows of each data-parallel part, and of these a micro-batch for each stage.
-        self.parts = layout.ways("batch") * layout.ways("layers")
+        self.parts = layout.shard_count("batch") * layout.shard_count("layers")
         # As the cache says: an array of all layers, or one for each.
         self.stacked = self.uses_kernel or not compute.unroll_layers
         heads = "kv_heads" if copies == 1 else "heads"

@@ -111,22 +111,22 @@ class Generator:
         """Of each key-value head in the kernel's cache: ``KVCache.copies``."""
         if self.cache_form not in decode.KERNELS + decode.BY_PARTS:
             return 1
-        return max(1, self.layout.ways("heads") // self.network.config.kv_heads)
+        return max(1, self.layout.shard_count("heads") // self.network.config.kv_heads)
 
     @property
     def _heads_divide(self) -> bool:
         """Whether each device has key-value heads, or a copy, of its own."""
         held = self.network.config.kv_heads * self._copies
-        return held % self.layout.ways("heads") == 0
+        return held % self.layout.shard_count("heads") == 0
 
     @property
     def _pipelined(self) -> bool:
-        return self.layout.ways("layers") > 1
+        return self.layout.shard_count("layers") > 1
 
     @property
     def multiple(self) -> int:
         """What the number of prompts must divide by: data-parallel parts times stages."""
-        return self.layout.ways("batch") * self.layout.ways("layers")
+        return self.layout.shard_count("batch") * self.layout.shard_count("layers")
 
     @property
     def unstacks_layers(self) -> bool:
@@ -174,7 +174,7 @@ class Generator:
 
     @functools.cached_property
     def _memory_orders(self) -> Params:
-        return decoding_memory_orders(self.network.axes, self.layout.ways("heads") > 1)
+        return decoding_memory_orders(self.network.axes, self.layout.shard_count("heads") > 1)
 
     def generate(
         self,

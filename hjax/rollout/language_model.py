@@ -39,7 +39,7 @@ from hjax.rollout.rollout_job import GenerationConfig
 from hjax.rollout.sampling_params import OPTIONS, SamplingParams, takes_options
 from hjax.rollout.service import GenerationService
 from hjax.rollout.weight_update import check_alike
-from hjax.sharding.layout import Layout, fitted, make_layouts
+from hjax.sharding.layout import Layout, fit_layout, make_layouts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -426,7 +426,7 @@ def local_layout(config: ModelConfig, tensor: int, copies: int = 1) -> Layout:
         )
     sizes = {"data": copies, "tensor": tensor}
     layout = make_layouts(devices[: tensor * copies], sizes, {"tensor": tensor}).generate
-    return fitted(layout, config.dimensions, f"tensor={tensor}")
+    return fit_layout(layout, config.dimensions, f"tensor={tensor}")
 
 
 def load_model(

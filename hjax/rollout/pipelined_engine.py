@@ -27,7 +27,7 @@ from hjax.rollout.sampling_params import SamplingParams
 from hjax.rollout.slot_layout import SlotLayout
 from hjax.rollout.slot_state import PrefilledPrompts, RunningSequences, SlotSizes, SlotState
 from hjax.sharding.layout import Layout
-from hjax.sharding.pipeline import summed
+from hjax.sharding.pipeline import psum_tree
 
 AXIS = "pipe"
 _SPLIT, _WHOLE = PartitionSpec(AXIS), PartitionSpec()
@@ -61,7 +61,7 @@ class PipelinedEngine(Engine):
         **how: Any,
     ):
         super().__init__(network, layout, dataclasses.replace(compute, unroll_layers=False), **how)
-        self.stages = layout.ways("layers")
+        self.stages = layout.shard_count("layers")
         # While the stages run empty the first ones write beyond the last token.
         self.spare_columns = 1
         self._of_params = jax.tree.map(
@@ -130,11 +130,11 @@ class PipelinedEngine(Engine):
                 return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
 
             asked = jnp.where(stage == stages - 1, asked[stages - 1 :], 0)
-            return summed(asked, AXIS), jax.tree.map(mine, kept)
+            return psum_tree(asked, AXIS), jax.tree.map(mine, kept)
 
         in_specs = (self._of_params, _WHOLE, _WHOLE)
         hidden, kept = self._map(body, in_specs, (_WHOLE, _SPLIT))(params, starts, given)
-        hidden = jax.tree.map(self.layout.join, model.finish(hidden, self.compute))
+        hidden = jax.tree.map(self.layout.merge_micro_batches, model.finish(hidden, self.compute))
         return hidden, jax.tree.map(self._by_layer, kept)
 
     def _decoded(
@@ -148,7 +148,7 @@ class PipelinedEngine(Engine):
     ) -> tuple[SlotState, DecodeState]:
         steps = numbers[0]  # a full pipeline goes on whoever has ended
         model, forward, stages = self.network.bind(params), self._pass(sampling, state), self.stages
-        slots = dataclasses.replace(state.slots, parts=self.layout.ways("batch"))
+        slots = dataclasses.replace(state.slots, parts=self.layout.shard_count("batch"))
         slots, bits, before = self._cut_rows((slots, token_bitmask, state.rows.drawn))
 
         run = self._through(forward)
@@ -198,7 +198,7 @@ class PipelinedEngine(Engine):
         received = jnp.zeros((stages, *shape), self.compute.dtype)
         begin = jnp.int32(0), state.cache, self.layout.constrain(received, "layers", "batch")
         time, cache, _, rows = jax.lax.while_loop(unfinished, tick, (*begin, (running, tables)))
-        running, drawn = jax.tree.map(self.layout.join, rows)
+        running, drawn = jax.tree.map(self.layout.merge_micro_batches, rows)
         taken = jnp.minimum(-(-time // stages), steps)
         slots = dataclasses.replace(state.slots, column=state.slots.column + taken)
         return SlotState(cache, slots, running), drawn | {"steps": taken, "done": running.done}
@@ -226,7 +226,7 @@ class PipelinedEngine(Engine):
                 stride=stages,
                 rotary=model.rotary(running.prompt_lengths + running.final_limit),
             )
-            last = summed(jnp.where(stage == stages - 1, out, 0), AXIS)
+            last = psum_tree(jnp.where(stage == stages - 1, out, 0), AXIS)
             return cache, self._pass_on(out)[None], last
 
         in_specs = (self._of_params, _SPLIT, _SPLIT, _WHOLE, _WHOLE)
@@ -264,7 +264,7 @@ class PipelinedEngine(Engine):
 
     def _cut_rows(self, tree: Any) -> Any:
         """Arrays [rows, ...] by micro-batch, [stages, rows / stages, ...]."""
-        return jax.tree.map(lambda x: self.layout.cut(x, self.stages), tree)
+        return jax.tree.map(lambda x: self.layout.split_micro_batches(x, self.stages), tree)
 
     # A state's cache is laid out by turn, so that a stage finds what it has of a micro-batch in one
     # piece. What is read, and what changes a cache outside of the loop, has it by layer.
@@ -282,13 +282,13 @@ class PipelinedEngine(Engine):
     def _by_turn(self, x: jax.Array) -> jax.Array:
         """[layers, rows, heads, ...] as [layers * stages, rows / stages, heads, ...], entry
         ``layer * stages + micro-batch``."""
-        ways, stages, layers = self.layout.ways("batch"), self.stages, x.shape[0]
+        ways, stages, layers = self.layout.shard_count("batch"), self.stages, x.shape[0]
         x = x.reshape(layers, ways, stages, -1, *x.shape[2:]).swapaxes(1, 2)
         return self._held(x.reshape(layers * stages, -1, *x.shape[4:]))
 
     def _by_layer(self, x: jax.Array) -> jax.Array:
         """And back."""
-        ways, stages = self.layout.ways("batch"), self.stages
+        ways, stages = self.layout.shard_count("batch"), self.stages
         x = x.reshape(-1, stages, ways, x.shape[1] // ways, *x.shape[2:]).swapaxes(1, 2)
         return self._held(x.reshape(x.shape[0], -1, *x.shape[4:]))
 

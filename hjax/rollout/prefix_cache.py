@@ -320,7 +320,7 @@ def cached_columns(tokens: int, limit: int) -> int:
 def affordable_tokens(engine: Engine, tokens: int) -> int:
     """So many tokens, or as many as a share of the first device's free memory holds."""
     config = engine.network.config
-    heads = -(-config.kv_heads * engine.copies // engine.layout.ways("kv_heads"))
+    heads = -(-config.kv_heads * engine.copies // engine.layout.shard_count("kv_heads"))
     element = int8_cache.element_bytes(engine.kv_dtype, config.head_dim)
     token = round(2 * config.layers * heads * config.head_dim * element)
     free = machine.free_bytes(engine.layout.mesh.devices.flat[0])
@@ -336,7 +336,7 @@ def why_no_prefix_cache(engine: Engine) -> str:
 
 def why_no_blocks(engine: Engine) -> str:
     """Why an engine cannot keep beginnings, whoever asks; empty: it can."""
-    if engine.layout.ways("layers") > 1:
+    if engine.layout.shard_count("layers") > 1:
         return "prompts pass pipeline stages whole"
     if engine.network.config.turns_by_length:
         return "this model's rotary positions depend on a sequence's length"

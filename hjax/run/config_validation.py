@@ -157,7 +157,7 @@ def check_batches(
     rows = config.rollout.prompts * config.rollout.samples
     generator = ROLLOUT if ROLLOUT in layouts else "actor"
     generate = layouts[generator].generate
-    stages = generate.ways("layers")
+    stages = generate.shard_count("layers")
     _check_divides("rollout.prompts", config.rollout.prompts, generate, generator, stages)
     for role, layout in layouts.items():
         if table[role].apart:
@@ -216,10 +216,10 @@ def check_packing(
         )
     for role, layout in layouts.items():
         for name, axis in (("layers", "pipe"), ("length", "context")):
-            if role != ROLLOUT and layout.train.ways(name) > 1:
+            if role != ROLLOUT and layout.train.shard_count(name) > 1:
                 raise ConfigError(
                     f"{asked}: packs do not go with layout.{role}.train.{axis}="
-                    f"{layout.train.ways(name)}; use {axis}=1 there, or data.packing=0"
+                    f"{layout.train.shard_count(name)}; use {axis}=1 there, or data.packing=0"
                 )
 
 
@@ -270,7 +270,7 @@ def unrolls(config: ConfigDict, model: ModelConfig, platform: str) -> bool:
 def _not_for_cudnn(model: ModelConfig, layouts: RoleLayouts | None, dtype: Any) -> str:
     """Why a role cannot have cuDNN's attention, and what to use; empty: it can."""
     reason = cudnn.refusal(dtype, model.head_dim, model.attention_softcap, model.sinks)
-    if layouts is not None and layouts.train.ways("length") > 1:
+    if layouts is not None and layouts.train.shard_count("length") > 1:
         return "it does not split a row's length; use context=1, or auto"
     return reason and f"{reason}; use {AUTO}"
 
@@ -279,7 +279,7 @@ def can_generate(config: ConfigDict, sizes: Mapping[str, Any], devices: int) -> 
     """Whether a rollout apart takes a step's prompts on so many devices."""
     try:
         generate = make_layouts(devices, sizes["train"], sizes["generate"], "layout").generate
-        stages = generate.ways("layers")
+        stages = generate.shard_count("layers")
         _check_divides("rollout.prompts", config.rollout.prompts, generate, ROLLOUT, stages)
     except ConfigError:
         return False
@@ -289,9 +289,9 @@ def can_generate(config: ConfigDict, sizes: Mapping[str, Any], devices: int) -> 
 def _check_divides(
     name: str, value: int, layout: Any, role: str, stages: int = 1, unit: int = 1
 ) -> None:
-    ways = layout.ways("batch") * stages * unit
+    ways = layout.shard_count("batch") * stages * unit
     if value % ways:
-        parts = f"{layout.ways('batch')} data-parallel parts"
+        parts = f"{layout.shard_count('batch')} data-parallel parts"
         parts += f" times {stages} pipeline stages" if stages > 1 else ""
         parts += f", {unit} rows of a pair together," if unit > 1 else ""
         raise ConfigError(

@@ -47,9 +47,9 @@ def evaluate(
 def rows_at_a_time(config: ConfigDict, held_out: int, roles: RoleGroups) -> int:
     """Prompts answered at a time: at most as many as training's rows, evenly split."""
     generate = roles.layouts[roles.generates].generate
-    ways = generate.ways("batch") * generate.ways("layers")
+    ways = generate.shard_count("batch") * generate.shard_count("layers")
     if "reward" in roles.layouts:  # a reward model's
-        ways = math.lcm(ways, roles.layouts["reward"].train.ways("batch"))
+        ways = math.lcm(ways, roles.layouts["reward"].train.shard_count("batch"))
     rows = config.rollout.prompts * config.rollout.samples
     wanted = min(rows, config.eval.prompts or rows, held_out)
     return -(-wanted // ways) * ways

@@ -23,7 +23,7 @@ from hjax.models import collective_matmul, remat
 from hjax.models.cost_inputs import Workload
 from hjax.roles import ROLLOUT
 from hjax.settings.config_checks import on_cluster
-from hjax.sharding.layout import fitted
+from hjax.sharding.layout import fit_layout
 from hjax.show.format import size
 from hjax.workers import TrainableWorker
 from hjax.workers.memory import USABLE, DecodeBatch, MemoryEstimate, MemoryPass, RoleMemory
@@ -167,7 +167,7 @@ class MemoryCheck:
         if role not in self._known:
             context, tpu = self._contexts[role], self._platform in collective_matmul.PLATFORMS
             layout, what = self._layouts[role].train, f"layout.{role}.train"
-            train = fitted(layout, context.model.dimensions, what)
+            train = fit_layout(layout, context.model.dimensions, what)
             scalar = self._table[role].scalar
             self._known[role] = RoleMemory.described(context, scalar, train, tpu)
         return self._known[role]

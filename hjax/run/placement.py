@@ -18,7 +18,7 @@ from hjax.models.peft_files import is_adapter
 from hjax.models.remat import POLICIES
 from hjax.roles import ROLES, ROLLOUT, Role
 from hjax.rules import Rule, at_least, one_of
-from hjax.sharding.interconnect import cut
+from hjax.sharding.interconnect import partition_devices
 from hjax.user_input import given_path, read_object
 
 HOST_POOL = "host"
@@ -239,7 +239,7 @@ def make_pools(
     timeline = Timeline()
     pools: list[ResourcePool] = []
     with contextlib.ExitStack() as undo:
-        for number, here in enumerate(cut(devices, plan.allocation)):
+        for number, here in enumerate(partition_devices(devices, plan.allocation)):
             pools.append(ResourcePool(set_name(plan, number), here, timeline, executor))
             undo.callback(pools[-1].close)
         check_disjoint(pools)

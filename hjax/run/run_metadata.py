@@ -45,10 +45,10 @@ def plan_record(roles: RoleGroups) -> dict[str, Any]:
         parallelism[role] = {"train": train_sizes(layouts.train.mesh.shape)}
         if roles.table[role].generates and not roles.table[role].apart:
             parallelism[role]["generate"] = {
-                "data": layouts.generate.ways("batch"),
-                "tensor": layouts.generate.ways("heads"),
+                "data": layouts.generate.shard_count("batch"),
+                "tensor": layouts.generate.shard_count("heads"),
             }
-            if (stages := layouts.generate.ways("layers")) > 1:
+            if (stages := layouts.generate.shard_count("layers")) > 1:
                 parallelism[role]["generate"]["pipe"] = stages
     return {
         "placement": [list(names) for names in plan.placement],

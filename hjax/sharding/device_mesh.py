@@ -1,10 +1,10 @@
-"""Mesh axes on physical wires: which device stands at which place of a mesh.
+"""Device order of a mesh: mesh axes laid on the physical interconnect.
 
 JAX's ``mesh_utils`` lays the axes on the sides of a torus, and over slices and hosts
 (``create_hybrid_device_mesh``); the axes that generation cuts out of training's stay inside them.
-Along each axis devices are then put in the order in which a ring has the shortest ways. Of the
-meshes that come of it the one with the shortest ways is taken. It depends on the devices alone, not
-on the order in which they are given.
+Along each axis devices are then ordered so that its rings have the fewest hops. Of several
+candidate meshes the one with the lowest hop cost is taken. The result depends on the devices
+alone, not on the order in which they are given.
 """
 
 from __future__ import annotations
@@ -18,152 +18,161 @@ from typing import Any
 
 import numpy as np
 
-from hjax.sharding.interconnect import ConcurrentRings, Interconnect, Table, shares, wires_of
+from hjax.sharding.interconnect import (
+    ConcurrentRings,
+    Interconnect,
+    SideAssignment,
+    interconnect_of,
+    side_assignments,
+)
 
-MICRO = "_micro"
-# How much an axis's ways count: tensor axes cross their links in every layer, replicas once an
-# update.
-WEIGHTS = {"tensor": 8.0, "context": 4.0, "expert": 4.0, "fsdp": 4.0, "pipe": 1.0, "data": 1.0}
+MICRO_SUFFIX = "_micro"
+# Weights of an axis's hops: tensor axes communicate in every layer, replicas once an update.
+AXIS_WEIGHTS = {"tensor": 8.0, "context": 4.0, "expert": 4.0, "fsdp": 4.0, "pipe": 1.0, "data": 1.0}
 
-# How many ways to share out a torus's sides are looked at, and of how many the lines are ordered.
-MOST_TABLES, SHORTENED = 256, 8
+# Side assignments that are tried at most, and candidates whose lines are reordered.
+MAX_ASSIGNMENTS, MAX_REORDERED = 256, 8
 
 
 def place_devices(devices: Sequence[Any], shape: Mapping[str, int]) -> np.ndarray:
-    """Devices [sizes of the axes], laid on their wires.
+    """Devices [sizes of the axes], ordered by their interconnect.
 
     Args:
-      devices: as many as the axes have places; those that do not say where they stand keep their
-        order, and so do those that fill no box.
-      shape: sizes by axis, major to minor; an axis and its ``_micro`` follow one another.
+      devices: as many as the mesh has. They keep their order if the interconnect is unknown or
+        they fill no box.
+      shape: sizes by axis, major to minor; an axis is followed by its ``_micro`` axis.
     """
-    given = np.empty(len(devices), dtype=object)
-    given[:] = list(devices)
+    flat = np.empty(len(devices), dtype=object)
+    flat[:] = list(devices)
     lengths = tuple(shape.values())
-    wires = wires_of(devices)
-    if wires is None or not wires.boxes:
-        return given.reshape(lengths)
-    return given[_best(tuple(shape.items()), _Key.of(devices, wires))].reshape(lengths)
+    interconnect = interconnect_of(devices)
+    if interconnect is None or not interconnect.boxes:
+        return flat.reshape(lengths)
+    key = _DeviceKey.of(devices, interconnect)
+    return flat[_best_order(tuple(shape.items()), key)].reshape(lengths)
 
 
-def rings_of(grid: np.ndarray, axes: Sequence[str], names: Sequence[str]) -> ConcurrentRings | None:
-    """What rings over some of a mesh's axes cost.
+def rings_over_axes(
+    grid: np.ndarray, axes: Sequence[str], names: Sequence[str]
+) -> ConcurrentRings | None:
+    """The cost of rings over some of a mesh's axes.
 
     Args:
       grid: devices [sizes of the axes].
-      axes: over which the rings go, together.
+      axes: over which each ring goes.
       names: of all axes.
 
     Returns:
-      None where the devices do not say where they stand.
+      None if the interconnect is unknown.
     """
     flat = grid.ravel()
-    wires = wires_of(list(flat))
-    if wires is None:
+    interconnect = interconnect_of(list(flat))
+    if interconnect is None:
         return None
     numbers = np.arange(flat.size).reshape(grid.shape)
-    return wires.rings(_rows(numbers, [list(names).index(a) for a in axes]))
+    return interconnect.rings(_axis_lines(numbers, [list(names).index(a) for a in axes]))
 
 
-def whole_axes(shape: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
-    """The axes that training has, each with those that generation cuts it into, if it splits."""
+def train_axes(shape: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
+    """The training axes larger than 1, each with the axes that generation cuts it into."""
     found: dict[str, tuple[str, ...]] = {}
     for axis in shape:
-        whole = axis.removesuffix(MICRO)
+        whole = axis.removesuffix(MICRO_SUFFIX)
         found[whole] = (*found.get(whole, ()), axis)
     return {whole: axes for whole, axes in found.items() if math.prod(shape[a] for a in axes) > 1}
 
 
 def ring_table(shape: Mapping[str, int], grid: np.ndarray) -> dict[str, ConcurrentRings]:
-    """The rings of training's axes and of those that generation cuts out, by name; empty where the
-    devices do not say where they stand."""
+    """The rings of training's axes and of those that generation cuts out, by name; empty if the
+    interconnect is unknown."""
     found: dict[str, ConcurrentRings] = {}
-    for whole, axes in whole_axes(shape).items():
+    for whole, axes in train_axes(shape).items():
         parts = [a for a in axes if shape[a] > 1]
         kinds = [(whole, axes)]
         if len(parts) > 1:
             kinds += [(f"{whole}, of generation" if a == whole else a, (a,)) for a in parts]
-        for name, wanted in kinds:
-            rings = rings_of(grid, wanted, list(shape))
+        for name, parts_of_axis in kinds:
+            rings = rings_over_axes(grid, parts_of_axis, list(shape))
             if rings is None:
                 return {}
             found[name] = rings
     return found
 
 
-class _Key:
-    """Of devices what decides where they are put, so that it is worked out once."""
+class _DeviceKey:
+    """Hashable description of devices that decides their order; the key of a cache."""
 
-    def __init__(self, kind: str, cores: bool, wires: Interconnect):
-        self.kind, self.cores, self.wires = kind, cores, wires
-        places = tuple(map(tuple, wires.places.tolist()))
-        self._value = (kind, cores, wires.torus, wires.wraps, tuple(wires.domains.tolist()), places)
+    def __init__(self, kind: str, cores: bool, interconnect: Interconnect):
+        self.kind, self.cores, self.interconnect = kind, cores, interconnect
+        places = tuple(map(tuple, interconnect.places.tolist()))
+        domains = tuple(interconnect.domains.tolist())
+        self._value = (kind, cores, interconnect.torus, interconnect.wraps, domains, places)
 
     @classmethod
-    def of(cls, devices: Sequence[Any], wires: Interconnect) -> _Key:
-        """Of JAX's devices."""
-        cores = wires.torus and wires.sides[-1] > 1
-        return cls(str(devices[0].device_kind) if cores else "", cores, wires)
+    def of(cls, devices: Sequence[Any], interconnect: Interconnect) -> _DeviceKey:
+        """The key of JAX's devices."""
+        cores = interconnect.torus and interconnect.sides[-1] > 1
+        return cls(str(devices[0].device_kind) if cores else "", cores, interconnect)
 
     def __hash__(self) -> int:
         return hash(self._value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self._value == other._value
+        return isinstance(other, _DeviceKey) and self._value == other._value
 
 
 @functools.lru_cache(maxsize=256)
-def _best(shape: tuple[tuple[str, int], ...], key: _Key) -> np.ndarray:
-    """Numbers of the devices, flat, of the mesh with the shortest ways."""
-    sizes, wires = dict(shape), key.wires
-    found = sorted(_meshes(sizes, key), key=lambda grid: _cost(grid, sizes, wires))
-    found = [_shortened(grid, sizes, wires) for grid in found[:SHORTENED]]
-    return min(found, key=lambda grid: _cost(grid, sizes, wires)).ravel()
+def _best_order(shape: tuple[tuple[str, int], ...], key: _DeviceKey) -> np.ndarray:
+    """Device numbers, flat, of the mesh with the lowest hop cost."""
+    sizes, interconnect = dict(shape), key.interconnect
+    found = sorted(_candidates(sizes, key), key=lambda grid: _cost(grid, sizes, interconnect))
+    found = [_reordered(grid, sizes, interconnect) for grid in found[:MAX_REORDERED]]
+    return min(found, key=lambda grid: _cost(grid, sizes, interconnect)).ravel()
 
 
-def _meshes(sizes: Mapping[str, int], key: _Key) -> Iterator[np.ndarray]:
-    """Numbers of the devices [sizes], each a way to lay the axes on the wires: training's axes, of
-    which generation's are cut; all axes by themselves; and place after place."""
+def _candidates(sizes: Mapping[str, int], key: _DeviceKey) -> Iterator[np.ndarray]:
+    """Candidate meshes, device numbers [sizes]: training's axes laid by JAX and then cut for
+    generation; all axes laid by JAX; every side assignment; and coordinates in order."""
     from jax.experimental import mesh_utils
 
-    wires = key.wires
+    interconnect = key.interconnect
     lengths = tuple(sizes.values())
     whole: dict[str, int] = {}
     for axis, n in sizes.items():
-        whole[axis.removesuffix(MICRO)] = whole.get(axis.removesuffix(MICRO), 1) * n
-    listed = _stand_ins(key)
-    domains = wires.boxes
-    for wanted in (tuple(whole.values()), lengths):
-        outer = _over_network(wanted, domains)
+        whole[axis.removesuffix(MICRO_SUFFIX)] = whole.get(axis.removesuffix(MICRO_SUFFIX), 1) * n
+    abstract = _abstract_devices(key)
+    domains = interconnect.boxes
+    for axis_sizes in (tuple(whole.values()), lengths):
+        outer = _network_factors(axis_sizes, domains)
         if outer is None:
             continue
-        inner = [n // o for n, o in zip(wanted, outer)]
+        inner = [n // o for n, o in zip(axis_sizes, outer)]
         grid = mesh_utils.create_hybrid_device_mesh(
-            inner, outer, listed, allow_split_physical_axes=True
+            inner, outer, abstract, allow_split_physical_axes=True
         )
         yield np.vectorize(lambda d: d.number, otypes=[np.int64])(grid).reshape(lengths)
-    outer = _over_network(lengths, domains)
-    if outer is not None and wires.torus:
+    outer = _network_factors(lengths, domains)
+    if outer is not None and interconnect.torus:
         inner = [n // o for n, o in zip(lengths, outer)]
-        for table in itertools.islice(shares(wires.sides, inner), MOST_TABLES):
-            yield _laid(wires, table, outer).reshape(lengths)
-    yield np.lexsort([*wires.places.T[::-1], wires.domains]).reshape(lengths)
+        for table in itertools.islice(side_assignments(interconnect.sides, inner), MAX_ASSIGNMENTS):
+            yield _grid_of(interconnect, table, outer).reshape(lengths)
+    yield np.lexsort([*interconnect.places.T[::-1], interconnect.domains]).reshape(lengths)
 
 
-def _laid(wires: Interconnect, table: Table, outer: Sequence[int]) -> np.ndarray:
-    """Numbers of the devices of a mesh that shares the sides out so; along a side the minor axes
-    have neighbours, the major ones stride over them."""
+def _grid_of(interconnect: Interconnect, table: SideAssignment, outer: Sequence[int]) -> np.ndarray:
+    """Device numbers of the mesh with this side assignment; along a side minor axes have
+    neighbours and major axes stride over them."""
     axes, sides = len(outer), len(table)
-    box = np.lexsort([*wires.places.T[::-1], wires.domains])
+    box = np.lexsort([*interconnect.places.T[::-1], interconnect.domains])
     box = box.reshape([*outer, *(n for row in table for n in row)])
-    # Axis after axis: its part of the network, then of each side.
+    # Axis by axis: its factor of the network, then of each side.
     order = [i for a in range(axes) for i in (a, *(axes + s * axes + a for s in range(sides)))]
     return box.transpose(order)
 
 
-def _over_network(lengths: Sequence[int], domains: int) -> list[int] | None:
-    """Which part of each axis goes over the network between domains, the major axes' first; None
-    where no part does."""
+def _network_factors(lengths: Sequence[int], domains: int) -> list[int] | None:
+    """The factor of each axis that goes over the network between domains, major axes first; None
+    if the axes cannot cover the domains."""
     outer = []
     for n in lengths:
         outer.append(math.gcd(n, domains))
@@ -171,14 +180,15 @@ def _over_network(lengths: Sequence[int], domains: int) -> list[int] | None:
     return outer if domains == 1 else None
 
 
-def _stand_ins(key: _Key) -> list[Any]:
-    """What ``mesh_utils`` asks of devices. It has orders of its own for a few kinds and sizes, made
-    for one orientation; without a kind it has none."""
-    wires = key.wires
+def _abstract_devices(key: _DeviceKey) -> list[Any]:
+    """Stand-in devices with the attributes that ``mesh_utils`` reads. It has special orders for a
+    few kinds and sizes, made for one orientation; an empty kind avoids them."""
+    interconnect = key.interconnect
     found = []
-    for number, (domain, place) in enumerate(zip(wires.domains.tolist(), wires.places.tolist())):
+    places = zip(interconnect.domains.tolist(), interconnect.places.tolist())
+    for number, (domain, place) in enumerate(places):
         here = {"number": number, "slice_index": domain, "device_kind": key.kind}
-        if wires.torus:
+        if interconnect.torus:
             here |= {"platform": "tpu", "coords": place[:3], "core_on_chip": place[3]}
         else:
             here |= {"platform": "gpu", "id": place[0]}
@@ -186,18 +196,20 @@ def _stand_ins(key: _Key) -> list[Any]:
     return sorted(found, key=lambda d: d.order)  # as JAX lists a slice of one host
 
 
-def _shortened(grid: np.ndarray, sizes: Mapping[str, int], wires: Interconnect) -> np.ndarray:
-    """The mesh with the devices along each of training's axes in the order of shortest ways.
+def _reordered(
+    grid: np.ndarray, sizes: Mapping[str, int], interconnect: Interconnect
+) -> np.ndarray:
+    """The mesh with devices along each training axis in the order of fewest hops.
 
-    The same order for all lines of an axis, so that other axes' ways stay what they are.
+    All lines of an axis get the same order, so the hops of other axes do not change.
     """
     names = list(sizes)
-    for axes in whole_axes(sizes).values():
+    for axes in train_axes(sizes).values():
         at = [names.index(a) for a in axes]
-        lines = _rows(grid, at)
+        lines = _axis_lines(grid, at)
         parts = [sizes[a] for a in axes]
-        orders = list(_orders(lines.shape[1], _inside(lines, wires)))
-        costs = [_axis_cost(lines[:, order], parts, wires) for order in orders]
+        orders = list(_line_orders(lines.shape[1], _run_in_domain(lines, interconnect)))
+        costs = [_axis_cost(lines[:, order], parts, interconnect) for order in orders]
         order = orders[int(np.argmin(np.round(costs, 9)))]
         moved = np.moveaxis(grid, at, range(len(at)))
         flat = moved.reshape(-1, *moved.shape[len(at) :])[order].reshape(moved.shape)
@@ -205,15 +217,15 @@ def _shortened(grid: np.ndarray, sizes: Mapping[str, int], wires: Interconnect) 
     return grid
 
 
-def _inside(lines: np.ndarray, wires: Interconnect) -> int:
-    """Devices in a row of a line that stay within a domain."""
-    domains = wires.domains[lines[0]]
+def _run_in_domain(lines: np.ndarray, interconnect: Interconnect) -> int:
+    """Consecutive devices of a line that are within one domain."""
+    domains = interconnect.domains[lines[0]]
     return math.gcd(int(np.argmax(domains != domains[0])) or len(domains), len(domains))
 
 
-def _orders(size: int, inside: int) -> Iterator[np.ndarray]:
-    """Orders of a line, part after part of ``inside``: as it stands; there and back again on the
-    way through two or three factors; and around two."""
+def _line_orders(size: int, inside: int) -> Iterator[np.ndarray]:
+    """Orders of a line, applied to each part of ``inside`` devices: unchanged, snakes over two or
+    three factors, and closed loops over two."""
     for order in _paths(inside):
         yield (np.arange(0, size, inside)[:, None] + order).ravel()
 
@@ -239,42 +251,43 @@ def _paths(size: int) -> tuple[np.ndarray, ...]:
 
 
 def _snake(grid: np.ndarray) -> np.ndarray:
-    """Row after row, each the other way round than the one before."""
+    """Row by row, every second row reversed (boustrophedon)."""
     return np.concatenate([row if i % 2 == 0 else row[::-1] for i, row in enumerate(grid)])
 
 
-def _axis_cost(lines: np.ndarray, parts: Sequence[int], wires: Interconnect) -> float:
-    """Hops of a training axis's rings, and of those that generation cuts out of it: its own count
-    as much, those of the micro axis, which the transition alone uses, a quarter."""
+def _axis_cost(lines: np.ndarray, parts: Sequence[int], interconnect: Interconnect) -> float:
+    """Hops of a training axis's rings plus those of the axes that generation cuts out of it; the
+    micro axis, which only the transition uses, counts a quarter."""
     cut = [n for n in parts if n > 1]
-    found = _hops(lines, wires)
+    found = _mean_hops(lines, interconnect)
     if len(cut) > 1:
         grid = lines.reshape(-1, *cut)
-        found += _hops(np.moveaxis(grid, 1, 2).reshape(-1, cut[0]), wires)
-        found += _hops(grid.reshape(-1, cut[1]), wires) / 4
+        found += _mean_hops(np.moveaxis(grid, 1, 2).reshape(-1, cut[0]), interconnect)
+        found += _mean_hops(grid.reshape(-1, cut[1]), interconnect) / 4
     return found
 
 
-def _hops(rows: np.ndarray, wires: Interconnect) -> float:
-    """From the first device to the last, and a little of the way back: a line without wrap-around
-    links is no worse than a ring in what its links carry."""
+def _mean_hops(rows: np.ndarray, interconnect: Interconnect) -> float:
+    """Mean hops from the first device to the last, with a tenth of the weight for the way back: a
+    line without wrap-around puts no more on its links than a ring."""
     if rows.shape[1] < 2:
         return 0.0
-    steps = wires.hops(rows, np.roll(rows, -1, axis=1)).mean(axis=0)
+    steps = interconnect.hops(rows, np.roll(rows, -1, axis=1)).mean(axis=0)
     return float(0.9 * steps[:-1].mean() + 0.1 * steps.mean())
 
 
-def _cost(grid: np.ndarray, sizes: Mapping[str, int], wires: Interconnect) -> float:
-    """Hops of all axes, each by its weight."""
+def _cost(grid: np.ndarray, sizes: Mapping[str, int], interconnect: Interconnect) -> float:
+    """Weighted hops of all axes."""
     names, total = list(sizes), 0.0
-    for whole, axes in whole_axes(sizes).items():
-        lines = _rows(grid, [names.index(a) for a in axes])
-        total += WEIGHTS.get(whole, 1.0) * _axis_cost(lines, [sizes[a] for a in axes], wires)
+    for whole, axes in train_axes(sizes).items():
+        lines = _axis_lines(grid, [names.index(a) for a in axes])
+        cost = _axis_cost(lines, [sizes[a] for a in axes], interconnect)
+        total += AXIS_WEIGHTS.get(whole, 1.0) * cost
     return round(total, 9)
 
 
-def _rows(grid: np.ndarray, axes: Sequence[int]) -> np.ndarray:
-    """[lines, size] of a grid over some of its axes, together."""
+def _axis_lines(grid: np.ndarray, axes: Sequence[int]) -> np.ndarray:
+    """[lines, size]: the lines of a grid along some of its axes, taken together."""
     return np.moveaxis(grid, axes, range(-len(axes), 0)).reshape(
         -1, math.prod(grid.shape[a] for a in axes)
     )

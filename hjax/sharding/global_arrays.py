@@ -1,7 +1,7 @@
-"""Arrays that several processes hold together: made from what is at hand, read where they are.
+"""Global arrays, whose shards may be in several processes: placed, read, cut into regions.
 
-JAX's own ``device_put`` and ``np.asarray`` want an array within one process; over several, every
-process makes and reads its own part.
+JAX's ``device_put`` and ``np.asarray`` need an array within one process. Over several processes
+each one makes and reads its own shards.
 """
 
 import functools
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is numbers for a device: a JAX array, a numpy array of numbers, or pieces."""
+    """Whether a value is an array for devices: JAX's, a numpy array of numbers, or regions."""
     if isinstance(value, np.ndarray):
         # Arrays of objects, strings and times are columns of the data.
         return value.dtype.kind not in "OUSMm"
@@ -25,10 +25,10 @@ def is_array(value: Any) -> bool:
 
 
 def place(x: Any, sharding: Sharding) -> jax.Array:
-    """An array (JAX's, numpy's, a number, pieces) laid out as a sharding says.
+    """An array (JAX's, numpy's, a number, regions) with this sharding.
 
-    Over several processes each reads what its own devices hold and no more; a numpy array must be
-    the same in all of them.
+    Over several processes each one reads only what its own devices hold. A numpy array must be the
+    same in all of them.
     """
     if isinstance(x, ArrayRegions):
         pieces = x
@@ -44,9 +44,10 @@ def place(x: Any, sharding: Sharding) -> jax.Array:
 
 
 def to_numpy(x: Any) -> np.ndarray:
-    """The whole of an array in this process.
+    """The whole array, in this process.
 
-    Of one that several processes hold this is a collective: all of them ask, in the same order.
+    For an array that spans processes this is a collective: all of them must call it, in the same
+    order.
     """
     if isinstance(x, ArrayRegions):
         return x.whole()
@@ -66,11 +67,11 @@ def _gather(sharding: NamedSharding) -> Any:
     return jax.jit(gather, out_shardings=sharding)
 
 
-def taken_apart(value: T) -> T:
-    """The same value, once JAX knows the shards of its arrays; before other threads read them.
+def cache_shards(value: T) -> T:
+    """The same value, after JAX has cached the shards of its arrays; call it before threads do.
 
-    An array finds out at the first question. Two threads that ask at once are told of a shard
-    twice, or not at all (seen with jax 0.10).
+    JAX computes ``addressable_shards`` at the first access. Two threads that ask at once can see a
+    shard twice, or not at all (seen with jax 0.10).
     """
     for x in jax.tree.leaves(value):
         if isinstance(x, jax.Array):
@@ -78,8 +79,8 @@ def taken_apart(value: T) -> T:
     return value
 
 
-def pieces_of(x: jax.Array) -> ArrayRegions:
-    """What this process gives of an array: each region once over all processes."""
+def local_regions(x: jax.Array) -> ArrayRegions:
+    """This process's regions of an array; over all processes each region occurs once."""
     parts = tuple(
         (region_of(shard.index, x.shape), np.asarray(shard.data))
         for shard in x.addressable_shards

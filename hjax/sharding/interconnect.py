@@ -1,9 +1,10 @@
-"""Where devices stand: their places on a torus, in a host or an NVLink domain, and how far apart.
+"""The interconnect: coordinates of devices on a torus, in a host or NVLink domain, and hop counts.
 
-``hjax.sharding.device_mesh`` lays mesh axes on what is said here. Simulated devices stand nowhere,
-and keep the order in which they are given.
+``hjax.sharding.device_mesh`` uses it to lay mesh axes on devices. Simulated devices have no
+coordinates and keep their order.
 
-Tori, their wrap-around links and what joins slices: "How to Scale Your Model" (jax-ml, 2025), TPUs.
+Tori, wrap-around links and networks between slices follow "How to Scale Your Model" (jax-ml,
+2025), chapter TPUs.
 """
 
 from __future__ import annotations
@@ -16,24 +17,23 @@ from typing import Any
 
 import numpy as np
 
-# Sides of a torus of which every multiple has wrap-around links: TPUs of two dimensions have them
-# around a whole pod's side, those of three where all sides are multiples of a cube's.
+# Wrap-around links: a 2D torus has them along sides that are a multiple of a pod's, a 3D torus if
+# all its sides are multiples of a cube's.
 POD, CUBE = 16, 4
-RACKS = ("gb200", "gb300")
+NVLINK_RACKS = ("gb200", "gb300")
 _FLAT = ("lite", "v5e", "v6e", "v2", "v3")  # kinds whose torus has two dimensions
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Interconnect:
-    """Places of devices, in the order in which they were given.
+    """Coordinates of devices, in the order in which they were given.
 
     Attributes:
-      places: int [devices, dimensions], from 0: on a torus; of GPUs the place in their domain.
-      sides: of the box that they fill; the last one of a TPU with two devices a chip is 2.
-      wraps: whether each side closes to a ring.
-      domains: int [devices]: the slice, or the hosts that NVLink joins, each is in. The network is
-        between them.
-      torus: whether devices of a domain reach each other by way of others; else all are neighbours.
+      places: int [devices, dimensions], from 0: torus coordinates; for GPUs the index in a domain.
+      sides: of the box that they fill; a TPU with two devices a chip has a last side of 2.
+      wraps: whether each side has wrap-around links.
+      domains: int [devices], the slice or NVLink domain of each. A network joins domains.
+      torus: whether the devices of a domain form a torus; else all of them are neighbours.
     """
 
     places: np.ndarray
@@ -51,19 +51,19 @@ class Interconnect:
         return len(numbers) if full and distinct == len(self.domains) else 0
 
     def hops(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
-        """Links between devices by their numbers, arrays of one shape; 0 in different domains."""
+        """Links between devices, given by number in arrays of one shape; 0 across domains."""
         inside = self.domains[one] == self.domains[other]
         if not self.torus:
             return np.where(inside & (one != other), 1, 0)
-        apart = np.abs(self.places[one] - self.places[other])
-        around = np.where(self.wraps, np.array(self.sides) - apart, apart)
-        return np.where(inside, np.minimum(apart, around).sum(-1), 0)
+        distance = np.abs(self.places[one] - self.places[other])
+        wrapped = np.where(self.wraps, np.array(self.sides) - distance, distance)
+        return np.where(inside, np.minimum(distance, wrapped).sum(-1), 0)
 
     def rings(self, rows: np.ndarray) -> ConcurrentRings:
-        """What rings of devices cost, all of them at once.
+        """The cost of rings of devices that all run at once.
 
         Args:
-          rows: int [rings, size]: numbers of the devices of each ring, in its order.
+          rows: int [rings, size]: numbers of the devices of each ring, in ring order.
         """
         if rows.shape[1] < 2:
             return ConcurrentRings(0.0, 0.0, 0)
@@ -71,10 +71,10 @@ class Interconnect:
         crosses = self.domains[rows] != self.domains[after]
         inside = self.hops(rows, after)[~crosses]
         hops = float(inside.mean()) if inside.size else 0.0
-        return ConcurrentRings(hops, float(crosses.mean()), self._busiest(rows, after))
+        return ConcurrentRings(hops, float(crosses.mean()), self._max_link_load(rows, after))
 
-    def _busiest(self, one: np.ndarray, other: np.ndarray) -> int:
-        """Steps over the most used link, either way, when each goes dimension after dimension."""
+    def _max_link_load(self, one: np.ndarray, other: np.ndarray) -> int:
+        """Steps over the most used link, either direction, with dimension-ordered routing."""
         if not self.torus:
             return 1
         used: dict[tuple[int, ...], int] = {}
@@ -102,13 +102,13 @@ class Interconnect:
 
 @dataclasses.dataclass(frozen=True)
 class ConcurrentRings:
-    """Rings that run at the same time.
+    """The cost of rings that run at the same time.
 
     Attributes:
-      hops: links from a device to the next one, mean over the steps within a domain.
-      network: share of the steps that leave a domain.
-      busiest: how many steps go over the most used link. Of a ring that closes around a torus, or
-        within a box, each link has one; back along a line each has two.
+      hops: mean links from a device to the next one, over the steps within a domain.
+      network: fraction of the steps that leave a domain.
+      busiest: how many steps use the most used link: one for a ring that wraps around a torus or
+        closes within a box, two for a line, which must come back over its links.
     """
 
     hops: float
@@ -116,14 +116,14 @@ class ConcurrentRings:
     busiest: int
 
 
-def wires_of(devices: Sequence[Any]) -> Interconnect | None:
-    """Where these devices stand; None where they do not say (simulated ones, one alone).
+def interconnect_of(devices: Sequence[Any]) -> Interconnect | None:
+    """The interconnect of these devices; None if it is unknown (simulated devices, a single one).
 
-    TPUs have coordinates and, in several slices, the slice's number. GPUs in hosts, or in racks
-    that NVLink joins, have that domain's (``fabric_uuid``, ``slice_index``), or the process alone.
+    TPUs report coordinates and, over several slices, a slice number. GPUs report their NVLink
+    domain (``fabric_uuid``, ``slice_index``), or only the process.
 
     Args:
-      devices: jax.Device, or whatever has its attributes.
+      devices: jax.Device, or objects with its attributes.
     """
     platform = getattr(devices[0], "platform", "")
     if len(devices) < 2 or any(getattr(d, "platform", "") != platform for d in devices):
@@ -138,19 +138,19 @@ def wires_of(devices: Sequence[Any]) -> Interconnect | None:
 def _torus(devices: Sequence[Any]) -> Interconnect | None:
     if any(getattr(d, "coords", None) is None for d in devices):
         return None
-    slices = _numbers(getattr(d, "slice_index", 0) or 0 for d in devices)
+    slices = _numbered(getattr(d, "slice_index", 0) or 0 for d in devices)
     places, sides = _box(devices, slices)
-    every = _whole(devices)
-    slice_sides = _box(every, _numbers(getattr(d, "slice_index", 0) or 0 for d in every))[1]
-    # A part of a slice closes to a ring only along the sides that it has whole.
-    closes = zip(sides, slice_sides, wraps(devices[0].device_kind, slice_sides))
+    every = _all_devices(devices)
+    slice_sides = _box(every, _numbered(getattr(d, "slice_index", 0) or 0 for d in every))[1]
+    # A part of a slice wraps around only along the sides that it has whole.
+    closes = zip(sides, slice_sides, wraparound(devices[0].device_kind, slice_sides))
     return Interconnect(
         places, sides, tuple(n == all_ and w for n, all_, w in closes), slices, True
     )
 
 
 def _box(devices: Sequence[Any], slices: np.ndarray) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Places from 0 in each slice, and the sides of the largest."""
+    """Coordinates from 0 in each slice, and the sides of the largest slice."""
     cores = [getattr(d, "core_on_chip", 0) or 0 for d in devices]
     places = np.array([(*d.coords, core) for d, core in zip(devices, cores)], np.int64)
     for number in np.unique(slices):
@@ -158,17 +158,17 @@ def _box(devices: Sequence[Any], slices: np.ndarray) -> tuple[np.ndarray, tuple[
     return places, tuple((places.max(axis=0) + 1).tolist())
 
 
-def _whole(devices: Sequence[Any]) -> Sequence[Any]:
-    """All devices beside these, where their client knows them."""
+def _all_devices(devices: Sequence[Any]) -> Sequence[Any]:
+    """All devices of these devices' client, if it can list them."""
     try:
         every = devices[0].client.devices()
     except (AttributeError, NotImplementedError, RuntimeError):
-        return devices  # of a topology that is not there, or stand-ins
+        return devices  # of an abstract topology
     return every if set(devices) <= set(every) else devices
 
 
 def _domains(devices: Sequence[Any]) -> Interconnect:
-    domains = _numbers(domain_of(d) for d in devices)
+    domains = _numbered(domain_of(d) for d in devices)
     order = {id(d): i for i, d in enumerate(sorted(devices, key=_rank))}
     seen: dict[int, list[int]] = {}
     for domain, d in zip(domains.tolist(), devices):
@@ -181,14 +181,15 @@ def _domains(devices: Sequence[Any]) -> Interconnect:
 
 
 def domain_of(device: Any) -> Any:
-    """What tells a GPU's NVLink domain from others.
+    """An identifier of a GPU's NVLink domain.
 
-    Of a rack of Grace-Blackwell the fabric's name (other GPUs may report a fabric that joins no
-    hosts), else the slice's number, which JAX counts by hosts or as it is told, else the process.
+    In a Grace-Blackwell rack it is the fabric's name (other GPUs may report a fabric that joins no
+    hosts), else the slice index, which JAX takes from the host or from its settings, else the
+    process.
     """
     fabric = getattr(device, "fabric_uuid", None)
     kind = str(getattr(device, "device_kind", "")).lower()
-    if fabric and any(rack in kind for rack in RACKS) and set(str(fabric)) - set("0-/"):
+    if fabric and any(rack in kind for rack in NVLINK_RACKS) and set(str(fabric)) - set("0-/"):
         return (0, str(fabric))
     number = getattr(device, "slice_index", None)
     return (1, device.process_index if number is None else number)
@@ -198,19 +199,19 @@ def _rank(device: Any) -> tuple[int, int]:
     return device.process_index, device.id
 
 
-def _numbers(keys: Any) -> np.ndarray:
-    """Keys numbered in their order."""
+def _numbered(keys: Any) -> np.ndarray:
+    """Number keys by their sorted order."""
     listed = list(keys)
     known = {key: i for i, key in enumerate(sorted(set(listed)))}
     return np.array([known[key] for key in listed], np.int64)
 
 
-def wraps(kind: str, sides: Sequence[int]) -> tuple[bool, ...]:
-    """Whether each side of a slice closes to a ring.
+def wraparound(kind: str, sides: Sequence[int]) -> tuple[bool, ...]:
+    """Whether each side of a slice has wrap-around links.
 
     Args:
-      kind: ``device_kind``, or the catalogue's name.
-      sides: x, y, z, and cores of a chip where they are devices of their own.
+      kind: ``device_kind``, or the name in ``hjax.devices``.
+      sides: x, y, z, and cores of a chip if they are devices of their own.
     """
     plain = kind.lower()
     if any(name in plain for name in _FLAT):
@@ -220,11 +221,11 @@ def wraps(kind: str, sides: Sequence[int]) -> tuple[bool, ...]:
     return tuple(whole and i < 3 for i in range(len(sides)))
 
 
-def in_boxes(wires: Interconnect) -> np.ndarray:
-    """Numbers of devices such that a part of half, a quarter, ... of them in a row is a box: the
-    longest side halved, again and again; one domain after another."""
-    keys = [wires.domains]
-    sides, bits = list(wires.sides), wires.places.copy()
+def box_order(interconnect: Interconnect) -> np.ndarray:
+    """Numbers of devices, ordered so that each consecutive half, quarter, ... is a box: the longest
+    side is halved again and again. Domains follow one another."""
+    keys = [interconnect.domains]
+    sides, bits = list(interconnect.sides), interconnect.places.copy()
     while max(sides) > 1:
         axis = sides.index(max(sides))
         half = -(-sides[axis] // 2)
@@ -235,31 +236,31 @@ def in_boxes(wires: Interconnect) -> np.ndarray:
     return np.lexsort(keys[::-1])
 
 
-def cut(devices: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
-    """Devices for sets of these sizes, each in one place: a box of a torus, one host if it fits.
+def partition_devices(devices: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
+    """Partition devices into compact sets of these sizes: boxes of a torus, one host if it fits.
 
-    Devices that do not say where they stand are dealt out in the order in which they are given.
+    Devices whose interconnect is unknown are taken in their order.
     """
-    wires = wires_of(devices) if devices else None
-    if wires is None or not wires.boxes:
+    interconnect = interconnect_of(devices) if devices else None
+    if interconnect is None or not interconnect.boxes:
         starts = np.cumsum([0, *counts])
         return [list(devices[a : a + n]) for a, n in zip(starts, counts)]
-    order = in_boxes(wires)
-    domain = math.prod(wires.sides)
+    order = box_order(interconnect)
+    domain = math.prod(interconnect.sides)
     free = np.ones(len(order), bool)
     found: dict[int, list[Any]] = {}
     for number in sorted(range(len(counts)), key=lambda i: (-counts[i], i)):
         count = counts[number]
-        start = _first(free, count, domain)
+        start = _best_start(free, count, domain)
         taken = range(start, start + count) if start is not None else np.flatnonzero(free)[:count]
         free[list(taken)] = False
         found[number] = [devices[order[i]] for i in taken]
     return [found[number] for number in range(len(counts))]
 
 
-def _first(free: np.ndarray, count: int, domain: int) -> int | None:
-    """Where ``count`` free devices in a row begin, best: aligned to their number, then within one
-    domain, then anywhere."""
+def _best_start(free: np.ndarray, count: int, domain: int) -> int | None:
+    """Start of ``count`` consecutive free devices, preferably aligned to ``count``, then within one
+    domain, then anywhere; None if there are none."""
     starts = [i for i in range(len(free) - count + 1) if free[i : i + count].all()]
     inside = [i for i in starts if i // domain == (i + count - 1) // domain or i % domain == 0]
     aligned = [i for i in inside if (i % domain) % min(count, domain) == 0]
@@ -269,34 +270,34 @@ def _first(free: np.ndarray, count: int, domain: int) -> int | None:
 
 @functools.lru_cache(maxsize=1 << 14)
 def ring_load(sides: tuple[int, ...], closes: tuple[bool, ...], size: int, stride: int) -> int:
-    """Steps over the most used link of a box (``ConcurrentRings.busiest``) when rings of ``size``
-    devices, each standing for ``stride`` of inner axes, all run: a closed form for planners.
+    """Steps over the most used link of a box (``ConcurrentRings.busiest``) when all rings of one
+    axis run: a closed form for planners. The axis has ``size`` devices, ``stride`` devices apart.
 
-    The sides are shared out as ``hjax.sharding.device_mesh`` does it: so that the ways are short,
-    of inner axes above all. Along one side that closes, neighbours are ``s`` links apart and as
-    many rings share each link; where it does not close, they also come back over it. Over several
-    sides a ring closes within the box.
+    Axes are assigned to sides as ``hjax.sharding.device_mesh`` does it: with few hops, above all
+    for inner axes. Along one side with wrap-around, neighbours are ``s`` links apart and ``s``
+    rings share each link. Without wrap-around they also come back over it. Over several sides a
+    ring closes within the box.
     """
     if size == 1:
         return 0
     rest = math.prod(sides) // (size * stride)
     found = []
-    for table in shares(sides, (rest, size, stride)):
+    for table in side_assignments(sides, (rest, size, stride)):
         inner = [(n, 1, n == side and c) for (_, _, n), side, c in zip(table, sides, closes)]
         middle = [(k, n, k * n == s and c) for (_, k, n), s, c in zip(table, sides, closes)]
         outer = [(r, k * n, c) for (r, k, n), c in zip(table, closes)]
-        ways = 8 * _ways(inner) + 4 * _ways(middle) + _ways(outer)
-        found.append((round(ways, 9), _load(middle)))
+        hops = 8 * _mean_hops(inner) + 4 * _mean_hops(middle) + _mean_hops(outer)
+        found.append((round(hops, 9), _ring_link_load(middle)))
     return min(found, key=lambda one: one[0])[1]
 
 
-# (devices, links between neighbours, whether it closes) along each side.
-_Parts = Sequence[tuple[int, int, bool]]
+# Along each side: (devices, links between neighbours, whether it wraps around).
+_SideParts = Sequence[tuple[int, int, bool]]
 
 
-def _ways(parts: _Parts) -> float:
-    """Mean links from a device to the next, back and forth over the sides; and of a ring, a little
-    (see ``hjax.sharding.device_mesh``)."""
+def _mean_hops(parts: _SideParts) -> float:
+    """Mean links to the next device on a snake-like path over the sides, with a tenth of the weight
+    for the way back to the first (as in ``hjax.sharding.device_mesh``)."""
     used = sorted((links, n, closed) for n, links, closed in parts if n > 1)
     size = math.prod(n for _, n, _ in used)
     if size == 1:
@@ -310,7 +311,7 @@ def _ways(parts: _Parts) -> float:
     return 0.9 * way / (size - 1) + 0.1 * (way + back) / size
 
 
-def _load(parts: _Parts) -> int:
+def _ring_link_load(parts: _SideParts) -> int:
     used = [(links, closed and n > 2) for n, links, closed in parts if n > 1]
     if len(used) == 1:
         links, closed = used[0]
@@ -318,29 +319,29 @@ def _load(parts: _Parts) -> int:
     return max(links for links, _ in used)
 
 
-# [torus side][mesh axis]: how much of the side the axis takes.
-Table = tuple[tuple[int, ...], ...]
+# [torus side][mesh axis]: the axis's factor of the side.
+SideAssignment = tuple[tuple[int, ...], ...]
 
 
-def shares(sides: Sequence[int], lengths: Sequence[int]) -> Iterator[Table]:
-    """Every way to share a torus's sides out among mesh axes, minor axes whole sides first."""
+def side_assignments(sides: Sequence[int], lengths: Sequence[int]) -> Iterator[SideAssignment]:
+    """All assignments of a torus's sides to mesh axes, minor axes on whole sides first."""
     if not lengths:
         if all(n == 1 for n in sides):
             yield ((),) * len(sides)
         return
-    for part in _splits(lengths[-1], sides):
+    for part in _axis_splits(lengths[-1], sides):
         left = [side // n for side, n in zip(sides, part)]
-        for rest in shares(left, lengths[:-1]):
+        for rest in side_assignments(left, lengths[:-1]):
             yield tuple((*row, n) for row, n in zip(rest, part))
 
 
-def _splits(size: int, sides: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Ways to make up an axis of parts of the sides, the largest parts first."""
+def _axis_splits(size: int, sides: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Factorizations of an axis into parts of the sides, the largest parts first."""
     if not sides:
         if size == 1:
             yield ()
         return
     for n in range(math.gcd(size, sides[0]), 0, -1):
         if size % n == 0 and sides[0] % n == 0:
-            for rest in _splits(size // n, sides[1:]):
+            for rest in _axis_splits(size // n, sides[1:]):
                 yield (n, *rest)

@@ -1,10 +1,9 @@
 """Layouts: a factored device mesh plus a rule table from logical to mesh axes.
 
-A role has one mesh and two rule tables. The train rules use the compound axes, e.g.
-``('tensor', 'tensor_micro')`` with the generation axis major; the generate rules drop the micro
-axes and give them to the batch. The 3D-HybridEngine (HybridFlow, arXiv 2409.19256, section 5) is
-then a change of PartitionSpec on one mesh: an all-gather over the micro axes one way and a local
-slice back.
+A role has one mesh and two rule tables. The train rules use compound axes, e.g.
+``('tensor', 'tensor_micro')``, with the generation axis major. The generate rules split the batch
+over the micro axes instead. So the 3D-HybridEngine (HybridFlow, arXiv 2409.19256, section 5) is a
+change of PartitionSpec on one mesh: an all-gather over the micro axes, and a local slice back.
 """
 
 import dataclasses
@@ -68,17 +67,17 @@ GENERATE_RULES: Rules = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-    """A mesh and the rules that say over which of its axes each logical axis is split."""
+    """A mesh, and rules that say over which mesh axes each logical axis is split."""
 
     mesh: Mesh | AbstractMesh
     rules: Rules
 
     def axes(self, logical_axis: str) -> tuple[str, ...]:
-        """The mesh axes, of more than one device, that split a dimension of this logical name."""
+        """The mesh axes larger than 1 that split a dimension of this logical name."""
         return tuple(a for a in self._axes(logical_axis) if self.mesh.shape[a] > 1)
 
     def spec(self, logical_axes: Sequence[str | None]) -> PartitionSpec:
-        """PartitionSpec of an array whose dimensions carry these logical names (None: whole)."""
+        """PartitionSpec of an array whose dimensions have these logical names (None: not split)."""
         return spec_of(tuple(() if name is None else self.axes(name) for name in logical_axes))
 
     def _axes(self, name: str) -> tuple[str, ...]:
@@ -89,13 +88,13 @@ class Layout:
         return self.rules[name]
 
     def sharding(self, *logical_axes: str | None) -> NamedSharding:
-        """NamedSharding of an array whose dimensions carry these logical names."""
+        """NamedSharding of an array whose dimensions have these logical names."""
         return NamedSharding(self.mesh, self.spec(logical_axes))
 
     def constrain(self, x: jax.Array, *logical_axes: str | None) -> jax.Array:
-        """Inside jit: keep ``x`` split as the rules say. Without effect on one device.
+        """Inside jit: a sharding constraint by the rules. Without effect on one device.
 
-        Inside a ``shard_map`` over some of the axes it speaks of the others.
+        Inside a ``shard_map`` over some of the axes it constrains the others.
         """
         if self.mesh.size == 1:
             return x
@@ -104,67 +103,67 @@ class Layout:
         spec = self.spec(logical_axes)
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
-    def cut(self, x: jax.Array, pieces: int) -> jax.Array:
+    def split_micro_batches(self, x: jax.Array, pieces: int) -> jax.Array:
         """Micro-batches: [rows, ...] -> [pieces, rows / pieces, ...], inside jit.
 
-        Every device cuts its own rows; ``join`` puts them back in order. A scalar, which holds
-        for all rows, comes out once per piece.
+        Every device splits its own rows, so no row moves; ``merge_micro_batches`` restores their
+        order. A scalar, which holds for all rows, is repeated for each piece.
         """
         if x.ndim == 0:
             return jnp.broadcast_to(x, (pieces,))
-        ways = self.ways("batch")
-        local = x.shape[0] // (ways * pieces)
-        x = x.reshape(ways, pieces, local, *x.shape[1:]).swapaxes(0, 1)
-        return self.constrain(x.reshape(pieces, ways * local, *x.shape[3:]), None, "batch")
+        shards = self.shard_count("batch")
+        local = x.shape[0] // (shards * pieces)
+        x = x.reshape(shards, pieces, local, *x.shape[1:]).swapaxes(0, 1)
+        return self.constrain(x.reshape(pieces, shards * local, *x.shape[3:]), None, "batch")
 
-    def join(self, x: jax.Array) -> jax.Array:
-        """What ``cut`` made, put together again: [pieces, rows, ...] -> [pieces * rows, ...]."""
-        ways = self.ways("batch")
+    def merge_micro_batches(self, x: jax.Array) -> jax.Array:
+        """Undo ``split_micro_batches``: [pieces, rows, ...] -> [pieces * rows, ...]."""
+        shards = self.shard_count("batch")
         pieces, rows = x.shape[:2]
-        x = x.reshape(pieces, ways, rows // ways, *x.shape[2:]).swapaxes(0, 1)
+        x = x.reshape(pieces, shards, rows // shards, *x.shape[2:]).swapaxes(0, 1)
         return self.constrain(x.reshape(pieces * rows, *x.shape[3:]), "batch")
 
-    def ways(self, logical_axis: str) -> int:
-        """Into how many parts the rules split a dimension of this logical name."""
+    def shard_count(self, logical_axis: str) -> int:
+        """The number of parts into which the rules split a dimension of this logical name."""
         return math.prod(self.mesh.shape[a] for a in self._axes(logical_axis))
 
     @property
-    def spread(self) -> KernelSharding:
-        """The same for kernels, by what their arrays are made of."""
+    def kernel_sharding(self) -> KernelSharding:
+        """The mesh axes by which kernels in ``shard_map`` split their arrays."""
         names = ("batch", "length", "heads", "kv_heads", "vocab", "embed")
         return KernelSharding(self.mesh, *(self.axes(name) for name in names))
 
     @property
     def replicated(self) -> NamedSharding:
-        """The sharding of an array that every device holds whole."""
+        """The sharding of an array that is replicated on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
     def platform(self) -> str:
-        """Of its devices, as JAX names it: ``cpu``, ``tpu``, ``gpu``, ..."""
+        """The platform of the devices, as JAX names it: ``cpu``, ``tpu``, ``gpu``, ..."""
         return self.mesh.devices.flat[0].platform
 
     @property
     def compiler_options(self) -> dict[str, Any] | None:
-        """Of programs that run in it, for ``jax.jit``."""
+        """``compiler_options`` of ``jax.jit`` for programs in this layout."""
         device = self.mesh.devices.flat[0]
-        return compiler_options(device.platform, device.device_kind, self.ways("heads") > 1)
+        return compiler_options(device.platform, device.device_kind, self.shard_count("heads") > 1)
 
     def describe(self) -> dict[str, int]:
-        """The mesh axes larger than one."""
+        """Sizes of the mesh axes larger than 1."""
         return {a: n for a, n in self.mesh.shape.items() if n > 1}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RoleLayouts:
-    """The layouts of one role: the same mesh under the train and the generate rules."""
+    """The layouts of one role: one mesh under the train and the generate rules."""
 
     train: Layout
     generate: Layout
 
 
 def resolve_sizes(sizes: Mapping[str, int], devices: int, what: str) -> dict[str, int]:
-    """Fill in the axis given as -1 so that the product is ``devices``.
+    """Fill in the axis whose size is -1 so that the product is ``devices``.
 
     Raises:
       ConfigError: an unknown axis, two axes of -1, or a product that does not give ``devices``.
@@ -182,9 +181,9 @@ def resolve_sizes(sizes: Mapping[str, int], devices: int, what: str) -> dict[str
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if free:
         if devices % fixed:
-            given = {axis: size for axis, size in sizes.items() if size != -1}
+            others = {axis: size for axis, size in sizes.items() if size != -1}
             raise ConfigError(
-                f"{what}: {_product(given)} does not divide {devices} devices; beside "
+                f"{what}: {_product(others)} does not divide {devices} devices; beside "
                 f"{free[0]}=-1 the product may be {_divisors(devices)}"
             )
         sizes[free[0]] = devices // fixed
@@ -213,9 +212,9 @@ def make_layouts(
     """The layouts of a role on ``devices``.
 
     Args:
-      devices: laid on their wires (``hjax.sharding.device_mesh``); simulated ones stand in the
-        order in which they are given. Ranks count the mesh; consecutive ones form the micro
-        data-parallel groups. Their number alone gives layouts that can be asked, but hold no array.
+      devices: ordered by their interconnect (``hjax.sharding.device_mesh``); simulated ones keep
+        their order. A device's rank is its place in the mesh, and consecutive ranks form the micro
+        data-parallel groups. A number instead gives abstract layouts, which can hold no array.
       train: sizes of the mesh axes for training; -1 takes what is left over.
       generate: sizes for generation; ``tensor`` and ``pipe`` must divide the training sizes. The
         quotients become the ``tensor_micro`` and ``pipe_micro`` axes, over which generation splits
@@ -260,7 +259,7 @@ def make_layouts(
 
 
 def shard_bytes(tree: Any) -> int:
-    """Bytes that each device holds of a tree of jax.ShapeDtypeStruct with shardings."""
+    """Bytes per device of a tree of jax.ShapeDtypeStruct with shardings."""
     return sum(
         leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
         for leaf in jax.tree.leaves(tree)
@@ -271,36 +270,36 @@ def check_shapes(layout: Layout, dimensions: Mapping[str, int], what: str) -> li
     """Refuse a layout that does not divide a model's dimensions.
 
     Args:
-      layout: the layout to hold against them.
+      layout: to be checked.
       dimensions: size by logical axis, e.g. ``{"heads": 8, "mlp": 688}``.
       what: names the role in errors.
 
     Returns:
-      the logical axes that are too small to split and are therefore kept whole on every device
-      (KV heads fewer than the tensor axis).
+      the logical axes that are too small to split and are replicated instead (fewer KV heads than
+      the tensor axis has devices).
 
     Raises:
       ConfigError: a dimension that does not divide, with the sizes that would.
     """
     whole = []
     for name, size in dimensions.items():
-        ways = layout.ways(name)
-        if size % ways == 0:
+        shards = layout.shard_count(name)
+        if size % shards == 0:
             continue
-        if name == "kv_heads" and ways % size == 0:
+        if name == "kv_heads" and shards % size == 0:
             whole.append(name)
             continue
         split = [a for a in layout.rules[name] if layout.mesh.shape[a] > 1]
         axes = " x ".join(dict.fromkeys(a.removesuffix("_micro") for a in split))
         raise ConfigError(
-            f"{what}: {name} of size {size} does not divide over {axes} = {ways}; "
+            f"{what}: {name} of size {size} does not divide over {axes} = {shards}; "
             f"{axes} may be {_divisors(size)}"
         )
     return whole
 
 
-def fitted(layout: Layout, dimensions: Mapping[str, int], what: str) -> Layout:
-    """The layout as a model's worker has it: what is too small to split is whole.
+def fit_layout(layout: Layout, dimensions: Mapping[str, int], what: str) -> Layout:
+    """The layout for a model: logical axes that are too small to split are replicated.
 
     Args:
       layout, dimensions, what: as of ``check_shapes``.
@@ -308,11 +307,11 @@ def fitted(layout: Layout, dimensions: Mapping[str, int], what: str) -> Layout:
     Raises:
       ConfigError: a dimension that does not divide.
     """
-    return without(layout, check_shapes(layout, dimensions, what))
+    return replicate_axes(layout, check_shapes(layout, dimensions, what))
 
 
-def without(layout: Layout, whole: Sequence[str]) -> Layout:
-    """The layout with these logical axes kept whole on every device."""
+def replicate_axes(layout: Layout, whole: Sequence[str]) -> Layout:
+    """The layout with these logical axes replicated on every device."""
     if not whole:
         return layout
     return Layout(layout.mesh, {**layout.rules, **{name: () for name in whole}})

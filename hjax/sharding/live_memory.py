@@ -1,4 +1,4 @@
-"""Bytes that are really alive on devices, to measure what a transition needs."""
+"""Bytes of live arrays on devices, to measure the peak memory of a transition."""
 
 import gc
 from collections.abc import Sequence
@@ -7,33 +7,32 @@ import jax
 
 
 def live_bytes(devices: Sequence[jax.Device]) -> dict[jax.Device, int]:
-    """Bytes of all live arrays on each device; a buffer that several arrays share counts once."""
+    """Bytes of all live arrays on each device; a buffer shared by several arrays counts once."""
     seen: set[tuple[int, int]] = set()
-    held = dict.fromkeys(devices, 0)
+    live = dict.fromkeys(devices, 0)
     for array in jax.live_arrays():
         if array.is_deleted() or not array.nbytes:
             continue
         for shard in array.addressable_shards:
-            if shard.device not in held:
+            if shard.device not in live:
                 continue
             buffer = (shard.device.id, shard.data.unsafe_buffer_pointer())
             if buffer not in seen:
                 seen.add(buffer)
-                held[shard.device] += shard.data.nbytes
-    return held
+                live[shard.device] += shard.data.nbytes
+    return live
 
 
 class PeakWatch:
-    """The most bytes alive on a device, above those alive when the watch began.
+    """Peak bytes of live arrays on a device, above those alive when the watch was made.
 
-    Call it at the moments that matter; a transition calls it when a bucket's sources and targets
-    are both there. What programs allocate for themselves while they run is not seen: that is the
-    compiler's, see ``TransitionCost.temporary``.
+    It measures when it is called; a transition calls it when a bucket's sources and targets are
+    both alive. Temporaries inside running programs are not seen: see ``TransitionCost.temporary``.
     """
 
     def __init__(self, devices: Sequence[jax.Device]):
         self._devices = devices
-        gc.collect()  # so that nothing older is freed while it watches
+        gc.collect()  # so that no older garbage is freed while it watches
         self._before = live_bytes(devices)
         self.peak = 0
 

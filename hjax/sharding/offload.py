@@ -1,7 +1,7 @@
-"""Between device memory and the host's: state that is idle in a phase makes room for the others.
+"""Offload: move state that is idle in a phase between device memory and pinned host memory.
 
-``device_put`` with donation never frees its source (measured), so each leaf is copied, waited for
-and deleted.
+``device_put`` with donation does not free its source (measured), so each leaf is copied, waited
+for and deleted.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ DEVICE = "device"
 
 
 def to_host(tree: Any) -> Any:
-    """The arrays in pinned host memory, in the same shards; those on the device are freed."""
+    """The arrays in pinned host memory, with the same sharding; those on the device are freed."""
     return jax.tree.map(lambda x: _move(x, HOST), tree)
 
 

@@ -1,8 +1,8 @@
-"""What a tree of parameters consists of, written down and checked before any of it is used.
+"""Manifest of a parameter tree, checked before weights from other processes are used.
 
-Of parameters that come from other processes nothing is known but what is said of them. Names,
-shapes, dtypes, regions and a version are held against what the receiver expects; whatever differs
-is one error that names the parameter and both values, and no number is read.
+The manifest has names, shapes, dtypes, regions and a version. They are compared with what the
+receiver expects; a difference is one error that names the parameter and both values, before any
+value is read.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ class ManifestEntry:
 
     Attributes:
       shape, dtype: of the whole array.
-      regions: that are there, each named once however many devices hold it.
+      regions: that are sent, each listed once however many devices hold it.
     """
 
     shape: tuple[int, ...]
@@ -33,11 +33,11 @@ class ManifestEntry:
 
 @dataclasses.dataclass(frozen=True)
 class ParameterManifest:
-    """What is sent of a model's parameters; plain, can be pickled.
+    """What is sent of a model's parameters; picklable.
 
     Attributes:
-      version: grows with every set of parameters that the sender gives away.
-      entries: by name, the keys in the tree with dots between them.
+      version: increases with every set of parameters that the sender publishes.
+      entries: by name: the keys in the tree, joined by dots.
     """
 
     version: int
@@ -45,17 +45,17 @@ class ParameterManifest:
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """The leaves of a nested dict by name, in the tree's order."""
+    """The leaves of a nested dict by name, in tree order."""
     return {leaf_name(path): leaf for path, leaf in jax.tree.flatten_with_path(tree)[0]}
 
 
 def manifest_of(tree: Any, version: int) -> ParameterManifest:
     """The manifest of a nested dict of ``ArrayRegions``, jax.Array or numpy arrays.
 
-    Of an array that several processes hold together each of them gets the same manifest.
+    For an array that spans processes, every process makes the same manifest.
 
     Raises:
-      RunError: something else is in the tree.
+      RunError: a leaf of another type.
     """
     return ParameterManifest(
         version, {name: _entry(name, x) for name, x in named_leaves(tree).items()}
@@ -78,35 +78,37 @@ def _entry(name: str, x: Any) -> ManifestEntry:
     return ManifestEntry(tuple(x.shape), np.dtype(x.dtype), tuple(regions))
 
 
-def check(manifest: ParameterManifest, expected: Any, after: int | None = None) -> None:
+def check_manifest(
+    manifest: ParameterManifest, expected: Any, newer_than: int | None = None
+) -> None:
     """Refuse parameters that are not the expected ones.
 
     Args:
       manifest: of what is sent.
-      expected: nested dict of jax.ShapeDtypeStruct, as it is to be sent (before a cast on the
-        receiver's side); or the Manifest that was promised.
-      after: the version in use, which the new one must follow; None: any.
+      expected: nested dict of jax.ShapeDtypeStruct, as sent (before the receiver casts); or the
+        ParameterManifest that was announced.
+      newer_than: the version in use; None: any version is taken.
 
     Raises:
-      RunError: a parameter is missing or unknown, has another shape or dtype, its regions leave a
-        hole or overlap, or the version is not after the one in use.
+      RunError: a parameter is missing or unknown, has another shape or dtype, its regions overlap
+        or do not cover it, or the version is not newer than the one in use.
     """
-    if after is not None and manifest.version <= after:
+    if newer_than is not None and manifest.version <= newer_than:
         raise RunError(
-            f"weights of version {manifest.version} came while version {after} is in use; "
-            f"allowed: {after + 1} or more, so send newer ones"
+            f"weights of version {manifest.version} came while version {newer_than} is in use; "
+            f"allowed: {newer_than + 1} or more, so send newer ones"
         )
     wanted = expected.entries if isinstance(expected, ParameterManifest) else named_leaves(expected)
     for name, x in wanted.items():
         if name not in manifest.entries:
             raise RunError(
-                f"{name} {_kind(x)} is missing among the weights of version {manifest.version} "
+                f"{name} {_text(x)} is missing among the weights of version {manifest.version} "
                 f"({len(manifest.entries)} parameters, {len(wanted)} expected); send it too"
             )
     for name, entry in manifest.entries.items():
         if name not in wanted:
             raise RunError(
-                f"{name} {_kind(entry)} is among the weights of version {manifest.version}, but "
+                f"{name} {_text(entry)} is among the weights of version {manifest.version}, but "
                 "the receiving model has no such parameter; leave it out"
             )
         x = wanted[name]
@@ -124,7 +126,7 @@ def check(manifest: ParameterManifest, expected: Any, after: int | None = None) 
 
 
 def check_regions(name: str, shape: Sequence[int], regions: Sequence[Region]) -> None:
-    """Refuse regions that do not make up a whole array, each element once.
+    """Refuse regions that do not cover an array exactly once.
 
     Raises:
       RunError: a region is not within the array, two overlap, or some of the array is in none.
@@ -139,27 +141,26 @@ def check_regions(name: str, shape: Sequence[int], regions: Sequence[Region]) ->
             )
     bounds = np.array(regions, np.int64).reshape(len(regions), len(shape), 2)
     for i, region in enumerate(regions):
-        for j in touching(bounds[i + 1 :], region):
+        for j in overlapping(bounds[i + 1 :], region):
             other = regions[i + 1 + j]
             raise RunError(
                 f"{name} {list(shape)}: the regions {region} and {other} overlap in "
                 f"{overlap(region, other)}; every element may be sent once"
             )
-    # Disjoint and within the array, so the count alone tells whether they fill it.
+    # They are disjoint and within the array, so equal volumes mean that they cover it.
     whole = tuple((0, n) for n in shape)
     if sum(map(volume, regions)) != volume(whole):
         raise RunError(
-            f"{name} {list(shape)}: no part holds the region {_hole(whole, regions)}; the parts "
-            "must make up the whole array, so send what is missing"
+            f"{name} {list(shape)}: no part holds the region {_uncovered(whole, regions)}; the "
+            "parts must make up the whole array, so send what is missing"
         )
 
 
-def touching(bounds: np.ndarray, region: Region) -> list[int]:
-    """Which regions have something in common with one.
+def overlapping(bounds: np.ndarray, region: Region) -> list[int]:
+    """Indices of the regions that overlap ``region``.
 
     Args:
-      bounds: int64 [regions, rank, 2], starts and stops.
-      region: the one.
+      bounds: int64 [regions, rank, 2], starts and stops of the regions.
     """
     one = np.array(region, np.int64).reshape(bounds.shape[1:])
     start = np.maximum(bounds[..., 0], one[:, 0])
@@ -168,16 +169,16 @@ def touching(bounds: np.ndarray, region: Region) -> list[int]:
     return found
 
 
-def _hole(whole: Region, regions: Sequence[Region]) -> Region:
-    """A region that none of these has; there is one."""
+def _uncovered(whole: Region, regions: Sequence[Region]) -> Region:
+    """A region of ``whole`` that is in none of ``regions``; the caller knows that one exists."""
     left = [whole]
     for region in regions:
-        left = [rest for box in left for rest in _less(box, region)]
+        left = [rest for box in left for rest in _difference(box, region)]
     return left[0]
 
 
-def _less(box: Region, region: Region) -> Iterator[Region]:
-    """A box without a region, as boxes."""
+def _difference(box: Region, region: Region) -> Iterator[Region]:
+    """The parts of ``box`` outside ``region``, as boxes."""
     common = overlap(box, region)
     if common is None:
         yield box
@@ -190,5 +191,5 @@ def _less(box: Region, region: Region) -> Iterator[Region]:
         rest[i] = (first, last)
 
 
-def _kind(x: Any) -> str:
+def _text(x: Any) -> str:
     return f"({np.dtype(x.dtype)}{list(x.shape)})"

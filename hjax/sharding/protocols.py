@@ -1,9 +1,9 @@
-"""Transfer protocols: how the batch on an edge is split over a worker group, and collected.
+"""Transfer protocols: how a call's batch is split over a worker group, and its result collected.
 
-HybridFlow (arXiv 2409.19256, Table 3) binds each method of a model class to a protocol, a
-distribute function and a collect function. In JAX the distribute function is a PartitionSpec read
-off the receiving program's layout, and collecting is the global view of the resulting array, in
-which replicas are one.
+HybridFlow (arXiv 2409.19256, Table 3) binds each method of a model class to a protocol: a
+distribute function and a collect function. In JAX the distribute function is a PartitionSpec from
+the receiver's layout, and collecting is the global view of the resulting array, in which replicas
+appear once.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from hjax.sharded_values import PartialValue, ShardedRows, map_leaves
 from hjax.sharding.global_arrays import is_array, place, to_numpy
 from hjax.sharding.layout import Layout, RoleLayouts
 
-# What a batch tells the host, not its devices: it stays a numpy array on every edge.
+# A batch key that only the host reads: it stays a numpy array in every call.
 PROMPT_ID = "prompt_id"
 
 Split = Literal["batch", "replicated", "none"]
@@ -31,15 +31,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclasses.dataclass(frozen=True)
 class Protocol:
-    """One way to move a batch in and out of a worker group.
+    """How a batch gets into a worker group and its result out.
 
     Attributes:
       name: the paper's name.
-      split: ``batch``: arrays are split on their leading dimension as the layout's ``batch`` rule
-        says; ``replicated``: every device gets them whole; ``none``: handed over untouched.
+      split: ``batch``: arrays are split on their leading dimension by the layout's ``batch`` rule;
+        ``replicated``: every device gets them whole; ``none``: passed on unchanged.
       layout: which of the role's layouts the split is read from.
-      collect: ``global``: arrays as the controller sees them, replicas once; ``shards``: for
-        every device its own part, a list in device order (debugging).
+      collect: ``global``: global arrays, replicas once; ``shards``: a list with each device's
+        part, in device order (for debugging).
     """
 
     name: str
@@ -59,23 +59,24 @@ class Protocol:
         if self.name == CONTROL.name:
             return value
         if self.split == "none":
-            return _at_hand(value)
+            return _to_local(value)
         if layouts is None:
             return _map_arrays(to_numpy, value)
         layout: Layout = getattr(layouts, self.layout)
-        ways = layout.ways("batch")
+        shards = layout.shard_count("batch")
 
         def check(rows: int) -> None:
-            if rows % ways:
+            if rows % shards:
                 raise ConfigError(
-                    f"a batch of {rows} rows does not divide over {ways} data-parallel "
-                    f"parts ({layout.describe()}); use a multiple of {ways}"
+                    f"a batch of {rows} rows does not divide over {shards} data-parallel "
+                    f"parts ({layout.describe()}); use a multiple of {shards}"
                 )
 
         def placed(x: Any) -> Any:
             if isinstance(x, ShardedRows):
                 check(len(x.rows))
-                return _cutting(layout.sharding("batch"))(x.held, place(x.rows, layout.replicated))
+                take = _take_rows_program(layout.sharding("batch"))
+                return take(x.held, place(x.rows, layout.replicated))
             if self.split == "replicated" or not x.shape:
                 return place(x, layout.replicated)
             check(x.shape[0])
@@ -96,8 +97,8 @@ class Protocol:
 
 
 @functools.lru_cache(maxsize=64)
-def _cutting(sharding: Sharding) -> Any:
-    """What takes rows, by their numbers, of a dict of arrays that are laid out so."""
+def _take_rows_program(sharding: Sharding) -> Any:
+    """A compiled function that takes rows by number from a dict of arrays with this sharding."""
 
     def take_rows(held: dict[str, jax.Array], rows: jax.Array) -> dict[str, jax.Array]:
         return {key: jnp.take(x, rows, axis=0, mode="clip") for key, x in held.items()}
@@ -121,22 +122,22 @@ def _map_arrays(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _map_rows(function: Callable[[Any], Any], value: ShardedRows) -> Any:
-    """Rows of a held batch: of arrays on devices by ``function``, of the others on the host."""
+    """Rows of a batch that workers hold: device arrays by ``function``, others on the host."""
     if value.rows is None:
         return value.held
     rows = to_numpy(value.rows).astype(np.int32)
-    there = {k: x for k, x in value.held.items() if isinstance(x, jax.Array) and x.ndim}
-    cut = function(ShardedRows(there, rows)) if there else {}
-    here = {k: x[rows] if np.ndim(x) else x for k, x in value.held.items() if k not in there}
-    return here | cut
+    on_devices = {k: x for k, x in value.held.items() if isinstance(x, jax.Array) and x.ndim}
+    taken = function(ShardedRows(on_devices, rows)) if on_devices else {}
+    others = {k: x for k, x in value.held.items() if k not in on_devices}
+    return {k: x[rows] if np.ndim(x) else x for k, x in others.items()} | taken
 
 
-def _at_hand(value: Any) -> Any:
-    """``value`` with everything whole in this process, and nothing copied that is so already."""
+def _to_local(value: Any) -> Any:
+    """``value`` with every array whole in this process; copies only where needed."""
     if isinstance(value, Mapping):
-        return {key: _at_hand(item) for key, item in value.items()}
+        return {key: _to_local(item) for key, item in value.items()}
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        return tuple(_at_hand(item) for item in value)
+        return tuple(_to_local(item) for item in value)
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return to_numpy(value)
     return value.whole() if isinstance(value, PartialValue) else value
@@ -155,10 +156,10 @@ PROTOCOLS: dict[str, Protocol] = {
 }
 
 
-# For calls outside of the dataflow: all is handed over as it is, and comes back so.
+# For calls outside the dataflow: arguments and results are passed on unchanged.
 CONTROL = Protocol("CONTROL", split="none")
 
-# Entries of a batch, or a function that tells them from a worker's class and what it is built with.
+# Keys of a batch, or a function of a worker's class and context that returns them.
 Reads = Sequence[str] | Callable[..., Sequence[str]] | None
 
 
@@ -167,9 +168,9 @@ def protocol(name: str, phase: str = "prepare", reads: Reads = None) -> Callable
 
     Args:
       name: a key of ``PROTOCOLS`` (Table 3's names).
-      phase: under which heading its time is counted: ``generate``, ``prepare`` or ``update``.
-      reads: the entries of a batch that the method reads; only those travel. A function is called
-        with the worker's class and what that is built with (its ``WorkerContext``). None: all.
+      phase: under which its time is counted: ``generate``, ``prepare`` or ``update``.
+      reads: the keys of a batch that the method reads; only those are sent. A function is called
+        with the worker's class and its ``WorkerContext``. None: all.
 
     Raises:
       ConfigError: an unknown name.
@@ -189,10 +190,10 @@ def protocol(name: str, phase: str = "prepare", reads: Reads = None) -> Callable
 
 
 def control(method: F) -> F:
-    """Let the controller call a worker's method outside of the dataflow.
+    """Let the controller call a worker's method outside the dataflow.
 
-    Such a call takes its turn in the pool; it is no part of a step, so it is on no timeline and
-    moves no idle state.
+    Such a call runs in the pool's order. It is no part of a step, so it is on no timeline and
+    triggers no offload.
     """
     method.protocol = CONTROL  # type: ignore[attr-defined]
     method.phase = ""  # type: ignore[attr-defined]
@@ -202,7 +203,7 @@ def control(method: F) -> F:
 def control_in_background(method: F) -> F:
     """As ``control``, for a method that returns a function with the rest of its work.
 
-    The rest runs while the pool goes on; the call's future has its result.
+    The rest runs in the background while the pool continues; the call's future has its result.
     """
     method.background = True  # type: ignore[attr-defined]
     return control(method)

@@ -1,10 +1,10 @@
-"""From one PartitionSpec to another by the fewest bytes: a search over explicit moves.
+"""Reshard plan: the collectives from one PartitionSpec to another that move the fewest bytes.
 
-What a device holds of an array is described by one tuple of mesh axes per dimension, major to
-minor. Four moves change it: cut a dimension by one more axis (nothing travels), gather its minor
-axes (all-gather), hand minor axes from one dimension to another (all-to-all), reorder a
-dimension's axes (collective-permute). Left to itself XLA takes a full replica where two of them
-do, e.g. from rows over (fsdp, tensor) to columns over tensor.
+A split has one tuple of mesh axes per dimension, major to minor. Four moves change it: slice a
+dimension by one more axis (local), gather its minor axes (all-gather), pass minor axes from one
+dimension to another (all-to-all), or reorder a dimension's axes (collective-permute). XLA alone
+goes through a full replica where two of these suffice, e.g. from rows over (fsdp, tensor) to
+columns over tensor.
 """
 
 import dataclasses
@@ -24,24 +24,23 @@ Split = tuple[tuple[str, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class ReshardMove:
-    """One step from a split to another.
+    """One collective, or local slice, from a split to another.
 
     Attributes:
-      kind: what is done.
-      axes: the mesh axes that are added, dropped, handed over, or in their new order, major to
-        minor.
-      dimension: of the array, where they are added, dropped, taken from, or reordered.
-      to: the dimension that receives them (all_to_all).
-      before: axes of the dimension before, in their old order (permute).
+      kind: of the move.
+      axes: the mesh axes that are added, dropped, passed on, or in their new order, major to minor.
+      dimension: of the array, where axes are added, dropped, passed on from, or reordered.
+      to: the dimension that gets them (all_to_all).
+      old_axes: the dimension's axes in their old order (permute).
       received: elements that a device receives.
-      size: elements that a device holds after it.
+      size: elements that a device holds afterwards.
     """
 
     kind: Literal["slice", "all_gather", "all_to_all", "permute"]
     axes: tuple[str, ...]
     dimension: int
     to: int = -1
-    before: tuple[str, ...] = ()
+    old_axes: tuple[str, ...] = ()
     received: int = 0
     size: int = 0
 
@@ -70,20 +69,20 @@ def spec_of(split: Split) -> PartitionSpec:
 def plan_moves(
     shape: tuple[int, ...], source: Split, target: Split, sizes: Mapping[str, int]
 ) -> tuple[ReshardMove, ...]:
-    """The moves from ``source`` to ``target`` in which a device receives fewest elements.
+    """The moves from ``source`` to ``target`` in which a device receives the fewest elements.
 
-    Of plans that receive the same, the one with fewer moves, then with smaller arrays between.
+    Ties go to fewer moves, then to smaller intermediate arrays.
 
     Args:
       shape: of the whole array, in elements.
-      source, target: splits; what they split a dimension into must divide it.
+      source, target: splits that divide the dimensions.
       sizes: of the mesh axes.
     """
     axes = {a for split in (source, target) for part in split for a in part}
     return _search(shape, source, target, tuple(sorted((a, sizes[a]) for a in axes)))
 
 
-def received(moves: tuple[ReshardMove, ...]) -> int:
+def received_elements(moves: tuple[ReshardMove, ...]) -> int:
     """Elements that a device receives in all moves."""
     return sum(move.received for move in moves)
 
@@ -92,50 +91,54 @@ def received(moves: tuple[ReshardMove, ...]) -> int:
 def _search(
     shape: tuple[int, ...], source: Split, target: Split, axis_sizes: tuple[tuple[str, int], ...]
 ) -> tuple[ReshardMove, ...]:
-    """A* search; what is still needed and not yet held is never more than what will travel."""
+    """A* search. The heuristic, elements still missing, never exceeds what must be received."""
     sizes = dict(axis_sizes)
     order = itertools.count()  # so that the heap never compares splits
-    start = (_missing(shape, source, target, sizes), 0, 0)
+    start = (_missing_elements(shape, source, target, sizes), 0, 0)
     queue: list[tuple[tuple[int, int, int], int, int, Split, tuple[ReshardMove, ...]]]
     queue = [(start, next(order), 0, source, ())]
     done = set()
     while queue:
-        (_, count, held), _, travelled, split, moves = heapq.heappop(queue)
+        (_, count, held), _, total_received, split, moves = heapq.heappop(queue)
         if split == target:
             return moves
         if split in done:
             continue
         done.add(split)
-        for move, after in _steps(shape, split, sizes):
+        for move, after in _next_moves(shape, split, sizes):
             if after not in done:
-                total = travelled + move.received
-                bound = total + _missing(shape, after, target, sizes)
+                total = total_received + move.received
+                bound = total + _missing_elements(shape, after, target, sizes)
                 cost = (bound, count + 1, held + move.size)
                 heapq.heappush(queue, (cost, next(order), total, after, (*moves, move)))
-    raise ValueError(f"{shape}: no way from {source} to {target} over {sizes}")
+    raise ValueError(f"{shape}: no moves lead from {source} to {target} over {sizes}")
 
 
-def _missing(shape: tuple[int, ...], split: Split, target: Split, sizes: dict[str, int]) -> int:
-    """Elements of its target shard that a device does not hold, of the device that lacks most."""
+def _missing_elements(
+    shape: tuple[int, ...], split: Split, target: Split, sizes: dict[str, int]
+) -> int:
+    """Elements of its target shard that a device lacks, of the device that lacks most."""
     grid = np.indices(list(sizes.values()))
     at = dict(zip(sizes, grid, strict=True))
     common = np.ones(grid.shape[1:], np.int64)
     whole = 1
     for n, have, want in zip(shape, split, target, strict=True):
-        (first, size), (start, wanted) = (interval(n, axes, at, sizes) for axes in (have, want))
+        (first, size), (start, wanted) = (
+            shard_interval(n, axes, at, sizes) for axes in (have, want)
+        )
         overlap = np.minimum(first + size, start + wanted) - np.maximum(first, start)
         common = common * np.maximum(overlap, 0)
         whole *= wanted
     return whole - int(common.min())
 
 
-def interval(
+def shard_interval(
     n: int, axes: tuple[str, ...], at: Mapping[str, np.ndarray], sizes: Mapping[str, int]
 ) -> tuple[np.ndarray | int, int]:
-    """Where each device's part of a dimension begins, and its size.
+    """Start of each device's part of a dimension, and the size of a part.
 
     Args:
-      n: elements of the dimension, of which the product of the axes' sizes is a divisor.
+      n: elements of the dimension, a multiple of the product of the axes' sizes.
       axes: over which it is split, major to minor.
       at: every device's index along each mesh axis; arrays of one shape.
       sizes: of the mesh axes.
@@ -147,22 +150,22 @@ def interval(
     return part * size, size
 
 
-def _steps(
+def _next_moves(
     shape: tuple[int, ...], split: Split, sizes: dict[str, int]
 ) -> Iterator[tuple[ReshardMove, Split]]:
-    """The moves that can be made from a split, and where they lead."""
+    """The moves that are possible from a split, each with the split that it leads to."""
 
-    def ways(axes: tuple[str, ...]) -> int:
+    def parts(axes: tuple[str, ...]) -> int:
         return math.prod(sizes[a] for a in axes)
 
     def replaced(changes: dict[int, tuple[str, ...]]) -> Split:
         return tuple(changes.get(i, axes) for i, axes in enumerate(split))
 
     def fits(dimension: int, axes: tuple[str, ...]) -> bool:
-        return shape[dimension] % ways(axes) == 0
+        return shape[dimension] % parts(axes) == 0
 
     used = {a for axes in split for a in axes}
-    size = math.prod(n // ways(axes) for n, axes in zip(shape, split, strict=True))
+    size = math.prod(n // parts(axes) for n, axes in zip(shape, split, strict=True))
     for dimension, axes in enumerate(split):
         for axis in sizes:
             more = (*axes, axis)
@@ -174,7 +177,7 @@ def _steps(
                 )
         for keep in range(len(axes)):
             rest, moved = axes[:keep], axes[keep:]
-            n = ways(moved)
+            n = parts(moved)
             gathered = ReshardMove(
                 "all_gather", moved, dimension, received=size * (n - 1), size=size * n
             )
@@ -182,14 +185,13 @@ def _steps(
             for to in range(len(split)):
                 there = (*split[to], *moved)
                 if to != dimension and fits(to, there):
-                    share = size * (n - 1) // n
-                    handed = ReshardMove(
-                        "all_to_all", moved, dimension, to, received=share, size=size
+                    exchanged = ReshardMove(
+                        "all_to_all", moved, dimension, to, received=size * (n - 1) // n, size=size
                     )
-                    yield handed, replaced({dimension: rest, to: there})
+                    yield exchanged, replaced({dimension: rest, to: there})
         for new in itertools.permutations(axes):
             if new != axes:
-                turned = ReshardMove(
-                    "permute", new, dimension, before=axes, received=size, size=size
+                permuted = ReshardMove(
+                    "permute", new, dimension, old_axes=axes, received=size, size=size
                 )
-                yield turned, replaced({dimension: new})
+                yield permuted, replaced({dimension: new})

@@ -90,13 +90,13 @@ class Actor(LanguageWorker, GeneratingWorker):
         if self.merge is None:
             before = {}
         try:
-            params = self.transition.advance(held)
-            params = self.generator.decoding_params(params, self.transition.copies())
+            params = self.transition.to_generate(held)
+            params = self.generator.decoding_params(params, self.transition.generation_copies())
             self._seconds["transition"] += time.perf_counter() - start
             yield params
         finally:
             start = time.perf_counter()
-            back = self.transition.back(held)
+            back = self.transition.to_train(held)
             self.params = back if self.merge is None else self.merge.restored(back, before)
             self._seconds["transition"] += time.perf_counter() - start
 
@@ -211,10 +211,11 @@ class Actor(LanguageWorker, GeneratingWorker):
         if program == "transition_merge":
             return super().beside(program)
         if program in names:
-            params = self.transition.standing(names.index(program))
+            params = self.transition.live_during(names.index(program))
         elif program.startswith("generate"):
-            params = self.transition.kept()
-            params += self.generator.beside(self._generation_copy(), self.transition.copies())
+            params = self.transition.kept_arrays()
+            copies = self.transition.generation_copies()
+            params += self.generator.beside(self._generation_copy(), copies)
         else:
             return super().beside(program)
         kept = {} if self.merge is None else {"adapters and their matrices": self.merge.kept()}

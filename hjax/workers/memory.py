@@ -523,7 +523,7 @@ class RoleMemory:
         passes = MicroBatches(layout, self.network.axes, context.micro_batch, samples).pieces_of(
             rows
         )
-        each = max(rows // layout.ways("batch") // passes, 1)
+        each = max(rows // layout.shard_count("batch") // passes, 1)
         return self.memory.rows(each, work, passes)
 
     def _in_packs(self, work: Workload) -> MemoryPass:
@@ -537,7 +537,7 @@ class RoleMemory:
         count, _, length = packs.source.shape
         tokens = math.prod(packs.source.shape[1:])
         return MemoryPass(
-            passes=count // self.layout.ways("batch"),
+            passes=count // self.layout.shard_count("batch"),
             tokens=tokens,
             answered=math.prod(packs.states.shape[1:]),
             pairs=tokens * length if length <= WHOLE else 0.0,

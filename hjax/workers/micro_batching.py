@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from hjax.models.parameters import Params
 from hjax.models.sequence_packing import KEY, from_slots, to_slots
 from hjax.sharding.layout import Layout
-from hjax.sharding.pipeline import Pipeline, Stack, plain
+from hjax.sharding.pipeline import Pipeline, Stack, run_all_layers
 from hjax.trainable_split import TrainableSplit
 
 Batch = dict[str, Any]  # of arrays, and the packing
@@ -49,7 +49,7 @@ class MicroBatches:
         self.layout = layout
         self._unit = unit
         self.partition = partition or TrainableSplit()
-        staged = layout.ways("layers") > 1
+        staged = layout.shard_count("layers") > 1
         self.pipeline = Pipeline(layout, axes, self.partition) if staged else None
         self._micro_batch = micro_batch
         self._samples = samples
@@ -61,12 +61,12 @@ class MicroBatches:
         learned, frozen = self.partition.split(params)
 
         def loss(learned: Params, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-            return objective(self.partition.join(learned, frozen), batch, plain)
+            return objective(self.partition.join(learned, frozen), batch, run_all_layers)
 
         value_and_grad = jax.value_and_grad(loss, has_aux=True)
         if self.pipeline is None and pieces == 1:
             return value_and_grad(learned, batch)
-        parts = jax.tree.map(lambda x: self.layout.cut(x, pieces), batch)
+        parts = jax.tree.map(lambda x: self.layout.split_micro_batches(x, pieces), batch)
         if self.pipeline is not None:
             return self.pipeline.gradients(objective, params, parts)
 
@@ -95,11 +95,11 @@ class MicroBatches:
         pieces, filled = self.pieces(batch), passes_of(batch)
 
         def run(part: Batch) -> Any:
-            return compute(params, part, plain)
+            return compute(params, part, run_all_layers)
 
         if self.pipeline is None and pieces == 1:
             return run(batch)
-        parts = jax.tree.map(lambda x: self.layout.cut(x, pieces), batch)
+        parts = jax.tree.map(lambda x: self.layout.split_micro_batches(x, pieces), batch)
         if self.pipeline is not None:
             made = self.pipeline.forward(compute, params, parts)
         elif filled is None:
@@ -112,7 +112,7 @@ class MicroBatches:
                 return jax.tree.map(lambda all, x: all.at[i].set(x), made, run(_part(parts, i)))
 
             made = jax.lax.fori_loop(0, filled, write, empty)
-        return jax.tree.map(self.layout.join, made)
+        return jax.tree.map(self.layout.merge_micro_batches, made)
 
     def pieces(self, batch: Batch) -> int:
         """Into how many equal micro-batches a batch is cut: the fewest that are small enough.
@@ -120,12 +120,12 @@ class MicroBatches:
         Of a batch with a packing those that this has made.
         """
         if KEY in batch:
-            return batch[KEY].order.shape[0] // self.layout.ways("batch")
+            return batch[KEY].order.shape[0] // self.layout.shard_count("batch")
         return self.pieces_of(rows_of(batch))
 
     def pieces_of(self, rows: int) -> int:
         """``pieces`` of a batch of so many rows."""
-        local = rows // self.layout.ways("batch")
+        local = rows // self.layout.shard_count("batch")
         if self._micro_batch:
             fewest = -(-rows // self._micro_batch)
         else:

@@ -36,7 +36,8 @@ class ModelWorker(ParameterWorker):
         super().__init__(context)
         train = self.layouts.train
         # Stages of a pipeline take branches of their own, in which only a split length is held.
-        held = train if train.ways("layers") == 1 or train.ways("length") > 1 else None
+        whole = train.shard_count("layers") == 1 or train.shard_count("length") > 1
+        held = train if whole else None
         self.compute = dataclasses.replace(context.compute.on(train), layout=held)
         self.passes = self._passes(self.network)
         packs = context.packing or context.chooses and self._may_choose()
@@ -52,7 +53,7 @@ class ModelWorker(ParameterWorker):
         """Whether batches may choose packs: a split length and stages have none, and the loss that
         balances experts is each pass's own."""
         train = self.layouts.train
-        whole = train.ways("layers") == train.ways("length") == 1
+        whole = train.shard_count("layers") == train.shard_count("length") == 1
         return whole and not self.context.router_loss
 
     def _passes(self, network: Network) -> MicroBatches:
@@ -175,7 +176,7 @@ class ModelWorker(ParameterWorker):
 
     def share(self, rows: int) -> int:
         """Rows per copy of a prompt, such that no copy straddles two devices' parts."""
-        return math.gcd(self.context.samples, rows // self.layouts.train.ways("batch"))
+        return math.gcd(self.context.samples, rows // self.layouts.train.shard_count("batch"))
 
     def grouped(self, batch: Mapping[str, Any]) -> bool:
         """Whether the rows come in groups of ``samples`` that answer one prompt each.

@@ -83,7 +83,7 @@ class Packer:
         self.capacity = capacity
         self._layout, self._longest = layout, longest
         self._sharding = layout.sharding("batch")
-        self._parts = layout.ways("batch")
+        self._parts = layout.shard_count("batch")
         self._per_pass = max(micro_batch // self._parts, 1) if micro_batch else 0
 
     def __call__(

@@ -17,12 +17,21 @@ from hjax.models.lora_compute import merge_matrices
 from hjax.models.parameters import Network, Params, decoder_network, place_params, scalar_network
 from hjax.models.weights import load_params, read_config
 from hjax.sharded_values import ArrayRegions
-from hjax.sharding.cross_mesh_transfer import IncomingParameters, PoolTransition, lend
-from hjax.sharding.layout import Layout, RoleLayouts, check_shapes, shard_bytes, without
+from hjax.sharding.cross_mesh_transfer import (
+    IncomingParameters,
+    PoolTransition,
+    cut_regions_to_send,
+)
+from hjax.sharding.layout import Layout, RoleLayouts, check_shapes, replicate_axes, shard_bytes
 from hjax.sharding.offload import to_device, to_host
-from hjax.sharding.parameter_manifest import ParameterManifest, check, manifest_of, named_leaves
+from hjax.sharding.parameter_manifest import (
+    ParameterManifest,
+    check_manifest,
+    manifest_of,
+    named_leaves,
+)
 from hjax.sharding.protocols import control
-from hjax.sharding.transfer_plan import TargetRegions, crossing_to, landing_of
+from hjax.sharding.transfer_plan import TargetRegions, plan_transfer_to, receiver_regions
 from hjax.workers.worker import Worker, WorkerContext
 
 _PARTS = ("", "_a", "_b", "_m", "_scale")  # of a matrix, those that there are
@@ -110,7 +119,9 @@ class ParameterWorker(Worker):
         train, generate = context.layouts.train, context.layouts.generate
         self.kept_whole = check_shapes(train, context.model.dimensions, f"layout.{self.role}.train")
         narrow = check_shapes(generate, context.model.dimensions, f"layout.{self.role}.generate")
-        self.layouts = RoleLayouts(without(train, self.kept_whole), without(generate, narrow))
+        self.layouts = RoleLayouts(
+            replicate_axes(train, self.kept_whole), replicate_axes(generate, narrow)
+        )
         train = self.layouts.train
         self.shardings = self.network.shardings(train)
         self.merge = (
@@ -142,7 +153,7 @@ class ParameterWorker(Worker):
     @control
     def landing(self) -> TargetRegions:
         """How ``take_weights`` has parameters arrive, for the ``weights`` of another pool's."""
-        return landing_of(self.shardings, self.network.shapes)
+        return receiver_regions(self.shardings, self.network.shapes)
 
     @control
     def weights(self, landing: TargetRegions | None = None) -> Any:
@@ -177,11 +188,12 @@ class ParameterWorker(Worker):
         return self.merge(jax.tree.map(jax.device_put, self.params, self.shardings))
 
     def lent(self, params: Params, landing: TargetRegions, shapes: Params) -> Any:
-        """What this process sends to a landing, in the dtypes of ``shapes``, see ``lend``."""
+        """Regions that this process sends to another pool (``cut_regions_to_send``)."""
         held = self.shardings
         if self.merge is not None:
             held = self.network.base.shardings(self.layouts.train)
-        return lend(params, crossing_to(landing, held, shapes), jax.process_index())
+        plan = plan_transfer_to(landing, held, shapes)
+        return cut_regions_to_send(params, plan, jax.process_index())
 
     @control
     def take_weights(self, params: Params, manifest: ParameterManifest | None = None) -> None:
@@ -199,7 +211,7 @@ class ParameterWorker(Worker):
           RunError: the parameters are not those of the manifest, or, in pieces, not this model's.
         """
         if manifest is not None:
-            check(manifest_of(params, manifest.version), manifest, after=self.version)
+            check_manifest(manifest_of(params, manifest.version), manifest, newer_than=self.version)
         frozen = self._brought(self.adapted(params))
         if self.merge is not None:
             drawn = self.network.create_learned(self.context.seed, self.layouts.train)

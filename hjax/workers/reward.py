@@ -232,7 +232,7 @@ class ModelReward(ModelWorker):
         self, sequences: list[list[int]], length: int, padded: bool = False
     ) -> dict[str, Any]:
         """What a forward takes of sequences of at most so many tokens; ``padded``: never packs."""
-        ways = self.layouts.train.ways("batch")
+        ways = self.layouts.train.shard_count("batch")
         rows = -(-len(sequences) // ways) * ways
         counts = np.zeros(rows, int)
         counts[: len(sequences)] = [len(sequence) for sequence in sequences]

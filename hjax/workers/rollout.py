@@ -12,7 +12,7 @@ from hjax.errors import ConfigError, RunError
 from hjax.models.parameters import Params
 from hjax.sharding.global_arrays import to_numpy
 from hjax.sharding.layout import RoleLayouts
-from hjax.sharding.parameter_manifest import check, manifest_of
+from hjax.sharding.parameter_manifest import check_manifest, manifest_of
 from hjax.sharding.protocols import control, protocol
 from hjax.workers.generating_worker import (
     JUDGED,
@@ -75,7 +75,7 @@ class Rollout(GeneratingWorker):
         Raises:
           RunError: other names, shapes or dtypes than generation reads, or an old version.
         """
-        check(manifest_of(params, version), self.network.shapes, after=self.version)
+        check_manifest(manifest_of(params, version), self.network.shapes, newer_than=self.version)
         start = time.perf_counter()
         self._taken = version, jax.block_until_ready(self._brought(params))
         self._seconds += time.perf_counter() - start

@@ -287,7 +287,8 @@ from hjax.models.remat import recomputed
 from hjax.sharding.layout import make_layouts
 asked = json.loads(sys.argv[1])
 topology = find_topology(asked["topology"])
-spread = make_layouts(topology.devices, {"data": 2, "tensor": 2}, None, "layout").train.spread
+layouts = make_layouts(topology.devices, {"data": 2, "tensor": 2}, None, "layout")
+spread = layouts.train.kernel_sharding
 sight, scoring = Sight(*asked["sight"]), Scoring(window=asked["window"])
 def loss(q, k, v, marks):
     def layer(_, q, k, v):

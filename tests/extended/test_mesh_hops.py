@@ -7,7 +7,7 @@ import paper_tables as tables
 import pytest
 from mesh_hops import hops_table, rings
 
-from hjax.sharding.device_mesh import WEIGHTS
+from hjax.sharding.device_mesh import AXIS_WEIGHTS
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 
@@ -23,8 +23,9 @@ def test_what_the_page_says_of_data_axes_that_gain_nothing_or_lose():
     listed, placed = rings("v5p:8x8x8", {"data": 8, "fsdp": 8, "tensor": 8}, 2)
     assert [x["data"].hops for x in (listed, placed)] == [1, 2.5]
     assert [x["fsdp"].hops for x in (listed, placed)] == [5, 1]
-    weighed = sum(WEIGHTS[axis] * placed[axis].hops for axis in ("data", "fsdp"))
-    exchanged = WEIGHTS["data"] * placed["fsdp"].hops + WEIGHTS["fsdp"] * placed["data"].hops
+    weighed = sum(AXIS_WEIGHTS[axis] * placed[axis].hops for axis in ("data", "fsdp"))
+    exchanged = AXIS_WEIGHTS["data"] * placed["fsdp"].hops
+    exchanged += AXIS_WEIGHTS["fsdp"] * placed["data"].hops
     assert (weighed, exchanged) == (6.5, 11)
     page = (DOCS / "meshes.md").read_text()
     assert "2.50 + 4 × 1.00 = 6.5" in page and "1.00 + 4 × 2.50 = 11.0" in page

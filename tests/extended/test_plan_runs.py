@@ -28,7 +28,7 @@ from hjax.run.inputs import load_inputs
 from hjax.run.placement import placed
 from hjax.run.role_groups import describe_roles, planned_models
 from hjax.settings.config_loading import load_config
-from hjax.sharding.layout import check_shapes, make_layouts, without
+from hjax.sharding.layout import check_shapes, make_layouts, replicate_axes
 from hjax.workers import OptimizerConfig, WorkerContext
 from hjax.workers.memory import DecodeBatch, RoleMemory
 
@@ -104,7 +104,7 @@ def test_a_plan_counts_parameters_and_passes_as_its_run_does(name, platform):
         if model.heads % mesh.tensor:
             continue
         layout = make_layouts(8, mesh.train_axes()).train
-        layout = without(layout, check_shapes(layout, model.dimensions, ""))
+        layout = replicate_axes(layout, check_shapes(layout, model.dimensions, ""))
         mine = place.memory(model_counts(model, name, scalar), mesh)
         for rows, remat in (
             (1, "none"), (2, "products"), (4, "attention"), (64 // mesh.replicas, "full"),

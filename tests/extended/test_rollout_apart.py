@@ -84,7 +84,7 @@ def test_a_plan_names_the_rollout_and_is_written_so(tmp_path):
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     with trainer_of("GRPO", {"steps": 1, "placement": f"{tmp_path}/plan.json"}) as trainer:
         trainer.run()
-        assert trainer.roles.layouts["rollout"].generate.ways("heads") == 2
+        assert trainer.roles.layouts["rollout"].generate.shard_count("heads") == 2
         record = trainer.plan_record()
     assert record["placement"] == plan["placement"] and record["allocation"] == [4, 2]
     assert record["parallelism"]["rollout"] == {"train": {"data": 1, "fsdp": 1, "tensor": 2}}

@@ -20,7 +20,7 @@ from hjax.rollout.generator import Generator
 from hjax.rollout.prefix_sharing import PrefixSharing, find_shared_prefixes
 from hjax.rollout.rollout_job import GenerationConfig, ResumedResponses, RolloutJob
 from hjax.rollout.sampling_params import SamplingParams
-from hjax.sharding.layout import make_layouts, shard_bytes, without
+from hjax.sharding.layout import make_layouts, replicate_axes, shard_bytes
 
 CHUNK, NEW = 64, 40
 
@@ -52,7 +52,7 @@ def made_by(case):
     sizes = dict(case.sizes)
     count = int(np.prod(list(sizes.values())))
     layout = make_layouts(jax.devices()[:count], sizes, {"tensor": -1, "pipe": -1}).generate
-    layout = without(layout, ["kv_heads"] if sizes.get("tensor", 1) > PLAIN.kv_heads else [])
+    layout = replicate_axes(layout, ["kv_heads"] if sizes.get("tensor", 1) > PLAIN.kv_heads else [])
     network = decoder_network(dataclasses.replace(case.config, max_length=512))
     compute = Compute(unroll_layers=case.unroll)
     generator = Generator(network, layout, compute, case.form, case.cache)

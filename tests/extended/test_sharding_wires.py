@@ -23,7 +23,7 @@ from hjax.dryrun.transition_cost import lay_out, measure
 from hjax.dryrun.transition_groups import Table2Case
 from hjax.sharding import layout
 from hjax.sharding.device_mesh import place_devices, ring_table
-from hjax.sharding.interconnect import cut, domain_of, ring_load, wires_of
+from hjax.sharding.interconnect import domain_of, interconnect_of, partition_devices, ring_load
 from hjax.sharding.layout import MESH_AXES
 
 
@@ -75,7 +75,7 @@ def links_between(wires):
 
 @pytest.mark.parametrize("name", ["v5e:4x8", "v5e:16x16", "v5p:4x4x4", "v5p:2x2x4", "tpu7x:2x2x2"])
 def test_hops_are_the_shortest_ways_over_links(name):
-    wires = wires_of(list_devices(name))
+    wires = interconnect_of(list_devices(name))
     links, far = links_between(wires), {0: 0}
     for reached in itertools.count(1):
         new = {j for i, n in far.items() if n == reached - 1 for j in links[i]} - set(far)
@@ -136,7 +136,7 @@ def test_the_cost_model_knows_the_sharing_of_links():
     same, wrong, off = 0, 0, []
     for name in ("v5e:8x8", "v5e:4x4", "v5p:4x4x4", "v5p:4x4x8"):
         devices = list_devices(name)
-        wires, n = wires_of(devices), len(devices)
+        wires, n = interconnect_of(devices), len(devices)
         for t, f in itertools.product((1, 2, 4, 8, 16), repeat=2):
             if n % (t * f) == 0:
                 axes = {"data": (n // t // f, t * f), "fsdp": (f, t), "tensor": (t, 1)}
@@ -166,11 +166,11 @@ def test_a_part_of_a_slice_closes_only_where_it_is_whole():
     devices = [Device(d) for d in list_devices("v5p:4x4x8")]
     for d in devices:
         d.client = Client(devices)
-    assert wires_of(devices).wraps[:3] == (True, True, True)
-    first, second = cut(devices, [64, 64])
+    assert interconnect_of(devices).wraps[:3] == (True, True, True)
+    first, second = partition_devices(devices, [64, 64])
     for half in (first, second):
-        assert wires_of(half).sides[:3] == (4, 4, 4)
-        assert wires_of(half).wraps[:3] == (True, True, False)
+        assert interconnect_of(half).sides[:3] == (4, 4, 4)
+        assert interconnect_of(half).wraps[:3] == (True, True, False)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_a_part_of_a_slice_closes_only_where_it_is_whole():
     ],
 )
 def test_sets_are_boxes_of_a_slice(name, counts, boxes):
-    parts = cut(list_devices(name), counts)
+    parts = partition_devices(list_devices(name), counts)
     assert len({d.id for part in parts for d in part}) == sum(counts)
     for part, box in zip(parts, boxes, strict=True):
         sides = np.ptp([d.coords for d in part], axis=0) + 1
@@ -190,10 +190,10 @@ def test_sets_are_boxes_of_a_slice(name, counts, boxes):
 
 
 def test_sets_of_gpus_stay_in_a_host_where_they_fit():
-    for part in cut(list_devices("h100:2x8"), (4, 8, 4)):
+    for part in partition_devices(list_devices("h100:2x8"), (4, 8, 4)):
         assert len({d.process_index for d in part}) == 1
     # Simulated devices are dealt out as they come.
-    assert cut(list(range(6)), (2, 3)) == [[0, 1], [2, 3, 4]]
+    assert partition_devices(list(range(6)), (2, 3)) == [[0, 1], [2, 3, 4]]
 
 
 def test_a_rack_that_nvlink_joins_is_one_domain():
@@ -204,15 +204,15 @@ def test_a_rack_that_nvlink_joins_is_one_domain():
             self.__dict__ |= dataclasses.asdict(stand_in) | {"fabric_uuid": fabric}
 
     joined = [Gpu(d, "5f-1") for d in rack]
-    assert wires_of(joined).sides == (72,) and wires_of(joined).boxes == 1
-    assert wires_of(rack).boxes == 18
+    assert interconnect_of(joined).sides == (72,) and interconnect_of(joined).boxes == 1
+    assert interconnect_of(rack).boxes == 18
     # An H100 may report a fabric that joins no hosts.
     other = Gpu(dataclasses.replace(rack[0], device_kind="NVIDIA H100"), "5f-1")
     assert domain_of(other) == (1, 0)
     told = [
         dataclasses.replace(d, slice_index=d.process_index // 2) for d in list_devices("h100:4x4")
     ]
-    assert wires_of(told).boxes == 2 and wires_of(told).sides == (8,)
+    assert interconnect_of(told).boxes == 2 and interconnect_of(told).sides == (8,)
 
 
 def test_axes_over_several_slices_take_the_major_axes():
