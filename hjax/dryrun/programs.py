@@ -18,7 +18,7 @@ from hjax.errors import ConfigError
 from hjax.kernels.int8_cache import INT8
 from hjax.models import parameter_counts
 from hjax.run.dataflow import StepCall, step_calls
-from hjax.run.placement import set_name
+from hjax.run.placement import pool_name
 from hjax.run.role_groups import RoleGroups
 from hjax.sharding.interconnect import partition_devices
 from hjax.sharding.layout import shard_bytes
@@ -107,7 +107,7 @@ def step_programs(
             config.algorithm,
             rows // minibatch,
             samples,
-            served=rehearsal.roles.served,
+            shared_workers=rehearsal.roles.shared_workers,
         )
         called = {}
         for each in calls:
@@ -117,7 +117,7 @@ def step_programs(
         remark = f"{error}; so every program that the workers have is counted"
     found = []
     for role, worker in rehearsal.workers.items():
-        number = rehearsal.roles.set_of(role)
+        number = rehearsal.roles.set_index(role)
         made = {rows: {each.name: each for each in worker.programs(rows, prompt_length)}}
         for name, program in made[rows].items():
             # Moving the parameters belongs to generation.
@@ -140,7 +140,7 @@ def step_programs(
 def answering_role(call: StepCall, roles: RoleGroups) -> str:
     """The role whose worker runs a call: a separate rollout worker generates for the actor."""
     answers = call.role == "actor" and call.method == "generate_sequences"
-    return roles.generates if answers else call.role
+    return roles.generating_role if answers else call.role
 
 
 def program_name(call: StepCall) -> str:
@@ -185,7 +185,7 @@ def held_beside(
     offloaded: dict[str, int] = {}
     phase = phase_of(program.name)
     for role, kinds in resident_bytes(rehearsal).items():
-        if rehearsal.roles.set_of(role) != program.set_number:
+        if rehearsal.roles.set_index(role) != program.set_number:
             continue
         worker = rehearsal.workers[role]
         if role == program.role:
@@ -258,7 +258,7 @@ def add_held(
     state, and ``sum_bytes``: held bytes and the program's own.
     """
     held, offloaded = held_beside(program, rehearsal)
-    pool = set_name(rehearsal.roles.plan, program.set_number)
+    pool = pool_name(rehearsal.roles.plan, program.set_number)
     total = record["total_bytes"] + sum(held.values())
     beside = {"held_bytes": held, "offloaded_bytes": offloaded}
     return {**record, "pool": pool, **beside, "sum_bytes": total}

@@ -1,7 +1,7 @@
-"""The directory of a run: what is written when, and how it survives a kill and a resume.
+"""A run's working directory: its files, its lock, and how they survive a kill and a resume.
 
-Rows are appended as whole lines and synced to disk, other files are replaced atomically, so that a
-run killed at any moment leaves files that can be read and continued.
+Rows are appended as whole lines and synced to disk, and other files are replaced atomically. So a
+run that is killed at any moment leaves files that can be read and resumed.
 """
 
 import contextlib
@@ -37,15 +37,15 @@ from hjax.models.base_checkpoints import BaseCheckpoint, read_bases
 from hjax.run.loggers import Logger, Loggers
 from hjax.settings.keys import default_config
 
-# What a run writes; `.lock` stays, and `logs`, which its processes have open.
+# Files of a run that --overwrite removes; `.lock` and `logs`, open in its processes, stay.
 MODEL, TENSORBOARD, LOCK = "model", "tensorboard", ".lock"
-WRITTEN = (
+RUN_FILES = (
     "config.json", "plan.json", BASES, "timeline.json", "report.html", METRICS, WARM_START, SAMPLES,
     CALIBRATION, HISTOGRAMS, STARTS,
     "checkpoints", MODEL, TENSORBOARD, "skipped",
 )  # fmt: skip
-# What may differ from the first start when a run is resumed: keys, and sections with a dot. Those
-# of rewards, checkpoints and the sampler's error are what an error tells to change before going on.
+# Config keys that may change on resume; a trailing dot means a section. Those of rewards,
+# checkpoints and the sampler's error are here because error messages advise to change them.
 CHANGEABLE = (
     "steps",
     "placement",
@@ -62,19 +62,19 @@ CHANGEABLE = (
 )
 _BUCKETS = "data.length_buckets"  # of older runs
 
-# Directories in which this process trains, by device and inode: the system's locks are between
-# processes, and any of a process's files that is closed gives up its lock.
-_HELD: set[tuple[int, int]] = set()
-_HOLDING = threading.Lock()
+# Directories in which this process trains, by device and inode. The file lock alone does not
+# exclude a second Trainer of this process, and closing any handle of the file would release it.
+_LOCKED_DIRECTORIES: set[tuple[int, int]] = set()
+_LOCKED_GUARD = threading.Lock()
 
 
 class Workdir:
-    """A run's directory. Nothing is written before `open`.
+    """A run's working directory. Nothing is written before `open`.
 
     Args:
-      path: the directory; it is made by `open` if it is not there.
+      path: the directory; `open` creates it.
       loggers: receive the rows too.
-      overwrite: start anew where a run is: `open` removes what it wrote.
+      overwrite: discard an existing run: `open` removes its files.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class Workdir:
         self._overwrite = overwrite
         self._loggers = Loggers(loggers)
         self._unlock: weakref.finalize | None = None
-        self._fresh = False  # a new run, of which nothing is worth keeping
-        self._before: frozenset[str] | None = None  # names that were here; None: no directory
+        self._fresh = False  # whether the run is new and may still be discarded
+        self._existing: frozenset[str] | None = None  # files before `open`; None: no directory
 
     @property
     def checkpoints(self) -> Path:
@@ -96,9 +96,9 @@ class Workdir:
         return self.path / "checkpoints"
 
     def check(self, config: Mapping[str, Any]) -> bool:
-        """Whether a run is here to go on with; writes nothing.
+        """Whether the directory holds a run to resume; writes nothing.
 
-        One that never took a step, under another config, is none: `open` starts anew.
+        A run with another config that never took a step does not count: `open` replaces it.
 
         Raises:
           ConfigError: a key differs that may not change on resume, named with both values.
@@ -107,53 +107,54 @@ class Workdir:
         if old is None or self._overwrite:
             return False
         try:
-            self._check_same(old, to_json(config))
+            self._check_unchanged(old, to_json(config))
         except ConfigError:
-            if self.stepped():
+            if self.has_steps():
                 raise
             return False
         return True
 
-    def kept(self, config: Config) -> Config:
-        """The config, but where a run is here to go on with the ``data.packing`` that it recorded,
-        if nobody asks for another. Raises ConfigError as ``check`` does."""
+    def with_recorded_packing(self, config: Config) -> Config:
+        """The config, with ``data.packing=auto`` replaced by that of the run to resume. Raises
+        ConfigError as ``check`` does."""
         if config.data.packing == AUTO and self.check(config):
             config = copy.deepcopy(config)
             config.data.packing = _recorded(self._read_config() or {})["data.packing"]
         return config
 
-    def bases(self, config: Mapping[str, Any]) -> dict[str, BaseCheckpoint]:
-        """By path, the checkpoints of other runs that a run began from that is here to go on with;
-        empty where it has none of its own yet, and begins again.
+    def recorded_bases(self, config: Mapping[str, Any]) -> dict[str, BaseCheckpoint]:
+        """By path, the base checkpoints of other runs that the run to resume started from.
+
+        Empty if that run has no checkpoint of its own yet, because it then starts again.
 
         Raises:
-          ConfigError: as of ``check``.
+          ConfigError: as ``check`` does.
           DataError: the record is damaged.
         """
         goes_on = self.check(config) and self.checkpoints.is_dir()
         return read_bases(self.path) if goes_on and saved_steps(self.checkpoints) else {}
 
-    def stepped(self) -> bool:
-        """Whether the run here, if there is one, took a step."""
+    def has_steps(self) -> bool:
+        """Whether the directory holds a run that took a step."""
         saved = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
         return self.last_step() > 0 or any(p.name.isdigit() and int(p.name) for p in saved)
 
-    def planned(self, config: Mapping[str, Any]) -> Path | None:
-        """The plan that `placement=auto` made for the run here, which a resumed run keeps; None
-        before there is one, or if what it was made for has changed."""
+    def recorded_plan(self, config: Mapping[str, Any]) -> Path | None:
+        """The plan.json that `placement=auto` made for the run, which a resume keeps; None without
+        one, or if placement, layout or cluster keys have changed."""
         old, new, plan = self._read_config(), to_json(config), self.path / "plan.json"
         keys = ("placement", "layout", "cluster")
         same = old is not None and all(old.get(key) == new[key] for key in keys)
         return plan if same and new["placement"] == "auto" and plan.is_file() else None
 
     def open(self, config: Mapping[str, Any]) -> bool:
-        """Start a run here, or go on with the one that is here.
+        """Start a run in the directory, or resume the one that it holds.
 
         Args:
           config: the complete config (a ConfigDict or nested dicts).
 
         Returns:
-          whether a run was here before.
+          whether a run is resumed.
 
         Raises:
           ConfigError: a key differs that may not change on resume (named with both values),
@@ -164,7 +165,7 @@ class Workdir:
         before = frozenset(os.listdir(self.path)) if self.path.is_dir() else None
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._take_lock()
+            self._lock()
             remove_parts(self.path)
             remove_parts(self.path / MODEL)
             if not resumed and before is not None and "config.json" in before:
@@ -173,30 +174,30 @@ class Workdir:
             if self._read_config() != new:
                 self.write_json("config.json", new)
             for name in (METRICS, WARM_START, SAMPLES, CALIBRATION, HISTOGRAMS, STARTS):
-                self._drop_torn_line(name)
+                self._drop_partial_line(name)
         except (OSError, RunError) as error:
             self.close()
             reason = error.strerror if isinstance(error, OSError) else error
             raise ConfigError(f"--workdir={self.path}: {reason}") from error
-        self._fresh, self._before = not resumed, before
+        self._fresh, self._existing = not resumed, before
         return resumed
 
-    def keep(self) -> None:
-        """There is something to keep now: ``forget`` does nothing any more."""
+    def mark_started(self) -> None:
+        """Mark the run as started: ``discard`` no longer removes anything."""
         self._fresh = False
 
-    def forget(self) -> None:
-        """Close, and remove what was written of a new run whose start failed for its input."""
+    def discard(self) -> None:
+        """Close, and remove the files of a new run whose start failed."""
         self.close()
         if not self._fresh:
             return
-        self._clear({*WRITTEN, LOCK} - (self._before or set()))
-        if self._before is None:
-            with contextlib.suppress(OSError):  # something else is in it now
+        self._clear({*RUN_FILES, LOCK} - (self._existing or set()))
+        if self._existing is None:
+            with contextlib.suppress(OSError):  # it holds other files now
                 self.path.rmdir()
 
-    def _clear(self, names: Iterable[str] = WRITTEN) -> None:
-        """Remove what a run wrote here; other files stay."""
+    def _clear(self, names: Iterable[str] = RUN_FILES) -> None:
+        """Remove a run's files; other files stay."""
         for name in names:
             path = self.path / name
             if path.is_dir():
@@ -205,7 +206,7 @@ class Workdir:
                 path.unlink(missing_ok=True)
 
     def append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Add whole rows to a `.jsonl` file; they are on disk on return. Non-finite is null.
+        """Append rows to a `.jsonl` file and sync it to disk. Non-finite values become null.
 
         Rows of metrics.jsonl, samples.jsonl and histograms.jsonl go to the loggers too.
 
@@ -229,7 +230,7 @@ class Workdir:
                 self._loggers.samples(rows)
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        """The rows of a `.jsonl` file; none if it is absent. A torn last line is left out.
+        """The rows of a `.jsonl` file; none if it is absent. A partial last line is ignored.
 
         Raises:
           DataError: a line before the last that is not JSON.
@@ -237,7 +238,7 @@ class Workdir:
         return read_rows(self.path / name)
 
     def truncate(self, name: str, step: int) -> None:
-        """Drop the rows of one file with a `step` above this one (atomic)."""
+        """Drop the rows of a file whose `step` is above this one (atomic)."""
         path = self.path / name
         rows = read_rows(path)
         kept = [row for row in rows if row["step"] <= step]
@@ -247,17 +248,17 @@ class Workdir:
                 replace_file(path, "".join(lines))
 
     def truncate_after(self, step: int) -> None:
-        """Drop what was logged after the restored checkpoint, and start the loggers after it."""
+        """Drop rows after the restored checkpoint, and start the loggers after it."""
         for name in (METRICS, SAMPLES, CALIBRATION, HISTOGRAMS):
             self.truncate(name, step)
         with self.writing(TENSORBOARD):
             self._loggers.start(self._read_config(), self.path, step)
 
     def write_json(self, name: str, value: Any) -> None:
-        """Write or replace a JSON file (plan.json, timeline.json) in one go.
+        """Write or replace a JSON file (plan.json, timeline.json) atomically.
 
         Raises:
-          RunError: it cannot be written.
+          RunError: the file cannot be written.
         """
         indent = None if name == "timeline.json" else 2
         text = json.dumps(to_json(value), indent=indent, ensure_ascii=False, allow_nan=False)
@@ -265,7 +266,7 @@ class Workdir:
             replace_file(self.path / name, text + "\n")
 
     def read_json(self, name: str) -> Any:
-        """The content of a JSON file, None if it is absent.
+        """The content of a JSON file; None if it is absent.
 
         Raises:
           DataError: the file is not JSON.
@@ -278,10 +279,10 @@ class Workdir:
         return int(rows[-1]["step"]) if rows else 0
 
     def finished(self, steps: int | None = None) -> bool:
-        """Whether the run here has reached its end: last row written and checkpoint in place.
+        """Whether the run has finished: its last row and checkpoint are written.
 
         Args:
-          steps: the end; None: `steps` of the config.json that is here.
+          steps: of the run; None: `steps` of its config.json.
         """
         if steps is None:
             config = self._read_config()
@@ -294,12 +295,12 @@ class Workdir:
             return False
         return max(saved_steps(self.checkpoints), default=0) >= steps
 
-    def missing(self, step: int) -> list[int]:
-        """Steps up to this one of which metrics.jsonl has no row."""
+    def missing_steps(self, step: int) -> list[int]:
+        """Steps up to this one that have no row in metrics.jsonl."""
         return sorted(set(range(1, step + 1)) - {row.get("step") for row in self.rows(METRICS)})
 
     def close(self) -> None:
-        """End the loggers and let others train here."""
+        """Close the loggers and release the lock."""
         try:
             self._loggers.close()
         finally:
@@ -317,63 +318,63 @@ class Workdir:
             raise DataError(f"{file}: not the config of a run; use another --workdir")
         return found and with_current_names(found)
 
-    def _check_same(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    def _check_unchanged(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
         before, now = _recorded(old), flatten(new)
         if (buckets := before.pop(_BUCKETS, 0)) not in (0, 1):
-            held = f"{self.path} holds a run with config.{_BUCKETS}={buckets}"
-            raise ConfigError(f"{held}: {WISHES[_BUCKETS]}; give another --workdir")
+            found = f"{self.path} holds a run with config.{_BUCKETS}={buckets}"
+            raise ConfigError(f"{found}: {WISHES[_BUCKETS]}; give another --workdir")
         if now.get("data.packing") == AUTO:
-            now["data.packing"] = before["data.packing"]  # as of `kept`
+            now["data.packing"] = before["data.packing"]  # as of `with_recorded_packing`
         for key in sorted(before.keys() | now.keys()):
             changeable = any(key.startswith(c) if c.endswith(".") else key == c for c in CHANGEABLE)
             if changeable or (key in before and key in now and before[key] == now[key]):
                 continue
             was = repr(before[key]) if key in before else "absent"
-            asked = repr(now[key]) if key in now else "absent"
+            requested = repr(now[key]) if key in now else "absent"
             *most, last = (name.rstrip(".") for name in CHANGEABLE)
             raise ConfigError(
-                f"{self.path} holds a run with config.{key}={was}, now {asked}; on resume only "
+                f"{self.path} holds a run with config.{key}={was}, now {requested}; on resume only "
                 f"{', '.join(most)} and {last} may change: give the old value, or another --workdir"
             )
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[None]:
-        """Raise RunError where a file or folder of this name cannot be written."""
+        """Turn an OSError of the block into a RunError that names the file or folder."""
         try:
             yield
         except OSError as error:
             reason = error.strerror or error
             raise RunError(f"{self.path / name} could not be written: {reason}") from error
 
-    def _take_lock(self) -> None:
+    def _lock(self) -> None:
         if self._unlock is not None:
             return
-        of = os.stat(self.path)
-        key = of.st_dev, of.st_ino
-        with _HOLDING:
-            if key in _HELD:
+        stat = os.stat(self.path)
+        key = stat.st_dev, stat.st_ino
+        with _LOCKED_GUARD:
+            if key in _LOCKED_DIRECTORIES:
                 raise ConfigError(
                     f"--workdir={self.path}: another Trainer of this process is training here; "
                     "close() it first, or give another --workdir"
                 )
-            held = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
             try:
                 import fcntl
 
-                # A record lock: it dies with this process, whatever its children do.
-                fcntl.lockf(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # A record lock ends with this process, whatever its children do.
+                fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError) as error:
-                os.close(held)
+                os.close(handle)
                 raise ConfigError(
                     f"--workdir={self.path}: another process is training here; wait for it, or "
                     "give another --workdir"
                 ) from error
             except (ImportError, OSError):  # not a POSIX system, a file system without locks
                 pass
-            _HELD.add(key)
-            self._unlock = weakref.finalize(self, _release, held, key)
+            _LOCKED_DIRECTORIES.add(key)
+            self._unlock = weakref.finalize(self, _release, handle, key)
 
-    def _drop_torn_line(self, name: str) -> None:
+    def _drop_partial_line(self, name: str) -> None:
         path = self.path / name
         if not path.exists():
             return
@@ -385,14 +386,14 @@ class Workdir:
 
 
 def _recorded(old: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json by dotted key: what is younger than the run was at its default, but for packs,
-    which nobody chose then, and a number of places is text."""
+    """A config.json by dotted key. Keys that are newer than the run get their defaults, except that
+    packing was off. `data.packing` is text today and was a number once."""
     recorded = flatten(to_json(default_config())) | {"data.packing": "0"} | flatten(old)
     return recorded | {"data.packing": str(recorded["data.packing"])}
 
 
-def _release(held: int, key: tuple[int, int]) -> None:
-    """Let others train in a directory."""
-    with _HOLDING:
-        _HELD.discard(key)
-        os.close(held)
+def _release(handle: int, key: tuple[int, int]) -> None:
+    """Release a directory's lock."""
+    with _LOCKED_GUARD:
+        _LOCKED_DIRECTORIES.discard(key)
+        os.close(handle)

@@ -1,4 +1,4 @@
-"""The message that makes a role's worker: its model, losses, optimizer and way of generating."""
+"""Makes the build message of each role's worker: model, loss, optimizer and sampling."""
 
 import collections
 import dataclasses
@@ -26,7 +26,7 @@ from hjax.models.weights import is_workdir
 from hjax.rewards.function import RewardFunction
 from hjax.roles import Role, worker_class
 from hjax.rollout.sampling_params import OPTIONS, SamplingParams
-from hjax.run.config_validation import attention_of, unrolls
+from hjax.run.config_validation import choose_attention, unrolls_layers
 from hjax.run.dataflow import step_calls
 from hjax.run.inputs import Inputs
 from hjax.run.placement import Plan, role_path
@@ -34,16 +34,16 @@ from hjax.sharding.layout import RoleLayouts
 from hjax.workers import OptimizerConfig, WorkerContext
 from hjax.workers.optimizer import load_optimizer
 
-# What a worker takes from the sections ``rollout`` and its own as it is.
-_OF_ROLLOUT = (
+# Keys of the section ``rollout`` and of a role's own that a worker takes unchanged.
+_ROLLOUT_KEYS = (
     "max_response_length", "slots", "speculative_tokens", "cache_dtype", "extra_samples",
     "transition_bucket_bytes",
 )  # fmt: skip
-_OF_SECTION = ("learning_rate", "schedule", "weight_decay", "beta1", "beta2", "max_grad_norm")
+_SECTION_KEYS = ("learning_rate", "schedule", "weight_decay", "beta1", "beta2", "max_grad_norm")
 
 
 class WorkerBuilder:
-    """Describes each role's worker."""
+    """Makes the build message and context of each role's worker."""
 
     def __init__(
         self,
@@ -65,16 +65,16 @@ class WorkerBuilder:
         dtype = {"auto": auto_dtype, "float32": jnp.float32, "bfloat16": jnp.bfloat16}
         self.compute = Compute(
             dtype=dtype[config.model.dtype],
-            # What auto means is known once all models of a role's set are.
+            # ``auto`` is resolved later, when all models that share a role's devices are known.
             remat=NONE if config.model.remat == AUTO else config.model.remat,
         )
-        stop, self.stop_strings = stops_of(config, inputs)
-        self.sampling = sampling_of(config, stop, inputs.model.vocab_size)
+        stop, self.stop_strings = stop_conditions(config, inputs)
+        self.sampling = make_sampling_params(config, stop, inputs.model.vocab_size)
         self._functions: dict[str, RewardFunction] = {}
         self._bases: dict[str, BaseCheckpoint | None] = dict(bases)
 
     def build(self, role: str) -> BuildWorker:
-        """The message that makes a role's worker."""
+        """The message that builds a role's worker."""
         entry, context = self.table[role], self.context(role)
         if not entry.function or context.path:
             return BuildWorker(role, worker_class(entry.worker), (context,))
@@ -83,7 +83,7 @@ class WorkerBuilder:
         return BuildWorker(role, worker_class(entry.function), (context,), options)
 
     def _function(self, role: str) -> RewardFunction:
-        """One of a role, whoever calls it."""
+        """The role's reward function; every caller gets the same object."""
         if role not in self._functions:
             section, function = self.config.reward, getattr(self.inputs, role)
             self._functions[role] = RewardFunction(
@@ -91,28 +91,28 @@ class WorkerBuilder:
             )
         return self._functions[role]
 
-    def _judges(self) -> dict[str, RewardFunction]:
-        """The functions that judge answers while others are generated, by role."""
+    def _concurrent_rewards(self) -> dict[str, RewardFunction]:
+        """Reward functions that are called during generation, by role."""
         if not self.config.reward.while_generating:
             return {}
         roles = (r for r, e in self.table.items() if e.function and not role_path(self.config, e))
         return {role: self._function(role) for role in roles}
 
     def context(self, role: str) -> WorkerContext:
-        """What the role's worker is built from."""
+        """The context that the role's worker is built from."""
         config, entry = self.config, self.table[role]
         section = config.get(entry.config_section)
         path = role_path(config, entry)
         model, tokenizer = self._model(role, path)
-        if model is not None and adapted(model, config, entry) is not model:
-            model = adapted(model, config, entry)
-            # What is frozen is read again on resume, also where it is the actor's.
+        if model is not None and with_lora(model, config, entry) is not model:
+            model = with_lora(model, config, entry)
+            # Frozen base weights are read again on resume, even if they are the actor's.
             path = path or config.actor.path
-        speaks = role == "actor" and not entry.scalar
+        generates_text = role == "actor" and not entry.scalar
         retokenizes = self._retokenizes(role, tokenizer)
         packing = number_of(config.data.packing)
-        if (follows := self._following(role, model, retokenizes)) and packing:
-            raise ConfigError(f"config.data.packing={packing}: {follows}")
+        if (conflict := self._packing_conflict(role, model, retokenizes)) and packing:
+            raise ConfigError(f"config.data.packing={packing}: {conflict}")
         return WorkerContext(
             role=role,
             sizes=self.sizes.get(role),
@@ -121,41 +121,41 @@ class WorkerBuilder:
             model=model,
             path=path,
             base=self._base(path) if model is not None else None,
-            compute=self._computing(role, model),
+            compute=self._compute_options(role, model),
             samples=config.rollout.samples if self.algorithm.generates else 1,
             unit=self.algorithm.unit,
             sampling=self.sampling,
             stop_strings=self.stop_strings,
             loss=self.losses.get(role),
             optimizer=self._optimizer(role, entry.config_section) if entry.trained else None,
-            supervised_loss=SupervisedLoss() if speaks else None,
-            warm_start=self._warm_start() if speaks else None,
-            router_loss=router_loss(config, entry, model) if entry.trained else 0.0,
+            supervised_loss=SupervisedLoss() if generates_text else None,
+            warm_start=self._warm_start() if generates_text else None,
+            router_loss=router_loss_weight(config, entry, model) if entry.trained else 0.0,
             micro_batch=(section if entry.trained else config.actor).micro_batch,
             in_parts=config.rollout.partial_tokens > 0,
-            judges=self._judges() if entry.generates or entry.apart else {},
+            judges=self._concurrent_rewards() if entry.generates or entry.apart else {},
             packing=packing,
-            chooses=config.data.packing == AUTO and not follows,
+            chooses=config.data.packing == AUTO and not conflict,
             steps=config.reward.step_separator if role == "reward" else "",
             offload=section.get("offload", "none") if section is not None else "none",
             retokenize=retokenizes,
-            **{name: config.rollout[name] for name in _OF_ROLLOUT},
+            **{name: config.rollout[name] for name in _ROLLOUT_KEYS},
             options=config,
         )
 
-    def _computing(self, role: str, model: ModelConfig | None) -> Compute:
-        """How the role's model is computed."""
+    def _compute_options(self, role: str, model: ModelConfig | None) -> Compute:
+        """The compute options of a role's model."""
         if model is None:
             return self.compute
         config, platform = self.config, self.platform
-        attention = attention_of(
+        attention = choose_attention(
             config, role, model, self.layouts.get(role), platform=platform, dtype=self.compute.dtype
         )
-        unroll = unrolls(config, model, platform)
+        unroll = unrolls_layers(config, model, platform)
         return dataclasses.replace(self.compute, attention=attention, unroll_layers=unroll)
 
     def _base(self, path: str) -> BaseCheckpoint | None:
-        """The checkpoint of another run that a path means, the same one to every role."""
+        """The checkpoint of another run that a path names; every role gets the same one."""
         if path not in self._bases:
             self._bases[path] = newest_base(path) if path and is_workdir(path) else None
         return self._bases[path]
@@ -180,7 +180,7 @@ class WorkerBuilder:
         return model, tokenizer or ours
 
     def _from_scratch(self, role: str) -> ModelConfig:
-        """Shapes of a role without a path: the actor's, but for the layers of a teacher."""
+        """Model config of a role without a path: the actor's; a teacher may have more layers."""
         entry = self.table[role]
         if not entry.per_token:
             return self.inputs.model
@@ -194,13 +194,12 @@ class WorkerBuilder:
         layers = section.layers or self.inputs.model.layers
         return dataclasses.replace(self.inputs.model, layers=layers)
 
-    def _following(self, role: str, model: ModelConfig | None, retokenizes: bool) -> str:
-        """Why a role's sequences cannot be packed: their rotary positions follow a row's length;
-        empty: they can.
+    def _packing_conflict(self, role: str, model: ModelConfig | None, retokenizes: bool) -> str:
+        """Why a role's sequences cannot be packed: rotary scaling by row length; empty if they can.
 
         Args:
-          role, model: whose.
-          retokenizes: the role reads other tokens than the actor's.
+          role, model: the role and its model.
+          retokenizes: whether the role uses another tokenizer than the actor.
         """
         longest = self.inputs.prompt_length + self.config.rollout.max_response_length
         if retokenizes and model is not None:
@@ -237,7 +236,7 @@ class WorkerBuilder:
         # Where the rate follows a schedule, its end is that of the updates that a run takes.
         constant = section.schedule == "constant"
         return OptimizerConfig(
-            **{name: section[name] for name in _OF_SECTION},
+            **{name: section[name] for name in _SECTION_KEYS},
             frozen_updates=section.frozen_updates,
             warmup_updates=section.warmup_updates,
             total_updates=0 if constant else self.config.steps * self._updates_per_step[role],
@@ -260,34 +259,34 @@ class WorkerBuilder:
         )
 
 
-def as_planned(build: BuildWorker, plan: Plan) -> BuildWorker:
-    """The same worker, with what the plan fixes of its role."""
+def with_plan(build: BuildWorker, plan: Plan) -> BuildWorker:
+    """Apply the plan's settings of a role to its build message."""
     settings = dict(plan.settings.get(build.role, {}))
     if not settings:
         return build
     if (policy := settings.pop("remat", None)) is not None:
-        build = computing(build, remat=policy)
-    return changed(build, **settings)
+        build = with_compute(build, remat=policy)
+    return with_context(build, **settings)
 
 
-def computing(build: BuildWorker, **changes: Any) -> BuildWorker:
-    """The same worker with changes to how it computes."""
-    return changed(build, compute=dataclasses.replace(build.arguments[0].compute, **changes))
+def with_compute(build: BuildWorker, **changes: Any) -> BuildWorker:
+    """A copy of a build message with changed compute options."""
+    return with_context(build, compute=dataclasses.replace(build.arguments[0].compute, **changes))
 
 
-def changed(build: BuildWorker, **changes: Any) -> BuildWorker:
-    """The same worker with changes to its context."""
+def with_context(build: BuildWorker, **changes: Any) -> BuildWorker:
+    """A copy of a build message with changes to the worker's context."""
     context, *more = build.arguments
     return dataclasses.replace(build, arguments=(dataclasses.replace(context, **changes), *more))
 
 
-def stops_of(config: ConfigDict, inputs: Inputs) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """What ends a response: ids, the model's end-of-sequence ids and those of ``rollout.stop``'s
-    texts that are a token; and its other texts.
+def stop_conditions(config: ConfigDict, inputs: Inputs) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Stop token ids (end-of-sequence ids, and texts of ``rollout.stop`` that are a single token)
+    and stop strings (its other texts).
 
     Raises:
-      ConfigError: a text where there is no tokenizer.
-      DataError: one that the tokenizer cannot write.
+      ConfigError: a stop string without a tokenizer.
+      DataError: a string that the tokenizer cannot encode.
     """
     ends = [i for i in inputs.eos_ids if i < inputs.model.vocab_size]
     longer: list[str] = []
@@ -302,11 +301,13 @@ def stops_of(config: ConfigDict, inputs: Inputs) -> tuple[tuple[int, ...], tuple
     return tuple(dict.fromkeys(ends)), tuple(longer)
 
 
-def sampling_of(config: ConfigDict, stop: tuple[int, ...], vocab_size: int) -> SamplingParams:
-    """How responses are drawn, by the keys of ``rollout``.
+def make_sampling_params(
+    config: ConfigDict, stop: tuple[int, ...], vocab_size: int
+) -> SamplingParams:
+    """Sampling parameters from the section ``rollout``.
 
     Raises:
-      ConfigError: a bias of a token that the model does not have, or none left to draw.
+      ConfigError: a bias for a token outside the vocabulary, or no token left to sample.
     """
     try:
         made = SamplingParams(**{name: config.rollout[name] for name in OPTIONS}, stop=stop)
@@ -316,8 +317,8 @@ def sampling_of(config: ConfigDict, stop: tuple[int, ...], vocab_size: int) -> S
     return made
 
 
-def adapted(model: ModelConfig, config: ConfigDict, role: Role) -> ModelConfig:
-    """A role's model with the adapters that its section asks for; the model itself without any.
+def with_lora(model: ModelConfig, config: ConfigDict, role: Role) -> ModelConfig:
+    """A role's model config with its section's LoRA adapters; unchanged if it has none.
 
     Raises:
       ConfigError: targets that the model does not have, or a base that cannot be quantized.
@@ -342,19 +343,19 @@ def adapted(model: ModelConfig, config: ConfigDict, role: Role) -> ModelConfig:
     return dataclasses.replace(model, lora=lora, quantized=quantized)
 
 
-def router_loss(config: ConfigDict, role: Role, model: ModelConfig | None) -> float:
-    """Weight of the loss that balances a trained role's experts.
+def router_loss_weight(config: ConfigDict, role: Role, model: ModelConfig | None) -> float:
+    """Weight of the load-balancing loss of a trained role's experts.
 
     Raises:
-      ConfigError: one is asked for, and the model has no experts.
+      ConfigError: the weight is not 0, and the model has no experts.
     """
     name = role.config_section
-    asked = config[name].get("router_loss", 0.0)
-    if not asked:
+    weight = config[name].get("router_loss", 0.0)
+    if not weight:
         return 0.0
     if model is None or not model.experts:
         raise ConfigError(
-            f"config.{name}.router_loss={asked:g} balances experts, and the {name}'s model has "
+            f"config.{name}.router_loss={weight:g} balances experts, and the {name}'s model has "
             "none; use 0"
         )
-    return asked if asked > 0 else model.router_loss
+    return weight if weight > 0 else model.router_loss

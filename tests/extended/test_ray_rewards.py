@@ -11,7 +11,7 @@ from helpers import computed, tiny_config
 
 import hjax
 from hjax.controller import ray_calls
-from hjax.run.reward_check import ROWS as FIRST_CALL
+from hjax.run.reward_check import TRIAL_ROWS as FIRST_CALL
 
 STEPS, PROMPTS, SAMPLES, EVALUATED = 2, 8, 2, 16
 KEYS = {
@@ -53,7 +53,7 @@ def run(folder, algorithm, changes):
     }  # fmt: skip
     with contextlib.closing(hjax.Trainer(tiny_config(algorithm, keys))) as trainer:
         rows = [computed(row) for row in trainer.run()]
-        executor = trainer.roles.generating
+        executor = trainer.roles.generating_executor
         pids = executor.pids() if hasattr(executor, "pids") else []
     judged = {int(file.stem): file.read_text().splitlines() for file in folder.glob("*.txt")}
     return rows, judged, pids
