@@ -65,7 +65,7 @@ class DeviceSet:
 
     def memory(self, model: ModelCounts, mesh: MeshSizes) -> MemoryEstimate:
         """What a role keeps and needs of a device."""
-        return MemoryEstimate.counted(self._programs, model, mesh)
+        return MemoryEstimate.from_counts(self._programs, model, mesh)
 
 
 # Collectives

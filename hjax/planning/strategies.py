@@ -4,8 +4,8 @@ Each turns a problem into the problems and placements to search, so that all are
 the same cost model, constants and workload, each with the best layouts and allocation it allows.
 
 Of the plans found those come first that hjax runs, not only compiles. A pool of processes on TPUs
-is all hosts of one slice (``hjax.controller.hosts.rooms``): a set on a part of a slice of several
-hosts, or over several slices, compiles and does not run.
+is all hosts of one slice (``hjax.controller.hosts.placements``): a set on a part of a slice of
+several hosts, or over several slices, compiles and does not run.
 """
 
 import dataclasses
