@@ -150,7 +150,7 @@ class PrefixCache:
             self._write(state, _tables([(0, 0, nowhere)] * count, nowhere))
 
     def precompile_prefill(self, params: Weights, chunk: int, limit: int) -> None:
-        """Compile what ``read`` calls, with the same arguments; nothing is kept."""
+        """Compile what ``deserialize_value`` calls, with the same arguments; nothing is kept."""
         for columns in cached_column_sizes(limit):
             if columns >= chunk:
                 self._prefill_chunk(params, {}, chunk, columns)

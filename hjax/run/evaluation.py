@@ -14,7 +14,7 @@ from hjax.controller import join
 from hjax.run.examples import Demonstrations
 from hjax.run.inputs import Inputs, prompt_batch
 from hjax.run.role_groups import RoleGroups
-from hjax.workers.reward import cut
+from hjax.workers.reward import slice_rows
 
 
 def evaluate(
@@ -63,12 +63,12 @@ def _greedy_batch(indices: range, rows: int, inputs: Inputs, roles: RoleGroups) 
     batch = join(roles.groups["actor"].generate_sequences(prompts, greedy=True))
     reward, kept = roles.groups.get("reward"), slice(len(indices))
     if reward is None:
-        return cut(batch, kept)
+        return slice_rows(batch, kept)
     if "reward" in roles.layouts:  # a reward model needs the padded, evenly divisible batch
         batch |= join(reward.compute_reward(batch))
         batch.pop("reward_outcomes", None)  # they count padding rows
-        return cut(batch, kept)
-    batch = cut(batch, kept)
+        return slice_rows(batch, kept)
+    batch = slice_rows(batch, kept)
     return batch | join(reward.compute_reward(batch))
 
 

@@ -108,7 +108,7 @@ class RoleGroups:
         group = self.groups[role]
         if pool is self.pools[source] or not hasattr(pool.executor, "processes"):
             return None
-        return group.landing().result() if group.has("landing") else None
+        return group.target_regions().result() if group.has("target_regions") else None
 
     def restart(self, lost: Sequence[Any], fewer: bool = False) -> None:
         """Restart executors that lost processes, and rebuild their workers.

@@ -159,7 +159,7 @@ class RolloutPolicy:
                     f"version {version} of the actor's weights was never published; there are "
                     f"{', '.join(map(str, self._published)) or 'none'}"
                 )
-            taken = self.rollout.take(self._published[version], version)
+            taken = self.rollout.receive_weights(self._published[version], version)
             self._published = {v: x for v, x in self._published.items() if v > version}
             self._committed = version, self.rollout.commit(taken)
         return self._committed[1]

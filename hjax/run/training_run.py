@@ -17,7 +17,7 @@ from hjax.files import METRICS, STARTS, WARM_START
 from hjax.machine import device_memory
 from hjax.models.base_checkpoints import BaseCheckpoint
 from hjax.models.checkpoint import Checkpoints, damaged_error
-from hjax.progress import shown
+from hjax.progress import progress_listener
 from hjax.run.async_rollout import AsyncRollout
 from hjax.run.backends import Backend, ClusterBackend, LocalBackend
 from hjax.run.config_validation import check_offloads
@@ -117,9 +117,11 @@ class TrainingRun:
             raise ConfigError(f"debug={debug}: no role of this run, which has {', '.join(table)}")
         names = {pool_name(plan, i): members for i, members in enumerate(plan.placement)}
         on_host = [role for role in table if role not in self.roles.layouts]
-        from hjax.controller.executors import debugging
+        from hjax.controller.executors import debugging_executors
 
-        return debugging(debug, self.backend.executor, lambda name: names.get(name, on_host))
+        return debugging_executors(
+            debug, self.backend.executor, lambda name: names.get(name, on_host)
+        )
 
     def _set_up(self, workdir: str | Path | None, overwrite: bool) -> None:
         config, inputs = self.config, self.inputs
@@ -237,7 +239,7 @@ class TrainingRun:
                 if not self.restarts:
                     functions = self.roles.reward_functions
                     try_rewards(self.config, self.algorithm_class, self.inputs, functions)
-                with self.reporter.phase("initialise"), shown(self.reporter.loading):
+                with self.reporter.phase("initialise"), progress_listener(self.reporter.loading):
                     self._initialize()
             except ConfigError as error:  # a run that cannot start leaves no files
                 if self.workdir is not None:
@@ -283,7 +285,7 @@ class TrainingRun:
         assert shown is not None
         actor, shown.sampler.position = self.roles.groups["actor"], 0
         with self.reporter.phase("warm start"):
-            actor.begin("warm_start").result()
+            actor.begin_stage("warm_start").result()
             pending: list[tuple[int, Any]] = []
             for step in range(1, total + 1):
                 if self.stop_requested:
@@ -292,7 +294,7 @@ class TrainingRun:
                 if len(pending) > 8 or step == total:
                     self.reporter.warm_start(pending, total)
                     pending = []
-            actor.begin("main").result()
+            actor.begin_stage("main").result()
 
     def _restore(self, step: int) -> None:
         assert self.checkpoints is not None and self.workdir is not None
