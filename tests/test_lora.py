@@ -373,12 +373,12 @@ def test_a_share_is_kept_and_every_matrix_layer_token_and_update_has_its_own():
     positions = jnp.tile(jnp.concatenate([jnp.arange(5), jnp.tile(5 + jnp.arange(6), 4)]), (2, 1))
     drawn = Dropout.of(tokens, positions)
     x = jnp.ones((2, 29, 500))
-    found = np.asarray(drawn.of_layer(0).dropped(x, rate, (1, 2), paired=True))
+    found = np.asarray(drawn.for_layer(0).apply(x, rate, (1, 2), paired=True))
     assert found.shape == (2, 29, 2, 500)
     assert set(np.unique(found)) == {0, np.float32(1 / (1 - rate))}
     kept = (found > 0).reshape(-1, 500)
     # 58 tokens for 2 matrices: four standard deviations of a mean of 58,000 draws.
     assert abs(kept.mean() - (1 - rate)) < 4 * np.sqrt(rate * (1 - rate) / kept.size)
     assert len(np.unique(kept, axis=0)) == len(kept)
-    later = np.asarray(drawn.of_layer(1).dropped(x, rate, (1, 2), paired=True))
+    later = np.asarray(drawn.for_layer(1).apply(x, rate, (1, 2), paired=True))
     assert abs((found == later).mean() - (rate**2 + (1 - rate) ** 2)) < 0.01

@@ -94,9 +94,9 @@ def _padded_states(
     chex.assert_type(responses, int)
     chex.assert_is_divisible(prompts.shape[0], samples)
     rows, length = responses.shape
-    split, form = compute.context, compute.form
+    split, form = compute.context_layout, compute.form
     # Of a split length each device holds a part of the row, which only the kernels share out.
-    long = form.pieces(prompts.shape[1] + length)
+    long = form.uses_kernel(prompts.shape[1] + length)
     share = samples if split is None or (long and decoder.stack is plain) else 1
     groups = rows // share
 
@@ -106,7 +106,7 @@ def _padded_states(
     # Whole wherever a split length is padded or cut: parts would be shifted between neighbours,
     # which the stages of a pipeline, each in a branch of its own, cannot do.
     def whole(x: jax.Array) -> jax.Array:
-        return x if split is None else compute.hold(x, "batch", *[None] * (x.ndim - 1))
+        return x if split is None else compute.constrain(x, "batch", *[None] * (x.ndim - 1))
 
     prompts, mask = first(prompts), first(mask)
     ways = 1 if split is None else split.ways("length")
@@ -140,7 +140,7 @@ def _padded_states(
         states = _response_states(hidden, share, length)
     if split is None or length % ways:
         return states
-    return compute.hold(states, "batch", "length", None)
+    return compute.constrain(states, "batch", "length", None)
 
 
 def _response_states(hidden: jax.Array, share: int, length: int) -> jax.Array:

@@ -76,7 +76,7 @@ class AdaptedMatrix(NamedTuple):
     def _left(self, x: jax.Array, dropout: Dropout) -> jax.Array:
         """[batch, length, (halves,) inputs...]: of x what each matrix's adapter is left."""
         numbers = tuple(matrix_number(self.name, half) for half in self.of)
-        return dropout.dropped(x, self.lora.dropout, numbers, self.of[0] is not None)
+        return dropout.apply(x, self.lora.dropout, numbers, self.of[0] is not None)
 
     def _dropped_change(
         self, spec: str, x: jax.Array, norm_scale: jax.Array, dropout: Dropout

@@ -124,11 +124,11 @@ class Decoder(nnx.Module):
                 run = dataclasses.replace(
                     compute, dropout=dataclasses.replace(compute.dropout, first=first)
                 )
-            ring = run.ring(config, x.shape)
+            ring = run.weight_ring(config, x.shape)
             x, _, _, sums = self._through(
                 stacked,
                 None,
-                x if ring is None else ring.spread(x),
+                x if ring is None else ring.split_length(x),
                 positions,
                 attention,
                 None,
@@ -136,7 +136,7 @@ class Decoder(nnx.Module):
                 counted=counted,
                 ring=ring,
             )
-            x = x if ring is None else ring.whole(x)
+            x = x if ring is None else ring.gather_length(x)
             if sums is not None:
                 # The layers of a stage: those of the stages before stand before them.
                 sums = jnp.concatenate([before[sums.shape[0] :], sums])
@@ -160,7 +160,7 @@ class Decoder(nnx.Module):
             x *= jnp.asarray(self.config.embedding_scale, compute.dtype)
         if self.config.learned_positions:
             x += self.positions[...].astype(compute.dtype)[positions]
-        return compute.hold(x, "batch", "length", None)
+        return compute.constrain(x, "batch", "length", None)
 
     def rotary(self, lengths: jax.Array, tables: int = 0) -> RotaryLookup | None:
         """What turns queries and keys in a loop over tokens.
@@ -232,7 +232,11 @@ class Decoder(nnx.Module):
         graph, _ = nnx.split(self.layers)
 
         def held(x: jax.Array) -> jax.Array:
-            return compute.hold(x, "batch", "length", None) if ring is None else ring.hold(x)
+            return (
+                compute.constrain(x, "batch", "length", None)
+                if ring is None
+                else ring.constrain_length(x)
+            )
 
         def of_kind(kind: LayerKind) -> Callable[..., tuple]:
             def run(layer: Any, parameters: Any, x: jax.Array, cache: Any) -> tuple:

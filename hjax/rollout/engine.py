@@ -220,7 +220,7 @@ class Engine:
         """
         split, cache = self.layout.sharding("batch"), state.cache
         of_groups, of_rows = place(groups, split), place(rows, split)
-        own, begun = cache.own_prompts, prompts.own
+        own, begun = cache.prompts_in_rows, prompts.own
         columns = None if own else (_size(cache.prompt_k), _size(prompts.k))
         slots, running, edges = self._seat(
             columns, state.slots, state.rows, prompts.tokens, new, of_groups, of_rows
@@ -475,7 +475,7 @@ class Engine:
         if samples > 1 and not self.by_kernel:  # each row by itself
             own = KVCache.create(prompts(size.rows), 1, *room)
             cache = dataclasses.replace(cache, k=own.k, v=own.v)
-        cache = dataclasses.replace(cache, own_prompts=not size.prompt)
+        cache = dataclasses.replace(cache, prompts_in_rows=not size.prompt)
         numbers, none = jnp.zeros(size.rows, jnp.int32), jnp.zeros(size.groups, jnp.int32)
         slots = SlotMask(none, none, numbers, column, parts=self.parts)
         if samples > 1 and not self.by_kernel:
@@ -631,7 +631,7 @@ class Engine:
         return token_positions(mask), columns
 
     def _pass(self, sampling: SamplingParams, state: SlotState) -> ForwardPass:
-        return ForwardPass(self, sampling, _size(state.cache.v), state.cache.own_prompts)
+        return ForwardPass(self, sampling, _size(state.cache.v), state.cache.prompts_in_rows)
 
     def _decoded(
         self,

@@ -99,7 +99,7 @@ class MemoryPass:
       answered: those of responses.
       pairs: of tokens whose attention scores stand in memory: a prompt's with one another, a
         response's with its prompt and its own. 0 of sequences that are longer than
-        ``Numerics.whole_scores``, whose scores a kernel keeps from memory.
+        ``Numerics.score_matrix_length``, whose scores a kernel keeps from memory.
       places: tokens with a prompt for each response, where attention's kernel wants each sequence
         in a row of its own, as cuDNN's does; 0: it does not.
       filled: places more by which a TPU's kernel fills blocks up.
@@ -155,11 +155,11 @@ class MemoryEstimate:
         """With all parameters over pipe * tensor * fsdp, and ``Numerics``' bytes of each: what is
         frozen beside adapters is kept as it is computed with, or in one byte."""
         numerics = programs.numerics
-        every = model.on_device(mesh, not numerics.own) / mesh.fsdp
-        small = model.bytes_each / model.parameters
-        frozen = min(numerics.weights, numerics.compute) * (1 - model.learning - small)
-        learned = every * model.learning
-        weights = every * (numerics.weights * model.learning + frozen + small)
+        every = model.parameters_per_device(mesh, not numerics.hjax_programs) / mesh.fsdp
+        small = model.one_byte_parameters / model.parameters
+        frozen = min(numerics.weights, numerics.compute) * (1 - model.learned_share - small)
+        learned = every * model.learned_share
+        weights = every * (numerics.weights * model.learned_share + frozen + small)
         wide = learned if numerics.compute < numerics.weights else 0.0
         return cls(programs, model, mesh, ParameterShare(weights, learned, wide, every * small))
 
@@ -184,12 +184,12 @@ class MemoryEstimate:
     def rows(self, rows: int, work: Workload, passes: int = 1) -> MemoryPass:
         """A pass over so many padded rows of a device."""
         numerics, split = self.programs.numerics, self.mesh.context
-        share = work.share(numerics.shared_prompt, rows)
+        share = work.rows_per_prompt(numerics.shared_prompt, rows)
         prompt, response = work.prompt_length, work.response_length
         tokens = rows * work.row_tokens(numerics.shared_prompt, rows) / split
         pairs = rows / share * prompt**2 + rows * response * work.length
-        long = work.length > numerics.whole_scores
-        apart = long and self.programs.cudnn and self.model.by_cudnn and split == 1
+        long = work.length > numerics.score_matrix_length
+        apart = long and self.programs.cudnn and self.model.cudnn_supported and split == 1
         filled = 0.0
         if long and self.programs.tpu:
             row = prompt + share * response
@@ -219,12 +219,12 @@ class MemoryEstimate:
         of_layers = gradients * model.layers * model.layer_parameters / model.parameters
         summed = 0.0
         if one.passes > 1 and numerics.adds_gradients:
-            summed = of_layers if model.scalar and numerics.own else gradients
+            summed = of_layers if model.scalar and numerics.hjax_programs else gradients
         every, at_work, outside = self._layer_update(one)
         if policy == NONE:
             kept = every
         else:
-            kept = self._activations(one.tokens, model.kept(policy))
+            kept = self._activations(one.tokens, model.kept_activations(policy))
             at_work += every
         if policy in (NONE, PRODUCTS):
             kept += outside
@@ -235,10 +235,11 @@ class MemoryEstimate:
 
     def _layer_update(self, one: MemoryPass) -> tuple[float, float, float]:
         """Of a layer all that its backward pass reads; what stands besides while it runs; and what
-        experts keep of first products beyond what ``ModelCounts.kept`` counts."""
+        experts keep of first products beyond what ``ModelCounts.kept_activations`` counts."""
         model, mesh, numerics = self.model, self.mesh, self.programs.numerics
-        read, whole = model.kept(NONE)
-        every = self._activations(one.tokens, (read + (0 if numerics.own else model.remade), whole))
+        read, whole = model.kept_activations(NONE)
+        recomputed = 0 if numerics.hjax_programs else model.layer_recomputed
+        every = self._activations(one.tokens, (read + recomputed, whole))
         if one.pairs:  # exponentials, in float32 and as they were multiplied; undivided outputs
             each = 4.0 + (numerics.compute if numerics.compute < 4 else 0.0)
             scores = each * one.pairs * model.heads
@@ -249,11 +250,11 @@ class MemoryEstimate:
         gradients = model.layer_gradients, model.layer_gradients_whole
         at_work = self._activations(one.tokens, gradients) + self._scores(one.pairs)
         if one.places:
-            apart = model.apart(one.tokens, one.places)
+            apart = model.cudnn_extra(one.tokens, one.places)
             more, meanwhile = (n * numerics.compute / mesh.tensor for n in apart)
             every, at_work = every + more, max(at_work, meanwhile)
         outside = 0.0
-        if model.experts and numerics.own:
+        if model.experts and numerics.hjax_programs:
             experts, outside, piece = self._experts(one.tokens)
             every, at_work = every + experts, at_work + piece
         return every, at_work, outside
@@ -284,7 +285,7 @@ class MemoryEstimate:
         sum with DoRA's adapters, those of the layer in use."""
         model, mesh, numerics = self.model, self.mesh, self.programs.numerics
         cast = numerics.compute * self.held.wide
-        if not numerics.own:
+        if not numerics.hjax_programs:
             return cast
         if not self.programs.tpu and mesh.fsdp * mesh.pipe == 1:
             # A TPU's compiler casts all before the loop over layers; others the one in use.
@@ -316,7 +317,7 @@ class MemoryEstimate:
         mlp = 3 * model.mlp * max(1, model.experts_per_token)
         attention = tokens * (model.layer_activations - model.layer_activations_whole - mlp)
         if places:
-            attention += model.apart(tokens, places)[0]
+            attention += model.cudnn_extra(tokens, places)[0]
         each = self.programs.numerics.compute / self.mesh.tensor
         return max(attention * each + self._scores(pairs), mlp * tokens * each)
 
@@ -373,18 +374,19 @@ class MemoryEstimate:
         training shard where it takes the shard's place, as it cannot where adapters are added to a
         copy."""
         numerics = self.programs.numerics
-        staged = not numerics.own
-        whole = numerics.compute * self.model.on_device(self._generating.mesh, staged)
+        staged = not numerics.hjax_programs
+        whole = numerics.compute * self.model.parameters_per_device(self._generating.mesh, staged)
         if not numerics.in_place or self.model.frozen:
             return whole
-        shard = self.model.on_device(self.mesh, staged) / self.mesh.fsdp
+        shard = self.model.parameters_per_device(self.mesh, staged) / self.mesh.fsdp
         return whole - numerics.compute * shard
 
     def cache(self, rows: float, tokens: float) -> float:
         """Keys and values of so many tokens of each row, under the generate layout."""
         model, mesh = self.model, self.mesh
         each = model.cache_elements * self.programs.numerics.cache * model.layers
-        return rows * tokens * each / (model.cache_share(mesh.generate_tensor) * mesh.generate_pipe)
+        splits = model.cache_splits(mesh.generate_tensor) * mesh.generate_pipe
+        return rows * tokens * each / splits
 
     def slot_cache(self, at_a_time: DecodeBatch, work: Workload) -> float:
         """Keys and values of slots: of each prompt once, and of its responses, with some columns
@@ -425,14 +427,14 @@ class MemoryEstimate:
     def _reading(self, tokens: float, work: Workload) -> float:
         """Of a forward over so many tokens of prompts: hidden states twice and a layer's part."""
         numerics, prompt = self.programs.numerics, work.prompt_length
-        pairs = tokens * prompt if prompt <= numerics.whole_scores else 0.0
+        pairs = tokens * prompt if prompt <= numerics.score_matrix_length else 0.0
         hidden = 2 * tokens * self.model.hidden * numerics.compute
         return hidden + self._generating._layer_forward(tokens, pairs)
 
     @property
     def _generating(self) -> MemoryEstimate:
         """The same under the generate layout, which splits what hjax's does."""
-        expert = self.mesh.expert if self.programs.numerics.own else 1
+        expert = self.mesh.expert if self.programs.numerics.hjax_programs else 1
         mesh = self.mesh
         layout = MeshSizes(expert=expert, pipe=mesh.generate_pipe, tensor=mesh.generate_tensor)
         return dataclasses.replace(self, mesh=layout)
@@ -471,7 +473,8 @@ class RoleMemory:
         """Of a worker with a model."""
         network, layout, compute = worker.network, worker.layouts.train, worker.compute
         by_cudnn = compute.kernels.attention is cudnn.attend
-        return cls._of(worker.context, worker.scalar, network, layout, compute.travel, by_cudnn)
+        tpu = compute.move_weights
+        return cls._of(worker.context, worker.scalar, network, layout, tpu, by_cudnn)
 
     @classmethod
     def _of(

@@ -37,7 +37,7 @@ class ModelWorker(ParameterWorker):
         train = self.layouts.train
         # Stages of a pipeline take branches of their own, in which only a split length is held.
         held = train if train.ways("layers") == 1 or train.ways("length") > 1 else None
-        self.compute = dataclasses.replace(context.compute.on(train), layout=held)
+        self.compute = dataclasses.replace(context.compute.for_layout(train), layout=held)
         self.passes = self._passes(self.network)
         packs = context.packing or context.chooses and self._may_choose()
         # cuDNN's attention has no mask of several sequences, but short ones are attended to whole.
@@ -111,8 +111,8 @@ class ModelWorker(ParameterWorker):
         """Consecutive rows whose prompt stands in a pack once."""
         samples = self.context.samples
         places = self.context.packing or pack_places(padded, unit)
-        shares = grouped and samples % unit == 0 and self.compute.form.shares(places)
-        return samples if shares else 1
+        supported = self.compute.form.supports_shared_prompts(places)
+        return samples if grouped and samples % unit == 0 and supported else 1
 
     def forward(
         self,

@@ -245,7 +245,7 @@ def test_a_matrix_takes_a_byte_per_element(base):
             total = sum(x.nbytes for x in jax.tree.leaves(actor.params))
             estimate = RoleMemory.built(actor).memory.resident(trained=False)
             assert estimate == total
-            counted = model_counts(actor.network.config).bytes_each
+            counted = model_counts(actor.network.config).one_byte_parameters
             small = (x.size for x in jax.tree.leaves(actor.params) if x.dtype.itemsize == 1)
             assert counted == sum(small)
             return bytes_of, total, used.argument_size_in_bytes
