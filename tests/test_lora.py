@@ -106,9 +106,8 @@ def test_adapters_of_peft_give_its_numbers_merged_and_beside_the_weights(tmp_pat
     assert jax.tree.structure(plain) == jax.tree.structure(network.base.shapes)
     bound = 1e-5 * np.abs(expected).max()
     np.testing.assert_allclose(run(network.base, plain), apart, rtol=0, atol=bound)
-    np.testing.assert_allclose(
-        run(network.base, network.bare_of(params)), logits(model(name), TOKENS), atol=1e-4
-    )
+    found = run(network.base, network.without_adapters_of(params))
+    np.testing.assert_allclose(found, logits(model(name), TOKENS), atol=1e-4)
 
 
 @pytest.mark.parametrize("rslora", [pytest.param(False, marks=pytest.mark.extended), True])
@@ -203,7 +202,7 @@ def test_the_base_is_drawn_as_without_adapters():
     network = decoder_network(dataclasses.replace(config, lora=Lora(2, 4.0)))
     plain = decoder_network(config).create(5, one_device())
     drawn = network.create(5, one_device())
-    jax.tree.map(np.testing.assert_array_equal, network.bare_of(drawn), plain)
+    jax.tree.map(np.testing.assert_array_equal, network.without_adapters_of(drawn), plain)
     jax.tree.map(
         np.testing.assert_array_equal,
         network.create_learned(5, one_device()),

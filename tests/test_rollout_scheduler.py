@@ -62,7 +62,7 @@ class Engine:
         mesh = types.SimpleNamespace(size=2)
         ways = {"ways": lambda name: 1, "replicated": None}
         self.layout = types.SimpleNamespace(mesh=mesh, **ways)
-        config = types.SimpleNamespace(turns_by_length=False)
+        config = types.SimpleNamespace(rope_depends_on_length=False)
         self.network = types.SimpleNamespace(config=config)
         self.block_sharding, self.number = None, number
         self.chunks = types.SimpleNamespace(empty=lambda count: {}, read=self.read)

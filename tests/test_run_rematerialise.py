@@ -98,7 +98,7 @@ def test_nothing_is_computed_again_on_a_cpu(more):
     assert "do not say" in roles.remat["actor"].why or "unrolled" in roles.remat["actor"].why
 
 
-def test_what_is_frozen_beside_adapters_takes_less():
+def test_what_is_frozen_trained_with_adapters_takes_less():
     every = chosen(memory=48 * GIB).remat["actor"].estimated_bytes["none"]
     few = chosen(memory=48 * GIB, **{"actor.lora.rank": 8}).remat["actor"].estimated_bytes["none"]
     # Of 6.7e9 parameters over 8 devices: no gradients (twice, of micro-batches), no moments, no

@@ -148,7 +148,7 @@ class Block(nnx.Module):
         else:
             out = scaled_product(spec, x, weight, scale[...])
         if self._has_adapter(name):
-            out = self._adapted_matrix(name).added(spec, x, out, compute.dropout)
+            out = self._adapted_matrix(name).with_adapter(spec, x, out, compute.dropout)
         out = out if bias is None else out + bias.astype(out.dtype)
         return out if factor is None else out * factor
 
@@ -226,7 +226,7 @@ class Block(nnx.Module):
             kernels=compute.kernels,
             tally_weights=tally_weights,
             move_tokens=compute.move_weights,
-            keep=compute.remat in (remat.NONE, remat.PRODUCTS),
+            keep_gates=compute.remat in (remat.NONE, remat.PRODUCTS),
         )
 
     def _mlp(self, x: jax.Array, compute: Compute) -> jax.Array:

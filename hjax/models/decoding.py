@@ -83,7 +83,7 @@ class Decode:
                 )
             out = kernels.attend(
                 q, prompt_k, prompt_v, own_k, own_v, seen=self.seen, scoring=scoring,
-                sinks=sinks, own_attention=own_attention, axis=cache.key_axis,
+                sinks=sinks, met=own_attention, axis=cache.key_axis,
             )  # fmt: skip
         return out.transpose(0, 2, 1, 3, 4).reshape(rows, 1, -1, dim), cache, None
 
@@ -171,7 +171,7 @@ class DecodeSlots:
             own_attention = tuple(x[:, :, 0] for x in found)
         out = kernels.attend_slots(
             q, prompt_k, prompt_v, own_k, own_v, slots=self.slots, scoring=scoring,
-            sinks=sinks, own_attention=own_attention, axis=cache.key_axis,
+            sinks=sinks, met=own_attention, axis=cache.key_axis,
         )  # fmt: skip
         return out.transpose(0, 3, 1, 2, 4).reshape(rows, new, -1, dim), cache, None
 

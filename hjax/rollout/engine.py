@@ -133,7 +133,7 @@ class Engine:
     def reads_flat(self) -> bool:
         """Whether prompts may be read without their padding: not where rotary positions depend on
         a sequence's length."""
-        return not self.network.config.turns_by_length
+        return not self.network.config.rope_depends_on_length
 
     @property
     def kept_dtype(self) -> Any:
@@ -520,7 +520,7 @@ class Engine:
             at = first + begun.count.reshape(-1, samples) - 1
         if flat:
             attention = PackedPrefill(attention, mask, flat, self.parts)
-            read = split(attention.of(read), "batch")
+            read = split(attention.pack(read), "batch")
         tokens = jnp.sum(there, axis=-1, dtype=jnp.int32)
         lengths = jnp.max(new.most.reshape(-1, samples), axis=-1) + tokens
         hidden, kept = self.prefilled(params, read, mask, attention, lengths, blocks, at)
@@ -609,7 +609,7 @@ class Engine:
             rotary=model.rotary(lengths, tables=columns),
         )
         if isinstance(attention, PackedPrefill):
-            return attention.last(hidden), kept
+            return attention.last_tokens(hidden), kept
         if at is None:
             return hidden[:, -1:], kept
         return jnp.take_along_axis(hidden, at[:, :, None], axis=1), kept
@@ -621,10 +621,10 @@ class Engine:
         """Positions of ``tokens``, of ``prefilled``, and more than which they are not."""
         if isinstance(attention, PackedPrefill):
             positions, columns = Engine._positions(mask, mask, attention.inner)
-            return attention.of(positions), columns
+            return attention.pack(positions), columns
         columns = tokens.shape[1]
         if isinstance(attention, AppendAttention):
-            return attention.positions, attention.blocks.shape[1] * BLOCK
+            return attention.positions, attention.block_table.shape[1] * BLOCK
         if isinstance(attention, SharedPrompt):
             length = (columns - mask.shape[1]) // attention.samples
             return attention.positions(length), columns

@@ -128,7 +128,7 @@ class LanguageModel:
         read = jax.tree.map(
             lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype),
             self._network.shapes,
-            self._network.read_dtypes(self._compute.dtype),
+            self._network.compute_dtypes(self._compute.dtype),
         )
         return self._generator.as_read(self._network.with_shapes(read).place(params, self._layout))
 

@@ -464,7 +464,7 @@ class RoleMemory:
         assert context.model is not None
         network = (scalar_network if scalar else decoder_network)(context.model)
         if context.path:
-            network = network.frozen_in(np.dtype(context.compute.dtype))
+            network = network.with_frozen_dtype(np.dtype(context.compute.dtype))
         by_cudnn = context.compute.attention in (CUDNN, TRIED)
         return cls._of(context, scalar, network, layout, tpu, by_cudnn)
 

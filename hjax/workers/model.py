@@ -84,7 +84,7 @@ class ModelWorker(ParameterWorker):
     ) -> Any:
         """What ``forward`` compiles of ``compute`` for the tokens of ``rows`` sequences."""
         params = abstract(self.network.shapes, self.shardings)
-        params = self.network.bare_of(params) if base else params
+        params = self.network.without_adapters_of(params) if base else params
         batch = self.token_shapes(rows, prompt_length)
         return self._forward(compute, True, base).trace(params, batch)
 
@@ -148,7 +148,7 @@ class ModelWorker(ParameterWorker):
         grouped = self.grouped(batch)
         tokens = {key: batch[key] for key in TOKEN_KEYS}
         tokens = self.laid_out(tokens, grouped).beside(tokens)
-        params = self.network.bare_of(self.params) if base else self.params
+        params = self.network.without_adapters_of(self.params) if base else self.params
         return self.forward(compute, params, tokens, grouped, base)
 
     def _log_prob(self, model: Any, batch: Any, share: int) -> jax.Array:
@@ -158,7 +158,7 @@ class ModelWorker(ParameterWorker):
     def _forward(self, compute: Callable[..., Any], grouped: bool, base: bool = False) -> Any:
         key = (getattr(compute, "__code__", compute), grouped, base)
         if key not in self._forwards:
-            network = self.network.bare if base else self.network
+            network = self.network.without_adapters if base else self.network
             passes = self._passes(network) if base else self.passes
 
             def part(params: Params, batch: Any, stack: Stack) -> Any:

@@ -106,7 +106,7 @@ class ParameterWorker(Worker):
             raise ConfigError(f"{context.role}: a model needs devices and shapes")
         self.network: Network = (scalar_network if self.scalar else decoder_network)(context.model)
         if context.path:  # what is frozen can be read again, so it is kept as it is read
-            self.network = self.network.frozen_in(context.compute.dtype)
+            self.network = self.network.with_frozen_dtype(context.compute.dtype)
         train, generate = context.layouts.train, context.layouts.generate
         self.kept_whole = check_shapes(train, context.model.dimensions, f"layout.{self.role}.train")
         narrow = check_shapes(generate, context.model.dimensions, f"layout.{self.role}.generate")
@@ -167,7 +167,7 @@ class ParameterWorker(Worker):
     @control
     def base_weights(self) -> Params:
         """The parameters beside which adapters learn, without these."""
-        return self.network.bare_of(self.params)
+        return self.network.without_adapters_of(self.params)
 
     def without_adapters(self) -> Params:
         """The parameters of the model without adapters: these are added to their matrices."""

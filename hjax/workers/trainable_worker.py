@@ -173,7 +173,7 @@ class TrainableWorker(ModelWorker):
         """The parameters of what learns in this stage."""
         if self.learner(self.stage) is self.network:
             return self.params
-        return self.network.bare_of(self.params)
+        return self.network.without_adapters_of(self.params)
 
     def away(self, phase: str, called: bool) -> set[str]:
         """The optimizer's state waits outside of updates, the parameters outside of own calls."""
