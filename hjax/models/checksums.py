@@ -16,8 +16,7 @@ from hjax.errors import DataError
 from hjax.files import read_json, replace_file
 
 CHECKSUMS = "checksums.json"
-_READ_BYTES = 1 << 20  # per read
-_THREADS = 8  # items hashed at a time
+_READ_BYTES, _THREADS = 1 << 20, 8  # bytes per read; items hashed at a time
 
 
 def write_checksums(folder: Path, step: int) -> None:

@@ -74,11 +74,9 @@ class Compute:
         platform, attention = layout.platform, self.attention
         if attention == TRIED:
             attention = CUDNN if cudnn.trusted(layout.mesh.devices.flat) else BLOCKS
-        kernel_set = choose(platform, attention)
+        kernels = choose(platform, attention)
         move = platform in collective_matmul.PLATFORMS
-        return dataclasses.replace(
-            self, kernel_set=kernel_set, run_layout=layout, move_weights=move
-        )
+        return dataclasses.replace(self, kernel_set=kernels, run_layout=layout, move_weights=move)
 
     @property
     def kernels(self) -> KernelSet:
@@ -100,11 +98,9 @@ class Compute:
     def weight_ring(self, config: ModelConfig, shape: tuple[int, ...]) -> WeightRing | None:
         """The ring for collective matmul in a pass over [batch, length, embed], or None."""
         rows, length, _ = shape
-        return (
-            make_weight_ring(self.layout, config, rows, length, self.dtype)
-            if self.move_weights
-            else None
-        )
+        if not self.move_weights:
+            return None
+        return make_weight_ring(self.layout, config, rows, length, self.dtype)
 
     @property
     def unsplit(self) -> bool:

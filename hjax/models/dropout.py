@@ -90,9 +90,7 @@ class Dropout:
         Returns:
           [batch, length, (matrices,) features...].
         """
-        kept = jnp.stack(
-            [self._keep_mask(x.shape[2:], rate, number) for number in matrices], axis=2
-        )
+        kept = jnp.stack([self._keep_mask(x.shape[2:], rate, n) for n in matrices], axis=2)
         x = jnp.where(kept, x[:, :, None] / (1 - rate), 0).astype(x.dtype)
         return x if paired else x[:, :, 0]
 

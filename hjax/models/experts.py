@@ -120,9 +120,7 @@ LOGICAL_AXES = {
     "down_scale": ("experts", "embed"),
 }
 _TILE, _MAX_TILES = 128, 32  # columns of a TPU's tile; tiles
-_DOWN_FIELDS = tuple(
-    name for name in LOGICAL_AXES if name.startswith("down")
-)  # of the second product
+_DOWN_FIELDS = tuple(name for name in LOGICAL_AXES if name.startswith("down"))
 
 
 def fsdp_axes(
@@ -183,15 +181,11 @@ def mixture_of_experts(
     taken = () if inside.empty else inside.manual_axes
     free = set(layout.mesh.axis_names) - set(taken)
     tokens = layout.spec(("batch", "length"))
-    present = {
-        name: axes for name, axes in LOGICAL_AXES.items() if getattr(weights, name) is not None
-    }
+    present = {n: axes for n, axes in LOGICAL_AXES.items() if getattr(weights, n) is not None}
     experts = weights.router.shape[-1]
     present = {n: fsdp_axes(axes, experts, x.shape[-1], layout) for n, axes in present.items()}
     if x.shape[-1] % layout.ways("embed"):  # then the compiler gathers the weights
-        present = {
-            n: tuple(None if a == "embed" else a for a in axes) for n, axes in present.items()
-        }
+        present = {n: tuple(None if a == "embed" else a for a in x) for n, x in present.items()}
     split = ExpertWeights(**{name: layout.spec(axes) for name, axes in present.items()})
     return jax.shard_map(
         functools.partial(
@@ -219,9 +213,8 @@ def _on_one_device(
 ) -> tuple[jax.Array, jax.Array | None]:
     routing_weights, chosen, routing_stats = _route(x, weights, tally_weights, routing)
     rows = x.reshape(-1, x.shape[-1])
-    out = _all_experts(
-        rows, routing_weights, chosen, weights.joined(), *_projections(routing, kernels)
-    )
+    both = _projections(routing, kernels)
+    out = _all_experts(rows, routing_weights, chosen, weights.joined(), *both)
     return out.reshape(x.shape), routing_stats
 
 
@@ -262,9 +255,7 @@ def _on_each_device(
     if routing_stats is not None and (split := layout.axes("batch") + layout.axes("length")):
         routing_stats = jax.lax.psum(routing_stats, split)
     rows = x.reshape(-1, x.shape[-1])
-    routing_weights, chosen = (
-        part.reshape(rows.shape[0], -1) for part in (routing_weights, chosen)
-    )
+    routing_weights, chosen = (x.reshape(rows.shape[0], -1) for x in (routing_weights, chosen))
     experts, mlp, parts = layout.axes("experts"), layout.axes("mlp"), layout.ways("experts")
     if mlp and weights.down_bias is not None:  # added on one of the devices that are summed
         bias = jnp.where(jax.lax.axis_index(mlp) == 0, weights.down_bias, 0)

@@ -35,13 +35,8 @@ _IGNORED_KEYS = frozenset(
     qalora_group_size use_dora target_parameters
     """.split()
 )
-_BASE_CHANGING_INITS = (
-    "pissa",
-    "olora",
-    "corda",
-    "loftq",
-    "eva",
-)  # initial values that change the base
+# Values of init_lora_weights that change the base.
+_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "eva")
 
 
 def is_adapter(path: str | os.PathLike) -> bool:

@@ -15,16 +15,10 @@ from hjax.sharded_values import Region, extent, region_of
 
 @dataclasses.dataclass(frozen=True)
 class TensorSlice:
-    """The slice of a tensor's values that is in a region (shard) of its parameter.
-
-    Attributes:
-      region_slice: of the values.
-      missing_dims: dimensions of the parameter that the values lack.
-      start: index in the region.
-    """
+    """The slice of a tensor's values that is in a region (shard), and its start index there."""
 
     region_slice: tuple[slice, ...]
-    missing_dims: tuple[int, ...]
+    missing_dims: tuple[int, ...]  # dimensions of the parameter that the values lack
     start: tuple[int, ...]
 
 

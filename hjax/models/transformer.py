@@ -231,11 +231,9 @@ class Decoder(nnx.Module):
         graph, _ = nnx.split(self.layers)
 
         def constrain(x: jax.Array) -> jax.Array:
-            return (
-                compute.constrain(x, "batch", "length", None)
-                if ring is None
-                else ring.constrain_length(x)
-            )
+            if ring is not None:
+                return ring.constrain_length(x)
+            return compute.constrain(x, "batch", "length", None)
 
         def layer_function(kind: LayerKind) -> Callable[..., tuple]:
             def run(layer: Any, parameters: Any, x: jax.Array, cache: Any) -> tuple:
