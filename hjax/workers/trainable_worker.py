@@ -107,7 +107,7 @@ class TrainableWorker(ModelWorker):
             if tally is not None:
                 if tally.routed is None:
                     raise ConfigError(
-                        f"{self.role}: its token_loss reads no states of map_response_states, so that "
+                        f"{self.role}: its token_loss does not use map_response_states, so that "
                         f"router_loss={router_loss} has no tokens; use 0"
                     )
                 share = tally.routed.tokens / batch["counted"]
