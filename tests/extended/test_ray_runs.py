@@ -161,7 +161,7 @@ def test_generation_ahead_of_learning_is_the_same(tmp_path):
 COUNTING = """
 import hjax
 from hjax.controller.ray_calls import StoredArray
-from hjax.sharded_values import Added
+from hjax.sharded_values import SummedValue
 from hjax.sharding.protocols import control
 
 fetch, fetches = StoredArray.fetch, {}
@@ -176,12 +176,12 @@ StoredArray.fetch = counted
 class Counting(hjax.workers.Reference):
     @control
     def fetched(self):
-        return Added({"bytes": self.fetched_bytes})
+        return SummedValue({"bytes": self.fetched_bytes})
 
     @hjax.protocol("3D_PROTO", reads=("x",))
     def doubled(self, batch):
         held = sum(shard.data.nbytes for shard in batch["x"].addressable_shards)
-        counts = Added({"held": held, "fetched": sum(fetches.values())})
+        counts = SummedValue({"held": held, "fetched": sum(fetches.values())})
         fetches.clear()
         return {"x": 2 * batch["x"], "counts": counts}
 """
