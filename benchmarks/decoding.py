@@ -109,7 +109,7 @@ def decoding(
     params = jax.tree.map(
         lambda x, kind, s: jax.ShapeDtypeStruct(x.shape, kind, sharding=s),
         network.shapes,
-        network.read_dtypes(dtype),
+        network.compute_dtypes(dtype),
         network.shardings(layout),
     )
     params = generator.decoding_params(params)

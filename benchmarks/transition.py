@@ -115,7 +115,7 @@ def contestants(narrow: bool) -> tuple[dict[str, Contestant], dict[str, Any]]:
     case = Table2Case(1, TRAIN, DEVICES // TRAIN, 1, GENERATE)
     layouts = case_layouts(jax.devices(), case, "hybridflow")
     source, target = map(network.shardings, (layouts.train, layouts.generate))
-    dtypes = network.read_dtypes(jnp.bfloat16 if narrow else jnp.float32)
+    dtypes = network.compute_dtypes(jnp.bfloat16 if narrow else jnp.float32)
     transition = Transition(source, target, network.shapes, dtypes)
 
     def through(way: Any) -> Callable[..., Any]:

@@ -196,7 +196,7 @@ def test_a_platform_chooses_its_set():
     layout = make_layouts(jax.devices()[:2]).train
     assert layout.platform == "cpu"
     assert Compute().kernels == KernelSet()
-    assert Compute().on(layout).kernels.rotate is cpu.rotate
+    assert Compute().for_layout(layout).kernels.rotate is cpu.rotate
 
 
 def test_accelerators_get_no_detours_of_cpus():
@@ -222,9 +222,9 @@ def test_accelerators_get_no_detours_of_cpus():
 
 def test_joined_dimensions_are_for_devices_that_hold_them_whole():
     one, split = (make_layouts(jax.devices()[:n], {"tensor": n}).train for n in (1, 2))
-    assert Compute(layout=one).on(one).kernels.product is cpu.product
-    assert Compute(layout=split).on(split).kernels.product is backward.product
-    unrolled = Compute(layout=split, unroll_layers=True).on(split).kernels
+    assert Compute(layout=one).for_layout(one).kernels.product is cpu.product
+    assert Compute(layout=split).for_layout(split).kernels.product is backward.product
+    unrolled = Compute(layout=split, unroll_layers=True).for_layout(split).kernels
     assert unrolled.product is cpu.product_joined
     assert unrolled.rotary_tables is cpu.rotary_tables
 

@@ -106,9 +106,8 @@ def test_adapters_of_peft_give_its_numbers_merged_and_beside_the_weights(tmp_pat
     assert jax.tree.structure(plain) == jax.tree.structure(network.base.shapes)
     bound = 1e-5 * np.abs(expected).max()
     np.testing.assert_allclose(run(network.base, plain), apart, rtol=0, atol=bound)
-    np.testing.assert_allclose(
-        run(network.base, network.bare_of(params)), logits(model(name), TOKENS), atol=1e-4
-    )
+    found = run(network.base, network.without_adapters_of(params))
+    np.testing.assert_allclose(found, logits(model(name), TOKENS), atol=1e-4)
 
 
 @pytest.mark.parametrize("rslora", [pytest.param(False, marks=pytest.mark.extended), True])
@@ -203,7 +202,7 @@ def test_the_base_is_drawn_as_without_adapters():
     network = decoder_network(dataclasses.replace(config, lora=Lora(2, 4.0)))
     plain = decoder_network(config).create(5, one_device())
     drawn = network.create(5, one_device())
-    jax.tree.map(np.testing.assert_array_equal, network.bare_of(drawn), plain)
+    jax.tree.map(np.testing.assert_array_equal, network.without_adapters_of(drawn), plain)
     jax.tree.map(
         np.testing.assert_array_equal,
         network.create_learned(5, one_device()),
@@ -373,12 +372,12 @@ def test_a_share_is_kept_and_every_matrix_layer_token_and_update_has_its_own():
     positions = jnp.tile(jnp.concatenate([jnp.arange(5), jnp.tile(5 + jnp.arange(6), 4)]), (2, 1))
     drawn = Dropout.of(tokens, positions)
     x = jnp.ones((2, 29, 500))
-    found = np.asarray(drawn.of_layer(0).dropped(x, rate, (1, 2), paired=True))
+    found = np.asarray(drawn.for_layer(0).apply(x, rate, (1, 2), paired=True))
     assert found.shape == (2, 29, 2, 500)
     assert set(np.unique(found)) == {0, np.float32(1 / (1 - rate))}
     kept = (found > 0).reshape(-1, 500)
     # 58 tokens for 2 matrices: four standard deviations of a mean of 58,000 draws.
     assert abs(kept.mean() - (1 - rate)) < 4 * np.sqrt(rate * (1 - rate) / kept.size)
     assert len(np.unique(kept, axis=0)) == len(kept)
-    later = np.asarray(drawn.of_layer(1).dropped(x, rate, (1, 2), paired=True))
+    later = np.asarray(drawn.for_layer(1).apply(x, rate, (1, 2), paired=True))
     assert abs((found == later).mean() - (rate**2 + (1 - rate) ** 2)) < 0.01

@@ -43,7 +43,7 @@ def test_published_parameters(name, billions):
 def test_published_active_parameters_of_experts(name, billions):
     shape = preset(name)
     embedding = shape.vocab_size * shape.hidden_size
-    active = model_counts(shape).active + embedding
+    active = model_counts(shape).active_parameters + embedding
     assert active == pytest.approx(billions * 1e9, rel=0.01)
 
 

@@ -183,7 +183,7 @@ def test_in_pieces_and_at_once_are_a_plain_sum(load, form, kernels, monkeypatch)
         halves = zip(*(jnp.split(x, 2) for x in (rows, shares, chosen)), strict=True)
         sets = [sort_tokens(*half, EXPERTS) for half in halves]
         tokens = jax.tree.map(lambda *x: jnp.concatenate(x), *sets)
-        assert pieces._cut(tokens, weights).size == size
+        assert pieces._chunks(tokens, weights).size == size
         return dispatch_to_experts(pieces, tokens, weights)
 
     def gradients(run):
@@ -265,10 +265,10 @@ def test_tokens_that_travel_get_what_gathered_ones_get(train, count, form, monke
     x, given = (jax.random.normal(next(keys), (8, 6, width)) for _ in range(2))
     routing = experts.Routing(3, True, lambda gate, up: jax.nn.silu(gate) * up)
 
-    def found(*more, **travel):
+    def found(*more, **options):
         def run(x, weights, frozen):
             whole = dataclasses.replace(weights, **frozen)
-            return experts.mixture_of_experts(x, whole, routing, *more, **travel)[0]
+            return experts.mixture_of_experts(x, whole, routing, *more, **options)[0]
 
         @jax.jit
         def both(x, weights, frozen, given):
@@ -278,7 +278,7 @@ def test_tokens_that_travel_get_what_gathered_ones_get(train, count, form, monke
         return jax.tree.leaves(both(x, weights, frozen, given))
 
     alone = found()
-    ways = ({}, {"keep": True}, {"travel": True}, {"travel": True, "keep": True})
+    ways = ({}, {"keep": True}, {"move_tokens": True}, {"move_tokens": True, "keep": True})
     others = [found(layout, CARELESS, **way) for way in ways]
     for expected, *every in zip(alone, *others, strict=True):
         for one in every:
@@ -299,7 +299,7 @@ def test_a_few_tokens_are_gathered(length, travels):
     routing = experts.Routing(3, True, lambda gate, up: gate * up)
 
     def run(x):
-        return experts.mixture_of_experts(x, weights, routing, layout, travel=True)[0]
+        return experts.mixture_of_experts(x, weights, routing, layout, move_tokens=True)[0]
 
     text = str(jax.make_jaxpr(run)(jnp.ones((8, length, width))))
     assert ("ppermute" in text, "all_gather" in text) == (travels, not travels)

@@ -104,7 +104,7 @@ def test_loss_and_gradient_are_those_of_one_device(name, monkeypatch):
     monkeypatch.setattr(collective_matmul, "PLATFORMS", ("cpu",))
     monkeypatch.setattr(collective_matmul, "fewer_bytes_received", lambda *_: True)
     layout = make_layouts(jax.devices()[:8], {"data": 1} | train, generate).train
-    compute = dataclasses.replace(compute.on(layout), layout=layout)
+    compute = dataclasses.replace(compute.for_layout(layout), layout=layout)
     placed = network.place(params, layout)
     rows = {key: jax.device_put(x, layout.sharding("batch")) for key, x in batch.items()}
     parted = loss_and_gradient(network, placed, rows, compute, SAMPLES)

@@ -145,7 +145,7 @@ def test_pieces_in_which_no_row_has_a_token_are_not_looked_at():
     k, v = np.ones((2, 2, 1, 21, 8), np.float32)
     k[:, :, :10], v[:, :, :10] = np.nan, np.nan
     begin = jnp.array([14, 11])
-    found = append_attention.chunked_attention(q, jnp.asarray(k), jnp.asarray(v), begin, piece=5)
+    found = append_attention.chunked_attention(q, jnp.asarray(k), jnp.asarray(v), begin, chunk=5)
     np.testing.assert_allclose(found, 1, rtol=1e-6)
 
 

@@ -63,7 +63,7 @@ class Engine:
         mesh = types.SimpleNamespace(size=2)
         ways = {"shard_count": lambda name: 1, "replicated": None}
         self.layout = types.SimpleNamespace(mesh=mesh, **ways)
-        config = types.SimpleNamespace(turns_by_length=False)
+        config = types.SimpleNamespace(rope_depends_on_length=False)
         self.network = types.SimpleNamespace(config=config)
         self.block_sharding, self.number = None, number
         self.chunked_prefill = types.SimpleNamespace(empty=lambda count: {}, prefill=self.read)

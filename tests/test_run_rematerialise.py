@@ -98,7 +98,7 @@ def test_nothing_is_computed_again_on_a_cpu(more):
     assert "do not say" in roles.remat["actor"].why or "unrolled" in roles.remat["actor"].why
 
 
-def test_what_is_frozen_beside_adapters_takes_less():
+def test_what_is_frozen_trained_with_adapters_takes_less():
     every = chosen(memory=48 * GIB).remat["actor"].estimated_bytes["none"]
     few = chosen(memory=48 * GIB, **{"actor.lora.rank": 8}).remat["actor"].estimated_bytes["none"]
     # Of 6.7e9 parameters over 8 devices: no gradients (twice, of micro-batches), no moments, no
@@ -141,13 +141,13 @@ def test_what_is_kept_of_a_layer_by_hand():
     # hidden 8, MLP 24, 4 heads of 2, 2 of keys: norms 4 x 8; q and output 8 each, k and v 4 each;
     # gate and up 24 each, their product made again.
     model = ModelConfig(32, 8, 24, 3, 4, 2, 2, 64)
-    assert model_counts(model).kept("none") == (32 + 24 + 48, 32)
-    assert model_counts(model).kept("products") == (8 + 8 + 48 + 8 + 8 + 8, 8 + 8)
-    assert model_counts(model).kept("attention") == (8 + 8, 8)
-    assert model_counts(model).kept("full") == (8, 8)
-    assert model_counts(model).kept("offload") == (0, 0)
+    assert model_counts(model).kept_activations("none") == (32 + 24 + 48, 32)
+    assert model_counts(model).kept_activations("products") == (8 + 8 + 48 + 8 + 8 + 8, 8 + 8)
+    assert model_counts(model).kept_activations("attention") == (8 + 8, 8)
+    assert model_counts(model).kept_activations("full") == (8, 8)
+    assert model_counts(model).kept_activations("offload") == (0, 0)
     biased = dataclasses.replace(model, mlp_bias=True)
-    assert model_counts(biased).kept("none") == (32 + 24 + 72, 32)
+    assert model_counts(biased).kept_activations("none") == (32 + 24 + 72, 32)
 
 
 def test_the_gradients_of_a_layer_by_hand():

@@ -238,7 +238,7 @@ def test_over_several_devices_scores_are_the_same(sizes, stories):
     layout = make_layouts(jax.devices()[:4], sizes, {"tensor": -1}).generate
     network = decoder_network(stories.config)
     alone = stories.engine
-    engine = Engine(network, layout, alone.compute.on(layout), alone.form)
+    engine = Engine(network, layout, alone.compute.for_layout(layout), alone.form)
     params = network.place(stories.params, layout)
     ids = tuple(stories.tokenizer.encode(TEXT))
     found, expected = (

@@ -223,7 +223,7 @@ def test_what_is_decayed_and_cast_of_the_models_there_are():
     ):
         kinds = of_leaves(network.kinds)
         assert {name for name, kind in kinds.items() if kind.decayed} == expected
-        dtypes = of_leaves(network.read_dtypes(jnp.bfloat16))
+        dtypes = of_leaves(network.compute_dtypes(jnp.bfloat16))
         assert {name for name, dtype in dtypes.items() if dtype == jnp.bfloat16} == expected
         assert {dtypes[name] for name in dtypes.keys() - expected} == {np.dtype(np.float32)}
 
@@ -236,7 +236,7 @@ def test_stacked_biases_are_neither_decayed_nor_cast():
 
     network = network_of(Biased, NO_CONFIG)
     assert network.kinds == {"weight": ParameterKind.MATRIX, "bias": ParameterKind.VECTOR}
-    assert network.read_dtypes(jnp.bfloat16) == {"weight": jnp.bfloat16, "bias": jnp.float32}
+    assert network.compute_dtypes(jnp.bfloat16) == {"weight": jnp.bfloat16, "bias": jnp.float32}
     # Without a gradient AdamW takes rate * decay of what is decayed, and nothing else.
     optimizer = OptimizerConfig(0.5, weight_decay=0.1, max_grad_norm=0.0).build(network.declared)
     params = jax.tree.map(lambda x: jnp.ones(x.shape), network.shapes)

@@ -216,7 +216,7 @@ def transition_formula(worker: Any) -> float:
     table 2; f, the parts of FSDP, is not in it).
     """
     network, train, generate = worker.network, worker.layouts.train, worker.layouts.generate
-    casts = jax.tree.leaves(network.read_dtypes(worker.context.compute.dtype))
+    casts = jax.tree.leaves(network.compute_dtypes(worker.context.compute.dtype))
     shapes = jax.tree.leaves(network.shapes)
     model = sum(math.prod(x.shape) * t.itemsize for x, t in zip(shapes, casts, strict=True))
 

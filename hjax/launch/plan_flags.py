@@ -164,7 +164,7 @@ def models_problem(own: Any) -> PlanProblem:
 def models_keys(own: Any, problem: PlanProblem) -> dict[str, Any]:
     """The config's keys, dotted, of a run of what ``models_problem`` poses; none where hjax does
     not do what is asked."""
-    if not problem.numerics.own:
+    if not problem.numerics.hjax_programs:
         return {}
     algorithm = find_algorithm(own.algorithm)
     settings = algorithm.default_config()

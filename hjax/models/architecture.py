@@ -1,4 +1,4 @@
-"""The parameters of a decoder, each declared once, from its shapes."""
+"""The parameters of a decoder: a ``ModelConfig`` gives a nested dict of ``ParameterSpec``."""
 
 import dataclasses
 import functools
@@ -17,12 +17,12 @@ from hjax.models.parameter_spec import (
 )
 from hjax.models.quantized import quantized_parameters
 
-Declared = dict[str, Any]  # nested: of Parameter
+Declared = dict[str, Any]  # nested dict of ParameterSpec
 
 
 @functools.lru_cache(maxsize=256)
 def decoder_parameters(config: ModelConfig) -> Declared:
-    """Nested dict of ``ParameterSpec``, as the language model has them; not to be changed."""
+    """The language model's parameters, nested dict of ``ParameterSpec``; cached: do not modify."""
     vocab, width = config.vocab_size, config.hidden_size
     declared: Declared = {
         "embedding": table(0.02, vocab=vocab, embed=width),
@@ -53,11 +53,11 @@ def decoder_parameters(config: ModelConfig) -> Declared:
 
 @functools.lru_cache(maxsize=256)
 def scalar_parameters(config: ModelConfig) -> Declared:
-    """Those of a decoder with one number per token; not to be changed."""
+    """The parameters of a decoder with a scalar head; cached, so do not modify."""
     stored = (StoredTensor("score.weight", "1 embed"),)
     # Zero: a new critic predicts 0 everywhere, so the first advantages are the rewards.
     width = (("embed", config.hidden_size),)
-    # Only a table that is tied to the embedding may stand for it.
+    # The stored name of an embedding may be that of an output table only if the two are tied.
     embedding = decoder_parameters(config)["embedding"]
     return {
         "decoder": {**decoder_parameters(without_output_table(config)), "embedding": embedding},
@@ -67,7 +67,7 @@ def scalar_parameters(config: ModelConfig) -> Declared:
 
 
 def without_output_table(config: ModelConfig) -> ModelConfig:
-    """The same decoder where nothing reads an output table: as if embeddings were tied."""
+    """The config of the same decoder without an output table: as if embeddings were tied."""
     return dataclasses.replace(config, tie_embeddings=True)
 
 
@@ -76,7 +76,7 @@ def _norm(config: ModelConfig, **axes: int) -> ParameterSpec:
 
 
 def _layer(config: ModelConfig) -> dict[str, ParameterSpec]:
-    """Those of all layers, stacked on a leading ``layers`` dimension, in the order of drawing."""
+    """Parameters of all layers, stacked on a leading ``layers`` axis, in the order of drawing."""
     sizes = {**config.dimensions, "head_dim": config.head_dim, "pair": 2}
 
     def axes(names: str) -> dict[str, int]:
@@ -88,7 +88,7 @@ def _layer(config: ModelConfig) -> dict[str, ParameterSpec]:
     first, both = ("gate_up", "pair ") if config.gated_mlp else ("up", "")
     declared = {
         "q": matrix(into, "embed", **axes("embed heads head_dim")),
-        # In one array: one product, split along a dimension no mesh axis splits.
+        # Keys and values in one array take one product; no mesh axis splits ``pair``.
         "kv": matrix(into, "embed", **axes("embed pair kv_heads head_dim")),
         "o": matrix(heads**-0.5 * out, "heads head_dim", **axes("heads head_dim embed")),
     }

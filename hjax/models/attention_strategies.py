@@ -1,10 +1,10 @@
-"""Attention strategies: what each token may see.
+"""Attention strategies: which tokens each token attends to (causal, packed, shared prompt).
 
-The decoder hands every layer's queries, keys and values to a strategy. Three cover training and
-prefill, ``hjax.models.decoding`` has a third; all compute scores and softmax in float32.
-Sequences of up to ``WHOLE`` places are computed in one piece, with scores [length, length]: the
-quickest way where these are small. Longer ones go to the platform's kernel
-(``hjax.kernels.attention``), which never holds them.
+The decoder passes every layer's queries, keys and values to a strategy. The three here are for
+training and prefill; ``hjax.models.decoding`` and ``append_attention`` have those that read a KV
+cache. All compute scores and softmax in float32. Sequences of up to ``WHOLE`` tokens build the
+score matrix [length, length], which is fastest while it is small. Longer ones use the platform's
+kernel (``hjax.kernels.attention``), which never builds it.
 
 Shapes: queries ``[batch, length, heads, head_dim]``, keys and values
 ``[batch, length, kv_heads, head_dim]``; ``heads = kv_heads * q_per_kv``.
@@ -38,14 +38,15 @@ KeyValue = tuple[Held, Held]
 
 
 class AttentionInputs(NamedTuple):
-    """What a layer has made of its tokens, to attend with.
+    """Queries, keys and values of one layer, and how it scores them.
 
     Attributes:
       layer: its number.
       q: [batch, length, heads, head_dim].
       k, v: [batch, length, kv_heads, head_dim].
-      scoring: how this layer's scores are made.
-      sinks: [heads], a score per head that takes part in the softmax and has no value; or None.
+      scoring: scale, softcap and window of this layer's scores.
+      sinks: [heads], attention sinks: a score per head that joins the softmax and has no value;
+        or None.
     """
 
     layer: int | jax.Array
@@ -57,35 +58,36 @@ class AttentionInputs(NamedTuple):
 
 
 class Attention(Protocol):
-    """One way to attend; called once per layer inside the decoder."""
+    """An attention strategy; called once per layer inside the decoder."""
 
     def __call__(
         self, heads: AttentionInputs, cache: Any
     ) -> tuple[jax.Array, Any, KeyValue | None]:
-        """Returns the output ``[batch, length, heads, head_dim]``, the cache, and what to keep."""
+        """Returns the output [batch, length, heads, head_dim], the cache, and the keys and values
+        to return to the caller, if any."""
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionForm:
-    """How a platform attends.
+    """The attention backend of a platform: its kernel for long sequences, and its layout.
 
     Attributes:
-      kernel: of sequences longer than ``WHOLE``; None: all in one piece (the reference).
+      kernel: for sequences longer than ``WHOLE``; None: all use the score matrix (the reference).
       layout: over whose devices rows, length and heads are split.
-      packs_share: whether the kernel knows prompts that stand once in a pack.
+      packs_share: whether the kernel supports packs where responses share one copy of a prompt.
     """
 
     kernel: Kernel | None = None
     layout: Layout | None = None
     packs_share: bool = True
 
-    def pieces(self, length: int) -> bool:
+    def uses_kernel(self, length: int) -> bool:
         """Whether sequences of this length go to the kernel."""
         return self.kernel is not None and length > WHOLE
 
-    def shares(self, length: int) -> bool:
-        """Whether packs of this length can have a prompt once for several responses."""
-        return self.packs_share or not self.pieces(length)
+    def supports_shared_prompts(self, length: int) -> bool:
+        """Whether several responses in a pack of this length can share one copy of a prompt."""
+        return self.packs_share or not self.uses_kernel(length)
 
     def attend(
         self,
@@ -95,17 +97,17 @@ class AttentionForm:
         mask: jax.Array,
         sinks: jax.Array | None,
         scoring: ScoreOptions,
-        sight: MaskSpec = MaskSpec(),
+        mask_spec: MaskSpec = MaskSpec(),
         shared: PackedPrompts | None = None,
     ) -> jax.Array:
-        """By the kernel; ``mask`` [batch, length]: bool, False at padding, or segments."""
+        """Run the kernel; ``mask`` [batch, length]: bool, False at padding, or segment numbers."""
         assert self.kernel is not None
         marks = mask.astype(jnp.int32)
         sharding = KernelSharding() if self.layout is None else self.layout.kernel_sharding
-        return attend(self.kernel, q, k, v, marks, sinks, scoring, sight, sharding, shared)
+        return attend(self.kernel, q, k, v, marks, sinks, scoring, mask_spec, sharding, shared)
 
-    def hold(self, x: jax.Array, *logical_axes: str | None) -> jax.Array:
-        """``x`` split as the layout says, where it splits the length."""
+    def constrain(self, x: jax.Array, *logical_axes: str | None) -> jax.Array:
+        """``x`` with a sharding constraint where the layout splits the length; else unchanged."""
         if self.layout is None or self.layout.shard_count("length") == 1:
             return x
         return self.layout.constrain(x, *logical_axes)
@@ -113,14 +115,15 @@ class AttentionForm:
 
 @dataclasses.dataclass(frozen=True)
 class Causal:
-    """Every token sees itself and the real tokens before it.
+    """Causal attention: every token sees itself and the real tokens before it.
 
     Attributes:
       mask: bool [batch, length], False at padding.
       keep: return each layer's keys and values, [batch, kv_heads, length, head_dim] (prefill).
-      int8: keep them as ``QuantizedCache``, and see them as these have them: what was read in one
-        piece is then what is read in several, or token by token.
-      form: how; in one piece, queries stay split over a length and keys and values are gathered.
+      int8: return them as ``QuantizedCache`` and attend to the quantized values, so that prefill in
+        one pass, in chunks and token by token give the same results.
+      form: the backend. Without its kernel, context parallelism keeps queries split over the length
+        and gathers keys and values.
     """
 
     mask: jax.Array
@@ -132,26 +135,26 @@ class Causal:
         self, heads: AttentionInputs, cache: Any
     ) -> tuple[jax.Array, Any, KeyValue | None]:
         _, q, k, v, scoring, sinks = heads
-        form, pieces = self.form, self.form.pieces(q.shape[1])
+        form, uses_kernel = self.form, self.form.uses_kernel(q.shape[1])
         kept: KeyValue | None = None
         if self.int8:
             k, v, kept = _int8_rounded(k, v)
-        if pieces:
+        if uses_kernel:
             out = form.attend(q, k, v, self.mask, sinks, scoring)
             if not self.keep or kept:
                 return out, cache, kept
         else:
-            q = form.hold(q, "batch", "length", "heads", None)
-            k, v = (form.hold(x, "batch", None, "kv_heads", None) for x in (k, v))
+            q = form.constrain(q, "batch", "length", "heads", None)
+            k, v = (form.constrain(x, "batch", None, "kv_heads", None) for x in (k, v))
         k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-        if not pieces:
+        if not uses_kernel:
             whole = _causal(split_heads(q, k.shape[1]), k, v, self.mask, scoring, sinks)
             out = merge_heads(whole)
         return out, cache, kept or ((k, v) if self.keep else None)
 
 
 def _int8_rounded(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, KeyValue]:
-    """Keys and values [batch, length, kv_heads, head_dim] as int8 has them, and what is kept."""
+    """Keys and values [batch, length, kv_heads, head_dim] rounded to int8, and their caches."""
     made = [int8_cache.quantized(x) for x in (k, v)]
     wide = [(numbers * scale).astype(k.dtype) for numbers, scale in made]
     kept = [QuantizedCache(n.transpose(0, 2, 1, 3), s.transpose(0, 2, 3, 1)) for n, s in made]
@@ -175,14 +178,14 @@ def _causal(
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """Rows of several sequences, one after another; a token sees its own sequence before it.
+    """Attention within packs (sequence packing): each token sees its own sequence up to itself.
 
     Attributes:
       segments: int32 [batch, length], numbers of the sequences in a row; 0: padding.
       positions: int32 [batch, length], of each token in its own sequence.
-      prompts: int32 [batch, length], the segment of each token's prompt where prompts stand once
-        for several responses, which then have numbers of their own; None: they do not.
-      form: how.
+      prompts: int32 [batch, length], the segment of each token's prompt where responses, with
+        segments of their own, share one copy of a prompt; None: each sequence has its own.
+      form: the backend.
     """
 
     segments: jax.Array
@@ -196,9 +199,9 @@ class Packed:
         _, q, k, v, scoring, sinks = heads
         length = q.shape[1]
         shared = None if self.prompts is None else PackedPrompts(self.prompts, self.positions)
-        if self.form.pieces(length):
-            sight = MaskSpec(packed=True)
-            out = self.form.attend(q, k, v, self.segments, sinks, scoring, sight, shared)
+        if self.form.uses_kernel(length):
+            mask_spec = MaskSpec(packed=True)
+            out = self.form.attend(q, k, v, self.segments, sinks, scoring, mask_spec, shared)
         else:
             out = reference(q, k, v, self.segments, sinks, scoring, shared=shared)
         return out, cache, None
@@ -206,17 +209,16 @@ class Packed:
 
 @dataclasses.dataclass(frozen=True)
 class SharedPrompt:
-    """Rows of one prompt followed by its samples: ``[prompt | response 0 | response 1 | ...]``.
+    """Attention of rows that share a prompt: ``[prompt | response 0 | response 1 | ...]``.
 
     Each response sees the prompt and its own past, so the prompt's forward and backward run once
     per group instead of once per sample.
 
     Attributes:
       prompt_mask: bool [groups, prompt_length].
-      samples: responses per row, all of one (padded) length. Padding stands on the right of a
-        response, so causality alone hides it.
-      form: how.
-      keep, int8: as of ``Causal``: prompts' and responses' keys and values as they stand in a row.
+      samples: responses per row, all padded on the right to one length, where causality hides it.
+      form: the backend.
+      keep, int8: as of ``Causal``; keys and values are in the order of a row.
     """
 
     prompt_mask: jax.Array
@@ -226,11 +228,11 @@ class SharedPrompt:
     int8: bool = False
 
     def positions(self, length: int) -> jax.Array:
-        """int32 [groups, prompt + samples * length], of each token in its sequence."""
+        """int32 [groups, prompt + samples * length], each token's position in its sequence."""
         after = jnp.sum(self.prompt_mask, axis=-1, dtype=jnp.int32)[:, None]
-        answers = jnp.tile(after + jnp.arange(length, dtype=jnp.int32), (1, self.samples))
+        response_mask = jnp.tile(after + jnp.arange(length, dtype=jnp.int32), (1, self.samples))
         prompts = jnp.cumsum(self.prompt_mask, axis=-1, dtype=jnp.int32) - 1
-        return jnp.concatenate([jnp.maximum(prompts, 0), answers], axis=1)
+        return jnp.concatenate([jnp.maximum(prompts, 0), response_mask], axis=1)
 
     def __call__(
         self, heads: AttentionInputs, cache: Any
@@ -245,17 +247,17 @@ class SharedPrompt:
             k, v, kept = _int8_rounded(k, v)
         elif self.keep:
             kept = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-        if self.form.pieces(prompt + length):
-            answers = jnp.ones((groups, total - prompt), bool)
-            mask = self.form.hold(
-                jnp.concatenate([self.prompt_mask, answers], axis=1), "batch", None
+        if self.form.uses_kernel(prompt + length):
+            response_mask = jnp.ones((groups, total - prompt), bool)
+            mask = self.form.constrain(
+                jnp.concatenate([self.prompt_mask, response_mask], axis=1), "batch", None
             )
-            sight = MaskSpec(prompt, length)
-            out = self.form.attend(q, k, v, mask, sinks, scoring, sight)
+            mask_spec = MaskSpec(prompt, length)
+            out = self.form.attend(q, k, v, mask, sinks, scoring, mask_spec)
             return out, cache, kept
 
         def cut(x: jax.Array) -> tuple[jax.Array, ...]:
-            # A split's backward pass is one concatenation; that of two slices pads and adds.
+            # The gradient of a split is one concatenation; that of two slices pads and adds.
             return tuple(jax.lax.split(x, [prompt, total - prompt], axis=1))
 
         (qp, qr), (kp, kr), (vp, vr) = cut(q), cut(k), cut(v)

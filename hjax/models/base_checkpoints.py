@@ -1,8 +1,8 @@
-"""Which checkpoints of other runs a run's models were read from.
+"""Base checkpoints: which checkpoints of other runs a run's models were loaded from.
 
-A path that is a workdir means its newest checkpoint. What learns beside frozen weights learns on
-those of one checkpoint, so a run keeps by path which one it was (``bases.json`` in its workdir),
-and whoever reads the weights again reads those.
+A path to a workdir means its newest checkpoint. Adapters are trained on the frozen weights of one
+checkpoint, so a run records which one by path (``bases.json`` in its workdir), and later loads read
+the same one.
 """
 
 import dataclasses
@@ -17,44 +17,44 @@ from hjax.models.checkpoint import damaged_error
 from hjax.models.checksums import read_checksums
 
 RECORD = "bases.json"
-_ITEMS = ("actor.params", "actor.base")  # what is read of a checkpoint
+_ITEMS = ("actor.params", "actor.base")  # the items that are loaded from a checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
 class BaseCheckpoint:
-    """A checkpoint of another run.
+    """A checkpoint of another run, identified by checksums.
 
     Attributes:
       step: its number.
-      sums: checksums of what is read of it, by item; empty: it has none (an earlier hjax's).
+      sums: checksums of the loaded items; empty: it has none (saved by an earlier version).
     """
 
     step: int
     sums: Mapping[str, Any]
 
     def check(self, workdir: str | os.PathLike) -> int:
-        """Its step, where that run still has it.
+        """Its step, once it is certain that the run still has the same checkpoint.
 
         Raises:
-          DataError: it is gone, or is another one now.
+          DataError: the checkpoint is gone, or its checksums differ.
         """
         checkpoints = Path(workdir) / "checkpoints"
-        there = saved_steps(checkpoints) if checkpoints.is_dir() else []
-        if self.step not in there:
-            wrong = f"is gone (there: {', '.join(map(str, there)) or 'none'})"
+        saved = saved_steps(checkpoints) if checkpoints.is_dir() else []
+        if self.step not in saved:
+            wrong = f"is gone (saved: {', '.join(map(str, saved)) or 'none'})"
         elif self.sums and self.sums != _item_checksums(checkpoints / str(self.step)):
             wrong = "is another one now: its checksum differs"
         else:
             return self.step
         raise DataError(
-            f"{workdir}: checkpoint {self.step}, beside which this run's adapters learned, {wrong}"
-            "; put it back, or train anew on an export of that run, which stays as it is "
+            f"{workdir}: checkpoint {self.step}, the base of this run's adapters, {wrong}"
+            "; put it back, or train again on an export of that run, which does not change "
             "(python -m hjax.launch.export)"
         )
 
 
 def newest_base(workdir: str | os.PathLike) -> BaseCheckpoint | None:
-    """The newest checkpoint of a run; None: it has none.
+    """The newest checkpoint of a run, None if it has none.
 
     Raises:
       DataError: its checksums are damaged.
@@ -66,7 +66,7 @@ def newest_base(workdir: str | os.PathLike) -> BaseCheckpoint | None:
 
 
 def read_bases(workdir: str | os.PathLike) -> dict[str, BaseCheckpoint]:
-    """By path, what a run recorded; empty where it read no other run's (or an earlier hjax did).
+    """The base checkpoints that a run recorded, by path; empty if it read none.
 
     Raises:
       DataError: the record is damaged.
@@ -80,10 +80,10 @@ def read_bases(workdir: str | os.PathLike) -> dict[str, BaseCheckpoint]:
 
 
 def recorded_step(workdir: str | os.PathLike, path: str | os.PathLike) -> int | None:
-    """Which checkpoint at a path a run's adapters stand on; None: no record of any.
+    """The step of the checkpoint at a path that a run's adapters were trained on; None: unrecorded.
 
     Raises:
-      DataError: it is gone, or is another one now.
+      DataError: the checkpoint is gone, or its checksums differ.
     """
     base = read_bases(workdir).get(str(path))
     return None if base is None else base.check(path)

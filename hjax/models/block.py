@@ -1,8 +1,8 @@
-"""One layer of the decoder: attention and an MLP or experts, with the norms around them.
+"""The transformer block, one layer of the decoder: attention, MLP or experts, norms.
 
-Which of the shared parts it has (norms, rotary or learned positions, biases, MLPs) its config says;
-left to its defaults it is Llama's (Touvron et al. 2023): RMSNorm, rotary positions (half-split, as
-in transformers), grouped-query attention, gated SiLU MLP.
+``ModelConfig`` selects its parts (norms, rotary or learned positions, biases, MLPs). The defaults
+are Llama's (Touvron et al. 2023): RMSNorm, rotary positions (half-split, as in transformers),
+grouped-query attention, gated SiLU MLP.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hjax.models.model_config import LayerKind, ModelConfig
 from hjax.models.parameter_spec import ParameterKind, create_parameters
 from hjax.models.rotary import Tables
 
-Rotary = tuple[Tables, ...]  # cos and sin, for each of a model's rotary positions
+Rotary = tuple[Tables, ...]  # (cos, sin) of each of the model's ropes
 
 
 def rotary_tables(
@@ -39,13 +39,13 @@ def rotary_tables(
     kernels: KernelSet,
     lengths: jax.Array | None = None,
 ) -> Rotary:
-    """cos and sin of positions, a pair for each of the model's rotary positions.
+    """cos and sin of positions, a pair for each rope of the model.
 
     Args:
       config: of the model.
       positions: int [..., length], of each token in its own sequence.
-      kernels: that make them.
-      lengths: int [...], tokens that each sequence will have; None: those up to its last position.
+      kernels: whose ``rotary_tables`` computes them.
+      lengths: int [...], final length of each sequence; None: up to its last position.
     """
     make = kernels.rotary_tables
     return tuple(rope.tables(config.head_dim, positions, make, lengths) for rope in config.ropes)
@@ -57,7 +57,7 @@ def _pair(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 class Block(nnx.Module):
-    """All layers' parameters, stacked on a leading ``layers`` dimension."""
+    """Parameters of all layers, stacked on a leading ``layers`` axis, and the forward of one."""
 
     sinks: nnx.Param
     router: nnx.Param
@@ -69,9 +69,9 @@ class Block(nnx.Module):
         self.config = config
         adapters = {n: p for n, p in declared.items() if p.kind is ParameterKind.ADAPTER}
         base = {n: p for n, p in declared.items() if n not in adapters}
-        for some, start in ((base, key), (adapters, jax.random.fold_in(key, 1))):
-            keys = iter(jax.random.split(start, sum(p.scale > 0 for p in some.values()) or 1))
-            create_parameters(self, some, functools.partial(next, keys))
+        for specs, start in ((base, key), (adapters, jax.random.fold_in(key, 1))):
+            keys = iter(jax.random.split(start, sum(p.scale > 0 for p in specs.values()) or 1))
+            create_parameters(self, specs, functools.partial(next, keys))
 
     def __call__(
         self,
@@ -82,80 +82,81 @@ class Block(nnx.Module):
         cache: Any,
         compute: Compute,
         kind: LayerKind,
-        counted: jax.Array | None = None,
+        tally_weights: jax.Array | None = None,
         ring: WeightRing | None = None,
     ) -> tuple[jax.Array, Any, Any, jax.Array | None]:
-        """One layer (of a block whose parameters were sliced to it): x [batch, length, embed].
+        """Forward of one layer; the block's parameters have been sliced to it.
 
         Args:
           layer: its number, for the attention strategy and its cache.
-          x: what comes in.
-          rotary: of the tokens' positions, see ``rotary_tables``.
+          x: input activations [batch, length, embed].
+          rotary: cos and sin of the tokens' positions, see ``rotary_tables``.
           attention, cache, compute: as of ``Decoder``.
-          kind: what this layer has of its own.
-          counted: weight of each token in the routing statistics, see ``mixture_of_experts``.
-          ring: along which weights travel; None: they stay.
+          kind: this layer's window and rope.
+          tally_weights: weight of each token in the routing statistics, see ``mixture_of_experts``.
+          ring: for weights that move over the tensor axis (collective matmul); None: they stay.
 
         Returns:
-          what comes out, the cache, what the strategy kept, and how tokens spread over experts.
+          output activations, the cache, the keys and values that the strategy returns, and the
+          routing statistics.
         """
-        config, kernels, compute = self.config, compute.kernels, compute.in_layer(layer)
+        config, kernels, compute = self.config, compute.kernels, compute.for_layer(layer)
         h = x if config.norms == "after" else self._norm("attention_norm", x, compute)
-        run = functools.partial(collective_matmul.run_on_ring, ring, self)
+        on_ring = functools.partial(collective_matmul.run_on_ring, ring, self)
         scoring = ScoreOptions(config.attention_scale, config.attention_softcap, kind.window or 0)
-        turn = None
+        rotate = None
         if kind.rope is not None and rotary:
-            turn = functools.partial(_rotate_heads, kernels, *rotary[kind.rope])
-        times = None
-        if turn is None and not config.query_key_norm:  # nothing else passes over the queries
-            times = scoring.factor(config.head_dim)
+            rotate = functools.partial(_rotate_heads, kernels, *rotary[kind.rope])
+        factor = None
+        if rotate is None and not config.query_key_norm:  # then the projection scales the queries
+            factor = scoring.factor(config.head_dim)
             scoring = dataclasses.replace(scoring, scale=1.0)
-        made = functools.partial(Block._queries_keys_values, times=times)
-        q, k, v = map(remat.product, run("to_heads", made, h, compute, "q", "kv"))
+        made = functools.partial(Block._queries_keys_values, factor=factor)
+        q, k, v = map(remat.product, on_ring("to_heads", made, h, compute, "q", "kv"))
         if config.query_key_norm:
             q, k = self._norm_heads("q_norm", q, compute), self._norm_heads("k_norm", k, compute)
-        if turn is not None:
-            q, k = turn(q), turn(k)
+        if rotate is not None:
+            q, k = rotate(q), rotate(k)
         sinks = self.sinks[...] if config.sinks else None
-        out, cache, kept = attention(AttentionInputs(layer, q, k, v, scoring, sinks), cache)
-        out = remat.product(run("from_heads", Block._attended, out, compute, "o"))
+        out, cache, kv = attention(AttentionInputs(layer, q, k, v, scoring, sinks), cache)
+        out = remat.product(on_ring("from_heads", Block._output_projection, out, compute, "o"))
         if config.norms != "before":
             out = self._norm("attention_out_norm", out, compute)
         x = x + out
         h = x if config.norms == "after" else self._norm("mlp_norm", x, compute)
-        sums = None
+        routing = None
         if config.experts:
-            out, sums = self._experts(h, compute, counted)
+            out, routing = self._experts(h, compute, tally_weights)
         else:
-            out = run("within", Block._mlp, h, compute, "gate_up", "up", "down")
+            out = on_ring("to_mlp", Block._mlp, h, compute, "gate_up", "up", "down")
         out = remat.product(out)
         if config.norms != "before":
             out = self._norm("mlp_out_norm", out, compute)
-        return x + out, cache, kept, sums
+        return x + out, cache, kv, routing
 
     def _product(
-        self, spec: str, x: jax.Array, name: str, compute: Compute, times: float | None = None
+        self, spec: str, x: jax.Array, name: str, compute: Compute, factor: float | None = None
     ) -> jax.Array:
-        """A product with a weight, and its adapter and bias where it has them; then ``times``."""
+        """A projection: product with a weight, plus adapter and bias if any, times ``factor``."""
         weight, scale = getattr(self, name)[...], getattr(self, f"{name}_scale", None)
         bias = self._bias(name)
-        if times is not None and self._alone(name, x, compute):
-            weight, bias = weight * times, None if bias is None else bias * times
-            times = None
+        if factor is not None and self._is_plain_product(name, x, compute):
+            weight, bias = weight * factor, None if bias is None else bias * factor
+            factor = None
         if scale is None:
             out = compute.kernels.product(spec, x, weight)
         else:
             out = scaled_product(spec, x, weight, scale[...])
-        if self._adapted(name):
-            out = self._with_adapter(name).added(spec, x, out, compute.dropout)
+        if self._has_adapter(name):
+            out = self._adapted_matrix(name).with_adapter(spec, x, out, compute.dropout)
         out = out if bias is None else out + bias.astype(out.dtype)
-        return out if times is None else out * times
+        return out if factor is None else out * factor
 
-    def _halves(
+    def _paired_product(
         self, spec: str, x: jax.Array, name: str, compute: Compute
     ) -> tuple[jax.Array, jax.Array]:
-        """Of a product [batch, length, 2, ...] (``c`` in ``spec``) both."""
-        if not self._alone(name, x, compute):
+        """Both halves of a projection [batch, length, 2, ...]; ``c`` in ``spec`` is the pair."""
+        if not self._is_plain_product(name, x, compute):
             return _pair(self._product(spec, x, name, compute))
         weight, bias, spec = getattr(self, name)[...], self._bias(name), spec.replace("c", "")
         made = [compute.kernels.product(spec, x, weight[:, i]) for i in range(2)]
@@ -167,17 +168,17 @@ class Block(nnx.Module):
         bias = getattr(self, f"{name}_bias", None)
         return None if bias is None else bias[...]
 
-    def _alone(self, name: str, x: jax.Array, compute: Compute) -> bool:
-        """Whether a product is of tokens and a plain weight, which may be changed before it to
-        save passes of its result through memory."""
-        plain = not self._adapted(name) and not hasattr(self, f"{name}_scale")
+    def _is_plain_product(self, name: str, x: jax.Array, compute: Compute) -> bool:
+        """Whether a weight has no adapter or scale, so that changing it before the product saves
+        passes over the result."""
+        plain = not self._has_adapter(name) and not hasattr(self, f"{name}_scale")
         return compute.kernels.few_passes and plain and x.shape[1] > 1
 
-    def _adapted(self, *names: str) -> bool:
+    def _has_adapter(self, *names: str) -> bool:
         """Whether one of these weights has an adapter."""
         return any(hasattr(self, f"{name}_a") for name in names)
 
-    def _with_adapter(self, name: str) -> AdaptedMatrix:
+    def _adapted_matrix(self, name: str) -> AdaptedMatrix:
         read: dict[str, Any] = {
             field: getattr(self, name + end)[...] if hasattr(self, name + end) else None
             for field, end in zip(AdaptedMatrix._fields[3:], ("", "_scale", "_a", "_b", "_m"))
@@ -191,7 +192,7 @@ class Block(nnx.Module):
         return norm(self.config, compute, x, getattr(self, name)[...], bias)
 
     def _norm_heads(self, name: str, x: jax.Array, compute: Compute) -> jax.Array:
-        """x [batch, length, heads, head_dim], normed over each head or over all of them."""
+        """QK-norm of x [batch, length, heads, head_dim], over each head or over all heads."""
         weight = getattr(self, name)[...]
         if self.config.query_key_norm == "head":
             return norm(self.config, compute, x, weight)
@@ -199,16 +200,16 @@ class Block(nnx.Module):
         return together.reshape(x.shape)
 
     def _queries_keys_values(
-        self, x: jax.Array, compute: Compute, times: float | None
+        self, x: jax.Array, compute: Compute, factor: float | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        q = self._product("btd,dhe->bthe", x, "q", compute, times)
-        return q, *self._halves("btd,dcke->btcke", x, "kv", compute)
+        q = self._product("btd,dhe->bthe", x, "q", compute, factor)
+        return q, *self._paired_product("btd,dcke->btcke", x, "kv", compute)
 
-    def _attended(self, x: jax.Array, compute: Compute) -> jax.Array:
+    def _output_projection(self, x: jax.Array, compute: Compute) -> jax.Array:
         return self._product("bthe,hed->btd", x, "o", compute)
 
     def _experts(
-        self, x: jax.Array, compute: Compute, counted: jax.Array | None
+        self, x: jax.Array, compute: Compute, tally_weights: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None]:
         read = {name: getattr(self, name)[...] for name in LOGICAL_AXES if hasattr(self, name)}
         for name in ("gate_up_b", "down_b"):
@@ -221,16 +222,16 @@ class Block(nnx.Module):
             x,
             ExpertWeights(**read),
             Routing(config.experts_per_token, config.normalize_router, activation),
-            layout=compute.home,
+            layout=compute.run_layout,
             kernels=compute.kernels,
-            counted=counted,
-            travel=compute.travel,
-            keep=compute.remat in (remat.NONE, remat.PRODUCTS),
+            tally_weights=tally_weights,
+            move_tokens=compute.move_weights,
+            keep_gates=compute.remat in (remat.NONE, remat.PRODUCTS),
         )
 
     def _mlp(self, x: jax.Array, compute: Compute) -> jax.Array:
         config = self.config
-        plain = not config.mlp_bias and not self._adapted("gate_up", "down")
+        plain = not config.mlp_bias and not self._has_adapter("gate_up", "down")
         plain = plain and not config.quantized
         if config.gated_mlp and config.activation == "silu" and plain:
             return compute.kernels.gated_mlp(x, self.gate_up[...], self.down[...])
@@ -250,7 +251,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def gated_activation(config: ModelConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """What goes down in a gated MLP, of gate and up."""
+    """The activation of a gated MLP, between gate and up projections and the down projection."""
     if config.activation != "clamped_swiglu":
         return ACTIVATIONS[config.activation](gate) * up
     limit = config.activation_limit
@@ -265,7 +266,7 @@ def norm(
     weight: jax.Array,
     bias: nnx.Param | None = None,
 ) -> jax.Array:
-    """x [..., embed], normed as this model does; computed in float32."""
+    """RMSNorm or LayerNorm of x [..., embed], computed in float32."""
     if config.norm_offset:
         weight = weight.astype(jnp.float32) + config.norm_offset
     if not config.layer_norm:
@@ -278,7 +279,7 @@ def norm(
 
 
 def _rotate_heads(kernels: KernelSet, cos: jax.Array, sin: jax.Array, x: jax.Array) -> jax.Array:
-    """The first part of every head rotated, as much as the tables are for."""
+    """Rotary embedding of x; partial if the tables cover only the first part of each head."""
     size = 2 * cos.shape[-1]
     if size == x.shape[-1]:
         return kernels.rotate(x, cos, sin)

@@ -1,8 +1,8 @@
-"""Checkpoints: each worker writes and reads its own arrays (orbax), the controller the rest.
+"""Checkpoints: each worker saves and restores its own arrays (orbax), the controller the rest.
 
 ``checkpoints/<step>/`` holds ``<role>.params`` and ``<role>.optimizer`` (trees of arrays, a folder
-each), ``controller.json`` (everything else that decides the next step) and the checksums of these.
-A checkpoint appears under its number once all of it is on the disk.
+each), ``controller.json`` (all other state that decides the next step) and their checksums. A
+checkpoint is renamed to its step number once all of it is on disk.
 """
 
 import contextlib
@@ -28,19 +28,19 @@ from hjax.models.checksums import verify_checksums, write_checksums
 from hjax.sharding.offload import HOST
 
 CONTROLLER = "controller.json"
-# How folders end that are not checkpoints, or no longer.
+# Suffixes of folders that are not, or no longer, checkpoints.
 SAVING, REMOVING, DAMAGED = ".saving", ".removing", ".damaged"
 
 
 class Checkpoints:
-    """The checkpoints of a run, as the controller keeps them.
+    """The checkpoints of a run, managed by the controller.
 
     Args:
-      directory: ``checkpoints/`` of a workdir; made if need be.
-      keep: newest checkpoints that stay.
+      directory: ``checkpoints/`` of a workdir; created if missing.
+      keep: how many of the newest checkpoints stay.
 
     Raises:
-      RunError: the directory cannot be made.
+      RunError: the directory cannot be created.
     """
 
     def __init__(self, directory: Path, keep: int = 2):
@@ -50,10 +50,10 @@ class Checkpoints:
         except OSError as error:
             raise RunError(f"{self.directory}: {error.strerror}; checkpoints go there") from error
         self.keep = keep
-        for ending in (SAVING, REMOVING):  # by a run that was killed
+        for ending in (SAVING, REMOVING):  # left by a run that was killed
             for left in self.directory.glob(f".*{ending}"):
                 _remove(left)
-        self._latest = max(self._complete(), default=None)
+        self._latest = max(self._saved_steps(), default=None)
         self._completing: threading.Thread | None = None
         self._failed: tuple[int, BaseException] | None = None
 
@@ -62,45 +62,45 @@ class Checkpoints:
         return self._latest
 
     def folder(self, step: int) -> Path:
-        """Where a checkpoint is."""
+        """The folder of a checkpoint."""
         return self.directory / str(step)
 
     def save(
         self, step: int, write: Callable[[Path], Sequence[Any]], controller: Mapping[str, Any]
     ) -> None:
-        """Save in the background.
+        """Save a checkpoint in the background.
 
         Args:
-          step: above the latest saved one.
-          write: has every worker write its state into a folder; returns futures that are done when
-            it is on the disk. What a worker is called for next may change its arrays.
-          controller: plain JSON.
+          step: greater than the latest saved one.
+          write: makes every worker write its state into a folder; returns futures that finish when
+            the state is on disk. Workers may change their arrays once ``write`` has returned.
+          controller: the controller's state, plain JSON.
 
         Raises:
-          RunError: the step is not above the latest, or the checkpoint before could not be written.
+          RunError: the step is not above the latest, or writing the previous checkpoint failed.
         """
         self.wait()
         if self._latest is not None and step <= self._latest:
             raise RunError(f"checkpoint {step} is not after the latest one, {self._latest}")
-        part = self.directory / f".{step}{SAVING}"
-        _remove(part)  # a process that is no more may have left some
+        saving = self.directory / f".{step}{SAVING}"
+        _remove(saving)  # a process that died may have left one
         try:
-            part.mkdir()
-            replace_file(part / CONTROLLER, json.dumps(to_json(controller)) + "\n")
-            written = write(part)
+            saving.mkdir()
+            replace_file(saving / CONTROLLER, json.dumps(to_json(controller)) + "\n")
+            writes = write(saving)
         except BaseException as error:
-            shutil.rmtree(part, ignore_errors=True)
+            shutil.rmtree(saving, ignore_errors=True)
             if isinstance(error, OSError):
                 raise write_error(step, error) from error
             raise
         self._latest = step
         self._completing = threading.Thread(
-            target=self._complete_when, args=(step, part, written), name=f"checkpoint {step}"
+            target=self._finish_save, args=(step, saving, writes), name=f"checkpoint {step}"
         )
         self._completing.start()
 
     def controller(self, step: int) -> Any:
-        """The controller's part of a checkpoint.
+        """The controller's state in a checkpoint.
 
         Raises:
           DataError: it is damaged, or of another step.
@@ -117,10 +117,10 @@ class Checkpoints:
         return content
 
     def verify(self, step: int) -> bool:
-        """Hold a checkpoint against its checksums and its name.
+        """Verify a checkpoint's checksums and step number.
 
         Returns:
-          whether it has checksums: those of earlier versions have none.
+          whether it has checksums; checkpoints of earlier versions have none.
 
         Raises:
           DataError: it is damaged, or of another step.
@@ -134,17 +134,17 @@ class Checkpoints:
         return summed
 
     def repair(self) -> list[str]:
-        """Set the newest checkpoints aside, back to one that is sound.
+        """Rename damaged checkpoints, newest first, until one passes ``verify``.
 
         Returns:
-          a line on each of these.
+          a line on each renamed one.
 
         Raises:
-          DataError: there are checkpoints, and none is sound.
+          DataError: there are checkpoints, and all are damaged.
         """
         self.wait()
         wrong: dict[int, DataError] = {}
-        for step in reversed(self._complete()):
+        for step in reversed(self._saved_steps()):
             try:
                 self.verify(step)
                 break
@@ -156,38 +156,38 @@ class Checkpoints:
                     f"{self.directory}: none of the checkpoints {', '.join(map(str, wrong))} is "
                     "sound; use a new --workdir"
                 )
-        said = []
+        lines = []
         for step, cause in wrong.items():
-            aside = self._aside(step)
-            self.folder(step).rename(aside)
+            free_name = self._free_name(step)
+            self.folder(step).rename(free_name)
             reason = str(cause).partition("cannot be read (")[2].partition("); ")[0]
-            said.append(f"checkpoint {step} is damaged ({reason}) and now {aside.name}")
-        self._latest = max(self._complete(), default=None)
-        return said
+            lines.append(f"checkpoint {step} is damaged ({reason}) and now {free_name.name}")
+        self._latest = max(self._saved_steps(), default=None)
+        return lines
 
-    def _aside(self, step: int) -> Path:
-        """A name for a damaged checkpoint that no other has."""
-        aside, number = self.directory / f"{step}{DAMAGED}", 1
-        while aside.exists():
+    def _free_name(self, step: int) -> Path:
+        """An unused path for a damaged checkpoint."""
+        free_name, number = self.directory / f"{step}{DAMAGED}", 1
+        while free_name.exists():
             number += 1
-            aside = self.directory / f"{step}{DAMAGED}-{number}"
-        return aside
+            free_name = self.directory / f"{step}{DAMAGED}-{number}"
+        return free_name
 
     def check(self) -> None:
-        """Whether what is being saved has failed; does not wait for it.
+        """Raise the error of a background save that failed; does not wait.
 
         Raises:
-          RunError: it could not be written.
+          RunError: a checkpoint could not be written.
         """
         if self._failed is not None:
             (step, error), self._failed = self._failed, None
             raise write_error(step, error) from error
 
     def wait(self) -> None:
-        """Until everything saved is on disk.
+        """Wait until every save is on disk.
 
         Raises:
-          RunError: it could not be written.
+          RunError: a checkpoint could not be written.
         """
         if self._completing is not None:
             self._completing.join()
@@ -198,12 +198,12 @@ class Checkpoints:
         """Finish writing."""
         self.wait()
 
-    def _complete(self) -> list[int]:
+    def _saved_steps(self) -> list[int]:
         return saved_steps(self.directory)
 
-    def _complete_when(self, step: int, part: Path, written: Sequence[Any]) -> None:
+    def _finish_save(self, step: int, saving: Path, writes: Sequence[Any]) -> None:
         errors = []
-        for future in written:  # all of them: a worker that still writes must find its folder
+        for future in writes:  # wait for all: a worker that still writes needs the folder
             try:
                 future.result()
             except BaseException as error:
@@ -211,26 +211,26 @@ class Checkpoints:
         try:
             if errors:
                 raise errors[0]
-            write_checksums(part, step)
-            part.rename(self.folder(step))
-            for old in self._complete()[: -self.keep]:
-                # Half of a checkpoint must not have its name.
+            write_checksums(saving, step)
+            saving.rename(self.folder(step))
+            for old in self._saved_steps()[: -self.keep]:
+                # Rename first: a half-deleted checkpoint must not keep its number.
                 removed = self.folder(old).rename(self.directory / f".{old}{REMOVING}")
                 shutil.rmtree(removed)
         except BaseException as error:
-            shutil.rmtree(part, ignore_errors=True)
+            shutil.rmtree(saving, ignore_errors=True)
             self._failed = step, error
-            self._latest = max(self._complete(), default=None)
+            self._latest = max(self._saved_steps(), default=None)
 
 
-# Orbax's writers of one process tell each other's signals apart badly: one writes at a time.
+# Concurrent orbax writers in one process confuse each other's signals, so one writes at a time.
 _WRITING = threading.Lock()
 
 
 def write_state(folder: Path, items: Mapping[str, Any]) -> Callable[[], None]:
-    """Copy trees of arrays to the host; returns a function that writes each under its name.
+    """Copy trees of arrays to host memory; returns a function that writes each under its name.
 
-    The arrays may change as soon as this returns; what the function returns from is on the disk.
+    The arrays may change as soon as this returns. Once the function returns, all is on disk.
     """
     if not items:
         return lambda: None
@@ -249,12 +249,12 @@ def write_state(folder: Path, items: Mapping[str, Any]) -> Callable[[], None]:
 
 
 def saved_items(folder: Path, role: str) -> list[str]:
-    """Names of a role's trees in the folder of a checkpoint."""
+    """The names of a role's trees in a checkpoint's folder."""
     return sorted(path.name for path in folder.glob(f"{role}.*") if path.is_dir())
 
 
 def read_state(folder: Path, items: Mapping[str, Any]) -> dict[str, Any]:
-    """Read trees of arrays by name, in the shardings of ``items``.
+    """Restore trees of arrays by name, with the shardings of ``items``.
 
     Args:
       folder: of a checkpoint.
@@ -272,19 +272,19 @@ def read_state(folder: Path, items: Mapping[str, Any]) -> dict[str, Any]:
 def _orbax() -> Any:
     import orbax.checkpoint as ocp
 
-    # Orbax reports every file it writes, and what it raises with a traceback as well.
+    # Orbax logs every file it writes, and every error it raises with a traceback.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
-    # Splitting a replicated array's writing over its replicas would compile a slice for each.
+    # Splitting a replicated array's write over its replicas would compile a slice for each.
     whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
     ocp.type_handlers.register_type_handler(jax.Array, whole, override=True)
     return ocp
 
 
 def _process_barriers(ocp: Any) -> dict[str, Any]:
-    """How the processes of a world wait for each other while one of them writes or reads.
+    """Orbax options by which processes wait for each other at barriers of the JAX coordinator.
 
-    Named, they meet at barriers of the world's coordinator. Orbax's default is a program on the
-    devices, which a thread in the background may not start between those of a step.
+    Orbax's default barrier is a device program, which a background thread may not start between the
+    programs of a step.
     """
     if jax.process_count() == 1:
         return {}
@@ -294,17 +294,17 @@ def _process_barriers(ocp: Any) -> dict[str, Any]:
 
 
 def _copy(x: Any) -> Any:
-    """An array of its own in the host's memory, in the same shards, without a compiled program."""
+    """A copy in host memory with the same sharding, made without compiling a program."""
     if not isinstance(x, jax.Array):
         return np.array(x)
     device: Any = next(iter(x.sharding.device_set))
     kinds = {memory.kind for memory in device.addressable_memories()}
-    waiting = x.sharding.with_memory_kind(HOST) if HOST in kinds else x.sharding
-    return jax.device_put(x, waiting, may_alias=False)
+    sharding = x.sharding.with_memory_kind(HOST) if HOST in kinds else x.sharding
+    return jax.device_put(x, sharding, may_alias=False)
 
 
 def newest_step(directory: Path) -> int:
-    """Of a run's checkpoints the last one's; DataError where none is complete."""
+    """The step of a run's newest complete checkpoint; DataError if there is none."""
     steps = saved_steps(Path(directory).absolute())
     if not steps:
         raise DataError(f"{directory}: no complete checkpoint; train a step first")
@@ -312,7 +312,7 @@ def newest_step(directory: Path) -> int:
 
 
 def _remove(path: Path) -> None:
-    """What stands there, a folder or a file, if anything."""
+    """Delete a folder or file, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -320,7 +320,7 @@ def _remove(path: Path) -> None:
 
 
 def saved_parameter_names(directory: Path, role: str) -> set[str]:
-    """The names at the top of a role's parameters in the newest checkpoint; reads no numbers.
+    """Top-level names of a role's parameters in the newest checkpoint; reads metadata only.
 
     Raises:
       DataError: no complete checkpoint there, or a damaged one.
@@ -333,11 +333,11 @@ def saved_parameter_names(directory: Path, role: str) -> set[str]:
 def restore_params(
     directory: Path, role: str, kind: str = "params", step: int | None = None
 ) -> Any:
-    """A role's parameters of a checkpoint, as numpy arrays; None: it has no such kind.
+    """Restore a role's parameters as numpy arrays; None if the checkpoint has no such kind.
 
     Args:
       directory: of the run's checkpoints.
-      role: whose.
+      role: the worker's role.
       kind: which of its trees.
       step: of the checkpoint; None: the newest.
 
@@ -355,13 +355,13 @@ def restore_params(
         raise damaged_error(path.parent, error) from error
     with _one_line_errors(path), ocp.StandardCheckpointer() as reader:
         tree = reader.metadata(path).item_metadata.tree
-        # Into the host's memory: the reader may have other devices than those that saved.
+        # Into host memory: this process may have other devices than those that saved.
         return reader.restore(path, jax.tree.map(lambda m: np.empty(m.shape, m.dtype), tree))
 
 
 @contextlib.contextmanager
 def _one_line_errors(path: Path) -> Iterator[None]:
-    """Whatever orbax and tensorstore raise for damaged files becomes one line, and the only one."""
+    """Turn any orbax or tensorstore error for damaged files into a one-line ``DataError``."""
     try:
         with _silent_io_failures():
             yield
@@ -371,12 +371,12 @@ def _one_line_errors(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _silent_io_failures() -> Iterator[None]:
-    """Of a read or write that fails nothing is printed beside what is raised.
+    """Keep a failed read or write from printing anything besides the exception.
 
-    The first array that cannot be read or written ends the event loop in which all are; the others
-    then find it closed and would print so, each with a traceback, until the last has ended.
+    The first array that fails ends the event loop that all share. The others then find it closed,
+    and each would print a traceback.
     """
-    of_unraisable, of_uncaught = sys.unraisablehook, sys.excepthook
+    old_unraisable, old_uncaught = sys.unraisablehook, sys.excepthook
     unraised: list[Any] = []
     uncaught: list[Any] = []
     sys.unraisablehook = unraised.append
@@ -388,11 +388,11 @@ def _silent_io_failures() -> Iterator[None]:
             gc.collect()
             time.sleep(0.1)
         unraised, uncaught = [], []
-        # Slow ones end later still.
-        of_unraisable, of_uncaught = _ignoring_abandoned_tasks(of_unraisable, of_uncaught)
+        # Slow ones end after this block.
+        old_unraisable, old_uncaught = _ignoring_abandoned_tasks(old_unraisable, old_uncaught)
         raise
     finally:
-        sys.unraisablehook, sys.excepthook = of_unraisable, of_uncaught
+        sys.unraisablehook, sys.excepthook = old_unraisable, old_uncaught
         for unraisable in unraised:
             sys.unraisablehook(unraisable)
         for about in uncaught:
@@ -400,7 +400,7 @@ def _silent_io_failures() -> Iterator[None]:
 
 
 def _ignoring_abandoned_tasks(unraisable: Any, uncaught: Any) -> tuple[Any, Any]:
-    """The hooks, but silent about coroutines, tasks and event loops that were left."""
+    """The exception hooks, but silent about abandoned coroutines, tasks and event loops."""
     closed = "Event loop is closed"
     logging.getLogger("asyncio").addFilter(_not_abandoned_task)
 
@@ -420,15 +420,15 @@ def _not_abandoned_task(record: logging.LogRecord) -> bool:
 
 
 def write_error(step: int, error: BaseException) -> RunError:
-    """The one line for a checkpoint that cannot be written."""
+    """The one-line error for a checkpoint that cannot be written."""
     return RunError(
-        f"checkpoint {step} could not be written: {_reason(error)}; with that mended the same "
-        "command goes on from the one before"
+        f"checkpoint {step} could not be written: {_reason(error)}; once that is fixed, the same "
+        "command resumes from the previous checkpoint"
     )
 
 
 def damaged_error(path: Path, error: Exception) -> DataError:
-    """The one line for a checkpoint that cannot be read."""
+    """The one-line error for a checkpoint that cannot be read."""
     reason = _reason(error)
     if not isinstance(error, DataError):
         reason = f"{type(error).__name__}: {reason}"
@@ -439,8 +439,8 @@ def damaged_error(path: Path, error: Exception) -> DataError:
 
 
 def _reason(error: BaseException) -> str:
-    """What orbax, tensorstore or the system says, without its details."""
+    """The first line of an orbax, tensorstore or system error, without details."""
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    for beside in (" See full TensorStore details", " <bound method"):
-        reason = reason.partition(beside)[0]
+    for details in (" See full TensorStore details", " <bound method"):
+        reason = reason.partition(details)[0]
     return reason[:200]

@@ -1,7 +1,7 @@
-"""Checksums of a checkpoint: one per item, made as it is saved and held against what is read.
+"""Checksums of a checkpoint: one per item, written when it is saved and verified when it is read.
 
-``checksums.json`` in its folder has the step, and by item (a folder of arrays, ``controller.json``)
-its bytes and BLAKE2b over its files' names, lengths and contents, in the order of their names.
+``checksums.json`` in its folder has the step and, for each item (a folder of arrays, or
+``controller.json``), its bytes and BLAKE2b over its files' names, lengths and contents, by name.
 """
 
 import concurrent.futures
@@ -16,29 +16,28 @@ from hjax.errors import DataError
 from hjax.files import read_json, replace_file
 
 CHECKSUMS = "checksums.json"
-_READ_BYTES = 1 << 20  # bytes that are read at a time
-_THREADS = 8  # items
+_READ_BYTES, _THREADS = 1 << 20, 8  # bytes per read; items hashed at a time
 
 
 def write_checksums(folder: Path, step: int) -> None:
-    """Write the checksums of everything in the folder of a checkpoint."""
+    """Write the checksums of everything in a checkpoint's folder."""
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
     content = {"step": step, "items": _checksums(folder, names)}
     replace_file(folder / CHECKSUMS, json.dumps(content, indent=1) + "\n")
 
 
 def verify_checksums(folder: Path, names: Iterable[str] | None = None) -> bool:
-    """Hold items of a checkpoint against its checksums.
+    """Verify items of a checkpoint against its checksums.
 
     Args:
       folder: of the checkpoint; its name is the step.
       names: of items; None: all that were saved.
 
     Returns:
-      whether it has checksums: those of earlier versions have none.
+      whether it has checksums; checkpoints of earlier versions have none.
 
     Raises:
-      DataError: it is of another step, or an item is missing or not what was saved.
+      DataError: it is of another step, or an item is missing or differs from what was saved.
       OSError: it cannot be read.
     """
     saved = read_checksums(folder)
@@ -57,11 +56,11 @@ def verify_checksums(folder: Path, names: Iterable[str] | None = None) -> bool:
 
 
 def read_checksums(folder: Path) -> dict[str, dict[str, Any]]:
-    """What the checksums of a checkpoint say, by item; empty: it has none.
+    """The saved checksums of a checkpoint, by item; empty if it has none.
 
     Raises:
-      DataError: they are damaged, or of another step.
-      OSError: they cannot be read.
+      DataError: the file is damaged, or of another step.
+      OSError: the file cannot be read.
     """
     content = read_json(folder / CHECKSUMS)
     if content is None:

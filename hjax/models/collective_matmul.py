@@ -1,15 +1,15 @@
-"""Layers over a tensor axis through which weights travel instead of activations.
+"""Collective matmul: layers over a tensor axis whose weights move in a ring, not activations.
 
-Megatron's tensor parallelism (Shoeybi et al. 2019, arXiv 1909.08053) sums every layer's activations
-over the devices twice each way, and nothing can run beside these sums: the next product needs them.
-Here each device of the tensor axis has a part of the length of every row. Its part of the weights,
-the same as Megatron's, goes round a ring: while a device multiplies its tokens with the part that
-it has, the next one arrives. Attention stays split by heads: queries, keys and values go to the
-device that has their heads as soon as they are made, and what attention makes goes back (Jacobs et
-al. 2023, arXiv 2309.14509). Gradients of weights go round the other way.
+Megatron's tensor parallelism (Shoeybi et al. 2019, arXiv 1909.08053) all-reduces every layer's
+activations twice in each direction, and the next product must wait for them. Here each device of
+the tensor axis holds a part of the length of every row (sequence parallelism). Its weight shard,
+the same as Megatron's, moves round a ring: while a device multiplies its tokens with one shard, the
+next arrives. Attention stays split by heads: an all-to-all takes queries, keys and values to the
+device of their heads and the outputs back (Ulysses; Jacobs et al. 2023, arXiv 2309.14509).
+Gradients of weights move the other way round.
 
-Everything is sent by permutations, which a TPU's compiler always starts early and awaits late. What
-is moved grows with the weights, not with the tokens, so this pays where a pass has many.
+All transfers are collective permutes, which the TPU compiler overlaps with compute. Traffic grows
+with the weights, not with the tokens, so this is cheaper in passes with many tokens.
 """
 
 import dataclasses
@@ -31,17 +31,17 @@ from hjax.sharding.layout import Layout
 
 Parts = dict[str, jax.Array]
 Block = TypeVar("Block", bound=nnx.Module)
-MAX_RING_DEVICES = 8  # devices in a ring, whose steps are written out one after another
-PLATFORMS = ("tpu",)  # that send while they multiply
+MAX_RING_DEVICES = 8  # the steps of a ring are unrolled
+PLATFORMS = ("tpu",)  # that overlap transfers with matrix products
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightRing:
-    """The devices of a layout's tensor axis, in a ring.
+    """Collective matmuls over a ring of the devices of a layout's tensor axis.
 
     Attributes:
-      layout: of training.
-      declared: a layer's parameters, by name, each with a leading ``layers`` dimension.
+      layout: the train layout.
+      declared: a layer's parameters, by name, each with a leading ``layers`` axis.
       dtype: of compute.
       length: of the rows.
     """
@@ -53,56 +53,56 @@ class WeightRing:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Over which weights are split, and between products the length."""
+        """Mesh axes that split the weights and, between products, the length."""
         return self.layout.axes("heads")
 
-    def spread(self, x: jax.Array) -> jax.Array:
-        """[batch, length, embed] with as many places more as make equal parts for the devices."""
-        return self.hold(self._padded(x))
+    def split_length(self, x: jax.Array) -> jax.Array:
+        """[batch, length, embed], padded and split over the length into equal parts."""
+        return self.constrain_length(self._padded(x))
 
-    def hold(self, x: jax.Array) -> jax.Array:
-        """[batch, length, embed], each device with its part of the length."""
+    def constrain_length(self, x: jax.Array) -> jax.Array:
+        """[batch, length, embed] with the constraint that each device has a part of the length."""
         return self.layout.constrain(x, "batch", "heads", None)
 
-    def whole(self, x: jax.Array) -> jax.Array:
-        """What was spread, [batch, length, embed]."""
+    def gather_length(self, x: jax.Array) -> jax.Array:
+        """The inverse of ``split_length``: [batch, length, embed] without padding."""
         return self.layout.constrain(x, "batch")[:, : self.length]
 
     def to_heads(
-        self, made: Callable[[Parts, jax.Array], Any], x: jax.Array, weights: Parts
+        self, function: Callable[[Parts, jax.Array], Any], x: jax.Array, weights: Parts
     ) -> Any:
-        """What ``made`` makes of each token for every head, split by heads, with the whole length.
+        """Project tokens to heads: from split over the length to split over heads (all-to-all).
 
         Args:
-          made: (weights of some heads, [batch, places, embed]) -> tree of [batch, places, ...,
+          function: (weights of some heads, [batch, places, embed]) -> tree of [batch, places, ...,
             heads, head_dim] with those heads.
-          x: [batch, length, embed], spread.
+          x: [batch, length, embed], of ``split_length``.
           weights: by name.
         """
 
         def run(x: jax.Array, weights: Parts) -> Any:
             pieces = []
-            for step, part in enumerate(self._around(weights)):
-                pieces.append(self._sent(made(part, x), step))
+            for step, shard in enumerate(self._rotating_weights(weights)):
+                pieces.append(self._shift(function(shard, x), step))
             own = jax.lax.axis_index(self.axes)
             return jax.tree.map(lambda *of: _join_chunks(1, self._count, own, of), *pieces)
 
-        example = jax.eval_shape(made, weights, x)
+        example = jax.eval_shape(function, weights, x)
         heads = jax.tree.map(
             lambda y: self._spec("batch", *[None] * (y.ndim - 3), "heads", None), example
         )
-        given = self._spec("batch", "heads"), self._specs(weights)
-        every = self._map(run, given, heads)(x, weights)
-        return jax.tree.map(lambda y: y[:, : self.length], every)
+        in_specs = self._spec("batch", "heads"), self._specs(weights)
+        candidates = self._map(run, in_specs, heads)(x, weights)
+        return jax.tree.map(lambda y: y[:, : self.length], candidates)
 
     def from_heads(
-        self, made: Callable[[Parts, jax.Array], jax.Array], x: jax.Array, weights: Parts
+        self, function: Callable[[Parts, jax.Array], jax.Array], x: jax.Array, weights: Parts
     ) -> jax.Array:
-        """The sum over heads of what ``made`` makes of them: [batch, length, embed], spread.
+        """Project heads back: from split over heads to [batch, length, embed] over the length.
 
         Args:
-          made: (weights of some heads, [batch, places, heads, head_dim] of them) -> [batch, places,
-            embed].
+          function: (weights of some heads, [batch, places, heads, head_dim] of them) -> [batch,
+            places, embed], whose sum over heads is returned.
           x: [batch, length, heads, head_dim], split by heads.
           weights: by name.
         """
@@ -110,36 +110,36 @@ class WeightRing:
         def run(x: jax.Array, weights: Parts) -> jax.Array:
             pieces = _split_chunks(1, self._count, jax.lax.axis_index(self.axes), x)
             out: Any = None
-            for step, part in enumerate(self._around(weights)):
-                here = made(part, self._sent(pieces[step], -step))
+            for step, shard in enumerate(self._rotating_weights(weights)):
+                here = function(shard, self._shift(pieces[step], -step))
                 out = here if out is None else out + here
             return out
 
-        given = self._spec("batch", None, "heads"), self._specs(weights)
-        return self._map(run, given, self._spec("batch", "heads"))(self._padded(x), weights)
+        in_specs = self._spec("batch", None, "heads"), self._specs(weights)
+        return self._map(run, in_specs, self._spec("batch", "heads"))(self._padded(x), weights)
 
-    def within(
-        self, made: Callable[[Parts, jax.Array], jax.Array], x: jax.Array, weights: Parts
+    def to_mlp(
+        self, function: Callable[[Parts, jax.Array], jax.Array], x: jax.Array, weights: Parts
     ) -> jax.Array:
-        """The sum over parts of the weights of what ``made`` makes of tokens with them.
+        """Apply an MLP whose output is a sum over shards of its weights.
 
         Args:
-          made: (some of the weights, [batch, places, embed]) -> [batch, places, embed].
-          x: [batch, length, embed], spread; so is the result.
+          function: (a shard of the weights, [batch, places, embed]) -> [batch, places, embed].
+          x: [batch, length, embed], split over the length; so is the result.
           weights: by name.
         """
 
         def run(x: jax.Array, weights: Parts) -> jax.Array:
             out: Any = None
-            for part in self._around(weights):
-                here = made(part, x)
+            for shard in self._rotating_weights(weights):
+                here = function(shard, x)
                 out = here if out is None else out + here
             return out
 
         places = self._spec("batch", "heads")
         return self._map(run, (places, self._specs(weights)), places)(x, weights)
 
-    def _sent(self, tree: Any, by: int) -> Any:
+    def _shift(self, tree: Any, by: int) -> Any:
         return ring_shift(tree, by, self.axes, self._count)
 
     def _padded(self, x: jax.Array) -> jax.Array:
@@ -149,19 +149,19 @@ class WeightRing:
     def _count(self) -> int:
         return self.layout.shard_count("heads")
 
-    def _around(self, weights: Parts) -> Any:
-        """On each device its own part of the weights, then the next device's, and so on."""
-        here = {name: self._whole(name, x) for name, x in weights.items()}
-        travelling = [name for name in here if self._split(name)]
-        once = [n for n in here if n not in travelling and n.endswith("_bias")]
+    def _rotating_weights(self, weights: Parts) -> Any:
+        """Yield each device's own weight shard, then the next device's, and so on."""
+        here = {name: self._gather_fsdp(name, x) for name, x in weights.items()}
+        moving = [name for name in here if self._split(name)]
+        added_once = [n for n in here if n not in moving and n.endswith("_bias")]
         for step in range(self._count):
             yield here
             if step + 1 < self._count:
-                here = here | self._sent({name: here[name] for name in travelling}, -1)
-                here |= {name: jnp.zeros_like(here[name]) for name in once}
+                here = here | self._shift({name: here[name] for name in moving}, -1)
+                here |= {name: jnp.zeros_like(here[name]) for name in added_once}
 
-    def _whole(self, name: str, x: jax.Array) -> jax.Array:
-        """A parameter as products read it, whole but for the tensor axis."""
+    def _gather_fsdp(self, name: str, x: jax.Array) -> jax.Array:
+        """A parameter in compute dtype, all-gathered over FSDP's axes."""
         parameter = self.declared[name]
         if parameter.kind.cast and not parameter.quantized:
             x = x.astype(self.dtype)
@@ -181,22 +181,22 @@ class WeightRing:
     def _spec(self, *names: str | None) -> PartitionSpec:
         return self.layout.spec(names)
 
-    def _map(self, run: Any, given: Any, made: Any) -> Any:
+    def _map(self, run: Any, in_specs: Any, out_specs: Any) -> Any:
         return jax.shard_map(
-            run, mesh=self.layout.mesh, in_specs=given, out_specs=made, check_vma=False
+            run, mesh=self.layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
 
 
 def ring_shift(tree: Any, by: int, axes: tuple[str, ...], count: int) -> Any:
-    """Of every device of a ring to the one so many further on."""
+    """Collective permute: every device of a ring sends to the one ``by`` positions further on."""
     if by % count == 0:
         return tree
     pairs = [(i, (i + by) % count) for i in range(count)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, axes, pairs), tree)
 
 
-# Pieces of a dimension, one of each device: number ``step`` is that of the device ``step`` before.
-# Their gradients are written out: by rule each would pass over the whole array.
+# Chunks of a dimension, one per device; chunk ``step`` is from the device ``step`` places before.
+# Custom gradients: automatic ones would pass over the whole array for each chunk.
 
 
 def _chunk_start(own: jax.Array, step: int, count: int, size: int) -> jax.Array:
@@ -235,36 +235,36 @@ _split_chunks.defvjp(
 def run_on_ring(
     ring: WeightRing | None,
     block: Block,
-    how: str,
-    part: Callable[[Block, jax.Array, Any], Any],
+    method: str,
+    function: Callable[[Block, jax.Array, Any], Any],
     x: jax.Array,
     compute: Any,
     *names: str,
 ) -> Any:
-    """``part(block, x, compute)``, whose weights travel where there is a ring.
+    """``function(block, x, compute)``, run as a collective matmul if there is a ring.
 
     Args:
       block: an nnx module with one layer's parameters.
-      how: ``to_heads``, ``from_heads`` or ``within``, the ring's method for ``x``.
-      names: of the weights; those that it has.
+      method: ``to_heads``, ``from_heads`` or ``to_mlp``, the ring's method for ``x``.
+      names: of the weights; those that the block lacks are ignored.
     """
     if ring is None:
-        return part(block, x, compute)
-    every = [name + of for name in names for of in ("", "_scale", "_a", "_b", "_bias")]
-    weights = {name: getattr(block, name)[...] for name in every if hasattr(block, name)}
+        return function(block, x, compute)
+    candidates = [name + of for name in names for of in ("", "_scale", "_a", "_b", "_bias")]
+    weights = {name: getattr(block, name)[...] for name in candidates if hasattr(block, name)}
 
-    def made(weights: Parts, x: jax.Array) -> Any:
+    def with_weights(weights: Parts, x: jax.Array) -> Any:
         graph, state = nnx.split(block)
         nnx.replace_by_pure_dict(state, {**nnx.to_pure_dict(state), **weights})
-        return part(nnx.merge(graph, state), x, compute)
+        return function(nnx.merge(graph, state), x, compute)
 
-    return getattr(ring, how)(made, x, weights)
+    return getattr(ring, method)(with_weights, x, weights)
 
 
 def make_weight_ring(
     layout: Layout | None, config: ModelConfig, rows: int, length: int, dtype: Any
 ) -> WeightRing | None:
-    """The ring for passes of so many rows of so many places; None where activations are summed."""
+    """The ring for a pass over [rows, length]; None where activations are all-reduced instead."""
     if layout is None or rows % layout.shard_count("batch"):
         return None
     tokens = rows * length / layout.shard_count("batch")
@@ -274,11 +274,11 @@ def make_weight_ring(
 
 
 def weights_travel(model: ModelCounts, mesh: MeshSizes, tokens: float) -> bool:
-    """Whether weights travel in passes of so many tokens of the devices along a tensor axis.
+    """Whether a pass of so many tokens per tensor group moves weights instead of activations.
 
-    Activations are summed where it is long; where keys and values do not divide over it; with
-    stages, a split length, experts, adapters that need whole weights or draw what they drop; and
-    where less is received so.
+    Not if the tensor axis is longer than ``MAX_RING_DEVICES``, if KV heads do not divide over it,
+    with pipeline stages, context parallelism, experts, DoRA or adapter dropout, or if all-reduces
+    of activations receive fewer bytes.
     """
     if not 1 < mesh.tensor <= MAX_RING_DEVICES or model.kv_heads % mesh.tensor:
         return False
@@ -288,11 +288,11 @@ def weights_travel(model: ModelCounts, mesh: MeshSizes, tokens: float) -> bool:
 
 
 def fewer_bytes_received(model: ModelCounts, tokens: float, devices: int) -> bool:
-    """Whether a forward pass of so many tokens receives less with weights that travel.
+    """Whether a forward pass of so many tokens receives fewer bytes if weights move.
 
-    Elements of a layer, each times (devices - 1) / devices: its weights, and queries, keys, values
-    and what attention makes of a device's tokens; or two sums of all tokens, of which a device
-    receives everything twice.
+    Compares elements received per layer, each times (devices - 1) / devices: the weights plus the
+    queries, keys, values and attention outputs of a device's tokens; or two all-reduces over all
+    tokens, in which a device receives everything twice.
     """
     exchanged = (2 * model.attention_width + model.cache_elements) * tokens / devices
     return model.layer_parameters + exchanged < 4 * model.hidden * tokens

@@ -1,4 +1,4 @@
-"""How a model's forward runs: dtypes, kernels, layouts, what is kept."""
+"""How a model's forward runs: dtypes, kernels, layouts, rematerialisation."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class Compute:
       remat: which of a layer's activations the backward pass computes again, see
         ``hjax.models.remat``.
       layout: the train layout over whose axes activations stay split, or None to leave them to
-        the compiler (which would rather split the width of FSDP's embedding than the batch).
-      kernel_set: name of the functions that layers are made of, see ``hjax.kernels.registry``; the
-        plain reference until ``on`` chooses those of a platform.
-      attention: as of ``model.attention``, by which ``on`` chooses.
-      home: the layout whose devices run it, given by ``on``; kernels that a compiler cannot split
-        are split over it.
-      dropout: what adapters' inputs lose in an update; None: nothing.
-      travel: weights may travel over a tensor axis, see ``hjax.models.collective_matmul``; ``on``
-        chooses it for platforms that send while they multiply.
+        the compiler (which would split FSDP's embedding by width rather than by batch).
+      kernel_set: name of a set of kernels, see ``hjax.kernels.registry``; the plain reference until
+        ``for_layout`` chooses a platform's.
+      attention: the config key ``model.attention``, by which ``for_layout`` chooses.
+      run_layout: the layout whose devices run the forward, set by ``for_layout``; kernels that the
+        compiler cannot partition are split over it.
+      dropout: of the adapters' inputs in an update; None: off.
+      move_weights: allow collective matmul over a tensor axis, see
+        ``hjax.models.collective_matmul``; ``for_layout`` sets it where transfers overlap compute.
     """
 
     dtype: Any = jnp.float32
@@ -55,59 +55,59 @@ class Compute:
     layout: Layout | None = None
     kernel_set: str = REFERENCE
     attention: str = AUTO
-    home: Layout | None = None
+    run_layout: Layout | None = None
     dropout: Dropout | None = None
-    travel: bool = False
+    move_weights: bool = False
 
-    def in_layer(self, layer: int | jax.Array) -> Compute:
-        """The same in a layer, counted from the first that is run."""
+    def for_layer(self, layer: int | jax.Array) -> Compute:
+        """The same with the dropout of a layer, counted from the first that is run."""
         if self.dropout is None:
             return self
-        return dataclasses.replace(self, dropout=self.dropout.of_layer(layer))
+        return dataclasses.replace(self, dropout=self.dropout.for_layer(layer))
 
-    def on(self, layout: Layout) -> Compute:
+    def for_layout(self, layout: Layout) -> Compute:
         """The same with the kernels for a layout's devices.
 
         Raises:
-          ConfigError: attention that they do not have.
+          ConfigError: an attention kernel that the platform lacks.
         """
         platform, attention = layout.platform, self.attention
         if attention == TRIED:
             attention = CUDNN if cudnn.trusted(layout.mesh.devices.flat) else BLOCKS
-        kernel_set = choose(platform, attention)
-        travel = platform in collective_matmul.PLATFORMS
-        return dataclasses.replace(self, kernel_set=kernel_set, home=layout, travel=travel)
+        kernels = choose(platform, attention)
+        move = platform in collective_matmul.PLATFORMS
+        return dataclasses.replace(self, kernel_set=kernels, run_layout=layout, move_weights=move)
 
     @property
     def kernels(self) -> KernelSet:
-        """The functions that layers are made of."""
-        return kernels_of(self.kernel_set, whole=self.whole, unrolled=self.unroll_layers)
+        """The kernels that layers use."""
+        return kernels_of(self.kernel_set, whole=self.unsplit, unrolled=self.unroll_layers)
 
     @property
     def form(self) -> AttentionForm:
-        """How attention strategies attend."""
+        """The backend of the attention strategies."""
         kernels = self.kernels
-        return AttentionForm(kernels.attention, self.home or self.layout, kernels.packs_share)
+        return AttentionForm(kernels.attention, self.run_layout or self.layout, kernels.packs_share)
 
     @property
-    def context(self) -> Layout | None:
-        """The layout, if its ``context`` axis splits the length."""
+    def context_layout(self) -> Layout | None:
+        """The layout if it has context parallelism (splits the length), else None."""
         splits = self.layout is not None and self.layout.shard_count("length") > 1
         return self.layout if splits else None
 
-    def ring(self, config: ModelConfig, shape: tuple[int, ...]) -> WeightRing | None:
-        """Along which weights travel in a pass over activations of [batch, length, embed]."""
+    def weight_ring(self, config: ModelConfig, shape: tuple[int, ...]) -> WeightRing | None:
+        """The ring for collective matmul in a pass over [batch, length, embed], or None."""
         rows, length, _ = shape
-        return (
-            make_weight_ring(self.layout, config, rows, length, self.dtype) if self.travel else None
-        )
+        if not self.move_weights:
+            return None
+        return make_weight_ring(self.layout, config, rows, length, self.dtype)
 
     @property
-    def whole(self) -> bool:
-        """Whether each device is known to hold the whole length and a layer's whole weights."""
+    def unsplit(self) -> bool:
+        """Whether each device is known to hold the full length and a layer's full weights."""
         split = ("length", "embed", "heads", "kv_heads", "mlp")
         return self.layout is not None and all(self.layout.shard_count(name) == 1 for name in split)
 
-    def hold(self, x: jax.Array, *logical_axes: str | None) -> jax.Array:
-        """Inside jit: keep activations split as the layout says."""
+    def constrain(self, x: jax.Array, *logical_axes: str | None) -> jax.Array:
+        """Inside jit: constrain activations to the layout's sharding."""
         return x if self.layout is None else self.layout.constrain(x, *logical_axes)

@@ -1,8 +1,8 @@
-"""What memory and time are counted from: plain records of a model, a mesh, a step and numerics.
+"""Inputs of the memory and time estimates: records of a model, a mesh, a workload and dtypes.
 
-Sizes are elements or bytes as named. One set of records for a run's own estimates
-(``hjax.workers.memory``) and for the auto-mapping (``hjax.planning``), whose search makes thousands
-of meshes and needs neither devices nor parameters.
+Sizes are elements or bytes as named. A run's own memory estimates (``hjax.workers.memory``) and the
+auto-mapping (``hjax.planning``), whose search tries thousands of meshes without devices or
+parameters, share these records.
 """
 
 from __future__ import annotations
@@ -17,36 +17,34 @@ from hjax.models import parameter_counts, remat
 from hjax.models.architecture import decoder_parameters
 from hjax.models.model_config import ModelConfig
 
-# What of a role waits in the host's memory between its calls.
+# Which state of a role is offloaded to host memory between its calls.
 Offload = Literal["none", "optimizer", "all"]
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelCounts:
-    """What a model's shape says about its costs (``model_counts`` makes it).
+    """Counts of parameters and activations that follow from a model's shape (``model_counts``).
+
+    A field ``<name>_whole`` counts the elements of ``<name>`` that no tensor axis splits.
 
     Attributes:
-      parameters: of the whole model, a scalar head's bias left out.
-      layer_parameters: of one layer; ``layer_active``: those that one token uses (fewer with
-        experts); ``layer_expert``: those in experts.
-      head_parameters: those that the head multiplies a token with: hidden x vocab, or hidden for a
-        scalar head.
-      attention_width: heads x head_dim: scores and their values cost 4 x width FLOPs per pair of
-        token and context token.
+      parameters: of the whole model, without a scalar head's bias.
+      layer_parameters: of one layer; ``layer_active``: used by one token (fewer with experts);
+        ``layer_expert``: in experts.
+      head_parameters: of the output head: hidden x vocab, or hidden for a scalar head.
+      attention_width: heads x head_dim; attention costs 4 x width FLOPs per pair of a token and a
+        context token.
       cache_elements: keys and values per token and layer.
-      layer_activations: elements per token and layer that a backward pass reads if nothing is
-        rematerialised; ``layer_activations_whole``: of them those that no tensor axis splits.
-      frozen: of ``parameters`` those that no update changes, because adapters learn beside them;
-        ``bytes_each``: those of them that are kept in one byte.
-      remade: of ``layer_activations`` those that a backward pass makes again although nothing is
-        rematerialised.
-      layer_gates: of them those that an MLP's first products give.
-      layer_products, layer_products_whole: those of a layer's other products, of them those that
-        are not split over tensor.
-      by_cudnn: whether cuDNN's attention takes its layers, in 16 bits.
-      layer_gradients: elements per token beside the activations of the layer that a backward pass
-        is at; ``layer_gradients_whole``: of them those that no tensor axis splits.
-      dora, dropout: whether its adapters are DoRA's, and drop some of what they are given.
+      layer_activations: elements per token and layer that a backward pass reads without remat.
+      frozen: parameters that no update changes because adapters are trained;
+        ``one_byte_parameters``: frozen ones that are quantized to one byte.
+      layer_recomputed: layer activations that a backward pass recomputes even without remat.
+      layer_gates: layer activations that are outputs of an MLP's gate and up projections.
+      layer_products: layer activations that are outputs of other matrix products.
+      cudnn_supported: whether cuDNN's attention supports its layers, in 16 bits.
+      layer_gradients: elements per token, beside the activations, while the backward pass is in a
+        layer.
+      dora, dropout: whether its adapters use DoRA, and dropout.
     """
 
     name: str
@@ -68,72 +66,70 @@ class ModelCounts:
     layer_activations: int
     layer_activations_whole: int
     frozen: int = 0
-    bytes_each: int = 0
-    remade: int = 0
+    one_byte_parameters: int = 0
+    layer_recomputed: int = 0
     layer_gates: int = 0
     layer_products: int = 0
     layer_products_whole: int = 0
     layer_gradients: int = 0
     layer_gradients_whole: int = 0
-    by_cudnn: bool = False
+    cudnn_supported: bool = False
     dora: bool = False
     dropout: bool = False
 
     @property
     def scalar(self) -> bool:
-        """Whether its head gives one number."""
+        """Whether it has a scalar head."""
         return self.head_parameters == self.hidden
 
     @property
-    def learning(self) -> float:
-        """Share of the parameters that updates change."""
+    def learned_share(self) -> float:
+        """Share of the parameters that are trained."""
         return 1 - self.frozen / self.parameters
 
     @property
-    def active(self) -> int:
-        """Those that multiply a token in a forward pass, its head included."""
+    def active_parameters(self) -> int:
+        """Parameters that multiply a token in a forward pass, head included."""
         return self.layers * self.layer_active + self.head_parameters
 
-    def on_device(self, mesh: MeshSizes, staged: bool) -> float:
-        """A device's parameters without FSDP: over pipe * tensor, experts also over the expert
-        axis. ``staged``: what is outside of layers is split over a pipeline's stages too, which in
-        hjax have it whole each."""
+    def parameters_per_device(self, mesh: MeshSizes, staged: bool) -> float:
+        """A device's parameters without FSDP: split over pipe * tensor, experts also over the
+        expert axis. ``staged``: embeddings and head are split over pipeline stages too; hjax has
+        them in every stage."""
         experts = self.layers * self.layer_expert
         layers = self.layers * self.layer_parameters - experts
         outside = self.parameters - layers - experts
         stages = mesh.pipe if staged else 1
         return ((layers + experts / mesh.expert) / mesh.pipe + outside / stages) / mesh.tensor
 
-    def cache_share(self, tensor: int) -> int:
-        """Over how many parts keys and values are split: few KV heads stand whole on every
-        device."""
+    def cache_splits(self, tensor: int) -> int:
+        """Parts that the KV cache is split into; 1 if KV heads do not divide over ``tensor``."""
         return tensor if self.kv_heads % tensor == 0 else 1
 
-    def apart(self, tokens: float, places: float) -> tuple[float, float]:
-        """Elements of a layer's attention where the kernel wants each sequence in a row of its own,
-        as cuDNN's does: what it keeps beside ``layer_activations``, and what stands while its
-        backward pass runs.
+    def cudnn_extra(self, tokens: float, places: float) -> tuple[float, float]:
+        """Extra elements per layer if attention needs each sequence in its own row (cuDNN): those
+        kept beside ``layer_activations``, and those alive during its backward pass.
 
-        It keeps its own queries, keys, values and outputs; these go on as tokens once more.
+        cuDNN keeps padded queries, keys, values and outputs; the outputs exist once more as tokens.
 
         Args:
-          tokens: with prompts that several responses share once.
-          places: with a prompt for each response.
+          tokens: with one copy of a prompt that several responses share.
+          places: with a copy of the prompt for each response.
         """
         each = 2 * self.attention_width + self.cache_elements
         return (places - tokens) * each + tokens * self.attention_width, 2 * places * each
 
-    def kept(self, policy: str) -> tuple[int, int]:
-        """(all, those that a tensor axis does not split): elements per token that a policy of
-        ``hjax.models.remat`` keeps of a layer.
+    def kept_activations(self, policy: str) -> tuple[int, int]:
+        """Elements per token and layer that a remat policy (``hjax.models.remat``) keeps: (all,
+        those that no tensor axis splits).
 
-        ``none``: all but the product of a gated SiLU MLP, whose written-out backward pass makes it
-        again; ``attention``: the layer's input and the outputs of long sequences' attention;
-        ``products``: these and what products with weights give; ``full``: the input; ``offload``:
-        nothing on the device.
+        ``none``: all but the product in a gated SiLU MLP, which its custom backward pass
+        recomputes; ``attention``: the layer's input and the outputs of long sequences' attention;
+        ``products``: these and the outputs of products with weights; ``full``: the input;
+        ``offload``: nothing on the device.
         """
         if policy == remat.NONE:
-            return self.layer_activations - self.remade, self.layer_activations_whole
+            return self.layer_activations - self.layer_recomputed, self.layer_activations_whole
         if policy == remat.OFFLOAD:
             return 0, 0
         named = policy in (remat.ATTENTION, remat.PRODUCTS)
@@ -145,7 +141,7 @@ class ModelCounts:
 
 
 def model_counts(config: ModelConfig, name: str = "", scalar: bool = False) -> ModelCounts:
-    """The record of a shape; ``scalar``: with a value head instead of the vocabulary's."""
+    """The counts of a model; ``scalar``: with a scalar head instead of the output table."""
     head = config.hidden_size * (1 if scalar else config.vocab_size)
     total = parameter_counts.parameter_count(config, scalar)
     hidden, width = config.hidden_size, config.heads * config.head_dim
@@ -153,17 +149,16 @@ def model_counts(config: ModelConfig, name: str = "", scalar: bool = False) -> M
     used = config.mlp_size * (config.experts_per_token if config.experts else 1)
     gates = (2 if config.gated_mlp else 1) * used
     mlp = gates + used  # with the product of gate and up
-    # Both norms' inputs and outputs. Queries, keys, values, attention's output, queries and keys
-    # before a norm of their own.
+    # Inputs and outputs of the norms; queries and keys before QK-norm.
     whole = (8 if config.norms == "both" else 4) * hidden
     normed = config.head_dim * (config.heads + config.kv_heads) if config.query_key_norm else 0
-    # The product of a gated SiLU MLP is made again by its written-out backward pass.
+    # The custom backward pass of a gated SiLU MLP recomputes the product of gate and up.
     written_out = config.gated_mlp and config.activation == "silu" and not config.mlp_bias
-    remade = config.mlp_size if written_out and not config.experts else 0
-    # While a backward pass is at the MLP, where it needs most: the gradients of the layer's output
-    # and of the MLP's input; those of its parts, and the product where that is made again.
+    layer_recomputed = config.mlp_size if written_out and not config.experts else 0
+    # The peak of a layer's backward pass is in the MLP: gradients of the layer's output, of the
+    # MLP's input and of its parts, and the recomputed product.
     whole_gradients = 2 * hidden
-    # What attention adds, and what the MLP does where that is normed; queries, keys and values.
+    # The output of attention, and that of the MLP if a norm follows it.
     whole_products = hidden * (1 if config.norms == "before" else 2)
     return ModelCounts(
         name=name,
@@ -175,7 +170,7 @@ def model_counts(config: ModelConfig, name: str = "", scalar: bool = False) -> M
         vocab=config.vocab_size,
         experts=config.experts,
         experts_per_token=config.experts_per_token,
-        # What is counted is split over devices; a scalar head's bias, one number, is not.
+        # A scalar head's bias, one number, is not split over devices.
         parameters=total - int(scalar),
         layer_parameters=parameter_counts.layer_parameters(config),
         layer_active=parameter_counts.active_layer_parameters(config),
@@ -186,16 +181,16 @@ def model_counts(config: ModelConfig, name: str = "", scalar: bool = False) -> M
         layer_activations=whole + 2 * width + cache + normed + mlp,
         layer_activations_whole=whole,
         frozen=total - parameter_counts.learned_parameters(config, scalar),
-        bytes_each=sum(
+        one_byte_parameters=sum(
             p.size for p in parameter_counts.all_specs(decoder_parameters(config)) if p.quantized
         ),
-        remade=remade,
+        layer_recomputed=layer_recomputed,
         layer_gates=gates,
         layer_products=width + cache + whole_products,
         layer_products_whole=whole_products,
-        layer_gradients=whole_gradients + mlp + remade,
+        layer_gradients=whole_gradients + mlp + layer_recomputed,
         layer_gradients_whole=whole_gradients,
-        by_cudnn=not cudnn.refusal(
+        cudnn_supported=not cudnn.refusal(
             "bfloat16", config.head_dim, config.attention_softcap, config.sinks
         ),
         dora=lora is not None and lora.dora,
@@ -205,11 +200,11 @@ def model_counts(config: ModelConfig, name: str = "", scalar: bool = False) -> M
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What a step processes.
+    """The tokens that a step processes.
 
     Attributes:
       prompt_length, response_length: tokens; every response has the full length.
-      sequences: prompts x samples of a step.
+      sequences: per step, prompts x samples.
       samples: responses per prompt.
     """
 
@@ -229,37 +224,35 @@ class Workload:
         return self.sequences * self.length
 
     def row_tokens(self, shared_prompt: bool, rows: int = 0) -> float:
-        """Tokens per sequence that a pass computes: a shared prompt's once per group, of which
-        ``rows`` of a pass may hold a part (0: groups are whole)."""
-        return self.prompt_length / self.share(shared_prompt, rows) + self.response_length
+        """Tokens per sequence that a pass computes; with ``shared_prompt`` the prompt's count once
+        per group, or per part of a group in passes of ``rows`` (0: groups are whole)."""
+        return self.prompt_length / self.rows_per_prompt(shared_prompt, rows) + self.response_length
 
-    def share(self, shared_prompt: bool, rows: int = 0) -> int:
-        """Rows per copy of a prompt in passes of so many rows (0: groups are whole)."""
+    def rows_per_prompt(self, shared_prompt: bool, rows: int = 0) -> int:
+        """Rows that share one copy of a prompt in passes of ``rows`` (0: groups are whole)."""
         return math.gcd(rows, self.samples) if shared_prompt else 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Numerics:
-    """Bytes per element of what a run keeps.
+    """Bytes per element of a run's state, and how its programs use memory.
 
     Attributes:
-      weights: resident, of every model.
-      optimizer: per parameter of a trained model, beside the weights (moments, masters).
-      gradients: while an update runs.
-      compute: what forward, generation and their collectives use.
-      cache: of the KV cache.
+      weights: of every model, resident.
+      optimizer: per parameter of a trained model, beside the weights (moments, master weights).
+      gradients: during an update.
+      compute: in forward, generation and their collectives.
+      cache: in the KV cache.
       shared_prompt: the prompt is computed and cached once per group of samples.
-      whole_scores: places of a row up to which attention scores stand in memory, float32, while a
-        layer computes; longer rows' stay on the chip. 0: they always do.
-      adds_gradients: those of a micro-batch stand beside their sum.
-      forward_tokens: most tokens per device and forward pass; 0: a forward's passes have as many
-        rows as an update's.
-      prompt_copies: of the prompts' KV cache, prefill's and the decode loop's own.
-      bucket: of a transition, bytes received at a time.
-      in_place: the generation copy takes the weights' place (same dtype), else it stands beside.
-      own: as hjax's own programs do: sequences that have no room wait for a slot of the rollout
-        engine, a pipeline's stages run forward again in a backward pass, a TPU's weights may travel
-        along the tensor axis.
+      score_matrix_length: up to this row length attention scores, float32, are in device memory
+        while a layer computes; longer rows use a kernel that keeps them on chip. 0: always on chip.
+      adds_gradients: a micro-batch's gradients exist beside their accumulated sum.
+      forward_tokens: maximal tokens per device and forward pass; 0: as many rows as an update's.
+      prompt_copies: of the prompts' KV cache: that of prefill, and the decode loop's own.
+      bucket: bytes received at a time in a transition.
+      in_place: the generation copy replaces the weights (same dtype); else both exist.
+      hjax_programs: as in hjax: sequences beyond the rollout engine's slots queue, pipeline stages
+        rematerialise their forward, and TPUs may use collective matmul.
     """
 
     weights: float = 2
@@ -269,28 +262,28 @@ class Numerics:
     cache: float = 2
     dtype: str = "bfloat16"
     shared_prompt: bool = False
-    whole_scores: int = 0
+    score_matrix_length: int = 0
     adds_gradients: bool = False
     forward_tokens: int = 16384
     prompt_copies: int = 1
     bucket: float = 2**24
     in_place: bool = True
-    own: bool = False
+    hjax_programs: bool = False
 
 
-# The paper's: BF16 weights, FP32 gradients, Adam's moments and masters (section 8.1).
+# The paper's: BF16 weights, FP32 gradients, Adam's moments and master weights (section 8.1).
 MIXED = Numerics()
 # hjax's on accelerators: FP32 weights and moments, a BF16 generation copy.
 MASTERS = Numerics(
     weights=4,
     optimizer=8,
     shared_prompt=True,
-    whole_scores=WHOLE,
+    score_matrix_length=WHOLE,
     adds_gradients=True,
     prompt_copies=2,
     forward_tokens=0,
     in_place=False,
-    own=True,
+    hjax_programs=True,
 )
 # hjax's on CPUs.
 FLOAT32 = dataclasses.replace(MASTERS, compute=4, cache=4, dtype="float32", in_place=True)
@@ -315,7 +308,7 @@ class MeshSizes:
 
     @classmethod
     def of(cls, layout: Any, generates: bool = False) -> MeshSizes:
-        """That of a layout (``hjax.sharding.layout.Layout``); ``generates``: with p_g and t_g."""
+        """From a ``hjax.sharding.layout.Layout``; ``generates``: with p_g and t_g."""
         shape = layout.mesh.shape
         sizes = {a: shape[a] for a in ("data", "fsdp", "expert", "context")}
         sizes |= {a: shape[a] * shape[f"{a}_micro"] for a in ("pipe", "tensor")}
@@ -325,16 +318,16 @@ class MeshSizes:
 
     @property
     def devices(self) -> int:
-        """Their product."""
+        """Number of devices, the product of the axes."""
         return self.replicas * self.context * self.pipe * self.tensor
 
     @property
     def replicas(self) -> int:
-        """Over how many parts a training batch is split."""
+        """Into how many parts a training batch is split."""
         return self.data * self.fsdp * self.expert
 
     def stride(self, axis: str) -> int:
-        """Distance in ranks of neighbours along an axis (hjax.sharding.layout.MESH_AXES)."""
+        """Distance in ranks between neighbours along an axis (hjax.sharding.layout.MESH_AXES)."""
         order = ("data", "fsdp", "expert", "context", "pipe", "tensor")
         return math.prod(getattr(self, a) for a in order[order.index(axis) + 1 :])
 

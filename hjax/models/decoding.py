@@ -1,7 +1,7 @@
-"""Decoding: one new token per row, against a cache of keys and values.
+"""Decoding: the KV cache, and attention of one new token per row against it.
 
-``Decode`` is the attention strategy of a decode loop, ``KVCache`` what it writes and reads. How
-the cache lies in memory, and what attends to it, is of the platform (``hjax.kernels.decode``).
+``Decode`` is the attention strategy of a decode loop, ``KVCache`` what it writes and reads. The
+cache's memory layout and the kernels depend on the platform (``hjax.kernels.decode``).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from hjax.sharding.layout import Layout
 
 @dataclasses.dataclass(frozen=True)
 class Decode:
-    """One new token per row against the shared prompt cache and each row's own cache.
+    """Decode attention: one new token per row sees the shared prompt's cache and the row's own.
 
     Attributes:
-      seen: where each row stands; the cache is written there and read up to there.
+      seen: each row's position; the cache is written there and read up to there.
       layout: the generate layout, over whose devices the kernel is split.
-      expected: of a response how many tokens are there on average, for the kernel's estimate of
-        what it reads; None: half of the cache's length.
+      expected: average response length so far, for the kernel's estimate of what it reads; None:
+        half of the cache's length.
     """
 
     seen: CacheMask
@@ -58,22 +58,22 @@ class Decode:
             return DecodeSlots(slots, self.layout, self.expected)(heads, cache)
         kv_heads = k.shape[2] * cache.copies
 
-        def by_sample(x: jax.Array) -> jax.Array:
+        def group_by_prompt(x: jax.Array) -> jax.Array:
             """[rows, 1, heads, dim] -> [groups, kv_heads, samples, heads / kv_heads, dim]"""
             x = x.reshape(groups, rows // groups, kv_heads, -1, dim)
             return x.transpose(0, 2, 1, 3, 4)
 
         k, v = (_repeat_heads(x, cache.copies, 2) for x in (k, v))
-        q, k, v = by_sample(q), by_sample(k)[:, :, :, 0], by_sample(v)[:, :, :, 0]
+        q, k, v = group_by_prompt(q), group_by_prompt(k)[:, :, :, 0], group_by_prompt(v)[:, :, :, 0]
         if cache.form in KERNELS:
-            out, cache = self._by_kernel(layer, q, k, v, cache, scoring, sinks)
+            out, cache = self._run_kernel(layer, q, k, v, cache, scoring, sinks)
         else:
             cache = cache.write(layer, k, v, self.seen.position)
             prompt_k, prompt_v, own_k, own_v = cache.read(layer)
-            met = None
+            own_attention = None
             if cache.form in BY_PARTS:
                 position = jnp.broadcast_to(self.seen.position, q.shape[:3:2])
-                met = _attend_filled(
+                own_attention = _attend_filled(
                     (q[..., None, :], own_k, own_v),
                     (jnp.zeros_like(position), position),
                     layout=self.layout,
@@ -83,11 +83,11 @@ class Decode:
                 )
             out = kernels.attend(
                 q, prompt_k, prompt_v, own_k, own_v, seen=self.seen, scoring=scoring,
-                sinks=sinks, met=met, axis=cache.key_axis,
+                sinks=sinks, met=own_attention, axis=cache.key_axis,
             )  # fmt: skip
         return out.transpose(0, 2, 1, 3, 4).reshape(rows, 1, -1, dim), cache, None
 
-    def _by_kernel(
+    def _run_kernel(
         self,
         layer: int | jax.Array,
         q: jax.Array,
@@ -97,8 +97,8 @@ class Decode:
         scoring: ScoreOptions,
         sinks: jax.Array | None,
     ) -> tuple[jax.Array, KVCache]:
-        """On every device its rows and heads."""
-        from hjax.kernels import decode_tpu  # Pallas takes long to import, and only here it runs
+        """Run the TPU kernel; each device has its rows and heads."""
+        from hjax.kernels import decode_tpu  # here because importing Pallas is slow
 
         def attend(arrays: dict[str, Any]) -> Any:
             return decode_tpu.decode(
@@ -130,12 +130,13 @@ class Decode:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeSlots:
-    """New tokens of rows that began at different times: one of each, or as many of each.
+    """Decode attention for continuous batching: rows started at different times.
 
-    The cache is one of a sample per prompt, but prompts may be fewer than rows.
+    All rows have one new token, or equally many (speculative decoding). The cache has one sample
+    per prompt, but there may be fewer prompts than rows.
 
     Attributes:
-      slots: where each row stands; several new tokens of a row need columns of its own.
+      slots: each row's position; several new tokens need a column per row.
       layout, expected: as of ``Decode``.
     """
 
@@ -156,7 +157,7 @@ class DecodeSlots:
             cache = cache.write(layer, k[:, 0], v[:, 0], column)
         prompt_k, prompt_v, own_k, own_v = cache.read(layer)
         q = q.reshape(rows, new, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
-        met = None
+        own_attention = None
         if cache.form in BY_PARTS:
             one = jnp.broadcast_to(column, rows)
             found = _attend_filled(
@@ -167,10 +168,10 @@ class DecodeSlots:
                 expected=self.expected,
                 form=cache.form,
             )
-            met = tuple(x[:, :, 0] for x in found)
+            own_attention = tuple(x[:, :, 0] for x in found)
         out = kernels.attend_slots(
             q, prompt_k, prompt_v, own_k, own_v, slots=self.slots, scoring=scoring,
-            sinks=sinks, met=met, axis=cache.key_axis,
+            sinks=sinks, met=own_attention, axis=cache.key_axis,
         )  # fmt: skip
         return out.transpose(0, 3, 1, 2, 4).reshape(rows, new, -1, dim), cache, None
 
@@ -183,8 +184,8 @@ def _attend_filled(
     expected: float | None,
     form: str,
 ) -> tuple[jax.Array, ...]:
-    """``decode_gpu.filled`` on every device of queries that are not scaled yet, own keys and
-    values; ``spans``: first and last columns."""
+    """``decode_gpu.filled`` on every device, of unscaled queries and the rows' own keys and values;
+    ``spans``: first and last columns."""
     from hjax.kernels import decode_gpu  # what it imports is not on every platform
 
     def attend(q: jax.Array, k: Held, v: Held, first: Any, last: Any) -> Any:
@@ -209,22 +210,21 @@ def _attend_filled(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Keys and values of every layer: the prompt's once per group, the responses' per row.
+    """The KV cache of all layers: the prompt's keys and values per group, the responses' per row.
 
-    Each field is one array with a leading layer dimension (scanned layers, and always for the
-    kernel), or a tuple with one array per layer (unrolled layers): the prompt's of shape
-    [groups, kv_heads, length, head_dim], the responses' values
-    [groups, kv_heads, samples, length, head_dim] and their keys like them, with tokens along
-    ``key_axis``. Where a prompt has one sample that dimension is missing, but for the kernel: XLA
-    would copy the cache to drop it. In int8 a ``QuantizedCache`` stands for an array, its scales
-    [..., 1, length].
+    Each field is one array with a leading layer axis (scanned layers, and always for the kernel),
+    or a tuple with one array per layer (unrolled layers). Prompts: [groups, kv_heads, length,
+    head_dim]. Responses: values [groups, kv_heads, samples, length, head_dim], keys the same but
+    with tokens along ``key_axis``. With one sample per prompt the samples axis is missing, except
+    for the kernel: XLA would copy the cache to drop it. In int8 each array is a ``QuantizedCache``
+    with scales [..., 1, length].
 
     Attributes:
-      form: of ``hjax.kernels.decode``. For the kernel lengths are filled up to whole blocks.
-      copies: of each key-value head, where there are fewer than devices that share the heads: so
-        that each of these has one of its own.
-      own_prompts: whether rows have their prompts among their own tokens; the prompts' arrays then
-        hold nothing.
+      form: memory layout, of ``hjax.kernels.decode``. Kernels pad lengths to whole blocks.
+      copies: of each KV head, above 1 if there are fewer KV heads than devices that split the
+        heads, so that each device has one.
+      prompts_in_rows: whether rows hold their prompts among their own tokens; the prompt arrays are
+        empty then.
     """
 
     prompt_k: Any
@@ -233,16 +233,16 @@ class KVCache:
     v: Any
     form: str = dataclasses.field(default=TILES, metadata={"static": True})
     copies: int = dataclasses.field(default=1, metadata={"static": True})
-    own_prompts: bool = dataclasses.field(default=False, metadata={"static": True})
+    prompts_in_rows: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def key_axis(self) -> int:
-        """Along which axis tokens lie in ``k``, see ``hjax.kernels.cache_axis``."""
+        """The axis of ``k`` along which tokens lie, see ``hjax.kernels.cache_axis``."""
         length: int = jax.tree.leaves(self.v)[0].shape[-2]
         return kernels.key_axis(self.form, length)
 
     def read(self, layer: int | jax.Array) -> tuple[Held, ...]:
-        """Prompt keys and values and own keys and values of one layer."""
+        """Prompt keys, prompt values, response keys and response values of one layer."""
         parts = (self.prompt_k, self.prompt_v, self.k, self.v)
         if isinstance(self.k, tuple):
             return tuple(part[layer] for part in parts)
@@ -254,11 +254,11 @@ class KVCache:
     def write(
         self, layer: int | jax.Array, k: jax.Array, v: jax.Array, position: jax.Array
     ) -> KVCache:
-        """The cache with k and v, a token of each row, at ``position``.
+        """The cache with k and v of one token per row written at ``position``.
 
         Args:
-          layer: which.
-          k, v: [groups, kv_heads, samples, head_dim], without the samples where the cache has none.
+          layer: its index.
+          k, v: [groups, kv_heads, samples, head_dim], without samples if the cache has none.
           position: as of ``CacheMask``; int32 [] without samples.
         """
 
@@ -273,33 +273,33 @@ class KVCache:
             written = kernels.write(one, new, position, axis)
             return jax.lax.dynamic_update_index_in_dim(held, written, layer, 0)
 
-        return self._written(layer, k, v, put)
+        return self._with_written(layer, k, v, put)
 
     def write_rows(
         self, layer: int | jax.Array, k: jax.Array, v: jax.Array, position: jax.Array
     ) -> KVCache:
-        """The cache, of a row per sequence, with tokens of each from columns of its own on.
+        """The cache with new tokens of each row written from its own column on.
 
         Args:
-          layer: which.
+          layer: its index.
           k, v: [rows, new, kv_heads, head_dim].
-          position: int32 [rows], the first new token's column; what is beyond the last is dropped.
+          position: int32 [rows], column of the first new token; columns past the last are dropped.
         """
         rows, new = k.shape[:2]
         row, at = jnp.arange(rows)[:, None], position[:, None] + jnp.arange(new)
 
         def put(lead: tuple[Any, ...], axis: int, held: jax.Array, x: jax.Array) -> jax.Array:
-            # The layer, if any, as an index too: nothing else of the array is touched.
+            # Index the layer as well, so that only the new tokens are written.
             where = *lead, row, slice(None), *cache_axis.token_index(axis, at)
             return held.at[where].set(x.astype(held.dtype), mode="drop")
 
-        return self._written(layer, k, v, put)
+        return self._with_written(layer, k, v, put)
 
-    def _written(
+    def _with_written(
         self, layer: int | jax.Array, k: jax.Array, v: jax.Array, put: Callable[..., jax.Array]
     ) -> KVCache:
-        """With ``put(lead, axis, array, new)`` of each array, ``lead`` the index of the layer where
-        it has all of them."""
+        """The cache with each array replaced by ``put(lead, axis, array, new)``; ``lead``: the
+        index of the layer if the array has all layers, else empty."""
 
         def written(part: Any, new: jax.Array, axis: int) -> Any:
             own = isinstance(part, tuple)
@@ -321,15 +321,15 @@ class KVCache:
     def create(
         cls, prompt: Any, samples: int, length: int, form: str = TILES, copies: int = 1
     ) -> KVCache:
-        """An empty response cache of ``length`` beside the prompt's kept keys and values.
+        """An empty response cache of ``length`` tokens, with the prompts' keys and values.
 
         Args:
-          prompt: (k, v) with a leading layer dimension, or a tuple of (k, v) per layer.
+          prompt: (k, v) with a leading layer axis, or a tuple of (k, v) per layer.
           samples: rows per prompt.
-          form, copies: of the cache.
+          form, copies: as of the class.
         """
 
-        several = (samples,) if samples > 1 or form in KERNELS else ()
+        sample_axis = (samples,) if samples > 1 or form in KERNELS else ()
 
         def empty(part: Any, keys: bool) -> Any:
             dtype = jax.tree.leaves(part)[0].dtype
@@ -337,7 +337,7 @@ class KVCache:
 
             def of(axis: int, scaled: bool, x: jax.Array) -> jax.Array:
                 dim = 1 if scaled else x.shape[-1]
-                made = jnp.zeros((*x.shape[:-2], *several, room, dim), x.dtype)
+                made = jnp.zeros((*x.shape[:-2], *sample_axis, room, dim), x.dtype)
                 return cache_axis.laid(made, axis)
 
             axis = kernels.key_axis(form, room) if keys else cache_axis.ROWS
@@ -356,7 +356,7 @@ class KVCache:
 
 
 def keys_and_values(kept: Any, stacked: bool) -> tuple[Any, Any]:
-    """Keys and values of what a prefill kept; ``stacked``: in one array each."""
+    """Keys and values that a prefill returned; ``stacked``: all layers in one array each."""
     if not (len(kept) and isinstance(kept[0], tuple)):
         k, v = kept
         return k, v
@@ -367,7 +367,7 @@ def keys_and_values(kept: Any, stacked: bool) -> tuple[Any, Any]:
 
 
 def _prompt_cache(x: Any, form: str, copies: int) -> Any:
-    """A prompt's keys or values, [..., kv_heads, length, head_dim], as the cache has them."""
+    """A prompt's keys or values, [..., kv_heads, length, head_dim], padded for the cache."""
 
     first = jax.tree.leaves(x)[0]
     there = first.shape[-2]

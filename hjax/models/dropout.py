@@ -1,9 +1,8 @@
-"""Dropout of adapters' inputs, as PEFT has it: in updates, for every matrix apart.
+"""LoRA dropout: dropout of adapters' inputs in updates, independent for every matrix, as in PEFT.
 
-Which features of a token are dropped follows from keys alone: of the seed and the update's number,
-of the row (for a prompt's tokens, of the prompt), of the token's position, the layer and the
-matrix. So it is the same on every layout, in packs and micro-batches, where a prompt stands once
-for several rows or once for each, and when a layer is computed again for its backward pass.
+The mask of a token follows from PRNG keys alone: seed, number of the update, row (for a prompt's
+tokens: the prompt), position, layer and matrix. So it is the same under every layout, in packs and
+micro-batches, with shared or repeated prompts, and when a layer is rematerialised.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-KEY = "dropout"  # a batch's entry: what row_keys made
+KEY = "dropout"  # the batch key of ``row_keys``
 _IMPL = "threefry2x32"
 
 
 def row_keys(seed: int, update: jax.Array, rows: int, samples: int) -> jax.Array:
-    """uint32 [rows, 4]: for each row two words of its prompt's key and two of its response's.
+    """PRNG keys of rows, uint32 [rows, 4]: two words for the prompt and two for the response.
 
     Args:
       seed: of the run.
-      update: int scalar, updates made so far.
+      update: int scalar, updates so far.
       rows: of the whole update.
       samples: consecutive rows that answer one prompt.
     """
@@ -35,33 +34,33 @@ def row_keys(seed: int, update: jax.Array, rows: int, samples: int) -> jax.Array
     return jnp.concatenate([jax.random.key_data(x) for x in keys], axis=1)
 
 
-def token_keys(rows: jax.Array, share: int, prompt: int, length: int) -> jax.Array:
-    """uint32 [groups, prompt + share * length, 2]: the row's or prompt's key for every token.
+def token_keys(rows: jax.Array, responses: int, prompt: int, length: int) -> jax.Array:
+    """The row's or prompt's key of every token, uint32 [groups, prompt + responses * length, 2].
 
     Args:
       rows: of ``row_keys``.
-      share: consecutive rows that stand behind one prompt.
+      responses: consecutive rows that follow one copy of a prompt.
       prompt, length: tokens of a prompt and of a response, padding included.
     """
-    groups = rows.shape[0] // share
-    first = rows.reshape(groups, share, 4)[:, :1, :2]
-    own = jnp.repeat(rows.reshape(groups, share, 4)[:, :, 2:], length, axis=1)
+    groups = rows.shape[0] // responses
+    first = rows.reshape(groups, responses, 4)[:, :1, :2]
+    own = jnp.repeat(rows.reshape(groups, responses, 4)[:, :, 2:], length, axis=1)
     return jnp.concatenate([jnp.repeat(first, prompt, axis=1), own], axis=1)
 
 
 def _fold(key: jax.Array, number: Any) -> jax.Array:
-    """The words of a key [2], with a number folded in."""
+    """``fold_in`` for the words [2] of a key."""
     folded = jax.random.fold_in(jax.random.wrap_key_data(key, impl=_IMPL), number)
     return jax.random.key_data(folded)
 
 
 @dataclasses.dataclass(frozen=True)
 class Dropout:
-    """What is dropped of a forward's tokens.
+    """Dropout masks of a forward's tokens.
 
     Attributes:
-      keys: uint32 [batch, length, 2], of the tokens; ``of_layer``: in a layer.
-      first: number of the first layer of those that are run.
+      keys: uint32 [batch, length, 2], a key per token.
+      first: number of the first layer that is run.
     """
 
     keys: jax.Array
@@ -69,34 +68,34 @@ class Dropout:
 
     @classmethod
     def of(cls, keys: jax.Array, positions: jax.Array) -> Dropout:
-        """Of tokens with ``token_keys`` and int positions [batch, length]."""
+        """For tokens with ``token_keys`` and int positions [batch, length]."""
         return cls(jax.vmap(jax.vmap(_fold))(keys, positions))
 
-    def of_layer(self, layer: int | jax.Array) -> Dropout:
-        """What is dropped in a layer, counted from ``first``."""
+    def for_layer(self, layer: int | jax.Array) -> Dropout:
+        """The masks in a layer, counted from ``first``."""
         number = self.first + layer
         return Dropout(jax.vmap(jax.vmap(lambda key: _fold(key, number)))(self.keys))
 
-    def dropped(
+    def apply(
         self, x: jax.Array, rate: float, matrices: tuple[int, ...], paired: bool
     ) -> jax.Array:
-        """A layer's activations, some of them 0, the others divided by the share that is kept.
+        """A layer's activations after dropout, scaled by 1 / (1 - rate).
 
         Args:
           x: [batch, length, features...].
-          rate: share that is dropped.
-          matrices: numbers of those that read them.
-          paired: the result has an axis for these.
+          rate: probability that a feature is dropped.
+          matrices: numbers of the matrices that read them.
+          paired: the result has an axis for the matrices.
 
         Returns:
           [batch, length, (matrices,) features...].
         """
-        kept = jnp.stack([self._kept(x.shape[2:], rate, number) for number in matrices], axis=2)
+        kept = jnp.stack([self._keep_mask(x.shape[2:], rate, n) for n in matrices], axis=2)
         x = jnp.where(kept, x[:, :, None] / (1 - rate), 0).astype(x.dtype)
         return x if paired else x[:, :, 0]
 
-    def _kept(self, features: tuple[int, ...], rate: float, number: int) -> jax.Array:
-        """bool [batch, length, features...] for a matrix."""
+    def _keep_mask(self, features: tuple[int, ...], rate: float, number: int) -> jax.Array:
+        """bool [batch, length, features...] for a matrix, True where features are kept."""
 
         def draw(key: jax.Array) -> jax.Array:
             own = jax.random.wrap_key_data(_fold(key, number), impl=_IMPL)

@@ -1,10 +1,10 @@
-"""A device's part of the experts, and tokens of which most rows are none of its own.
+"""Expert dispatch under expert parallelism: route tokens of all devices to a device's experts.
 
-Each device sorts its own tokens' rows by expert, once; what tokens bring along then says where the
-rows of any expert are, and nobody sorts again. Rows go through the experts here in pieces of what
-an even load gives, with some room: mostly one, and as many as it takes. The first piece stands
-outside the loop over the others, so that what its first products give can be kept for the backward
-pass; of the others it is made again.
+Each device sorts its own tokens by expert, once; order and counts go with the tokens, so receivers
+need not sort. Rows pass through the local experts in chunks of the size that an even load gives,
+times a capacity factor: usually one chunk, more if the load is uneven, so no token is dropped. The
+first chunk is outside the loop over the others, so that its gate and up projections can be kept for
+the backward pass; those of the others are recomputed.
 """
 
 from __future__ import annotations
@@ -21,46 +21,50 @@ import jax.numpy as jnp
 from hjax.kernels.reference import GroupFill, filled
 
 CAPACITY_FACTOR = 1.25
-# Rows of a tile of a TPU's grouped products, which would fill up a piece that they do not divide.
+# Row tiles of a TPU's grouped products; a chunk that they do not divide would be padded.
 _TILE_ROWS = (512, 256, 128)
 
-GateUpProjection = Callable[..., jax.Array]  # (rows, weights, sizes, fill, before) to gate and up
-DownProjection = Callable[..., jax.Array]  # (these, shares, weights, sizes, fill, before) to rows
+# (rows, weights, sizes, fill, weight_sums) -> gate and up
+GateUpProjection = Callable[..., jax.Array]
+# (gate and up, routing_weights, weights, sizes, fill, weight_sums) -> rows
+DownProjection = Callable[..., jax.Array]
 Arrays = Sequence[jax.Array]
 
 
 class SortedTokens(NamedTuple):
-    """Sets of tokens, one after another, as many of each; of one set after ``sort_by_expert``.
+    """Equal sets of tokens, one after another, each with its order by expert.
+
+    An entry is a (token, expert) pair; a set has tokens * per_token entries.
 
     Attributes:
       rows: [tokens, embed].
-      shares: float32 [tokens * per_token], of their experts.
-      order: int32 [sets, entries], of a set's shares by expert.
-      counts: int32 [sets, experts], how many entries each of all experts has.
+      routing_weights: float32 [tokens * per_token], of the tokens' experts.
+      order: int32 [sets, entries], a set's entries sorted by expert.
+      counts: int32 [sets, experts], entries of each expert.
     """
 
     rows: jax.Array
-    shares: jax.Array
+    routing_weights: jax.Array
     order: jax.Array
     counts: jax.Array
 
 
 def sort_tokens(
-    rows: jax.Array, shares: jax.Array, chosen: jax.Array, experts: int
+    rows: jax.Array, routing_weights: jax.Array, chosen: jax.Array, experts: int
 ) -> SortedTokens:
-    """Tokens as a set.
+    """One set of tokens, sorted by expert.
 
     Args:
       rows: [tokens, embed].
-      shares, chosen: float32 and int [tokens, per_token].
-      experts: how many there are on all devices.
+      routing_weights, chosen: float32 and int [tokens, per_token].
+      experts: number of experts on all devices.
     """
     order, counts = sort_by_expert(chosen, experts)
-    return SortedTokens(rows, shares.reshape(-1), order[None], counts[None])
+    return SortedTokens(rows, routing_weights.reshape(-1), order[None], counts[None])
 
 
 def sort_by_expert(chosen: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
-    """int32: the order of entries of ``chosen`` by expert, and [experts], how many each has."""
+    """int32: the entries of ``chosen`` sorted by expert, and [experts], how many each has."""
     chosen = chosen.reshape(-1)
     counts = jnp.sum(chosen[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
     return jnp.argsort(chosen, stable=True).astype(jnp.int32), counts
@@ -68,127 +72,130 @@ def sort_by_expert(chosen: jax.Array, experts: int) -> tuple[jax.Array, jax.Arra
 
 @dataclasses.dataclass(frozen=True)
 class ExpertDispatch:
-    """How rows go through the experts here; hashable.
+    """How rows are computed by the experts on this device; hashable.
 
     Attributes:
-      first, second: what experts make of sorted rows, see ``hjax.models.experts``.
-      multiple: rows that an expert's had better be filled up to a multiple of, of how many there
-        are, the weights of first products and the share of the rows that are the experts'.
-      axes: of the mesh, along which experts are split; (): the first ones are here.
-      parts: of all experts one in so many is here.
-      keep: what the first products give is kept for the backward pass, which makes it again
-        otherwise.
-      frozen: fields of the weights of which there are no gradients.
-      of_second: fields that ``second`` reads; ``first`` the others.
+      gate_up, down: the experts' projections of sorted rows, see ``hjax.models.experts``.
+      row_multiple: (rows, gate-up weights, share of real rows) -> multiple to which each expert's
+        rows are padded.
+      axes: mesh axes that split the experts; (): the local experts are the first ones.
+      parts: number of parts that the experts are split into.
+      keep_gates: keep the gate and up projections for the backward pass instead of recomputing.
+      frozen: fields of the weights without gradients.
+      down_fields: fields of the weights that ``down`` reads; ``gate_up`` reads the others.
     """
 
-    first: GateUpProjection
-    second: DownProjection
-    multiple: Callable[[int, jax.Array, float], int]
+    gate_up: GateUpProjection
+    down: DownProjection
+    row_multiple: Callable[[int, jax.Array, float], int]
     axes: tuple[str, ...]
     parts: int
-    keep: bool
+    keep_gates: bool
     frozen: tuple[str, ...]
-    of_second: tuple[str, ...]
+    down_fields: tuple[str, ...]
 
     def forward(
         self, tokens: SortedTokens, weights: Any, sums: Arrays
     ) -> tuple[Arrays, jax.Array | None]:
-        """``sums`` with what the experts here make of the tokens, and what ``backward`` is given.
+        """``sums`` plus the local experts' outputs, and the activations kept for ``backward``.
 
         Args:
-          tokens: [tokens, embed].
-          weights: of the experts here, joined.
+          tokens: sorted tokens.
+          weights: of the local experts, joined.
           sums: [part of the tokens, embed], of equal parts one after another.
         """
-        cut = self._cut(tokens, weights)
+        chunks = self._chunks(tokens, weights)
 
-        def add(turn: Any, sums: Arrays) -> tuple[jax.Array, Arrays]:
-            piece = cut.piece(turn)
-            both = self.first(tokens.rows[piece.token], weights, piece.sizes, cut.fill)
-            shares = piece.shares(tokens.shares)
-            made = self.second(both, shares, weights, piece.sizes, cut.fill)
-            return both, piece.added(sums, made)
+        def add(number: Any, sums: Arrays) -> tuple[jax.Array, Arrays]:
+            chunk = chunks.chunk(number)
+            gates = self.gate_up(tokens.rows[chunk.token], weights, chunk.sizes, chunks.fill)
+            routing_weights = chunk.routing_weights(tokens.routing_weights)
+            out = self.down(gates, routing_weights, weights, chunk.sizes, chunks.fill)
+            return gates, chunk.added(sums, out)
 
-        both, sums = add(0, tuple(sums))
-        sums = cut.others(lambda turn, sums: add(turn, sums)[1], sums)
-        return sums, both if self.keep else None
+        gates, sums = add(0, tuple(sums))
+        sums = chunks.remaining(lambda number, sums: add(number, sums)[1], sums)
+        return sums, gates if self.keep_gates else None
 
     def backward(
         self,
         kept: jax.Array | None,
         tokens: SortedTokens,
         weights: Any,
-        before: Any,
-        given: jax.Array,
+        weight_sums: Any,
+        d_out: jax.Array,
         sums: Arrays,
     ) -> tuple[Arrays, jax.Array, Any]:
-        """Gradients: ``sums`` with those of rows, those of shares [tokens * per_token], and those
-        of weights, added to ``before`` where that is not None.
+        """Gradients: ``sums`` plus those of rows, those of routing weights [tokens * per_token],
+        and those of weights, added to ``weight_sums`` if that is not None.
 
         Args:
-          kept: of ``forward``, whose ``tokens``, ``weights`` and ``sums`` these are.
-          given: [tokens, embed], the gradient of what it gives.
+          kept: of ``forward``, which had the same ``tokens``, ``weights`` and shape of ``sums``.
+          d_out: [tokens, embed], the gradient of its outputs.
         """
-        cut = self._cut(tokens, weights)
+        chunks = self._chunks(tokens, weights)
         fixed = {name: getattr(weights, name) for name in self.frozen}
         none = dict.fromkeys(self.frozen)
         learning = dataclasses.replace(weights, **none)
 
-        def add(turn: Any, state: Any, kept: jax.Array | None = None) -> Any:
-            of_rows, of_shares, of_weights = state
-            piece = cut.piece(turn)
+        def add(number: Any, state: Any, kept: jax.Array | None = None) -> Any:
+            of_rows, of_routing, of_weights = state
+            chunk = chunks.chunk(number)
 
-            def first(rows: jax.Array, weights: Any) -> jax.Array:
+            def gate_up(rows: jax.Array, weights: Any) -> jax.Array:
                 whole = dataclasses.replace(weights, **fixed)
-                return self.first(rows, whole, piece.sizes, cut.fill, of_weights)
+                return self.gate_up(rows, whole, chunk.sizes, chunks.fill, of_weights)
 
-            def second(both: jax.Array, shares: jax.Array, weights: Any) -> jax.Array:
+            def down(gates: jax.Array, routing_weights: jax.Array, weights: Any) -> jax.Array:
                 whole = dataclasses.replace(weights, **fixed)
-                return self.second(both, shares, whole, piece.sizes, cut.fill, of_weights)
+                return self.down(
+                    gates, routing_weights, whole, chunk.sizes, chunks.fill, of_weights
+                )
 
-            both, back_first = jax.vjp(first, tokens.rows[piece.token], learning)
-            both = both if kept is None else kept
-            _, back_second = jax.vjp(second, both, piece.shares(tokens.shares), learning)
-            d_both, d_shares, d_second = back_second(given[piece.token])
-            d_rows, d_weights = back_first(d_both)
+            gates, gate_up_vjp = jax.vjp(gate_up, tokens.rows[chunk.token], learning)
+            gates = gates if kept is None else kept
+            routing_weights = chunk.routing_weights(tokens.routing_weights)
+            _, down_vjp = jax.vjp(down, gates, routing_weights, learning)
+            d_gates, d_routing, d_down = down_vjp(d_out[chunk.token])
+            d_rows, d_weights = gate_up_vjp(d_gates)
             d_weights = dataclasses.replace(
-                d_weights, **{name: getattr(d_second, name) for name in self.of_second}
+                d_weights, **{name: getattr(d_down, name) for name in self.down_fields}
             )
-            of_shares = of_shares.at[piece.entry].add(jnp.where(piece.inside, d_shares, 0))
-            return piece.added(of_rows, d_rows), of_shares, d_weights
+            of_routing = of_routing.at[chunk.entry].add(jnp.where(chunk.inside, d_routing, 0))
+            return chunk.added(of_rows, d_rows), of_routing, d_weights
 
-        before = None if before is None else dataclasses.replace(before, **none)
-        return cut.others(add, add(0, (tuple(sums), jnp.zeros_like(tokens.shares), before), kept))
+        weight_sums = None if weight_sums is None else dataclasses.replace(weight_sums, **none)
+        state = tuple(sums), jnp.zeros_like(tokens.routing_weights), weight_sums
+        return chunks.remaining(add, add(0, state, kept))
 
-    def _cut(self, tokens: SortedTokens, weights: Any) -> _Chunks:
-        here, (sets, entries) = weights.down.shape[0], tokens.order.shape
-        first = jax.lax.axis_index(self.axes) * here if self.axes else 0
+    def _chunks(self, tokens: SortedTokens, weights: Any) -> _Chunks:
+        local, (sets, entries) = weights.down.shape[0], tokens.order.shape
+        first = jax.lax.axis_index(self.axes) * local if self.axes else 0
         ends = jnp.cumsum(tokens.counts, axis=1)
         sizes, ends = (
-            jax.lax.dynamic_slice_in_dim(x, first, here, 1) for x in (tokens.counts, ends)
+            jax.lax.dynamic_slice_in_dim(x, first, local, 1) for x in (tokens.counts, ends)
         )
         starts = ends - sizes + entries * jnp.arange(sets)[:, None]
         size = math.ceil(CAPACITY_FACTOR * sets * entries / self.parts)
         tile = next((t for t in _TILE_ROWS if size >= 8 * t), _TILE_ROWS[-1])
         whole = -(-size // tile) * tile
         share = sets * entries / self.parts / whole
-        multiple = self.multiple(whole, weights.gate_up, share)
-        most = sets * entries + here * (multiple - 1)
-        size = min(-(-rows // multiple) * multiple for rows in (whole, most))
-        fill = filled(size, here, share * whole / size, multiple)
+        row_multiple = self.row_multiple(whole, weights.gate_up, share)
+        most = sets * entries + local * (row_multiple - 1)
+        size = min(-(-rows // row_multiple) * row_multiple for rows in (whole, most))
+        fill = filled(size, local, share * whole / size, row_multiple)
         return _Chunks(tokens, sizes, starts, size, fill)
 
 
 class _Chunks(NamedTuple):
-    """The rows of the experts here in pieces.
+    """The rows of the local experts, in chunks of equal size.
 
     Attributes:
       tokens: whose rows.
-      sizes, starts: int32 [sets, experts], of each expert here its rows, and where they begin among
+      sizes, starts: int32 [sets, experts], rows of each local expert, and where they begin among
         the entries of all sets.
-      size: rows of a piece.
-      fill: what is known of them: how many an even load fills.
+      size: rows per chunk.
+      fill: how many rows an even load fills.
     """
 
     tokens: SortedTokens
@@ -197,10 +204,10 @@ class _Chunks(NamedTuple):
     size: int
     fill: GroupFill
 
-    def piece(self, turn: Any) -> _Chunk:
-        """By number."""
+    def chunk(self, number: Any) -> _Chunk:
+        """The chunk of a number."""
         sets, entries = self.tokens.order.shape
-        # An expert's rows are those of every set, and after them what fills it up.
+        # An expert's rows are those of every set, then padding.
         filling = self.totals() - jnp.sum(self.sizes, axis=0)
         sizes, starts = (
             jnp.concatenate([x, y[None]]).T.reshape(-1)
@@ -209,7 +216,7 @@ class _Chunks(NamedTuple):
         ends = jnp.cumsum(sizes)
         shifts = starts - (ends - sizes)
         real = jnp.tile(jnp.arange(sets + 1) < sets, filling.shape[0]).astype(jnp.int32)
-        begin = turn * self.size
+        begin = number * self.size
         at = begin + jnp.arange(self.size)
         passed = at[:, None] >= ends[:-1]
         place = at + shifts[0] + jnp.sum(jnp.where(passed, jnp.diff(shifts), 0), axis=1)
@@ -218,41 +225,41 @@ class _Chunks(NamedTuple):
         entry = self.tokens.order.reshape(-1)[place] + place // entries * entries
         per_token = sets * entries // self.tokens.rows.shape[0]
         of_experts = jnp.cumsum(self.totals())
-        held = jnp.diff(jnp.clip(of_experts - begin, 0, self.size), prepend=0).astype(jnp.int32)
-        return _Chunk(entry, entry // per_token, inside, held)
+        in_chunk = jnp.diff(jnp.clip(of_experts - begin, 0, self.size), prepend=0)
+        return _Chunk(entry, entry // per_token, inside, in_chunk.astype(jnp.int32))
 
     def totals(self) -> jax.Array:
-        """int32 [experts], rows of each, filled up."""
-        multiple = self.fill.multiple
-        return -(-jnp.sum(self.sizes, axis=0) // multiple) * multiple
+        """int32 [experts], rows of each, padding included."""
+        row_multiple = self.fill.multiple
+        return -(-jnp.sum(self.sizes, axis=0) // row_multiple) * row_multiple
 
-    def others(self, add: Callable[[jax.Array, Any], Any], state: Any) -> Any:
-        """The state after all pieces but the first."""
+    def remaining(self, add: Callable[[jax.Array, Any], Any], state: Any) -> Any:
+        """The state after all chunks but the first."""
         most = self.tokens.order.size + self.sizes.shape[1] * (self.fill.multiple - 1)
         if self.size >= most:
             return state
         every = jnp.sum(self.totals())
 
         def run(state: Any) -> Any:
-            with jax.named_scope("trips:0"):  # tells ``hjax.xla`` how many an even load takes
+            with jax.named_scope("trips:0"):  # tells ``hjax.xla`` the iterations of an even load
                 return jax.lax.while_loop(
                     lambda s: s[0] * self.size < every,
                     lambda s: (s[0] + 1, add(*s)),
                     (jnp.int32(1), state),
                 )[1]
 
-        # A scheduler takes a loop for long, and would hide what is sent behind this one.
+        # XLA's scheduler takes any loop for long, and would overlap transfers with this one.
         return jax.lax.cond(every > self.size, run, lambda state: state, state)
 
 
 class _Chunk(NamedTuple):
-    """Rows, sorted by expert.
+    """A chunk of rows, sorted by expert.
 
     Attributes:
-      entry, token: int32 [rows], of ``SortedTokens.shares`` and ``SortedTokens.rows``; anything
-        where an expert's are filled up, and after all of them.
-      inside: bool [rows], not so.
-      sizes: int32 [experts], rows of each, filled up.
+      entry, token: int32 [rows], indices into ``SortedTokens.routing_weights`` and
+        ``SortedTokens.rows``; arbitrary at padding.
+      inside: bool [rows], False at padding.
+      sizes: int32 [experts], rows of each, padding included.
     """
 
     entry: jax.Array
@@ -260,40 +267,39 @@ class _Chunk(NamedTuple):
     inside: jax.Array
     sizes: jax.Array
 
-    def shares(self, shares: jax.Array) -> jax.Array:
-        """Of the rows; 0 where there is none."""
-        return jnp.where(self.inside, shares[self.entry], 0)
+    def routing_weights(self, routing_weights: jax.Array) -> jax.Array:
+        """Routing weights of the rows; 0 at padding."""
+        return jnp.where(self.inside, routing_weights[self.entry], 0)
 
-    def added(self, sums: Arrays, made: jax.Array) -> Arrays:
-        """Sums of equal parts of the tokens with what is made of these rows; a token's few are
-        summed in their dtype, as transformers sums them."""
+    def added(self, sums: Arrays, out: jax.Array) -> Arrays:
+        """Outputs of these rows added to the sums of equal parts of the tokens, in their dtype, as
+        transformers does."""
         part = sums[0].shape[0]
         found = []
         for number, x in enumerate(sums):
             at = self.token - number * part
             at = jnp.where(self.inside & (at >= 0), at, part)
-            found.append(x.at[at].add(made, mode="drop"))
+            found.append(x.at[at].add(out, mode="drop"))
         return tuple(found)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def dispatch_to_experts(pieces: ExpertDispatch, tokens: SortedTokens, weights: Any) -> jax.Array:
-    """[tokens, embed], the sum over those of each token's experts that are here; inside
-    shard_map."""
-    return _forward(pieces, tokens, weights)[0]
+def dispatch_to_experts(dispatch: ExpertDispatch, tokens: SortedTokens, weights: Any) -> jax.Array:
+    """[tokens, embed], each token's sum over its experts on this device; inside shard_map."""
+    return _forward(dispatch, tokens, weights)[0]
 
 
-def _forward(pieces: ExpertDispatch, tokens: SortedTokens, weights: Any) -> tuple[jax.Array, Any]:
-    (out,), kept = pieces.forward(tokens, weights, [jnp.zeros_like(tokens.rows)])
+def _forward(dispatch: ExpertDispatch, tokens: SortedTokens, weights: Any) -> tuple[jax.Array, Any]:
+    (out,), kept = dispatch.forward(tokens, weights, [jnp.zeros_like(tokens.rows)])
     return out, (kept, tokens, weights)
 
 
-def _backward(pieces: ExpertDispatch, left: Any, d_out: jax.Array) -> tuple[Any, ...]:
+def _backward(dispatch: ExpertDispatch, left: Any, d_out: jax.Array) -> tuple[Any, ...]:
     kept, tokens, weights = left
     sums = [jnp.zeros_like(tokens.rows)]
-    (d_rows,), d_shares, d_weights = pieces.backward(kept, tokens, weights, None, d_out, sums)
+    (d_rows,), d_routing, d_weights = dispatch.backward(kept, tokens, weights, None, d_out, sums)
     none: Any = None
-    return SortedTokens(d_rows, d_shares, none, none), d_weights
+    return SortedTokens(d_rows, d_routing, none, none), d_weights
 
 
 dispatch_to_experts.defvjp(_forward, _backward)

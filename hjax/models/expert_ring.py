@@ -1,12 +1,12 @@
-"""Tokens that travel past the experts of an expert axis.
+"""Expert parallelism by a ring: tokens move past the experts of all devices of an expert axis.
 
-Each device has a part of the experts, and tokens of its own. To gather all tokens before and to
-scatter sums after is to wait for both. Here half of a device's tokens goes round the devices one
-way, half the other, and the sums of what experts make of them go along, a step behind: while a
-device computes its experts of the tokens that it has, the next ones arrive and the last sums leave.
+An all-gather of tokens before the experts and a reduce-scatter of outputs after them would both
+block. Here half of a device's tokens move round the ring one way, half the other. Their sums of
+expert outputs follow one step behind: while a device computes its experts on the tokens it has, the
+next tokens arrive and the last sums leave.
 
-Everything is sent by permutations, which a TPU's compiler runs beside other work; what has to be
-done before is said by barriers.
+All transfers are collective permutes, which the TPU compiler overlaps with compute; optimization
+barriers fix the order.
 """
 
 import functools
@@ -26,32 +26,32 @@ _BYTES_READ_PER_RECEIVED = (
 
 
 class ExpertRing(NamedTuple):
-    """Devices that have a part of the experts each; hashable.
+    """The ring of devices that experts are split over; hashable.
 
     Attributes:
-      axes: of the mesh, along which experts are split.
-      ways: how many devices.
-      pieces: how tokens go through the experts of one.
+      axes: mesh axes that split the experts.
+      devices: number of devices in the ring.
+      dispatch: how tokens are computed by the experts of one device.
     """
 
     axes: tuple[str, ...]
-    ways: int
-    pieces: ExpertDispatch
+    devices: int
+    dispatch: ExpertDispatch
 
 
-def ring_is_supported(ways: int) -> bool:
-    """Whether tokens may travel over so many devices."""
-    return 1 < ways <= MAX_RING_DEVICES
+def ring_is_supported(devices: int) -> bool:
+    """Whether a ring may have so many devices."""
+    return 1 < devices <= MAX_RING_DEVICES
 
 
 def ring_is_cheaper(rows: jax.Array, weights: Any) -> bool:
-    """Whether tokens had better travel than be gathered. A device reads its experts' weights again
-    for each device's tokens; gathered ones, and their sums, it waits for. Of a few tokens, such as
-    a decoding loop has, weights are much more.
+    """Whether a ring is faster than all-gather and reduce-scatter. In a ring a device reads its
+    experts' weights again for each device's tokens, which costs more than it saves for few tokens,
+    as in decoding.
 
     Args:
       rows: [tokens, embed], of this device.
-      weights: of the experts here, joined.
+      weights: of the local experts, joined.
     """
     read = sum(w.size * w.dtype.itemsize for w in (weights.gate_up, weights.down))
     return read <= _BYTES_READ_PER_RECEIVED * 2 * rows.size * rows.dtype.itemsize
@@ -59,83 +59,84 @@ def ring_is_cheaper(rows: jax.Array, weights: Any) -> bool:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def experts_on_ring(
-    ring: ExpertRing, rows: jax.Array, shares: jax.Array, chosen: jax.Array, weights: Any
+    ring: ExpertRing, rows: jax.Array, routing_weights: jax.Array, chosen: jax.Array, weights: Any
 ) -> jax.Array:
     """[tokens, embed], each token's sum over the experts of all devices; inside shard_map.
 
     Args:
       ring: the devices.
       rows: [tokens, embed], of this device.
-      shares, chosen: float32 and int [tokens, per_token], of their experts.
-      weights: of the experts here, joined.
+      routing_weights, chosen: float32 and int [tokens, per_token], of the tokens' experts.
+      weights: of the local experts, joined.
     """
-    return _forward(ring, rows, shares, chosen, weights)[0]
+    return _forward(ring, rows, routing_weights, chosen, weights)[0]
 
 
 def _forward(
-    ring: ExpertRing, rows: jax.Array, shares: jax.Array, chosen: jax.Array, weights: Any
+    ring: ExpertRing, rows: jax.Array, routing_weights: jax.Array, chosen: jax.Array, weights: Any
 ) -> tuple[jax.Array, Any]:
     rows = _row_major(rows)
-    experts = ring.ways * weights.down.shape[0]
-    halves = _split_directions(ring, (rows, shares, chosen))
+    experts = ring.devices * weights.down.shape[0]
+    halves = _split_directions(ring, (rows, routing_weights, chosen))
     sets = [sort_tokens(r, s, c, experts) for r, s, c in halves]
     sums: Any = [jnp.zeros_like(half.rows) for half in sets]
-    kept: list[jax.Array | None] = []  # by whose tokens are here
-    here: Any = sets
-    for step in range(ring.ways):
-        here, coming, sums = _advance(ring, step, here, sums)
-        tokens = _concatenate(here) if step else _concatenate(here)._replace(rows=rows)
-        sums, left = ring.pieces.forward(tokens, weights, sums)
-        kept.append(left)
-        here = coming
+    kept: list[jax.Array | None] = []  # one for each device's tokens
+    local: Any = sets
+    for step in range(ring.devices):
+        local, arriving, sums = _advance(ring, step, local, sums)
+        tokens = _concatenate(local) if step else _concatenate(local)._replace(rows=rows)
+        sums, saved = ring.dispatch.forward(tokens, weights, sums)
+        kept.append(saved)
+        local = arriving
     none: Any = None
-    left_by = [half._replace(rows=none) for half in sets]
-    return _concatenate(_shift(ring, sums)), (kept, rows, left_by, weights)
+    saved_sets = [half._replace(rows=none) for half in sets]
+    return _concatenate(_shift(ring, sums)), (kept, rows, saved_sets, weights)
 
 
-def _backward(ring: ExpertRing, left: Any, d_out: jax.Array) -> tuple[Any, ...]:
-    kept, rows, sets, weights = left
+def _backward(ring: ExpertRing, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
+    kept, rows, sets, weights = saved
     d_out = _row_major(d_out)
     halves = zip(sets, _split_directions(ring, (rows, d_out)), strict=True)
-    here: Any = [(half._replace(rows=own), given) for half, (own, given) in halves]
-    sums: Any = [(jnp.zeros_like(given), jnp.zeros_like(half.shares)) for half, given in here]
-    of_weights: Any = None  # grows, from device to device's tokens
-    for step in range(ring.ways):
-        here, coming, sums = _advance(ring, step, here, sums)
-        before, of_shares = zip(*sums, strict=True)
-        tokens, given = _concatenate(here)
+    local: Any = [(half._replace(rows=own), d_local) for half, (own, d_local) in halves]
+    sums: Any = [
+        (jnp.zeros_like(d_local), jnp.zeros_like(half.routing_weights)) for half, d_local in local
+    ]
+    weight_sums: Any = None  # accumulated over the devices' tokens
+    for step in range(ring.devices):
+        local, arriving, sums = _advance(ring, step, local, sums)
+        before, of_routing = zip(*sums, strict=True)
+        tokens, d_local = _concatenate(local)
         if not step:
-            tokens, given = tokens._replace(rows=rows), d_out
-        of_rows, made, of_weights = ring.pieces.backward(
-            kept[step], tokens, weights, of_weights, given, before
+            tokens, d_local = tokens._replace(rows=rows), d_out
+        of_rows, made, weight_sums = ring.dispatch.backward(
+            kept[step], tokens, weights, weight_sums, d_local, before
         )
-        added = [x + y for x, y in zip(of_shares, _split_directions(ring, made), strict=True)]
-        sums, here = list(zip(of_rows, added, strict=True)), coming
-    d_rows, d_shares = _concatenate(_shift(ring, sums))
-    return d_rows, d_shares.reshape(d_rows.shape[0], -1), None, of_weights
+        added = [x + y for x, y in zip(of_routing, _split_directions(ring, made), strict=True)]
+        sums, local = list(zip(of_rows, added, strict=True)), arriving
+    d_rows, d_routing = _concatenate(_shift(ring, sums))
+    return d_rows, d_routing.reshape(d_rows.shape[0], -1), None, weight_sums
 
 
 experts_on_ring.defvjp(_forward, _backward)
 
 
 def _row_major(tree: Any) -> Any:
-    """Arrays whose rows lie one after another, as they are gathered and added to. The compiler
-    would have columns so where the width is no multiple of its tiles, and turn them each time that
-    they are sent."""
+    """Arrays in row-major memory layout, as gathers and scatters want it. The compiler would make
+    them column-major if the width is no multiple of its tiles, and transpose at every transfer."""
     return jax.tree.map(lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))), tree)
 
 
 def _split_directions(ring: ExpertRing, tree: Any) -> list[Any]:
-    """Tokens by the way that they go."""
+    """Split tokens by the direction in which they move round the ring."""
     leaves, structure = jax.tree.flatten(tree)
-    ways = len(_directions(ring, leaves[0].shape[0]))
-    cut = [jnp.split(x, ways) for x in leaves]
+    count = len(_directions(ring, leaves[0].shape[0]))
+    cut = [jnp.split(x, count) for x in leaves]
     return [jax.tree.unflatten(structure, part) for part in zip(*cut, strict=True)]
 
 
 def _directions(ring: ExpertRing, tokens: int) -> tuple[int, ...]:
-    """Which way parts of so many tokens go."""
-    return (1, -1) if ring.ways > 2 and tokens % 2 == 0 else (1,)
+    """The directions in which parts of so many tokens move: both, or one."""
+    return (1, -1) if ring.devices > 2 and tokens % 2 == 0 else (1,)
 
 
 def _concatenate(parts: Sequence[Any]) -> Any:
@@ -145,19 +146,19 @@ def _concatenate(parts: Sequence[Any]) -> Any:
 
 
 def _shift(ring: ExpertRing, parts: Sequence[Any]) -> list[Any]:
-    """Each part to the next device of its way."""
-    ways = zip(parts, (1, -1))
-    return [_row_major(ring_shift(_row_major(x), way, ring.axes, ring.ways)) for x, way in ways]
+    """Send each part to the next device in its direction."""
+    moves = zip(parts, (1, -1))
+    return [_row_major(ring_shift(_row_major(x), by, ring.axes, ring.devices)) for x, by in moves]
 
 
-def _advance(ring: ExpertRing, step: int, here: Any, sums: Any) -> tuple[Any, Any, Any]:
-    """By parts the tokens that are here, those that come next, and the sums that came along.
+def _advance(ring: ExpertRing, step: int, local: Any, sums: Any) -> tuple[Any, Any, Any]:
+    """The local tokens, those that arrive next, and the arriving sums, each in parts.
 
-    What comes next is sent before anything is made of what is here, and when the step before has
-    made its sums: else the compiler would send all tokens round before it multiplies any.
+    The next tokens are sent before the local ones are computed, but after the previous step's sums:
+    else the compiler would move all tokens round the ring before any product.
     """
     if step:
-        here, sums = jax.lax.optimization_barrier((here, sums))
+        local, sums = jax.lax.optimization_barrier((local, sums))
         sums = _shift(ring, sums)
-    coming = here if step + 1 == ring.ways else _shift(ring, here)
-    return here, coming, sums
+    arriving = local if step + 1 == ring.devices else _shift(ring, local)
+    return local, arriving, sums

@@ -1,8 +1,8 @@
-"""Mixtures of experts: each token through a few of a layer's MLPs (Shazeer et al. 2017, arXiv
-1701.06538; Jiang et al. 2024, 2401.04088).
+"""Mixture of experts (MoE): a router sends each token to a few of a layer's MLPs (Shazeer et al.
+2017, arXiv 1701.06538; Jiang et al. 2024, 2401.04088).
 
-No token is dropped and none is padded: tokens are sorted by expert, and one grouped product
-multiplies each group with its own expert's weights.
+No token is dropped or padded: tokens are sorted by expert, and one grouped matmul multiplies each
+group with its expert's weights.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ _PLAIN = KernelSet()
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """How tokens choose their experts.
+    """The router's top-k choice of experts, and the experts' activation.
 
     Attributes:
-      per_token: experts that a token uses.
-      normalize: their weights, softmax over all experts, are made to add up to 1.
-      activation: (gate, up) to what goes down.
+      per_token: experts per token.
+      normalize: rescale the chosen experts' softmax weights to a sum of 1.
+      activation: (gate, up) -> the input of the down projection.
     """
 
     per_token: int
     normalize: bool
     activation: Callable[[jax.Array, jax.Array], jax.Array]
 
-    def choose(self, shares: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Weights, float32, and experts, int32, each [..., per_token], of probabilities
-        [..., experts]."""
-        weights, chosen = jax.lax.top_k(shares, self.per_token)
+    def choose(self, routing_weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Top-k of probabilities [..., experts]: routing weights, float32, and experts, int32, each
+        [..., per_token]."""
+        weights, chosen = jax.lax.top_k(routing_weights, self.per_token)
         if self.normalize:
             weights /= jnp.sum(weights, axis=-1, keepdims=True)
         return weights, chosen
@@ -77,13 +77,13 @@ class ExpertWeights:
     gate_up_scale: Any = None  # float32 [experts, 2, mlp]
     down_scale: Any = None  # float32 [experts, embed]
 
-    def computed(self, dtype: Any) -> ExpertWeights:
-        """In the dtype of a forward; what is quantized and its scales as they are."""
+    def cast(self, dtype: Any) -> ExpertWeights:
+        """Cast to the compute dtype; quantized matrices and their scales stay as they are."""
         kept = self.frozen()
         return dataclasses.replace(jax.tree.map(lambda w: w.astype(dtype), self), **kept)
 
     def joined(self) -> ExpertWeights:
-        """With gate and up one after another in one dimension, as products read them."""
+        """With gate and up concatenated in one dimension, as products read them."""
 
         def joined(name: str) -> Any:
             weight = getattr(self, name)
@@ -93,7 +93,7 @@ class ExpertWeights:
         return dataclasses.replace(self, **{name: joined(name) for name in names})
 
     def frozen(self) -> dict[str, Any]:
-        """Of which there are no gradients: quantized matrices and their scales."""
+        """Fields without gradients: quantized matrices and their scales."""
         if self.gate_up_scale is None:
             return {}
         return {
@@ -120,21 +120,19 @@ LOGICAL_AXES = {
     "down_scale": ("experts", "embed"),
 }
 _TILE, _MAX_TILES = 128, 32  # columns of a TPU's tile; tiles
-_DOWN_FIELDS = tuple(
-    name for name in LOGICAL_AXES if name.startswith("down")
-)  # of the second product
+_DOWN_FIELDS = tuple(name for name in LOGICAL_AXES if name.startswith("down"))
 
 
 def fsdp_axes(
     names: tuple[str | None, ...], experts: int, width: int, layout: Layout
 ) -> tuple[str | None, ...]:
-    """Logical axes of a parameter as a layout splits it. FSDP splits matrices' width; that of
-    experts' only into whole tiles of a TPU, and the experts themselves where its parts would be
-    none and all devices can have as many: what is gathered then lies as it is read.
+    """Logical axes of a parameter under FSDP. FSDP splits the width of matrices. It splits experts
+    instead if the width would not be split into whole TPU tiles and the experts divide evenly, so
+    that gathered weights already have the memory layout in which they are read.
 
     Args:
       names: as declared, or of ``LOGICAL_AXES``.
-      experts: how many a layer has; 0: none.
+      experts: per layer; 0: none.
       width: of ``embed``.
     """
     each = "experts" in names[:-1] and "embed" in names  # not a router
@@ -151,90 +149,91 @@ def mixture_of_experts(
     routing: Routing,
     layout: Layout | None = None,
     kernels: KernelSet = _PLAIN,
-    counted: jax.Array | None = None,
-    travel: bool = False,
-    keep: bool = False,
+    tally_weights: jax.Array | None = None,
+    move_tokens: bool = False,
+    keep_gates: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The experts' outputs, weighted and summed, and how tokens spread over experts.
+    """The experts' outputs, weighted and summed, and the routing statistics.
 
     Args:
       x: [batch, length, embed].
-      weights: of any float dtype, matrices perhaps of one byte with their scales.
-      routing: how tokens choose.
+      weights: of any float dtype; matrices may be quantized, with scales.
+      routing: the router's choice.
       layout: over whose devices rows, length, experts and MLP are split. A device computes its
-        experts for the tokens of all devices that differ from it in the ``expert`` axis alone:
-        they are gathered before, and sums are scattered after; or they travel.
-      kernels: of which the grouped products are taken.
-      counted: float32 [batch, length], see ``hjax.models.load_balancing.routing_sums``; None: no
-        routing statistics are returned.
-      travel: tokens go round the ``expert`` axis where that pays, see ``hjax.models.expert_ring``;
-        not a long one.
-      keep: what the experts' first products give is kept for the backward pass also where experts
-        are split, see ``hjax.models.expert_dispatch``.
+        experts for the tokens of all devices along the ``expert`` axis, by all-gather of tokens and
+        reduce-scatter of outputs, or by a ring.
+      kernels: whose grouped matmuls are used.
+      tally_weights: float32 [batch, length], see ``hjax.models.load_balancing.routing_sums``; None:
+        no routing statistics are returned.
+      move_tokens: allow a ring over the ``expert`` axis where it is cheaper, see
+        ``hjax.models.expert_ring``.
+      keep_gates: keep gate and up projections for the backward pass also where experts are split,
+        see ``hjax.models.expert_dispatch``.
 
     Returns:
       [batch, length, embed] in the dtype of x, and ``routing_sums`` of all devices' tokens or None.
     """
-    weights = weights.computed(x.dtype)
+    weights = weights.cast(x.dtype)
     if layout is None or layout.mesh.size == 1:
-        return _on_one_device(x, weights, counted, routing, kernels)
+        return _on_one_device(x, weights, tally_weights, routing, kernels)
     inside = jax.sharding.get_abstract_mesh()
-    # In a stage of a pipeline its axes are taken.
+    # Inside a pipeline stage some axes are manual already.
     taken = () if inside.empty else inside.manual_axes
     free = set(layout.mesh.axis_names) - set(taken)
     tokens = layout.spec(("batch", "length"))
-    there = {
-        name: axes for name, axes in LOGICAL_AXES.items() if getattr(weights, name) is not None
-    }
+    present = {n: axes for n, axes in LOGICAL_AXES.items() if getattr(weights, n) is not None}
     experts = weights.router.shape[-1]
-    there = {n: fsdp_axes(axes, experts, x.shape[-1], layout) for n, axes in there.items()}
-    if x.shape[-1] % layout.shard_count("embed"):  # then the compiler gathers them
-        there = {n: tuple(None if a == "embed" else a for a in axes) for n, axes in there.items()}
-    split = ExpertWeights(**{name: layout.spec(axes) for name, axes in there.items()})
+    present = {n: fsdp_axes(axes, experts, x.shape[-1], layout) for n, axes in present.items()}
+    if x.shape[-1] % layout.shard_count("embed"):  # then the compiler gathers the weights
+        present = {n: tuple(None if a == "embed" else a for a in x) for n, x in present.items()}
+    split = ExpertWeights(**{name: layout.spec(axes) for name, axes in present.items()})
     return jax.shard_map(
         functools.partial(
             _on_each_device,
             routing=routing,
             layout=layout,
             kernels=kernels,
-            travel=travel,
-            keep=keep,
+            move_tokens=move_tokens,
+            keep_gates=keep_gates,
         ),
         mesh=layout.mesh if inside.empty else inside,
         axis_names=free,
         in_specs=(tokens, split, tokens),
         out_specs=(tokens, layout.spec(())),
         check_vma=False,
-    )(x, weights, counted)
+    )(x, weights, tally_weights)
 
 
 def _on_one_device(
     x: jax.Array,
     weights: ExpertWeights,
-    counted: jax.Array | None,
+    tally_weights: jax.Array | None,
     routing: Routing,
     kernels: KernelSet,
 ) -> tuple[jax.Array, jax.Array | None]:
-    shares, chosen, sums = _route(x, weights, counted, routing)
+    routing_weights, chosen, routing_stats = _route(x, weights, tally_weights, routing)
     rows = x.reshape(-1, x.shape[-1])
-    out = _all_experts(rows, shares, chosen, weights.joined(), *_projections(routing, kernels))
-    return out.reshape(x.shape), sums
+    both = _projections(routing, kernels)
+    out = _all_experts(rows, routing_weights, chosen, weights.joined(), *both)
+    return out.reshape(x.shape), routing_stats
 
 
 def _route(
-    x: jax.Array, weights: ExpertWeights, counted: jax.Array | None, routing: Routing
+    x: jax.Array, weights: ExpertWeights, tally_weights: jax.Array | None, routing: Routing
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """What ``Routing.choose`` gives [batch, length, per_token], and what ``routing_sums`` says."""
     logits = jnp.einsum("btd,de->bte", x, weights.router, preferred_element_type=jnp.float32)
     if weights.router_bias is not None:
         logits += weights.router_bias.astype(jnp.float32)
     probabilities = jax.nn.softmax(logits, axis=-1)
-    shares, chosen = routing.choose(probabilities)
-    return shares, chosen, None if counted is None else routing_sums(probabilities, chosen, counted)
+    routing_weights, chosen = routing.choose(probabilities)
+    if tally_weights is None:
+        return routing_weights, chosen, None
+    return routing_weights, chosen, routing_sums(probabilities, chosen, tally_weights)
 
 
 def _projections(routing: Routing, kernels: KernelSet) -> tuple[GateUpProjection, DownProjection]:
-    """What experts make of sorted rows."""
+    """The gate-up and down projections of sorted rows."""
     second = functools.partial(_down_projection, kernels=kernels, activation=routing.activation)
     return functools.partial(_gate_up_projection, kernels=kernels), second
 
@@ -242,78 +241,79 @@ def _projections(routing: Routing, kernels: KernelSet) -> tuple[GateUpProjection
 def _on_each_device(
     x: jax.Array,
     weights: ExpertWeights,
-    counted: jax.Array | None,
+    tally_weights: jax.Array | None,
     *,
     routing: Routing,
     layout: Layout,
     kernels: KernelSet,
-    travel: bool,
-    keep: bool,
+    move_tokens: bool,
+    keep_gates: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """On one device: its tokens and its experts."""
+    """On each device, inside shard_map: its tokens and its experts."""
     weights = _gather_fsdp(weights.joined(), x.shape[-1], layout)
-    shares, chosen, sums = _route(x, weights, counted, routing)
-    if sums is not None and (split := layout.axes("batch") + layout.axes("length")):
-        sums = jax.lax.psum(sums, split)
+    routing_weights, chosen, routing_stats = _route(x, weights, tally_weights, routing)
+    if routing_stats is not None and (split := layout.axes("batch") + layout.axes("length")):
+        routing_stats = jax.lax.psum(routing_stats, split)
     rows = x.reshape(-1, x.shape[-1])
-    shares, chosen = (part.reshape(rows.shape[0], -1) for part in (shares, chosen))
+    routing_weights, chosen = (x.reshape(rows.shape[0], -1) for x in (routing_weights, chosen))
     experts, mlp, parts = layout.axes("experts"), layout.axes("mlp"), layout.shard_count("experts")
-    if mlp and weights.down_bias is not None:  # of one of those whose sums are added
+    if mlp and weights.down_bias is not None:  # added on one of the devices that are summed
         bias = jnp.where(jax.lax.axis_index(mlp) == 0, weights.down_bias, 0)
         weights = dataclasses.replace(weights, down_bias=bias)
 
     first, second = _projections(routing, kernels)
     if not experts:
-        out = _all_experts(rows, shares, chosen, weights, first=first, second=second)
+        out = _all_experts(rows, routing_weights, chosen, weights, first=first, second=second)
     else:
-        pieces = ExpertDispatch(
-            first=first,
-            second=second,
-            multiple=kernels.multiple,
+        dispatch = ExpertDispatch(
+            gate_up=first,
+            down=second,
+            row_multiple=kernels.multiple,
             axes=experts,
             parts=parts,
-            keep=keep,
+            keep_gates=keep_gates,
             frozen=tuple(weights.frozen()),
-            of_second=_DOWN_FIELDS,
+            down_fields=_DOWN_FIELDS,
         )
-        travel = travel and ring_is_supported(parts) and ring_is_cheaper(rows, weights)
-        if travel:
-            out = experts_on_ring(ExpertRing(experts, parts, pieces), rows, shares, chosen, weights)
+        move_tokens = move_tokens and ring_is_supported(parts) and ring_is_cheaper(rows, weights)
+        if move_tokens:
+            ring = ExpertRing(experts, parts, dispatch)
+            out = experts_on_ring(ring, rows, routing_weights, chosen, weights)
         else:
-            tokens = sort_tokens(rows, shares, chosen, parts * weights.down.shape[0])
+            tokens = sort_tokens(rows, routing_weights, chosen, parts * weights.down.shape[0])
             tokens = jax.tree.map(
                 lambda part: jax.lax.all_gather(part, experts, axis=0, tiled=True), tokens
             )
-            out = dispatch_to_experts(pieces, tokens, weights)
+            out = dispatch_to_experts(dispatch, tokens, weights)
     if mlp:
         out = jax.lax.psum(out, mlp)
-    if experts and not travel:
+    if experts and not move_tokens:
         out = jax.lax.psum_scatter(out, experts, scatter_dimension=0, tiled=True)
-    return out.reshape(x.shape), sums
+    return out.reshape(x.shape), routing_stats
 
 
 def _all_experts(
     rows: jax.Array,
-    shares: jax.Array,
+    routing_weights: jax.Array,
     chosen: jax.Array,
     weights: ExpertWeights,
     first: GateUpProjection,
     second: DownProjection,
 ) -> jax.Array:
-    """[tokens, embed]: the sum over each token's experts, which are all here.
+    """[tokens, embed]: each token's sum over its experts, all of which are local.
 
     Args:
       rows: [tokens, embed].
-      shares: float32 [tokens, per_token].
+      routing_weights: float32 [tokens, per_token].
       chosen: int [tokens, per_token].
       weights: joined.
-      first, second: what experts make of rows.
+      first, second: the gate-up and down projections.
     """
     per_token = chosen.size // rows.shape[0]
     order, sizes = sort_by_expert(chosen, weights.down.shape[0])
     back = jnp.argsort(order)
-    both = first(_sort_rows(rows, order, back), weights, sizes)
-    out = second(both, shares.reshape(-1)[order], weights, sizes)
+    gates = first(_sort_rows(rows, order, back), weights, sizes)
+    out = second(gates, routing_weights.reshape(-1)[order], weights, sizes)
     out = _restore_order(out, order, back).reshape(-1, per_token, rows.shape[-1])
     return jnp.sum(out.astype(jnp.float32), axis=1).astype(rows.dtype)
 
@@ -323,58 +323,59 @@ def _gate_up_projection(
     weights: ExpertWeights,
     sizes: jax.Array,
     fill: GroupFill = GroupFill(),
-    before: ExpertWeights | None = None,
+    weight_sums: ExpertWeights | None = None,
     *,
     kernels: KernelSet,
 ) -> jax.Array:
-    """[rows, 2 * mlp]: gate and up of each row, sorted by expert, from its own.
+    """[rows, 2 * mlp]: gate and up projections of rows sorted by expert.
 
     Args:
       rows: [rows, embed].
       weights: joined.
-      sizes: int32 [experts], rows of each. After them anything stands, also in the gradient of
-        those rows: a grouped product leaves there what is. Gradients of weights know nothing of it.
-      fill: what is known of the rows before they are counted.
-      before: what gradients of weights are added to; None: to nothing.
-      kernels: of which the grouped products are taken.
+      sizes: int32 [experts], rows of each. Rows after these, and their gradients, are arbitrary,
+        because grouped matmuls do not write them. They do not affect gradients of weights.
+      fill: how many rows an even load fills.
+      weight_sums: gradients of weights are added to these; None: they start at 0.
+      kernels: whose grouped matmuls are used.
     """
-    how = _ExpertRows(weights, before, sizes, fill, rows.shape[0], kernels)
-    both = how.through(rows, "gate_up")
+    sorted_rows = _ExpertRows(weights, weight_sums, sizes, fill, rows.shape[0], kernels)
+    gates = sorted_rows.product(rows, "gate_up")
     if weights.gate_up_bias is not None:
-        both += how.bias("gate_up")
-    return first_products(both)
+        gates += sorted_rows.bias("gate_up")
+    return first_products(gates)
 
 
 def _down_projection(
-    both: jax.Array,
-    shares: jax.Array,
+    gates: jax.Array,
+    routing_weights: jax.Array,
     weights: ExpertWeights,
     sizes: jax.Array,
     fill: GroupFill = GroupFill(),
-    before: ExpertWeights | None = None,
+    weight_sums: ExpertWeights | None = None,
     *,
     kernels: KernelSet,
     activation: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
     """[rows, embed]: the down projection of ``_gate_up_projection``'s result, times each row's
     routing weight, float32 [rows], whose gradient is 0 in rows of no expert."""
-    how = _ExpertRows(weights, before, sizes, fill, both.shape[0], kernels)
-    shares = _mask_rows(shares[:, None], how.inside)
-    active = activation(*jnp.split(both, 2, axis=-1))
-    # A share of what goes down is one of what comes: there are fewer elements of it.
-    out = how.through((active.astype(jnp.float32) * shares).astype(active.dtype), "down")
+    sorted_rows = _ExpertRows(weights, weight_sums, sizes, fill, gates.shape[0], kernels)
+    routing_weights = _mask_rows(routing_weights[:, None], sorted_rows.inside)
+    active = activation(*jnp.split(gates, 2, axis=-1))
+    # Weighting the input of the down projection equals weighting its output, which is larger.
+    weighted = (active.astype(jnp.float32) * routing_weights).astype(active.dtype)
+    out = sorted_rows.product(weighted, "down")
     if weights.down_bias is not None:
-        out += (how.bias("down").astype(jnp.float32) * shares).astype(out.dtype)
+        out += (sorted_rows.bias("down").astype(jnp.float32) * routing_weights).astype(out.dtype)
     return out
 
 
 class _ExpertRows:
-    """Rows that stand sorted by their expert; arguments as of ``_gate_up_projection``."""
+    """Rows sorted by expert, and their products; arguments as of ``_gate_up_projection``."""
 
     def __init__(
         self,
         weights: ExpertWeights,
-        before: ExpertWeights | None,
+        weight_sums: ExpertWeights | None,
         sizes: jax.Array,
         fill: GroupFill,
         count: int,
@@ -382,35 +383,35 @@ class _ExpertRows:
     ) -> None:
         ends, at = jnp.cumsum(sizes), jnp.arange(count)
         self.weights, self.sizes, self.fill, self.kernels = weights, sizes, fill, kernels
-        self.before = ExpertWeights(*[None] * 3) if before is None else before
+        self.weight_sums = ExpertWeights(*[None] * 3) if weight_sums is None else weight_sums
         self.inside = (at < ends[-1])[:, None] if fill.share < 1 else None
         last = weights.down.shape[0] - 1
-        self.own = jnp.minimum(jnp.sum(at[:, None] >= ends, axis=1), last)  # a row's expert
+        self.expert_of_row = jnp.minimum(jnp.sum(at[:, None] >= ends, axis=1), last)
 
-    def through(self, x: jax.Array, name: str) -> jax.Array:
-        """The rows times their experts' matrix, with its scale and adapters."""
+    def product(self, x: jax.Array, name: str) -> jax.Array:
+        """The rows times their experts' matrix ``name``, with its scale and adapters."""
 
         def product(x: jax.Array, end: str) -> jax.Array:
-            weight, sums = (getattr(w, f"{name}{end}") for w in (self.weights, self.before))
+            weight, sums = (getattr(w, f"{name}{end}") for w in (self.weights, self.weight_sums))
             return self.kernels.grouped(x, weight, self.sizes, self.fill, sums)
 
         out = product(x, "")
         scale, adapted = (getattr(self.weights, f"{name}{end}") for end in ("_scale", "_a"))
         if scale is not None:
-            out = scaled_rows(out, scale, self.own)
+            out = scaled_rows(out, scale, self.expert_of_row)
         return out if adapted is None else out + product(product(x, "_a"), "_b")
 
     def bias(self, name: str) -> jax.Array:
-        """Each row's; a product, which the compiler adds where the one before ends."""
-        one, sums = (getattr(w, f"{name}_bias") for w in (self.weights, self.before))
+        """Each row's bias, as a one-hot product, which the compiler fuses with the one before."""
+        one, sums = (getattr(w, f"{name}_bias") for w in (self.weights, self.weight_sums))
         one = one if sums is None else reference.sum_after(one, sums)
-        own = jax.nn.one_hot(self.own, one.shape[0], dtype=one.dtype)
+        own = jax.nn.one_hot(self.expert_of_row, one.shape[0], dtype=one.dtype)
         return _mask_rows(jnp.einsum("re,eo->ro", own, one, precision="highest"), self.inside)
 
 
 def _gather_fsdp(weights: ExpertWeights, width: int, layout: Layout) -> ExpertWeights:
-    """Whole matrices of the experts here, of parts over FSDP's axes; backwards a reduce-scatter,
-    where the compiler would sum all and cut then."""
+    """All-gather the local experts' weights over FSDP's axes. The gradient is a reduce-scatter; the
+    compiler alone would all-reduce and slice."""
     axes, here = layout.axes("embed"), weights.router.shape[-1] // layout.shard_count("experts")
     by_width = {"gate_up": 1, "down": 2, "gate_up_a": 1, "down_b": 2, "down_scale": 1}
 
@@ -429,21 +430,23 @@ def _gather_fsdp(weights: ExpertWeights, width: int, layout: Layout) -> ExpertWe
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gather_experts(axes: tuple[str, ...], weight: jax.Array) -> jax.Array:
-    """[experts of all these devices, ...] of each device's own."""
+    """All-gather along the experts' axis."""
     return jax.lax.all_gather(weight, axes, axis=0, tiled=True)
 
 
-def _gather_experts_backward(axes: tuple[str, ...], own: tuple[int, ...], given: jax.Array) -> Any:
-    # As rows: of more dimensions a TPU's compiler sums some sizes whole. Nor does it send sums of
-    # gpt-oss's 5760 columns, an odd number of tiles, to SparseCores; both parts of them it does.
-    rows = given.reshape(-1, given.shape[-1])
+def _gather_experts_backward(
+    axes: tuple[str, ...], shape: tuple[int, ...], d_out: jax.Array
+) -> Any:
+    # In 2 dimensions, as with more the TPU compiler all-reduces some sizes. It does not offload
+    # gpt-oss's 5760 columns, an odd number of tiles, to SparseCores, but does so in two parts.
+    rows = d_out.reshape(-1, d_out.shape[-1])
     tiles = rows.shape[1] // _TILE
     cut = [tiles // 2 * _TILE] if tiles > _MAX_TILES and tiles % 2 else []
     parts = [
         jax.lax.psum_scatter(part, axes, scatter_dimension=0, tiled=True)
         for part in jnp.split(rows, cut, axis=1)
     ]
-    return (jnp.concatenate(parts, axis=1).reshape(own),)
+    return (jnp.concatenate(parts, axis=1).reshape(shape),)
 
 
 _gather_experts.defvjp(
@@ -452,23 +455,23 @@ _gather_experts.defvjp(
 
 
 def _mask_rows(x: jax.Array, inside: jax.Array | None) -> jax.Array:
-    """0 in rows of no group, here and in the gradient."""
+    """x with 0 in rows of no expert, here and in the gradient."""
     return x if inside is None else jnp.where(inside, x, 0)
 
 
-# Each way a gather, backwards too: no sums of rows wherever they come from.
+# Forward and backward are gathers; automatic gradients would be slower scatter-adds.
 
 
 @jax.custom_vjp
 def _sort_rows(rows: jax.Array, order: jax.Array, back: jax.Array) -> jax.Array:
-    """[tokens * per_token, embed]: each token's row for each of its experts, in their order."""
+    """[tokens * per_token, embed]: each token's row once per expert, sorted by expert."""
     return rows[order // (order.size // rows.shape[0])]
 
 
-def _sort_rows_backward(kept: Any, given: jax.Array) -> Any:
+def _sort_rows_backward(kept: Any, d_out: jax.Array) -> Any:
     back, tokens = kept
-    each = given[back].reshape(tokens, -1, given.shape[-1])
-    return jnp.sum(each.astype(jnp.float32), axis=1).astype(given.dtype), None, None
+    each = d_out[back].reshape(tokens, -1, d_out.shape[-1])
+    return jnp.sum(each.astype(jnp.float32), axis=1).astype(d_out.dtype), None, None
 
 
 _sort_rows.defvjp(
@@ -479,10 +482,10 @@ _sort_rows.defvjp(
 
 @jax.custom_vjp
 def _restore_order(rows: jax.Array, order: jax.Array, back: jax.Array) -> jax.Array:
-    """Rows in the order of their tokens again."""
+    """Rows in the order of tokens again, the inverse of ``_sort_rows``."""
     return rows[back]
 
 
 _restore_order.defvjp(
-    lambda rows, order, back: (rows[back], order), lambda order, given: (given[order], None, None)
+    lambda rows, order, back: (rows[back], order), lambda order, d_out: (d_out[order], None, None)
 )

@@ -1,4 +1,4 @@
-"""A Hugging Face directory of a model as it is: weights, config, tokenizer, chat template."""
+"""Export of a model to a Hugging Face directory: weights, config, tokenizer, chat template."""
 
 import contextlib
 import os
@@ -29,7 +29,7 @@ from hjax.models.weights import (
 from hjax.sharded_values import ArrayRegions
 from hjax.user_input import user_path
 
-# What may stand beside weights and config, copied as it is, with further chat templates.
+# Files beside weights and config that are copied unchanged, with additional chat templates.
 COPIED_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -44,10 +44,10 @@ COPIED_FILES = (
 
 
 def check_output(output: str | os.PathLike) -> Path:
-    """The directory to write, which must not hold anything yet.
+    """The directory to write, which must be new or empty.
 
     Raises:
-      ConfigError: it does, or it is a file.
+      ConfigError: it is not empty, or it is a file.
     """
     path = user_path(output, "output ")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -64,15 +64,15 @@ def export_weights(
     tokenizer: Any = None,
     dtypes: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write a directory that transformers loads; it appears once all of it is there.
+    """Write a directory that transformers loads; it is renamed into place once complete.
 
     Args:
       output: the directory, new or empty.
-      config: shapes; its dtype is the files' where ``dtypes`` says no other.
+      config: shapes; its dtype is the default where ``dtypes`` has none.
       params: of the decoder: jax.Array, numpy arrays or ``ArrayRegions``.
-      beside: where the tokenizer's files are; None: they are made of ``tokenizer``, if any.
+      beside: directory of the tokenizer's files; None: they are written from ``tokenizer``, if any.
       tokenizer: of the model.
-      dtypes: of tensors, as of ``hjax.models.huggingface.save_weights``.
+      dtypes: by tensor, as of ``hjax.models.huggingface.save_weights``.
 
     Raises:
       ConfigError: the directory is not empty.
@@ -91,14 +91,14 @@ def export_adapters(
     beside: Path | None = None,
     tokenizer: Any = None,
 ) -> Path:
-    """Write adapters as a directory that PEFT loads; it appears once all of it is there.
+    """Write adapters as a directory that PEFT loads; it is renamed into place once complete.
 
     Args:
       output: the directory, new or empty.
       network: with adapters.
-      learned: nested dict of what learns: jax.Array, numpy arrays or ``ArrayRegions``.
-      base: directory or name of the model that they are for; empty: ``own``, which is written into
-        ``base`` in the directory.
+      learned: trainable parameters, nested dict of jax.Array, numpy arrays or ``ArrayRegions``.
+      base: directory or name of the base model; empty: ``own``, which is written to the
+        subdirectory ``base``.
       own: the decoder's parameters without adapters.
       beside, tokenizer: as of ``export_weights``.
 
@@ -120,7 +120,7 @@ def export_adapters(
 
 @contextlib.contextmanager
 def _atomic_directory(output: str | os.PathLike) -> Iterator[Path]:
-    """A directory to write in, which then stands as ``output``."""
+    """A temporary directory that is renamed to ``output`` at the end."""
     path = check_output(output)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
@@ -155,20 +155,19 @@ def _write_model(
 def export_model(
     source: str | os.PathLike, output: str | os.PathLike, adapter: bool = False
 ) -> tuple[ModelConfig, set[str]]:
-    """Write the model at a path: a workdir's newest checkpoint, or another directory's, whose
+    """Export the model at a path: a workdir's newest checkpoint, or a model directory, whose
     tensors keep their dtypes.
 
     Args:
-      source: of the model.
+      source: path of the model.
       output: the directory, new or empty.
-      adapter: write what a workdir's run learned, as a PEFT directory; else adapters are added to
-        their matrices.
+      adapter: write a workdir's adapters as a PEFT directory; else they are merged.
 
     Returns:
-      the model, and the dtypes of the tensors written.
+      the model's config, and the dtypes of the tensors written.
 
     Raises:
-      ConfigError: nothing to read there, or the output is not empty.
+      ConfigError: no model at the path, or the output is not empty.
       DataError: no complete checkpoint, or a damaged one.
     """
     check_output(output)
@@ -186,7 +185,7 @@ def export_model(
         export_weights(output, config, params, directory, dtypes=dtypes)
         return config, set(dtypes.values()) or {config.dtype}
     if not is_workdir(source):
-        raise ConfigError(f"{source}: adapters are exported of a workdir, which this is not")
+        raise ConfigError(f"{source}: not a workdir; adapters are exported from a workdir only")
     network, learned, own = load_actor_checkpoint(source)
     if "decoder" in learned:
         raise ConfigError(

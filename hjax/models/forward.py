@@ -1,7 +1,7 @@
-"""Forward passes over prompts and responses, shared by every worker that scores them.
+"""Forward passes over prompts and responses: hidden states, log-probs, entropy, top-k log-probs.
 
-Rows are [prompt | response] with the prompt padded on the left and the response on the right; the
-rows of one prompt are consecutive, so its forward runs once for all of them.
+Rows are [prompt | response] with the prompt padded on the left and the response on the right. Rows
+of one prompt are consecutive, so that its forward runs once for all of them.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ LOGIT_CHUNK_BYTES = 256 * 2**20
 
 
 def token_positions(mask: jax.Array) -> jax.Array:
-    """int32 [batch, length]: each real token's index in its sequence; padding gets 0.
+    """Positions, int32 [batch, length]: each real token's index in its sequence; 0 at padding.
 
     Args:
       mask: bool [batch, length], False at padding.
@@ -45,9 +45,9 @@ def response_states(
 
     Args:
       decoder: a ``Decoder``.
-      batch: ``prompts``, ``prompt_mask`` [rows, prompt_length]; ``responses`` [rows, length];
-        in an update with dropout its rows' keys, see ``hjax.models.dropout``; where the decoder has
-        a tally ``counted_prompts`` and ``counted_responses``.
+      batch: ``prompts``, ``prompt_mask`` [rows, prompt_length]; ``responses`` [rows, length]; with
+        dropout its rows' keys (``hjax.models.dropout``); if the decoder has a tally,
+        ``counted_prompts`` and ``counted_responses``.
       samples: consecutive rows that share a prompt; divides the rows.
 
     Returns:
@@ -66,11 +66,10 @@ def map_response_states(
     compute: Compute,
     read: Callable[[jax.Array, jax.Array], Any],
 ) -> Any:
-    """What ``read`` makes of the states from which each response token is predicted.
+    """Apply ``read`` to the hidden states from which each response token is predicted.
 
-    Of a batch with a packing, rows go through the model in packs
-    (``hjax.models.sequence_packing``), and ``read`` sees states as they stand there: no padding is
-    read.
+    A batch with a packing is computed in packs (``hjax.models.sequence_packing``), and ``read`` is
+    applied to states within packs, without padding.
 
     Args:
       decoder, batch, samples, compute: as of ``response_states``.
@@ -94,64 +93,65 @@ def _padded_states(
     chex.assert_type(responses, int)
     chex.assert_is_divisible(prompts.shape[0], samples)
     rows, length = responses.shape
-    split, form = compute.context, compute.form
-    # Of a split length each device holds a part of the row, which only the kernels share out.
-    long = form.pieces(prompts.shape[1] + length)
-    share = samples if split is None or (long and decoder.stack is run_all_layers) else 1
-    groups = rows // share
+    split, form = compute.context_layout, compute.form
+    # With context parallelism only the kernels support a prompt that several responses share.
+    long = form.uses_kernel(prompts.shape[1] + length)
+    per_prompt = samples if split is None or (long and decoder.stack is run_all_layers) else 1
+    groups = rows // per_prompt
 
     def first(x: jax.Array) -> jax.Array:
-        return x.reshape(groups, share, x.shape[-1])[:, 0]
+        return x.reshape(groups, per_prompt, x.shape[-1])[:, 0]
 
-    # Whole wherever a split length is padded or cut: parts would be shifted between neighbours,
-    # which the stages of a pipeline, each in a branch of its own, cannot do.
-    def whole(x: jax.Array) -> jax.Array:
-        return x if split is None else compute.hold(x, "batch", *[None] * (x.ndim - 1))
+    # Gather a split length before padding or slicing it: pipeline stages, each in its own branch,
+    # cannot exchange parts with neighbours.
+    def unsplit(x: jax.Array) -> jax.Array:
+        return x if split is None else compute.constrain(x, "batch", *[None] * (x.ndim - 1))
 
     prompts, mask = first(prompts), first(mask)
     ways = 1 if split is None else split.shard_count("length")
-    short = -(prompts.shape[1] + share * length) % (ways * (PART if long and ways > 1 else 1))
-    if short:  # prompts are padded further on the left until the parts are equal
-        prompts, mask = (whole(jnp.pad(x, ((0, 0), (short, 0)))) for x in (prompts, mask))
+    multiple = ways * (PART if long and ways > 1 else 1)
+    padding = -(prompts.shape[1] + per_prompt * length) % multiple
+    if padding:  # pad prompts on the left until the length divides evenly
+        prompts, mask = (unsplit(jnp.pad(x, ((0, 0), (padding, 0)))) for x in (prompts, mask))
     prompt = prompts.shape[1]
-    tokens = jnp.concatenate([prompts, responses.reshape(groups, share * length)], axis=1)
+    tokens = jnp.concatenate([prompts, responses.reshape(groups, per_prompt * length)], axis=1)
     after = jnp.sum(mask, axis=-1, dtype=jnp.int32)[:, None] + jnp.arange(length, dtype=jnp.int32)
-    positions = jnp.concatenate([token_positions(mask), jnp.tile(after, (1, share))], axis=1)
-    attention: SharedPrompt | Causal = SharedPrompt(mask, share, form)
+    positions = jnp.concatenate([token_positions(mask), jnp.tile(after, (1, per_prompt))], axis=1)
+    attention: SharedPrompt | Causal = SharedPrompt(mask, per_prompt, form)
     if split is not None and not long:
         # Causality alone hides what follows a response.
-        answers = jnp.ones((groups, length), bool)
-        mask = whole(jnp.concatenate([mask, answers], axis=1))
+        response_mask = jnp.ones((groups, length), bool)
+        mask = unsplit(jnp.concatenate([mask, response_mask], axis=1))
         attention = Causal(mask, form=form)
-    tokens, positions = whole(tokens), whole(positions)
+    tokens, positions = unsplit(tokens), unsplit(positions)
     if DROPOUT in batch:
-        keys = whole(token_keys(batch[DROPOUT], share, prompt, length))
+        keys = unsplit(token_keys(batch[DROPOUT], per_prompt, prompt, length))
         compute = dataclasses.replace(compute, dropout=Dropout.of(keys, positions))
-    counted = None
-    if decoder.tally is not None:  # a prompt that stands once counts as often as it would stand
-        own, answers = (whole(batch[key]) for key in ("counted_prompts", "counted_responses"))
-        own = jnp.sum(own.reshape(groups, share, -1), axis=1)
-        own = whole(jnp.pad(own, ((0, 0), (short, 0))))
-        counted = whole(jnp.concatenate([own, answers.reshape(groups, -1)], axis=1))
-    hidden = whole(decoder.hidden_states(tokens, positions, attention, compute, counted))
-    if split is not None and share == 1:
-        states = whole(hidden[:, prompt - 1 : -1])
+    tally_weights = None
+    if decoder.tally is not None:  # a shared prompt counts once for each of its responses
+        weights, own = (unsplit(batch[key]) for key in ("counted_prompts", "counted_responses"))
+        weights = jnp.sum(weights.reshape(groups, per_prompt, -1), axis=1)
+        weights = unsplit(jnp.pad(weights, ((0, 0), (padding, 0))))
+        tally_weights = unsplit(jnp.concatenate([weights, own.reshape(groups, -1)], axis=1))
+    hidden = unsplit(decoder.hidden_states(tokens, positions, attention, compute, tally_weights))
+    if split is not None and per_prompt == 1:
+        states = unsplit(hidden[:, prompt - 1 : -1])
     else:
-        states = _response_states(hidden, share, length)
+        states = _response_states(hidden, per_prompt, length)
     if split is None or length % ways:
         return states
-    return compute.hold(states, "batch", "length", None)
+    return compute.constrain(states, "batch", "length", None)
 
 
-def _response_states(hidden: jax.Array, share: int, length: int) -> jax.Array:
-    """States [rows, length, embed] that responses are predicted from, of rows
-    [groups, prompt + share * length, embed] of a prompt and its responses."""
+def _response_states(hidden: jax.Array, per_prompt: int, length: int) -> jax.Array:
+    """States [rows, length, embed] from which response tokens are predicted, taken from rows
+    [groups, prompt + responses * length, embed] of a prompt and its responses."""
     groups, places, width = hidden.shape
-    prompt = places - share * length
-    last = jnp.broadcast_to(hidden[:, None, prompt - 1 : prompt], (groups, share, 1, width))
-    own = hidden[:, prompt:].reshape(groups, share, length, width)
+    prompt = places - per_prompt * length
+    last = jnp.broadcast_to(hidden[:, None, prompt - 1 : prompt], (groups, per_prompt, 1, width))
+    own = hidden[:, prompt:].reshape(groups, per_prompt, length, width)
     states = jnp.concatenate([last, own[:, :, :-1]], axis=2)
-    return states.reshape(groups * share, length, width)
+    return states.reshape(groups * per_prompt, length, width)
 
 
 def sequence_states(
@@ -188,14 +188,14 @@ def token_log_probs(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Log-probs of tokens, and the entropy of the distribution each was drawn from.
 
-    Where a device's logits of all tokens together would be large, they are made a chunk at a time,
-    and again in the backward pass (``hjax.kernels.log_prob_head``).
+    If all logits of a device would be large, they are computed in chunks, and recomputed in the
+    backward pass (``hjax.kernels.log_prob_head``).
 
     Args:
       hidden: [rows, length, embed], from which token t is predicted.
-      tokens: int [rows, length], or several for each place [rows, length, k].
-      temperature: logits are divided by it.
-      with_entropy: whether the entropies are wanted.
+      tokens: int [rows, length], or k tokens per position [rows, length, k].
+      temperature: divides the logits.
+      with_entropy: whether to compute the entropy.
       layout: over whose devices rows, length and vocabulary are split.
 
     Returns:
@@ -233,11 +233,11 @@ def token_log_probs(
 def log_probs_and_top(
     decoder: Any, hidden: jax.Array, tokens: jax.Array, count: int, layout: Layout | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What ``token_log_probs`` and ``top_log_probs`` say, in one pass; not of a pipeline's stage.
+    """``token_log_probs`` and ``top_log_probs`` in one pass; not inside a pipeline stage.
 
     Args:
       hidden, tokens, layout: as of ``token_log_probs``.
-      count: of the most probable tokens of each place.
+      count: k, most probable tokens per position.
 
     Returns:
       float32 [rows, length] natural logs, and as ``top_log_probs``.
@@ -255,17 +255,17 @@ def top_log_probs(
     temperature: float = 1.0,
     layout: Layout | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The most probable tokens of each place, for a student to learn from; not differentiable.
+    """The top-k tokens of each position, as a teacher's targets in distillation; no gradients.
 
     Args:
       hidden, temperature, layout: as of ``token_log_probs``.
-      count: of tokens.
+      count: k.
 
     Returns:
-      float32 [rows, length, count] log-probs, falling, and int32 [rows, length, count] tokens.
+      float32 [rows, length, count] log-probs, descending, and int32 [rows, length, count] tokens.
 
     Raises:
-      AssertionError: a count that the vocabulary does not have, when traced.
+      AssertionError: a count above the vocabulary's size, when traced.
     """
     hidden = jax.lax.stop_gradient(hidden)
     if decoder.stack is run_all_layers:
@@ -281,7 +281,7 @@ def top_log_probs(
 
 
 def _logit_chunks(decoder: Any, hidden: jax.Array, layout: Layout | None) -> int:
-    """Into how many pieces a device's logits of all tokens have to be cut."""
+    """How many chunks keep a device's logits within ``LOGIT_CHUNK_BYTES``."""
     split = ("batch", "length", "vocab")
     parts = 1 if layout is None else math.prod(layout.shard_count(name) for name in split)
     logits = math.prod(hidden.shape[:2]) * decoder.config.vocab_size
@@ -294,22 +294,19 @@ def _head(decoder: Any, temperature: float, layout: Layout | None) -> LogProbHea
 
 
 def _map_chunks(score: Callable[..., Any], arrays: tuple[jax.Array, ...], parts: int) -> Any:
-    """``score`` of so many or more parts of the length of arrays [rows, length, ...], one after
-    another.
-
-    In a pipeline's stage, where the compiler has the other axes: each part gathers the table.
-    """
+    """``score`` of arrays [rows, length, ...] in at least ``parts`` chunks of the length, one after
+    another with remat. Inside a pipeline stage each chunk gathers the output table."""
     rows, length = arrays[0].shape[:2]
     parts = next((n for n in range(parts, length + 1) if length % n == 0), length)
 
     def split(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x.reshape(rows, parts, length // parts, *x.shape[2:]), 1, 0)
 
-    def whole(x: jax.Array) -> jax.Array:
+    def join(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x, 0, 1).reshape(rows, length, *x.shape[3:])
 
-    made = jax.lax.map(lambda part: jax.checkpoint(score)(*part), tuple(map(split, arrays)))
-    return jax.tree.map(whole, made)
+    results = jax.lax.map(lambda part: jax.checkpoint(score)(*part), tuple(map(split, arrays)))
+    return jax.tree.map(join, results)
 
 
 def response_log_probs(
@@ -332,7 +329,7 @@ def response_log_probs(
 
 
 def _token_logits(logits: jax.Array, tokens: jax.Array, gather: bool) -> jax.Array:
-    """Each token's logit; in a pipeline's stage without a gather, which XLA cannot split there."""
+    """Each token's logit; ``gather``: False in a pipeline stage, where XLA cannot split one."""
     if gather:
         several = tokens if tokens.ndim == 3 else tokens[..., None]
         return jnp.take_along_axis(logits, several, axis=-1).reshape(tokens.shape)

@@ -1,6 +1,6 @@
-"""Hugging Face directories: config.json and safetensors, read and written.
+"""Hugging Face model directories: read and write config.json and safetensors.
 
-Which tensor holds which parameter stands in the parameters' declarations.
+Each ``ParameterSpec`` names the tensors that hold the parameter.
 """
 
 import gc
@@ -31,7 +31,7 @@ from hjax.progress import report_progress
 from hjax.sharded_values import ArrayRegions
 from hjax.user_input import read_object
 
-# What files hold beside parameters: buffers, and a scalar head that is read apart.
+# Tensors in files that are not decoder parameters: buffers, and a scalar head.
 SCORE_HEAD = "score.weight"
 _IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", SCORE_HEAD)
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -40,8 +40,8 @@ OUTPUT_TABLE = "lm_head.weight"
 
 
 def read_config(path: str | os.PathLike) -> ModelConfig:
-    """The shapes in a directory's config.json, and where it names no dtype that of the files:
-    float32 where they differ in it.
+    """The shapes in a directory's config.json. If it names no dtype, that of the files is used, or
+    float32 if they differ.
 
     Raises:
       ConfigError: no such file, or a model this version does not support.
@@ -53,7 +53,7 @@ def read_config(path: str | os.PathLike) -> ModelConfig:
 
 
 def _dtype_of_files(path: Path) -> str:
-    """The one dtype of a directory's weights; float32 where there are several, or no weights."""
+    """The dtype of a directory's weights; float32 if there are several, or no weights."""
     if not (path / INDEX).is_file() and not any(path.glob("*.safetensors")):
         return "float32"
     files = _Tensors(path).files
@@ -62,7 +62,7 @@ def _dtype_of_files(path: Path) -> str:
 
 
 def stored_dtypes(path: str | os.PathLike, config: ModelConfig) -> dict[str, str]:
-    """The dtypes of a directory's tensors, by their names in ``save_weights``; reads no tensor.
+    """Dtypes of a directory's tensors, by their names in ``save_weights``; reads headers only.
 
     Args:
       path: the directory.
@@ -77,7 +77,7 @@ def stored_dtypes(path: str | os.PathLike, config: ModelConfig) -> dict[str, str
 
 
 def read_config_json(path: str | os.PathLike) -> dict[str, Any]:
-    """What a directory's config.json says.
+    """The content of a directory's config.json.
 
     Raises:
       ConfigError: no such file, or not a JSON object.
@@ -91,10 +91,10 @@ def read_config_json(path: str | os.PathLike) -> dict[str, Any]:
 def load_weights(
     path: str | os.PathLike, adapter: Adapter | None = None
 ) -> tuple[ModelConfig, Params]:
-    """Read a directory's language model, with the additions of an adapter where one is given.
+    """Read a directory's language model, with an adapter merged if one is given.
 
     Returns:
-      the shapes, and the decoder's parameters as float32 numpy arrays, layers stacked.
+      the config, and the decoder's parameters as float32 numpy arrays, layers stacked.
 
     Raises:
       ConfigError: as of ``load_params``.
@@ -111,17 +111,17 @@ def load_params(
     shapes: Params | None = None,
     adapter: Adapter | None = None,
 ) -> Params:
-    """Read parameters, their tensors one after another, each straight onto the devices.
+    """Load parameters tensor by tensor, each directly onto the devices.
 
     Args:
       path: the directory.
       config: of the model there.
       declared: nested dict of ``ParameterSpec``, see ``hjax.models.architecture``.
-      shardings: nested dict like it, of the devices that each is read onto; a process reads what
-        its own devices hold. None: they stay numpy arrays.
-      shapes: nested dict like it, of jax.ShapeDtypeStruct with the dtypes to read in; None:
-        float32. Matrices that are declared quantized are quantized tensor by tensor.
-      adapter: of which additions are merged into the matrices, and a scalar head is taken.
+      shardings: nested dict like it, of shardings; a process reads what its own devices hold. None:
+        return numpy arrays.
+      shapes: nested dict like it, of jax.ShapeDtypeStruct with the dtypes to load; None: float32.
+        Matrices declared as quantized are quantized tensor by tensor.
+      adapter: to merge into the matrices; a scalar head is taken from it.
 
     Returns:
       nested dict of arrays.
@@ -146,7 +146,7 @@ def load_params(
         nonlocal done
         params: Params = {}
         for name, parameter in declared.items():
-            if name in params:  # a scale, read with its matrix
+            if name in params:  # a scale, loaded with its matrix
                 continue
             where, like = (None if tree is None else tree[name] for tree in (shardings, shapes))
             if not isinstance(parameter, ParameterSpec):
@@ -169,9 +169,9 @@ def load_params(
 
 
 def check_headers(path: str | os.PathLike) -> None:
-    """Hold the headers of a directory's safetensors files against its config.json.
+    """Check the headers of a directory's safetensors files against its config.json.
 
-    No tensor is read: whether values are finite is seen when they are loaded.
+    Reads no tensor; non-finite values are found when weights are loaded.
 
     Raises:
       ConfigError: there are no files, or one is missing, damaged or cut short; a tensor is missing,
@@ -185,7 +185,7 @@ def check_headers(path: str | os.PathLike) -> None:
 
 
 def has_score_head(path: str | os.PathLike) -> bool:
-    """Whether a directory's weights have the head of a sequence classifier; reads none."""
+    """Whether a directory's weights have a sequence classifier's head; reads headers only."""
     return SCORE_HEAD in _Tensors(Path(path)).files
 
 
@@ -200,21 +200,21 @@ def save_weights(
     """Write ``config.json`` and the safetensors files that transformers loads.
 
     Args:
-      path: the directory; made if need be.
-      config: shapes; tensors are written in its ``dtype`` where ``dtypes`` says no other.
-      params: of the decoder, or of a decoder with a scalar head: jax.Array, numpy arrays or
-        ``ArrayRegions``, brought here one at a time.
-      tokenizer: its special ids go into config.json where the config has none; its own files are
-        for it to save.
-      shard_bytes: of a file at most, unless one tensor has more.
-      dtypes: of tensors by name, as of ``stored_dtypes``.
+      path: the directory; created if missing.
+      config: shapes; its ``dtype`` is the default where ``dtypes`` has none.
+      params: of a decoder, with or without scalar head: jax.Array, numpy arrays or
+        ``ArrayRegions``, fetched one at a time.
+      tokenizer: its special token ids go into config.json if the config has none; its files are not
+        written.
+      shard_bytes: maximal size of a file, unless one tensor is larger.
+      dtypes: by tensor name, as of ``stored_dtypes``.
     """
     scalar = "decoder" in params
     write_config(path, config, tokenizer, scalar)
     declared = scalar_parameters(config) if scalar else decoder_parameters(config)
     every = (part for parameter, _ in _specs_and_values(declared) for part in parts(parameter))
-    own = dtypes or {}
-    wanted = {part.name: (part.shape, own.get(part.name, config.dtype)) for part in every}
+    requested = dtypes or {}
+    wanted = {part.name: (part.shape, requested.get(part.name, config.dtype)) for part in every}
     sizes = {n: math.prod(x) * jnp.dtype(dtype).itemsize for n, (x, dtype) in wanted.items()}
     tensors: dict[str, np.ndarray] = {}
     index: dict[str, str] = {}
@@ -222,16 +222,16 @@ def save_weights(
         tensors |= create_file(Path(path) / file, {n: wanted[n] for n in names})
         index |= dict.fromkeys(names, file)
     if len(set(index.values())) > 1:
-        about = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}
-        (Path(path) / INDEX).write_text(json.dumps(about, indent=1) + "\n")
+        content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}
+        (Path(path) / INDEX).write_text(json.dumps(content, indent=1) + "\n")
     for parameter, values in _specs_and_values(declared, params):
         here = values.whole() if isinstance(values, ArrayRegions) else np.asarray(values)
         for part in parts(parameter):
-            part.into(tensors[part.name], here[part.at])
+            part.write(tensors[part.name], here[part.at])
 
 
 def _specs_and_values(declared: Mapping[str, Any], params: Params | None = None) -> Iterator[tuple]:
-    """Every parameter's declaration, and its values where they are given."""
+    """Every ``ParameterSpec`` in a nested dict, with its values if ``params`` is given."""
     for name, parameter in declared.items():
         values = None if params is None else params[name]
         if isinstance(parameter, ParameterSpec):
@@ -241,15 +241,15 @@ def _specs_and_values(declared: Mapping[str, Any], params: Params | None = None)
 
 
 def _shard_files(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
-    """The tensors of each file, of so many bytes at most, by file name."""
+    """Split tensors into files of at most ``most`` bytes: tensor names by file name."""
     shards: list[list[str]] = [[]]
-    left = most
+    unexpected = most
     for name, size in sizes.items():
-        if shards[-1] and size > left:
+        if shards[-1] and size > unexpected:
             shards.append([])
-            left = most
+            unexpected = most
         shards[-1].append(name)
-        left -= size
+        unexpected -= size
     if len(shards) == 1:
         return {"model.safetensors": shards[0]}
     count = len(shards)
@@ -259,13 +259,13 @@ def _shard_files(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
 def write_config(
     path: str | os.PathLike, config: ModelConfig, tokenizer: Any = None, scalar: bool = False
 ) -> None:
-    """Write ``config.json``; ids of special tokens that the config lacks are the tokenizer's.
+    """Write ``config.json``; special token ids missing in the config are taken from the tokenizer.
 
     Args:
-      path: the directory; made if need be.
+      path: the directory; created if missing.
       config: shapes.
       tokenizer: of the model.
-      scalar: as transformers' class for sequence classification with one class has it.
+      scalar: as a transformers sequence classifier with one class.
     """
     content = to_hf(config, scalar)
     for key in ("bos", "eos", "pad"):
@@ -277,7 +277,7 @@ def write_config(
 
 
 def _all_finite(tensor: np.ndarray) -> bool:
-    """Whether all values are, looked at some rows at a time."""
+    """Whether all values are finite, checked in chunks of rows."""
     rows = tensor.reshape(tensor.shape[0] if tensor.ndim else 1, -1)
     step = max(1, 2**18 // max(rows.shape[1], 1))
     return all(np.isfinite(rows[i : i + step]).all() for i in range(0, len(rows), step))
@@ -294,10 +294,10 @@ class _Tensors:
         for file in self._listed():
             reader = TensorFile(file)
             self.files |= dict.fromkeys(reader.shapes, reader)
-        if lost := sorted(set(self._listing) - set(self.files)):
+        if missing_tensors := sorted(set(self._listing) - set(self.files)):
             raise ConfigError(
-                f"{path}: tensor {lost[0]!r} of the index is not in shard "
-                f"{self._listing[lost[0]]!r}"
+                f"{path}: tensor {missing_tensors[0]!r} of the index is not in shard "
+                f"{self._listing[missing_tensors[0]]!r}"
             )
         if not self.files:
             raise ConfigError(
@@ -308,7 +308,7 @@ class _Tensors:
         """The files that the index names, or all there are."""
         index, single = self.path / INDEX, self.path / SINGLE_FILE
         if not index.is_file():
-            # Beside it some publish the same weights under their own names.
+            # Some models publish the same weights again under other names.
             return [single] if single.is_file() else sorted(self.path.glob("*.safetensors"))
         try:
             self._listing = dict(read_object(index)["weight_map"])
@@ -324,10 +324,10 @@ class _Tensors:
         return [self.path / name for name in names]
 
     def read(self, part: TensorPart) -> np.ndarray:
-        """One tensor as it is stored.
+        """One tensor in its stored dtype and dimensions, with the adapter merged if there is one.
 
         Raises:
-          ConfigError: it is of another shape or dtype, or not finite.
+          ConfigError: it has another shape or dtype, or values that are not finite.
         """
         if self._adapter is not None and part.name in self._adapter.names:  # a scalar head
             return self._adapter.tensor(part.name)
@@ -338,10 +338,10 @@ class _Tensors:
         if name not in self._read and not _all_finite(tensor):
             raise ConfigError(f"{self.path}: {name} has values that are not finite")
         self._read.add(name)
-        return tensor if self._adapter is None else self._adapter.added(tensor, part)
+        return tensor if self._adapter is None else self._adapter.merge(tensor, part)
 
     def _check_form(self, name: str, part: TensorPart) -> None:
-        """Raise ConfigError where a part's tensor is of another shape or dtype."""
+        """Raise ConfigError if a part's tensor has another shape or dtype."""
         file = self.files[name]
         if file.dtypes[name] not in DTYPES:
             raise ConfigError(
@@ -355,87 +355,84 @@ class _Tensors:
             )
 
     def name(self, part: TensorPart) -> str | None:
-        """The name under which the files have it; some leave the first component away."""
+        """The tensor's name in the files, which may lack the first component; None: missing."""
         names = (part.name, part.name.partition(".")[2], part.other)
         return next((name for name in names if name in self.files), None)
 
     def parameter(self, parameter: ParameterSpec, sharding: Any, dtype: Any) -> Any:
-        """A parameter on the devices of a sharding, each tensor read once and written where it
-        belongs: the host holds one tensor at a time, not the layers' stack. Without a sharding a
-        numpy array."""
-        there = list(parts(parameter))
-        if parameter.optional and not self._any(there):
-            there = []
+        """Load a parameter onto the devices of a sharding; a numpy array without one. Each tensor
+        is read once, so the host holds one tensor at a time, not all stacked layers."""
+        stored_parts = list(parts(parameter))
+        if parameter.optional and not self._any(stored_parts):
+            stored_parts = []
         if sharding is None:
             read = np.full(parameter.shape, parameter.fill, dtype)
-            for part in there:
-                read[part.at] = part.of(self.read(part))
+            for part in stored_parts:
+                read[part.at] = part.read(self.read(part))
             return read
         shards = ParameterShards(parameter, sharding, dtype)
-        for part in there:
-            if cuts := shards.cuts(part.at):
+        for part in stored_parts:
+            if slices := shards.slices(part.at):
                 tensor = self.read(part)
-                shards.write(part.of(tensor), cuts, part, tensor)
+                shards.write(part.read(tensor), slices, part, tensor)
                 del tensor
-                gc.collect(0)  # JAX lets go of memory that it was handed at a collection
-        return shards.whole()
+                gc.collect(0)  # JAX frees buffers that it was given at a collection
+        return shards.array()
 
     def read_quantized(
         self, parameter: ParameterSpec, scale: ParameterSpec, sharding: Any, scale_sharding: Any
     ) -> tuple[jax.Array, jax.Array]:
-        """A matrix of one byte per element and its scales on the devices of their shardings, each
-        tensor quantized as it is read."""
+        """Load a matrix quantized, with its scales, onto the devices of their shardings."""
         matrix = ParameterShards(parameter, sharding, parameter.dtype)
         scales = ParameterShards(scale, scale_sharding, scale.dtype)
         inputs = input_dimensions(parameter)
         for part in parts(parameter):
             at = tuple(index for i, index in enumerate(part.at) if i not in inputs)
-            cuts, scale_cuts = matrix.cuts(part.at), scales.cuts(at)
-            if not cuts and not scale_cuts:
+            slices, scale_slices = matrix.slices(part.at), scales.slices(at)
+            if not slices and not scale_slices:
                 continue
             over = part.inputs
             assert over is not None
             small, each = quantize(self.read(part), (over,), parameter.dtype)
-            matrix.write(part.of(small), cuts, part, small)
-            # Every element's, of which any one along the inputs is its output's.
-            every = part.of(np.broadcast_to(np.expand_dims(each, over), small.shape))
+            matrix.write(part.read(small), slices, part, small)
+            # A scale per element; all along the inputs are equal, so take the first.
+            every = part.read(np.broadcast_to(np.expand_dims(each, over), small.shape))
             kept = [i for i, index in enumerate(part.at) if isinstance(index, slice)]
-            scales.write(every[tuple(0 if i in inputs else slice(None) for i in kept)], scale_cuts)
+            index = tuple(0 if i in inputs else slice(None) for i in kept)
+            scales.write(every[index], scale_slices)
             del small
             gc.collect(0)
-        return matrix.whole(), scales.whole()
+        return matrix.array(), scales.array()
 
-    def _any(self, there: Iterable[TensorPart]) -> bool:
-        """Whether one of these tensors is there."""
+    def _any(self, stored_parts: Iterable[TensorPart]) -> bool:
+        """Whether the files or the adapter have one of these tensors."""
         beside = () if self._adapter is None else self._adapter.names
-        return any(self.name(part) or part.name in beside for part in there)
+        return any(self.name(part) or part.name in beside for part in stored_parts)
 
     def check(self, declared: Mapping[str, Any], config: ModelConfig) -> None:
-        """Whether the files hold what this model has and nothing else, as their headers say.
+        """Check by the headers that the files hold all tensors of this model and no others.
 
         Raises:
-          ConfigError: they don't, by name.
+          ConfigError: a tensor is missing, unexpected, or of another shape or dtype, by name.
         """
-        ours = {
-            OUTPUT_TABLE
-        }  # of a language model that is read without it; see also ``check_tied``
+        expected = {OUTPUT_TABLE}  # may be present though not loaded; see also ``check_tied``
         for parameter, _ in _specs_and_values(declared):
             for part in parts(parameter):
                 name = self.name(part)
                 if name is not None:
                     self._check_form(name, part)
-                    ours.add(name)
+                    expected.add(name)
                 elif not parameter.optional:
                     raise ConfigError(f"{self.path}: tensor {part.name!r} is missing")
-        left = sorted(n for n in self.files if n not in ours and not n.endswith(_IGNORED))
-        if left:
+        unexpected = sorted(n for n in self.files if n not in expected and not n.endswith(_IGNORED))
+        if unexpected:
             raise ConfigError(
-                f"{self.path}: tensor {left[0]!r} is not one of a {config.family} model as "
+                f"{self.path}: tensor {unexpected[0]!r} is not one of a {config.family} model as "
                 "config.json describes it"
             )
 
     def check_tied(self, config: ModelConfig) -> None:
-        """Whether an output table that files have beside the one it is tied to is the same.
+        """Check that an output table stored besides the tied embedding equals it.
 
         Raises:
           ConfigError: it differs.

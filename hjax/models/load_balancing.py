@@ -1,10 +1,10 @@
-"""How evenly a model's tokens spread over its experts: what is counted, the loss, the metrics.
+"""Load balancing of experts: router statistics, the auxiliary loss, the metrics.
 
 The loss is Switch Transformer's (Fedus et al. 2022, arXiv 2101.03961, eq. 4 to 6) for several
-experts per token, over the tokens of all layers together, as transformers has it
-(``load_balancing_loss_func``): ``experts * sum_e f_e P_e``, with f_e the experts e that tokens
-chose, per token, and P_e the mean probability that routers gave e. Gradients go through P_e alone.
-Tokens that spread evenly give ``experts_per_token``.
+experts per token, over the tokens of all layers together, as in transformers
+(``load_balancing_loss_func``): ``experts * sum_e f_e P_e``. f_e is how often a token chose expert e
+on average, P_e the mean router probability of e. Gradients flow through P_e alone. A perfectly even
+load gives ``experts_per_token``.
 """
 
 from collections.abc import Mapping
@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-# What is summed over a layer's tokens, of each expert: the router's probability p, how often it was
-# chosen, and -p log p.
+# Sums over a layer's tokens for each expert: the router's probability p, how often it was chosen,
+# and -p log p.
 PROBABILITY, CHOSEN, ENTROPY = range(3)
 NUM_SUMS = 3
 
 
 class RoutingStats(NamedTuple):
-    """What routers did with some tokens; of several micro-batches they add up.
+    """Router statistics of some tokens; those of micro-batches add up.
 
     Attributes:
       sums: float32 [layers, SUMS, experts], over tokens.
@@ -32,36 +32,38 @@ class RoutingStats(NamedTuple):
 
 
 class RoutingTally:
-    """Collects what routers do in the forward passes of a function while it is traced."""
+    """Collects the routing statistics of forward passes while a function is traced."""
 
     def __init__(self) -> None:
         self.routed: RoutingStats | None = None
 
     def add(self, routed: RoutingStats) -> None:
-        """Count a forward pass too."""
+        """Add the statistics of a forward pass."""
         self.routed = routed if self.routed is None else jax.tree.map(jnp.add, self.routed, routed)
 
 
-def routing_sums(shares: jax.Array, chosen: jax.Array, counted: jax.Array) -> jax.Array:
-    """float32 [SUMS, experts], of a layer's tokens.
+def routing_sums(
+    probabilities: jax.Array, chosen: jax.Array, tally_weights: jax.Array
+) -> jax.Array:
+    """Router statistics of a layer's tokens, float32 [NUM_SUMS, experts].
 
     Args:
-      shares: float32 [batch, length, experts], the routers' probabilities.
+      probabilities: float32 [batch, length, experts], of the router.
       chosen: int [batch, length, per_token], experts.
-      counted: float32 [batch, length], as how many a token counts; padding as 0.
+      tally_weights: float32 [batch, length], weight of each token; 0 at padding.
     """
-    weights = counted[..., None]
-    entropy = jax.scipy.special.entr(jax.lax.stop_gradient(shares))
-    experts = jnp.arange(shares.shape[-1])
+    weights = tally_weights[..., None]
+    entropy = jax.scipy.special.entr(jax.lax.stop_gradient(probabilities))
+    experts = jnp.arange(probabilities.shape[-1])
     picked = jnp.sum(chosen[..., None] == experts, axis=-2, dtype=jnp.float32)
-    return jnp.stack([jnp.sum(weights * x, axis=(0, 1)) for x in (shares, picked, entropy)])
+    return jnp.stack([jnp.sum(weights * x, axis=(0, 1)) for x in (probabilities, picked, entropy)])
 
 
 def router_token_weights(batch: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Which tokens of rows [prompt | response] count, as entries for their batch.
+    """Which tokens of rows [prompt | response] count in the router statistics, as batch entries.
 
-    Those of rows that are answered and weigh something, but for each response's last, from which
-    nothing is predicted.
+    Tokens count in rows that have a response and are not masked out, except each response's last
+    token, from which nothing is predicted.
 
     Args:
       batch: ``prompt_mask`` bool [rows, prompt_length], ``response_mask`` bool [rows, length]
@@ -79,19 +81,19 @@ def router_token_weights(batch: Mapping[str, Any]) -> dict[str, jax.Array]:
     prompts, responses = (
         (rows[:, None] & x).astype(jnp.float32) for x in (batch["prompt_mask"], followed)
     )
-    counted = jnp.maximum(jnp.sum(prompts) + jnp.sum(responses), 1)
-    return {"counted_prompts": prompts, "counted_responses": responses, "counted": counted}
+    total = jnp.maximum(jnp.sum(prompts) + jnp.sum(responses), 1)
+    return {"counted_prompts": prompts, "counted_responses": responses, "counted": total}
 
 
 def balance_loss(routed: RoutingStats) -> jax.Array:
-    """The loss of some tokens, float32 scalar; 0 of none."""
+    """The load-balancing loss, float32 scalar; 0 without tokens."""
     layers, _, experts = routed.sums.shape
     means = jnp.sum(routed.sums, axis=0) / (layers * jnp.maximum(routed.tokens, 1))
     return experts * jnp.sum(jax.lax.stop_gradient(means[CHOSEN]) * means[PROBABILITY])
 
 
 def balance_metrics(routed: RoutingStats) -> dict[str, jax.Array]:
-    """float32 scalars of an update's tokens.
+    """Load-balancing metrics of an update's tokens, float32 scalars.
 
     ``router_entropy``: of the routers' probabilities, mean over tokens and layers, in nats.
     ``expert_load_max``: tokens of the expert of any layer that has most, over an even share.

@@ -1,8 +1,8 @@
-"""Low-rank adapters (LoRA; Hu et al. 2021, arXiv 2106.09685).
+"""LoRA, low-rank adapters (Hu et al. 2021, arXiv 2106.09685): settings and parameter specs.
 
-A matrix W of a layer, frozen, gets an addition ``scaling * A B`` of a low rank, which learns. Both
-parts are parameters beside it, ``<name>_a`` and ``<name>_b``, declared from its declaration. A
-product with W becomes one with W and two thin ones, so that no gradient as large as W is made
+A frozen matrix W of a layer gets a trainable addition ``scaling * A B`` of low rank. A and B are
+parameters ``<name>_a`` and ``<name>_b``, whose specs are derived from W's. A product with W becomes
+one with W plus two thin ones, so that no gradient of W's size is computed
 (``hjax.models.lora_compute``).
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 from hjax.errors import ConfigError
 from hjax.models.parameter_spec import ParameterKind, ParameterSpec, StoredTensor
 
-# Parts of a layer's matrices, and which parameter has them; of a pair, which half.
+# LoRA targets: the parameters that hold each, and which half of a pair.
 _TARGET_PLACES: dict[str, tuple[tuple[str, int | None], ...]] = {
     "q": (("q", None),),
     "k": (("kv", 0),),
@@ -32,19 +32,19 @@ ALL = "all"
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """Adapters of a decoder's layers.
+    """LoRA settings of a decoder.
 
     Attributes:
-      rank: of the additions.
-      alpha: an addition is scaled by ``alpha / rank``, or with ``rslora`` by ``alpha / sqrt(rank)``
+      rank: of the adapters.
+      alpha: adapters are scaled by ``alpha / rank``, or with ``rslora`` by ``alpha / sqrt(rank)``
         (Kalajdzievski 2023, arXiv 2312.03732).
       rslora: see ``alpha``.
-      targets: which matrices have one, of ``TARGETS``; those that a model lacks are left out. An
-        expert's gate and up have one together, as PEFT gives the array of both.
-      dropout: share of an adapter's inputs that updates drop, see ``hjax.models.dropout``.
-      dora: each output's weights, adapter included, are scaled to a norm that learns, its
-        magnitude (DoRA; Liu et al. 2024, arXiv 2402.09353).
-      key: of the config's section that asks for them, which errors name.
+      targets: matrices with adapters, of ``TARGETS``; those that a model lacks are ignored. An
+        expert's gate and up share one adapter, as in PEFT.
+      dropout: probability with which updates drop an adapter's inputs, see ``hjax.models.dropout``.
+      dora: scale each output's weights, adapter included, to a trainable norm, its magnitude (DoRA;
+        Liu et al. 2024, arXiv 2402.09353).
+      key: name of the config section, for errors.
     """
 
     rank: int
@@ -65,16 +65,16 @@ class Lora:
             raise _no_targets(self.key, unknown)
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any], experts: bool, key: str = "lora") -> Lora | None:
-        """What a config's section ``lora`` asks for; None: no adapters.
+    def halves(cls, settings: Mapping[str, Any], experts: bool, key: str = "lora") -> Lora | None:
+        """From a config's section ``lora``; None: no adapters.
 
         Args:
           settings: the section.
-          experts: the model's MLPs are experts.
-          key: of the section.
+          experts: whether the model has experts.
+          key: name of the section.
 
         Raises:
-          ConfigError: targets that there are not.
+          ConfigError: unknown targets.
         """
         if not settings["rank"]:
             return None
@@ -91,24 +91,23 @@ class Lora:
 
     @property
     def scaling(self) -> float:
-        """What the product of both parts is multiplied by."""
+        """The factor of ``A B``."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 def targets_of(names: tuple[str, ...], experts: bool, key: str = "lora") -> tuple[str, ...]:
-    """Targets in their order, of names as people write them: ``all``, ``q`` or ``q_proj``.
+    """Targets in the order of ``TARGETS``, from names such as ``all``, ``q`` or ``q_proj``.
 
     Args:
-      names: see above; ``all`` is every matrix, but for those of experts.
-      experts: the model's MLPs are experts; every one of them has adapters of its own, which are
-        many, so that they are named.
-      key: of the config's section that they are of.
+      names: as in the config; ``all`` is every matrix except experts'.
+      experts: whether the model has experts. Each has its own adapters, so they must be named.
+      key: name of the config section.
 
     Raises:
       ConfigError: an unknown name.
     """
     attention = ("q", "k", "v", "o")
-    # A command line gives several as one text.
+    # A command line gives several names in one string.
     short = {part.strip().removesuffix("_proj") for name in names for part in name.split(",")}
     if ALL in short:
         short |= set(attention if experts else TARGETS)
@@ -125,8 +124,8 @@ def _no_targets(key: str, unknown: Sequence[str]) -> ConfigError:
 
 
 def adapted_halves(lora: Lora, name: str, parameter: ParameterSpec) -> tuple[int | None, ...]:
-    """Of a layer's matrix, which halves of its ``pair`` axis have an adapter each; (None,): the
-    whole has one; empty: none has."""
+    """The halves of a matrix's ``pair`` axis that have an adapter each; (None,): the matrix has one
+    adapter; empty: none."""
     if parameter.kind is not ParameterKind.MATRIX:
         return ()
     places = [place for target in lora.targets for place in _TARGET_PLACES[target]]
@@ -137,7 +136,7 @@ def adapted_halves(lora: Lora, name: str, parameter: ParameterSpec) -> tuple[int
 
 
 def matrix_number(name: str, half: int | None) -> int:
-    """The number of a matrix with an adapter among ``TARGETS``."""
+    """The index in ``TARGETS`` of a matrix with an adapter."""
     return next(i for i, places in enumerate(_TARGET_PLACES.values()) if (name, half) in places)
 
 
@@ -155,10 +154,10 @@ def adapter_parameters(layers: Mapping[str, ParameterSpec], lora: Lora) -> dict[
     """
     declared = {}
     for name, parameter in layers.items():
-        if of := adapted_halves(lora, name, parameter):
+        if halves := adapted_halves(lora, name, parameter):
             if "experts" in parameter.names:
                 _check_expert_targets(lora)
-            a, b = _adapter_pair(parameter, lora, of)
+            a, b = _adapter_pair(parameter, lora, halves)
             declared[f"{name}_a"], declared[f"{name}_b"] = a, b
             if lora.dora:
                 declared[f"{name}_m"] = _magnitude_spec(parameter, b, lora)
@@ -171,7 +170,7 @@ def adapter_parameters(layers: Mapping[str, ParameterSpec], lora: Lora) -> dict[
 
 
 def _check_expert_targets(lora: Lora) -> None:
-    """Raise ConfigError where PEFT has no adapters of experts' matrices like these."""
+    """Raise ConfigError for adapters of experts that PEFT does not support."""
     if len({"gate", "up"} & set(lora.targets)) == 1:
         raise ConfigError(
             f"{lora.key}.targets={','.join(lora.targets)}: an expert's gate and up have one "
@@ -186,40 +185,40 @@ def _check_expert_targets(lora: Lora) -> None:
 
 
 def _adapter_pair(
-    parameter: ParameterSpec, lora: Lora, of: tuple[int | None, ...]
+    parameter: ParameterSpec, lora: Lora, halves: tuple[int | None, ...]
 ) -> tuple[ParameterSpec, ParameterSpec]:
     sizes = dict(parameter.axes)
-    lead = [(name, sizes[name]) for name in adapter_axes(parameter, of) if name != "pair"]
-    lead += [("pair", len(of))] if of[0] is not None else []
+    lead = [(name, sizes[name]) for name in adapter_axes(parameter, halves) if name != "pair"]
+    lead += [("pair", len(halves))] if halves[0] is not None else []
     inner = [(name, sizes[name]) for name in parameter.inputs]
-    beside = {*dict(lead), *parameter.inputs}
-    outer = [axis for axis in parameter.axes if axis[0] not in beside]
-    into, out = [], []
+    taken = {*dict(lead), *parameter.inputs}
+    outer = [axis for axis in parameter.axes if axis[0] not in taken]
+    a_tensors, b_tensors = [], []
     if "experts" in sizes:
         a, b = _peft_expert_tensors(parameter, lora)
-        into, out = [a], [b]
+        a_tensors, b_tensors = [a], [b]
     else:
         for stored in parameter.stored:
-            some, more = _peft_tensors(stored, parameter, of)
-            into += some
-            out += more
+            a_parts, b_parts = _peft_tensors(stored, parameter, halves)
+            a_tensors += a_parts
+            b_tensors += b_parts
     scale = (3 * math.prod(size for _, size in inner)) ** -0.5
-    low = ("rank", lora.rank)
+    rank = ("rank", lora.rank)
     return (
-        ParameterSpec((*lead, *inner, low), ParameterKind.ADAPTER, scale, stored=tuple(into)),
-        ParameterSpec((*lead, low, *outer), ParameterKind.ADAPTER, stored=tuple(out)),
+        ParameterSpec((*lead, *inner, rank), ParameterKind.ADAPTER, scale, stored=tuple(a_tensors)),
+        ParameterSpec((*lead, rank, *outer), ParameterKind.ADAPTER, stored=tuple(b_tensors)),
     )
 
 
-def adapter_axes(parameter: ParameterSpec, of: tuple[int | None, ...]) -> list[str]:
-    """The axes of a matrix that each have adapters of their own."""
-    names = ["layers", "experts"] + (["pair"] if of[0] is not None else [])
+def adapter_axes(parameter: ParameterSpec, halves: tuple[int | None, ...]) -> list[str]:
+    """The batch axes of a matrix's adapters: each index along them has its own adapter."""
+    names = ["layers", "experts"] + (["pair"] if halves[0] is not None else [])
     return [name for name in names if name in parameter.names]
 
 
 def _peft_expert_tensors(parameter: ParameterSpec, lora: Lora) -> tuple[StoredTensor, StoredTensor]:
-    """PEFT's tensors for an array of all experts of a layer: ``lora_A`` [experts rank, inputs],
-    ``lora_B`` [outputs, rank experts]. Of two such arrays the later one's stand outside."""
+    """PEFT's tensors for the array of all experts of a layer: ``lora_A`` [experts rank, inputs],
+    ``lora_B`` [outputs, rank experts]."""
     first = parameter.stored[0]
     module, _, name = first.stacked.rpartition(".")
     if name == INNER and "down" in lora.targets:
@@ -233,13 +232,13 @@ def _peft_expert_tensors(parameter: ParameterSpec, lora: Lora) -> tuple[StoredTe
     return a, b
 
 
-# PEFT names adapters of several arrays of one module by how they are nested: around that of the
-# first array (``INNER``) are those of the last.
+# PEFT nests the adapters of several arrays of one module: the last array's is outermost, the first
+# one's (``INNER``) innermost.
 INNER, NESTED = "gate_up_proj", ".base_layer"
 
 
 def _magnitude_spec(parameter: ParameterSpec, b: ParameterSpec, lora: Lora) -> ParameterSpec:
-    """Of what ``b`` is a part of."""
+    """The spec of DoRA's magnitudes for a matrix with adapter ``b``."""
     for stored in parameter.stored:
         if stored.part is not None or (stored.pair is None and "pair" in parameter.names):
             raise ConfigError(
@@ -259,7 +258,7 @@ def _magnitude_spec(parameter: ParameterSpec, b: ParameterSpec, lora: Lora) -> P
 
 
 def _peft_tensors(
-    stored: StoredTensor, parameter: ParameterSpec, of: tuple[int | None, ...]
+    stored: StoredTensor, parameter: ParameterSpec, halves: tuple[int | None, ...]
 ) -> tuple[list[StoredTensor], list[StoredTensor]]:
     """PEFT's tensors for a stored matrix: ``lora_A`` [rank, inputs], ``lora_B`` [outputs, rank]."""
     module = stored.name.removesuffix(".weight")
@@ -269,34 +268,34 @@ def _peft_tensors(
     [outputs] = [group for group in groups if not set(group) & set(parameter.inputs)]
     a = StoredTensor(first, f"rank ({' '.join(inputs)})")
     if "pair" not in outputs:
-        if stored.pair is not None and stored.pair not in of:
+        if stored.pair is not None and stored.pair not in halves:
             return [], []
-        half = None if stored.pair is None else of.index(stored.pair)
+        half = None if stored.pair is None else halves.index(stored.pair)
         part = None if stored.part is None else (0, *stored.part[1:])
         b = StoredTensor(second, f"({' '.join(outputs)}) rank", half, part)
         return [dataclasses.replace(a, pair=half)], [b]
-    # Both halves one after another in one tensor, whose own part may be one of several.
+    # Both halves are in one tensor, which may hold other parameters too.
     own = " ".join(axis for axis in outputs if axis != "pair")
     sizes = dict(parameter.axes)
     each = math.prod(sizes[axis] for axis in outputs if axis != "pair")
     start, whole = (0, 2 * each) if stored.part is None else stored.part[1:]
-    into, out = [], []
-    for index, half in enumerate(of):
+    a_tensors, b_tensors = [], []
+    for index, half in enumerate(halves):
         assert half is not None
-        into.append(dataclasses.replace(a, pair=index))
-        out.append(StoredTensor(second, f"({own}) rank", index, (0, start + half * each, whole)))
-    return into, out
+        a_tensors.append(dataclasses.replace(a, pair=index))
+        part = 0, start + half * each, whole
+        b_tensors.append(StoredTensor(second, f"({own}) rank", index, part))
+    return a_tensors, b_tensors
 
 
 def layers_of(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The layers' part of a tree like a language or a scalar model's parameters."""
+    """The subtree ``layers`` of a tree like the parameters of a language or a scalar model."""
     found: Mapping[str, Any] = tree.get("decoder", tree)["layers"]
     return found
 
 
 def with_layers(tree: Mapping[str, Any], layers: Mapping[str, Any]) -> dict[str, Any]:
-    """A tree like a language or a scalar model's parameters, these layers' parameters among its
-    own."""
+    """A tree like the parameters of a language or a scalar model with ``layers`` updated."""
     if "decoder" in tree:
         return {**tree, "decoder": with_layers(tree["decoder"], layers)}
     return {**tree, "layers": {**tree["layers"], **layers}}

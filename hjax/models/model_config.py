@@ -1,4 +1,4 @@
-"""Shapes of a decoder, and which of the shared parts it is made of."""
+"""``ModelConfig``: the shapes and architecture options of a decoder."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
-    """What may differ from layer to layer.
+    """Options that may differ between layers: sliding window and rope.
 
     Attributes:
-      window: tokens that a token sees, itself included; None: all before it.
-      rope: which of the model's rotary positions turn its queries and keys; None: none do.
+      window: sliding window, tokens that a token sees, itself included; None: all before it.
+      rope: index into the model's ``ropes``; None: no rotary positions (NoPE).
     """
 
     window: int | None = None
@@ -26,38 +26,36 @@ class LayerKind:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder; what is left to its default makes it Llama's.
+    """The architecture of a decoder; the defaults are Llama's.
 
     Sizes are in elements, lengths in tokens.
 
     Attributes:
-      experts: MLPs per layer, of which a token uses ``experts_per_token``; 0: one, that all use.
-      normalize_router: whether the weights of the experts that a token uses add up to 1.
+      experts: MLPs per layer, of which a token uses ``experts_per_token``; 0: a dense MLP.
+      normalize_router: whether the routing weights of a token's experts add up to 1.
       router_bias: a bias of the router.
-      router_loss: weight of the loss that balances the experts, as config.json has it.
-      family: of ``hjax.models.families``: how its config.json and tensors are named; one in a file
-        of the user's as ``path.py:Class``.
-      dtype: of the files it came from, in which it is written again; no part of the shapes.
-      token_ids: of the keys of config.json that name special tokens, those that it has; no part
-        of the shapes either.
-      ropes: rotary positions, of which a layer uses one; empty: ``learned_positions``, a table
-        added to the embedding.
-      norms: where a layer norms: ``before`` attention and MLP, ``after`` them, or ``both``.
+      router_loss: weight of the load-balancing loss in config.json.
+      family: of ``hjax.models.families``, for names in config.json and tensors; a user's family is
+        ``path.py:Class``.
+      dtype: of the files it came from, used again in exports; not compared.
+      token_ids: special token ids of config.json, those that it has; not compared.
+      ropes: rotary positions, of which a layer uses one; empty: ``learned_positions``.
+      norms: ``before`` attention and MLP (pre-norm), ``after`` them (post-norm), or ``both``.
       layer_norm: LayerNorm with a bias instead of RMSNorm.
       norm_offset: added to the weight of a norm.
-      query_key_norm: RMSNorm of queries and keys over each ``head``, over ``all`` heads, or ``""``.
+      query_key_norm: QK-norm, RMSNorm over each ``head`` or over ``all`` heads; ``""``: none.
       qkv_bias, output_bias, mlp_bias: a bias after these products.
       gated_mlp: whether the MLP is gated; else ``down(activation(up(x)))``.
       activation: of the MLP, of ``ACTIVATIONS``; ``clamped_swiglu`` has ``activation_alpha`` and
         ``activation_limit``.
-      sinks: a score per head that takes part in the softmax and has no value.
-      embedding_scale: embeddings are multiplied by it.
+      sinks: attention sinks, a score per head that joins the softmax and has no value.
+      embedding_scale: factor of the embeddings.
       attention_scale: of scores; None: ``head_dim ** -0.5``.
       attention_softcap, final_softcap: ``cap * tanh(x / cap)`` of scores and logits; 0: none.
-      layer_kinds: one per layer; empty: all alike.
-      lora: of the adapters that learn in place of everything else; None: there are none.
-      quantized: what the layers' matrices, frozen beside adapters, are kept in, of
-        ``hjax.models.quantized.FORMATS``; empty: as floats.
+      layer_kinds: one per layer; empty: all equal.
+      lora: adapters, the only trainable parameters besides a scalar head; None: none.
+      quantized: format of the frozen matrices beside adapters, of
+        ``hjax.models.quantized.FORMATS``; empty: floats.
     """
 
     vocab_size: int
@@ -112,15 +110,15 @@ class ModelConfig:
                 f"it may be {', '.join(divisors)}"
             )
         for rope in self.ropes:
-            if rope.turning(self.head_dim) % 2:
-                part = "" if rope.share == 1 else f", of which {rope.share} turns,"
+            if rope.rotary_dim(self.head_dim) % 2:
+                part = "" if rope.rotary_fraction == 1 else f" times {rope.rotary_fraction}"
                 raise ConfigError(
                     f"model.head_dim={self.head_dim}{part} is odd; rotary positions need an even "
                     "size"
                 )
         if self.layer_kinds and len(self.layer_kinds) != self.layers:
             raise ConfigError(
-                f"{len(self.layer_kinds)} kinds of layers are given for {self.layers} layers"
+                f"layer_kinds has {len(self.layer_kinds)} entries for {self.layers} layers"
             )
         if not 0 <= self.experts_per_token <= self.experts or (
             self.experts and not self.experts_per_token
@@ -145,24 +143,25 @@ class ModelConfig:
 
     @property
     def base(self) -> ModelConfig:
-        """The same without adapters, and with matrices of floats."""
+        """The same without adapters and quantization."""
         return dataclasses.replace(self, lora=None, quantized="")
 
     @property
     def learned_positions(self) -> bool:
-        """Whether positions are a table of parameters."""
+        """Whether the model has learned position embeddings."""
         return not self.ropes
 
     @property
-    def turns_by_length(self) -> bool:
-        """Whether a token's rotary positions depend on how long its sequence will be."""
-        return any(rope.scaling is not None and rope.scaling.by_length for rope in self.ropes)
+    def rope_depends_on_length(self) -> bool:
+        """Whether rotary positions depend on the final length (dynamic NTK, LongRoPE)."""
+        scalings = (rope.scaling for rope in self.ropes)
+        return any(scaling is not None and scaling.depends_on_length for scaling in scalings)
 
     @property
     def period(self) -> tuple[LayerKind, ...]:
-        """The shortest run of kinds that layer after layer repeats, the last time maybe cut short.
+        """The shortest repeating sequence of layer kinds; its last repetition may be incomplete.
 
-        A window that no sequence fills counts as none.
+        A window of at least ``max_length`` counts as none.
         """
         if not self.layer_kinds:
             return (LayerKind(rope=0 if self.ropes else None),)

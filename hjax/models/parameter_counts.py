@@ -1,6 +1,6 @@
-"""What a decoder's shape says about parameters, FLOPs and bytes.
+"""Parameter counts, FLOPs and KV-cache bytes of a decoder, from its ``ModelConfig``.
 
-One place for dry runs, MFU and the cost model of the auto-mapping (hjax.planning).
+Used by dry runs, MFU and the cost model of the auto-mapping (hjax.planning).
 """
 
 import math
@@ -13,7 +13,7 @@ from hjax.models.parameter_spec import ParameterKind, ParameterSpec
 
 
 def all_specs(declared: Mapping[str, Any]) -> Iterator[ParameterSpec]:
-    """The parameters of a nested dict."""
+    """All ``ParameterSpec`` in a nested dict."""
     for parameter in declared.values():
         if isinstance(parameter, ParameterSpec):
             yield parameter
@@ -22,18 +22,18 @@ def all_specs(declared: Mapping[str, Any]) -> Iterator[ParameterSpec]:
 
 
 def expert_parameters(config: ModelConfig) -> int:
-    """Of all experts of a layer; 0 without any."""
+    """Parameters in all experts of a layer; 0 without experts."""
     layers = all_specs(decoder_parameters(config)["layers"])
     return sum(p.size for p in layers if "experts" in p.names[:-1]) // config.layers
 
 
 def layer_parameters(config: ModelConfig) -> int:
-    """One layer: attention, its MLP or all its experts with their router, norms, biases."""
+    """Parameters of one layer: attention, MLP or all experts and router, norms, biases."""
     return sum(p.size for p in all_specs(decoder_parameters(config)["layers"])) // config.layers
 
 
 def active_layer_parameters(config: ModelConfig) -> int:
-    """Those of a layer that multiply one token."""
+    """Parameters of a layer that multiply one token."""
     matrices = [
         p for p in all_specs(decoder_parameters(config)["layers"]) if p.kind is ParameterKind.MATRIX
     ]
@@ -43,24 +43,21 @@ def active_layer_parameters(config: ModelConfig) -> int:
 
 
 def parameter_count(config: ModelConfig, scalar: bool = False) -> int:
-    """Of the whole model; ``scalar``: with a value head and its bias instead of the vocabulary's.
-
-    The one count that everyone takes.
-    """
+    """Parameters of the model; ``scalar``: with a scalar head and its bias, not an output table."""
     declared = (scalar_parameters if scalar else decoder_parameters)(config)
     return sum(parameter.size for parameter in all_specs(declared))
 
 
 def learned_parameters(config: ModelConfig, scalar: bool = False) -> int:
-    """Those that an update changes: all, or adapters and a scalar head."""
+    """Trainable parameters: all, or adapters and a scalar head."""
     declared = (scalar_parameters if scalar else decoder_parameters)(config)
     everything = config.lora is None
-    return sum(p.size for p in all_specs(declared) if everything or p.kind.beside_adapters)
+    return sum(p.size for p in all_specs(declared) if everything or p.kind.trained_with_adapters)
 
 
 def update_passes(config: ModelConfig, scalar: bool = False) -> float:
-    """Forward passes whose FLOPs an update takes: 3, and 2 of what is frozen beside adapters, of
-    which there are no gradients."""
+    """FLOPs of an update in forward passes: 3 for trainable parameters, 2 for frozen ones, which
+    have no gradients."""
     return 2 + learned_parameters(config, scalar) / parameter_count(config, scalar)
 
 
@@ -70,8 +67,8 @@ def forward_flops(
     """FLOPs of a forward over one sequence of ``length`` tokens.
 
     2 per parameter and token, and 4 * heads * head_dim per layer and pair of a token and one it
-    attends to; ``context``: how many that is on average (causal: half the length, or what a
-    layer's window leaves of it).
+    attends to. ``context``: average number of attended tokens; None: half the length, less with a
+    sliding window.
     """
     head = config.hidden_size * (1 if scalar else config.vocab_size)
     products = 2.0 * (config.layers * active_layer_parameters(config) + head) * length
@@ -83,8 +80,8 @@ def forward_flops(
 
 
 def attention_pairs(config: ModelConfig, length: int) -> float:
-    """Pairs of a token and one it attends to in a sequence of ``length``, in all layers: causal,
-    half of all, or what a layer's window leaves of it."""
+    """Pairs of a token and one it attends to in a sequence of ``length``, over all layers: half of
+    all pairs (causal), fewer with a sliding window."""
     windows = [kind.window for kind in config.layer_kinds] or [None] * config.layers
     return math.fsum(_pairs(length, window) for window in windows)
 

@@ -1,8 +1,8 @@
-"""A parameter, declared once.
+"""``ParameterSpec``, the single declaration of a parameter.
 
-Shape, logical axes, initial value, kind, and the tensors of a Hugging Face file that hold it. What
-treats parameters differently (layouts, weight decay, dtypes, counts, loading and export) reads it
-here, never from a parameter's name or shape.
+It has shape, logical axes, initial value, kind, and the tensors of a Hugging Face file that hold
+the parameter. Layouts, weight decay, dtypes, counts, loading and export depend on the spec, never
+on a parameter's name or shape.
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ from flax import nnx
 
 
 class ParameterKind(enum.StrEnum):
-    """What a parameter does.
-
-    A leading ``layers`` axis changes nothing: the stacked biases of all layers are vectors.
-    """
+    """The role of a parameter; a stacked ``layers`` axis does not matter (biases are vectors)."""
 
     MATRIX = "matrix"  # multiplies activations in a product
     EMBEDDING = "embedding"  # a row per token or position: input and output tables
@@ -35,17 +32,17 @@ class ParameterKind(enum.StrEnum):
 
     @property
     def decayed(self) -> bool:
-        """Whether weight decay pulls it towards 0."""
+        """Whether weight decay applies to it."""
         return self not in (ParameterKind.VECTOR, ParameterKind.HEAD, ParameterKind.SCALE)
 
     @property
     def cast(self) -> bool:
-        """Whether a forward reads it in its compute dtype, rather than in float32."""
+        """Whether a forward casts it to the compute dtype, rather than reading float32."""
         return self not in (ParameterKind.VECTOR, ParameterKind.HEAD, ParameterKind.SCALE)
 
     @property
-    def beside_adapters(self) -> bool:
-        """Whether it learns where a model has adapters; all others are frozen then."""
+    def trained_with_adapters(self) -> bool:
+        """Whether it is trained if the model has adapters; all others are frozen then."""
         return self in (ParameterKind.HEAD, ParameterKind.ADAPTER)
 
 
@@ -55,14 +52,14 @@ class StoredTensor:
 
     Attributes:
       name: in the file; ``{layer}`` and ``{expert}`` stand for numbers from 0.
-      form: the tensor's dimensions as logical axes of the parameter, those of one dimension in
-        parentheses, major first: ``(heads head_dim) embed``. ``1`` is a dimension of size 1.
+      form: the tensor's dimensions as logical axes of the parameter; axes joined in one dimension
+        are in parentheses, major first: ``(heads head_dim) embed``. ``1`` is a dimension of size 1.
       pair: which half of the parameter's ``pair`` axis this is; None: ``form`` has that axis.
-      part: (dimension, first, size) where several parameters lie in one tensor one after another:
-        this one's begins at ``first`` of a dimension that has ``size`` in all.
-      other: a name under which older files have it.
-      stacked: of experts, the array of all of a layer that transformers has in memory; of their
-        adapters, the one that they are of.
+      part: (dimension, first, size) if several parameters are concatenated in one tensor: this one
+        begins at ``first`` of a dimension of total ``size``.
+      other: an alternative name, in older files.
+      stacked: for experts, transformers' array of all experts of a layer; for their adapters, the
+        array that they adapt.
     """
 
     name: str
@@ -73,25 +70,25 @@ class StoredTensor:
     stacked: str = ""
 
     def groups(self) -> list[list[str]]:
-        """The form, an entry per dimension: the axes joined in it."""
+        """The axes joined in each dimension of the form."""
         found = re.findall(r"\(([^)]*)\)|(\S+)", self.form)
         return [(joined or one).split() if (joined or one) != "1" else [] for joined, one in found]
 
 
 @dataclasses.dataclass(frozen=True)
 class ParameterSpec:
-    """One array of a model.
+    """The declaration of one array of a model.
 
     Attributes:
-      axes: size by logical axis, in the order of its dimensions.
-      kind: what it does.
-      scale: initial values are drawn from a truncated normal with this standard deviation; 0: all
+      axes: (logical axis, size) of each dimension.
+      kind: its role.
+      scale: standard deviation of the truncated normal that initial values are drawn from; 0: all
         are ``fill``.
       fill: see ``scale``.
       stored: the tensors that hold it; empty: no file has it, and it is ``fill``.
       optional: files may lack it; it is ``fill`` then.
-      inputs: of a matrix, the axes over which a product with it sums.
-      dtype: in which it is made; another than float32 stays as it is in every compute dtype.
+      inputs: of a matrix, the axes that a product with it sums over.
+      dtype: of its values; other dtypes than float32 are never cast to the compute dtype.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -105,7 +102,7 @@ class ParameterSpec:
 
     @property
     def quantized(self) -> bool:
-        """Whether it has one byte per element, and a scale beside it."""
+        """Whether it has one byte per element, and a scale parameter."""
         return self.dtype != "float32"
 
     @property
@@ -124,10 +121,10 @@ class ParameterSpec:
         return math.prod(self.shape)
 
     def create(self, key: jax.Array | None = None) -> nnx.Param:
-        """The initial values, carrying this declaration.
+        """The initial values, with this spec as metadata.
 
         Args:
-          key: PRNG key; read where ``scale`` is not 0.
+          key: PRNG key; used if ``scale`` is not 0.
         """
         value = jnp.full(self.shape, self.fill, self.dtype)
         if self.scale:
@@ -138,12 +135,12 @@ class ParameterSpec:
 
 
 def matrix(scale: float, inputs: str, /, **axes: int) -> ParameterSpec:
-    """A matrix drawn with standard deviation ``scale``; size by logical axis.
+    """The spec of a matrix drawn with standard deviation ``scale``.
 
     Args:
       scale: see above.
-      inputs: the axes over which a product with it sums, such as ``heads head_dim``.
-      axes: in their order.
+      inputs: the axes that a product with it sums over, such as ``heads head_dim``.
+      axes: size by logical axis, in order.
     """
     return ParameterSpec(
         tuple(axes.items()), ParameterKind.MATRIX, scale, inputs=tuple(inputs.split())
@@ -151,33 +148,33 @@ def matrix(scale: float, inputs: str, /, **axes: int) -> ParameterSpec:
 
 
 def table(scale: float, /, **axes: int) -> ParameterSpec:
-    """An embedding drawn with standard deviation ``scale``; size by logical axis."""
+    """The spec of an embedding drawn with standard deviation ``scale``; size by logical axis."""
     return ParameterSpec(tuple(axes.items()), ParameterKind.EMBEDDING, scale)
 
 
 def vector(fill: float, /, **axes: int) -> ParameterSpec:
-    """Norm weights and biases, all of them ``fill`` at first."""
+    """The spec of norm weights or biases, initially ``fill``; size by logical axis."""
     return ParameterSpec(tuple(axes.items()), ParameterKind.VECTOR, fill=fill)
 
 
 def create_parameters(
     module: Any, declared: Mapping[str, ParameterSpec], draw: Callable[[], jax.Array]
 ) -> None:
-    """Give a module its parameters as attributes; ``draw``: the next PRNG key."""
+    """Create a module's parameters as attributes; ``draw`` returns the next PRNG key."""
     for name, parameter in declared.items():
         setattr(module, name, parameter.create(draw() if parameter.scale else None))
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorPart:
-    """One tensor as a file holds it, and where its values lie in a parameter.
+    """One tensor of a file, and which part of a parameter it holds.
 
     Attributes:
-      name, other, stacked: as of ``StoredTensor``, with numbers.
+      name, other, stacked: as of ``StoredTensor``, with layer and expert numbers.
       shape: of the whole tensor.
       at: index into the parameter.
       part: as of ``StoredTensor``.
-      inputs: of a matrix, the tensor's dimension over which a product sums; None of others.
+      inputs: of a matrix, the tensor's dimension that a product sums over; None of others.
     """
 
     name: str
@@ -187,53 +184,53 @@ class TensorPart:
     part: tuple[int, int, int] | None
     inputs: int | None
     stacked: str
-    _apart: tuple[int, ...]  # the part's dimensions, joined axes taken apart
-    _order: tuple[int, ...]  # of those in the parameter
+    _split_shape: tuple[int, ...]  # the part's shape with joined axes split
+    _order: tuple[int, ...]  # permutation from these to the parameter's dimensions
 
     @property
-    def _own(self) -> tuple[slice, ...]:
+    def _region(self) -> tuple[slice, ...]:
         if self.part is None:
             return (slice(None),) * len(self.shape)
         dimension, first, _ = self.part
-        sizes = self._joined
+        sizes = self._joined_shape
         return tuple(
             slice(first, first + sizes[i]) if i == dimension else slice(None)
             for i in range(len(self.shape))
         )
 
     @property
-    def _joined(self) -> tuple[int, ...]:
+    def _joined_shape(self) -> tuple[int, ...]:
         if self.part is None:
             return self.shape
-        own = math.prod(self._apart) * self.part[2] // math.prod(self.shape)
+        own = math.prod(self._split_shape) * self.part[2] // math.prod(self.shape)
         return tuple(own if i == self.part[0] else n for i, n in enumerate(self.shape))
 
     @property
-    def turned(self) -> bool:
+    def inputs_first(self) -> bool:
         """Whether a matrix is stored [inputs, outputs], not [outputs, inputs]."""
         return self.inputs == 0
 
     @property
-    def formless(self) -> TensorPart:
-        """The same under no name and in no place: equal for all layers."""
+    def without_location(self) -> TensorPart:
+        """The same without name and index, equal for all layers."""
         return dataclasses.replace(self, name="", other="", stacked="", at=())
 
-    def of(self, tensor: Any) -> Any:
-        """The parameter's values ``at``, of a numpy array as a view where that can be."""
-        return tensor[self._own].reshape(self._apart).transpose(self._order)
+    def read(self, tensor: Any) -> Any:
+        """The parameter's values ``at`` from the tensor, a view of a numpy array if possible."""
+        return tensor[self._region].reshape(self._split_shape).transpose(self._order)
 
     def clear(self, tensor: np.ndarray) -> None:
         """Write zeros where ``into`` writes."""
-        tensor[self._own] = 0
+        tensor[self._region] = 0
 
-    def into(self, tensor: np.ndarray, values: np.ndarray) -> None:
-        """Write what the parameter has ``at`` into the tensor; the inverse of ``of``."""
+    def write(self, tensor: np.ndarray, values: np.ndarray) -> None:
+        """Write the parameter's values ``at`` into the tensor; the inverse of ``read``."""
         back = np.argsort(self._order)
-        tensor[self._own] = values.transpose(back).reshape(self._joined)
+        tensor[self._region] = values.transpose(back).reshape(self._joined_shape)
 
 
 def parts(parameter: ParameterSpec) -> Iterator[TensorPart]:
-    """Every tensor that holds a part of a parameter, in the order of its layers and experts."""
+    """Every tensor that holds a part of a parameter, ordered by layer and expert."""
     sizes = dict(parameter.axes)
     for stored in parameter.stored:
         counted = [a for a in ("layers", "experts") if f"{{{a[:-1]}}}" in stored.name]
@@ -270,6 +267,6 @@ def parts(parameter: ParameterSpec) -> Iterator[TensorPart]:
                 part=stored.part,
                 inputs=inputs,
                 stacked=stacked,
-                _apart=apart,
+                _split_shape=apart,
                 _order=order,
             )

@@ -1,7 +1,6 @@
-"""Parameters as plain nested dicts: create them sharded, read their declarations.
+"""``Network``: a model's static graph and specs; its parameters are plain nested dicts of arrays.
 
-A model is a pair: a static graph (what to compute) and a nested dict of float32 arrays. Workers
-keep the dict, optimizers and checkpoints see nothing of flax.
+Workers hold the dict; optimizers and checkpoints do not depend on flax.
 """
 
 from __future__ import annotations
@@ -34,13 +33,12 @@ Params = dict[str, Any]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Layered:
-    """Parameters of a model of which each layer has arrays of its own.
-
-    Where layers are unrolled, a program that is given stacked ones copies each layer out of them.
+    """Parameters with separate arrays for each layer, for programs with unrolled layers: from
+    stacked arrays these would copy every layer.
 
     Attributes:
-      rest: those that are not of a layer.
-      layers: nested dicts, those of each.
+      rest: parameters outside of layers.
+      layers: a nested dict per layer.
     """
 
     rest: Params
@@ -52,18 +50,18 @@ Weights = Params | Layered
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Network:
-    """A model without its numbers.
+    """A model without parameter values.
 
     Attributes:
       module: the flax.nnx class.
       config: shapes of the decoder.
-      graph: flax.nnx graph definition; ``bind`` puts parameters into it.
+      graph: flax.nnx graph definition; ``bind`` inserts parameters.
       declared: nested dict like the parameters, of ``ParameterSpec``.
       axes: nested dict like the parameters, of logical axis names.
       kinds: nested dict like the parameters, of ``ParameterKind``.
       shapes: nested dict like the parameters, of jax.ShapeDtypeStruct.
-      partition: into what learns, all of it or adapters, and what is frozen then.
-      frozen_dtype: in which quantized matrices are read by whoever reads them as floats.
+      partition: into trainable (all, or adapters) and frozen parameters.
+      frozen_dtype: dtype of quantized matrices after dequantization.
     """
 
     module: type
@@ -84,14 +82,14 @@ class Network:
         """The module with these parameters; call it inside jit.
 
         Args:
-          params: all of them, or with stacked leaves cut to some layers.
+          params: all parameters; stacked leaves may be sliced to some layers.
           stack: how a forward without a cache runs the layers.
-          tally: where its forwards over prompts and responses tell what their routers did.
+          tally: collects routing statistics of forwards over prompts and responses.
         """
         state = jax.tree.map(lambda x: x, self._state)
         layers = None
         if isinstance(params, Layered):
-            # Stacked they are made only where they are read so.
+            # Unused stacked copies are removed by the compiler.
             layers = params.layers
             stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *layers)
             params = params.rest | {"layers": stacked}
@@ -117,11 +115,11 @@ class Network:
             is_leaf=lambda x: isinstance(x, tuple),
         )
 
-    def read_dtypes(self, dtype: Any) -> Params:
-        """Dtype in which a forward of compute ``dtype`` reads every parameter.
+    def compute_dtypes(self, dtype: Any) -> Params:
+        """The dtype to which a forward with compute ``dtype`` casts each parameter.
 
-        Vectors (norm weights, heads) stay float32 and quantized matrices what they are, so a copy
-        in these dtypes gives bit for bit the forward of the parameters themselves.
+        Vectors (norm weights, heads) stay float32 and quantized matrices keep their dtype, so a
+        copy in these dtypes gives bit for bit the same forward.
         """
 
         def read(parameter: ParameterSpec) -> np.dtype:
@@ -130,15 +128,15 @@ class Network:
 
         return jax.tree.map(read, self.declared)
 
-    def frozen_in(self, dtype: Any) -> Network:
-        """The same, what is frozen kept as a forward of compute ``dtype`` reads it."""
+    def with_frozen_dtype(self, dtype: Any) -> Network:
+        """The same with frozen parameters stored in the dtypes of ``compute_dtypes``."""
         if self.partition.everything:
             return self
         learned, _ = self.partition.split(self.shapes)
         shapes = jax.tree.map(
             lambda x, read: jax.ShapeDtypeStruct(x.shape, read),
             self.shapes,
-            self.read_dtypes(dtype),
+            self.compute_dtypes(dtype),
         )
         _, frozen = self.partition.split(shapes)
         joined = self.partition.join(learned, frozen)
@@ -150,9 +148,9 @@ class Network:
 
     @functools.cached_property
     def base(self) -> Network:
-        """The same model without adapters, in the same dtypes, its matrices as floats."""
+        """The same model without adapters, in the same dtypes, dequantized."""
         if not self.config.quantized:
-            return self.bare
+            return self.without_adapters
         plain = network_of(self.module, self.config.base)
 
         def read(kept: jax.ShapeDtypeStruct, parameter: ParameterSpec) -> jax.ShapeDtypeStruct:
@@ -163,20 +161,20 @@ class Network:
         return plain.with_shapes(jax.tree.map(read, kept, declared))
 
     @functools.cached_property
-    def bare(self) -> Network:
-        """The same model without adapters, all that is frozen kept as it is here."""
+    def without_adapters(self) -> Network:
+        """The same model without adapters; frozen parameters stay as they are, also quantized."""
         if self.config.lora is None:
             return self
         plain = network_of(self.module, dataclasses.replace(self.config, lora=None))
         plain = plain.with_shapes(_select(plain.shapes, self.shapes))
         return dataclasses.replace(plain, frozen_dtype=self.frozen_dtype)
 
-    def bare_of(self, tree: Params) -> Params:
-        """Of a tree like the parameters what the model without adapters has."""
-        return tree if self.config.lora is None else _select(self.bare.declared, tree)
+    def without_adapters_of(self, tree: Params) -> Params:
+        """The part of a tree like the parameters that the model without adapters has."""
+        return tree if self.config.lora is None else _select(self.without_adapters.declared, tree)
 
     def create(self, seed: int, layout: Layout) -> Params:
-        """Initial parameters, each device making its own part; the same under every layout."""
+        """Initial parameters, sharded as they are drawn; equal under every layout."""
 
         if self.config.quantized:
             raise ConfigError(
@@ -190,7 +188,7 @@ class Network:
         return jax.jit(create, out_shardings=self.shardings(layout))(jax.random.key(seed))
 
     def create_learned(self, seed: int, layout: Layout) -> Params:
-        """Of ``create`` what learns; the rest is not made."""
+        """The trainable part of ``create``; frozen parameters are not created."""
         shardings, _ = self.partition.split(self.shardings(layout))
 
         def create(key: jax.Array) -> Params:
@@ -199,17 +197,14 @@ class Network:
         return jax.jit(create, out_shardings=shardings)(jax.random.key(seed))
 
     def place(self, params: Params, layout: Layout) -> Params:
-        """Host arrays (or arrays elsewhere) laid out for ``layout``."""
+        """Host or device arrays, sharded for ``layout``."""
         return place_params(params, self.shardings(layout), self.shapes)
 
 
 @functools.lru_cache(maxsize=64)
 def network_of(module: type, config: ModelConfig) -> Network:
-    """The network of a flax.nnx module made as ``module(config, key)``.
-
-    Its parameters are made by ``ParameterSpec.create`` of ``hjax.models.parameter_spec``.
-
-    """
+    """The network of a flax.nnx module ``module(config, key)``, whose parameters are created by
+    ``ParameterSpec.create``."""
 
     def create(key: jax.Array) -> Params:
         return nnx.to_pure_dict(nnx.state(module(config, key)))
@@ -227,7 +222,7 @@ def network_of(module: type, config: ModelConfig) -> Network:
     kinds = jax.tree.map(lambda p: p.kind, declared)
     shapes = nnx.to_pure_dict(state)
     partition = TrainableSplit(
-        jax.tree.map(lambda kind: config.lora is None or kind.beside_adapters, kinds)
+        jax.tree.map(lambda kind: config.lora is None or kind.trained_with_adapters, kinds)
     )
     return Network(module, config, graph, declared, axes, kinds, shapes, partition, create, state)
 
@@ -240,26 +235,26 @@ def _select(tree: Params, other: Params) -> Params:
     }
 
 
-def unstack_layers(params: Params, shardings: Params, given_up: Params | None = None) -> Layered:
-    """Arrays of its own for each layer, one stacked array after another.
+def unstack_layers(params: Params, shardings: Params, donated: Params | None = None) -> Layered:
+    """Split stacked arrays into an array per layer, one parameter after another.
 
     Args:
       params: of a decoder.
-      shardings: of each parameter, its layers whole.
-      given_up: bool like the parameters, which stacked arrays are deleted as soon as they are cut,
-        so that one of them at most is there twice; None: none.
+      shardings: of each stacked parameter, which do not split layers.
+      donated: bool like the parameters: delete the stacked array once it is split, so that at most
+        one exists twice; None: delete none.
     """
     stacked = params["layers"]
-    free = jax.tree.map(lambda _: False, stacked) if given_up is None else given_up["layers"]
+    donate = jax.tree.map(lambda _: False, stacked) if donated is None else donated["layers"]
 
-    def cut(x: jax.Array, sharding: Any, last: bool) -> Any:
+    def cut(x: jax.Array, sharding: Any, donate_one: bool) -> Any:
         parts = _split_layers(x.shape[0], sharding)(x)
-        if last:
+        if donate_one:
             jax.block_until_ready(parts)
             x.delete()
         return parts
 
-    parts = jax.tree.map(cut, stacked, shardings["layers"], free)
+    parts = jax.tree.map(cut, stacked, shardings["layers"], donate)
     count = jax.tree.leaves(stacked)[0].shape[0]
     layers = (jax.tree.map(lambda _, each, i=i: each[i], stacked, parts) for i in range(count))
     rest = {name: part for name, part in params.items() if name != "layers"}
@@ -267,11 +262,11 @@ def unstack_layers(params: Params, shardings: Params, given_up: Params | None = 
 
 
 def decoding_memory_orders(axes: Params, heads_split: bool) -> Params:
-    """In which order a TPU's compiler wants the dimensions of stacked weights in memory to decode.
+    """The memory order of stacked weights' dimensions that the TPU compiler wants for decoding.
 
-    Given them as they are declared, every program lays some out anew before its loop over tokens: a
-    dimension of two (gate and up, keys and values) is to stand outside of the one summed over, and
-    so are heads; where a device has a part of the heads, what is summed over comes last there.
+    In the declared order every program would transpose some weights before its decode loop. A pair
+    axis (gate and up, keys and values) and heads must be outside of the summed axis. If heads are
+    split over devices, the summed axis is innermost in weights with ``head_dim``.
 
     Args:
       axes: nested dict of logical axis names.
@@ -285,41 +280,41 @@ def decoding_memory_orders(axes: Params, heads_split: bool) -> Params:
         plain = tuple(range(len(names)))
         if len(names) < 4 or "embed" not in names[:-1] or "experts" in names:
             return plain
-        summed, last = names.index("embed"), len(names) - 1
-        outside = tuple(i for i in plain if i not in (summed, last))
+        summed, donate_one = names.index("embed"), len(names) - 1
+        outside = tuple(i for i in plain if i not in (summed, donate_one))
         swapped = heads_split and "head_dim" in names
-        return (*outside, last, summed) if swapped else (*outside, summed, last)
+        return (*outside, donate_one, summed) if swapped else (*outside, summed, donate_one)
 
     return jax.tree.map(order, axes, is_leaf=lambda x: isinstance(x, tuple))
 
 
-def in_memory_orders(params: Params, orders: Params, given_up: Params | None = None) -> Params:
-    """Arrays whose dimensions lie in memory in these orders, made one after another.
+def in_memory_orders(params: Params, orders: Params, donated: Params | None = None) -> Params:
+    """Copy arrays into the given memory orders, one after another.
 
     Args:
       params: jax.Array, or jax.ShapeDtypeStruct with shardings.
-      orders: as of ``decoding_memory_orders``; an array that lies so already stays what it is.
-      given_up: as of ``unstack_layers``: arrays that are deleted once they are laid out anew.
+      orders: as of ``decoding_memory_orders``; arrays in the right order are returned as they are.
+      donated: as of ``unstack_layers``: arrays to delete once they are copied.
     """
-    free = jax.tree.map(lambda _: False, params) if given_up is None else given_up
+    donate = jax.tree.map(lambda _: False, params) if donated is None else donated
 
-    def lay(x: Any, order: tuple[int, ...], last: bool) -> Any:
+    def lay(x: Any, order: tuple[int, ...], donate_one: bool) -> Any:
         if memory_order(x) == order:
             return x
         wanted = memory.Format(memory.Layout(order), x.sharding)
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=wanted)
         laid = _relayout(wanted)(x)
-        if last:
+        if donate_one:
             jax.block_until_ready(laid)
             x.delete()
         return laid
 
-    return jax.tree.map(lay, params, orders, free)
+    return jax.tree.map(lay, params, orders, donate)
 
 
 def memory_order(x: Any) -> tuple[int, ...]:
-    """The order in which an array's dimensions lie in memory, of abstract ones too."""
+    """The memory order of an array's dimensions (major to minor); abstract arrays too."""
     found = x.format.layout
     return tuple(range(len(x.shape))) if found is None else tuple(found.major_to_minor)
 
@@ -353,7 +348,7 @@ def _without_layers(sharding: Any) -> jax.sharding.NamedSharding:
 
 
 def place_params(params: Params, shardings: Params, shapes: Params) -> Params:
-    """Host arrays (or arrays elsewhere) laid out, in the dtypes of ``shapes``."""
+    """Host or device arrays with these shardings, in the dtypes of ``shapes``."""
     return jax.tree.map(
         lambda x, sharding, like: place(x.astype(like.dtype), sharding), params, shardings, shapes
     )

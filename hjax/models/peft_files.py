@@ -1,8 +1,8 @@
-"""Adapters as PEFT keeps them (github.com/huggingface/peft): a directory with
-``adapter_config.json`` and ``adapter_model.safetensors``, read and written.
+"""PEFT adapter directories (github.com/huggingface/peft), read and written:
+``adapter_config.json`` and ``adapter_model.safetensors``.
 
-``lora_A`` is [rank, inputs], ``lora_B`` [outputs, rank], whichever way the matrix itself is stored.
-transformers 5 has a layer's experts in arrays, and PEFT adapters of those (``target_parameters``):
+``lora_A`` is [rank, inputs] and ``lora_B`` [outputs, rank], however the matrix itself is stored.
+transformers 5 stores a layer's experts in arrays, and PEFT adapts these (``target_parameters``):
 ``lora_A`` is [experts rank, inputs] then, ``lora_B`` [outputs, rank experts].
 """
 
@@ -25,7 +25,7 @@ from hjax.user_input import read_object, user_path
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _A, _B, _M = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
-# Keys whose values change nothing of what the tensors and the scaling say.
+# Keys that do not affect the tensors' meaning or the scaling, or are handled.
 _IGNORED_KEYS = frozenset(
     """
     auto_mapping base_model_name_or_path corda_config eva_config exclude_modules fan_in_fan_out
@@ -35,30 +35,25 @@ _IGNORED_KEYS = frozenset(
     qalora_group_size use_dora target_parameters
     """.split()
 )
-_BASE_CHANGING_INITS = (
-    "pissa",
-    "olora",
-    "corda",
-    "loftq",
-    "eva",
-)  # initial values that change the base
+# Values of init_lora_weights that change the base.
+_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "eva")
 
 
 def is_adapter(path: str | os.PathLike) -> bool:
-    """Whether a directory holds adapters, and no model."""
+    """Whether a directory holds adapters and no model."""
     directory = user_path(path, "model ")
     return (directory / CONFIG).is_file() and not (directory / "config.json").is_file()
 
 
 class Adapter:
-    """The adapters in a directory, whatever program made them.
+    """The adapters in a PEFT directory.
 
     Attributes:
       path: the directory.
-      base: directory or name of the model that they are for.
+      base: directory or name of the base model.
 
     Raises:
-      ConfigError: missing, damaged or cut short files, or a kind that is not supported, by name.
+      ConfigError: missing, damaged or truncated files, or an unsupported kind, by name.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -101,7 +96,7 @@ class Adapter:
         return config
 
     def tensor(self, name: str) -> np.ndarray:
-        """A tensor by its name, without PEFT's prefix, in its own dtype.
+        """A tensor by its name without PEFT's prefix, in its stored dtype.
 
         Raises:
           ConfigError: it has values that are not finite.
@@ -112,19 +107,19 @@ class Adapter:
         return tensor
 
     def scaling(self, module: str, rank: int) -> float:
-        """By what the product of a module's two tensors is multiplied."""
-        alpha = self._of_pattern("alpha_pattern", module, self._config.get("lora_alpha", 8))
+        """The factor of ``lora_B lora_A`` of a module."""
+        alpha = self._pattern_value("alpha_pattern", module, self._config.get("lora_alpha", 8))
         root = math.sqrt(rank) if self._config.get("use_rslora") else rank
         return float(alpha) / root
 
-    def _of_pattern(self, key: str, module: str, default: Any) -> Any:
+    def _pattern_value(self, key: str, module: str, default: Any) -> Any:
         for pattern, value in (self._config.get(key) or {}).items():
             if re.fullmatch(rf"(.*\.)?({pattern})", module):
                 return value
         return default
 
-    def _of_array(self, part: TensorPart) -> str:
-        """The module whose adapter is of the array that has a tensor of experts; empty: none."""
+    def _expert_module(self, part: TensorPart) -> str:
+        """The adapted module (array of experts) that a tensor belongs to; empty: none."""
         wanted = self._config.get("target_parameters") or ()
 
         def targeted(array: str) -> bool:
@@ -136,32 +131,33 @@ class Adapter:
         inside = name == INNER and targeted(f"{module}.down_proj")
         return module + NESTED * inside
 
-    def added(self, tensor: np.ndarray, part: TensorPart) -> np.ndarray:
-        """A tensor of the base with its adapter, if it has one: float32 sums in its own dtype.
+    def merge(self, tensor: np.ndarray, part: TensorPart) -> np.ndarray:
+        """A tensor of the base with its adapter, if any, merged in float32.
 
         Raises:
-          ConfigError: the adapter is of another shape.
+          ConfigError: the adapter has another shape.
         """
         module = part.name.removesuffix(".weight")
-        if array := self._of_array(part):
-            return self._added_to_experts(tensor, part, array)
+        if array := self._expert_module(part):
+            return self._merge_into_experts(tensor, part, array)
         if module + _A not in self.names:
             return tensor
         a, b = self.tensor(module + _A), self.tensor(module + _B)
-        made = (b.shape[0], a.shape[1])
-        if (made[::-1] if part.turned else made) != tensor.shape or a.shape[0] != b.shape[1]:
-            raise self._of_another_base(module, a, b, tensor)
+        shape = (b.shape[0], a.shape[1])
+        fits = (shape[::-1] if part.inputs_first else shape) == tensor.shape
+        if not fits or a.shape[0] != b.shape[1]:
+            raise self._wrong_base_error(module, a, b, tensor)
         addition = b.astype(np.float32) @ a.astype(np.float32)
         addition *= self.scaling(module, a.shape[0])
-        both = tensor.astype(np.float32) + (addition.T if part.turned else addition)
+        both = tensor.astype(np.float32) + (addition.T if part.inputs_first else addition)
         if self.dora:
-            over = 0 if part.turned else 1
+            over = 0 if part.inputs_first else 1
             both *= np.expand_dims(self.tensor(module + _M), over) / np.linalg.norm(
                 both, axis=over, keepdims=True
             )
         return both.astype(np.float32)
 
-    def _of_another_base(
+    def _wrong_base_error(
         self, module: str, a: np.ndarray, b: np.ndarray, tensor: np.ndarray
     ) -> ConfigError:
         return ConfigError(
@@ -169,38 +165,38 @@ class Adapter:
             f"outputs, the base's is {tensor.shape}; these adapters are for another base"
         )
 
-    def _added_to_experts(self, tensor: np.ndarray, part: TensorPart, module: str) -> np.ndarray:
-        """``added`` of a tensor of one expert, [outputs, inputs], or of all, [experts, inputs,
+    def _merge_into_experts(self, tensor: np.ndarray, part: TensorPart, module: str) -> np.ndarray:
+        """``merge`` for a tensor of one expert, [outputs, inputs], or of all, [experts, inputs,
         outputs]."""
         a, b = self.tensor(module + _A), self.tensor(module + _B)
-        rank = int(self._of_pattern("rank_pattern", part.stacked, self._config.get("r", 8)))
+        rank = int(self._pattern_value("rank_pattern", part.stacked, self._config.get("r", 8)))
         experts = max(a.shape[0] // max(rank, 1), 1)
         expert, *rest = part.at[1:]
         half = next((index for index in rest if not isinstance(index, slice)), None)
-        made = (b.shape[0] // (1 if half is None else 2), a.shape[1])
+        shape = (b.shape[0] // (1 if half is None else 2), a.shape[1])
         whole = isinstance(expert, slice)
-        fits = (experts, *made[::-1]) if whole else made
+        fits = (experts, *shape[::-1]) if whole else shape
         if fits != tensor.shape or not a.shape[0] == b.shape[1] == experts * rank:
-            raise self._of_another_base(module, a, b, tensor)
+            raise self._wrong_base_error(module, a, b, tensor)
         a = a.astype(np.float32).reshape(experts, rank, -1)
         b = b.astype(np.float32).reshape(-1, rank, experts)
         scaling = np.float32(self.scaling(part.stacked, rank))
         if whole:
             addition = np.einsum("eri,ore->eio", a, b, optimize=True)
         elif expert >= experts:
-            raise self._of_another_base(module, a[0], b, tensor)
+            raise self._wrong_base_error(module, a[0], b, tensor)
         else:
-            start = (half or 0) * made[0]
-            addition = b[start : start + made[0], :, expert] @ a[expert]
+            start = (half or 0) * shape[0]
+            addition = b[start : start + shape[0], :, expert] @ a[expert]
         return tensor.astype(np.float32) + scaling * addition
 
     @property
     def dora(self) -> bool:
-        """Whether there are magnitudes beside the adapters."""
+        """Whether the adapters are DoRA's, with magnitudes."""
         return bool(self._config.get("use_dora"))
 
     def check(self, declared: Mapping[str, Any], path: Any) -> None:
-        """Whether every tensor here belongs to a matrix of a base, or is its scalar head.
+        """Check that every tensor belongs to a matrix of the base, or is its scalar head.
 
         Raises:
           ConfigError: one does not, by name.
@@ -211,24 +207,24 @@ class Adapter:
             if parameter.kind is ParameterKind.MATRIX
             for part in parts(parameter)
         ]
-        matrices = {self._of_array(part) or part.name.removesuffix(".weight") for part in every}
-        ends = (_A, _B, _M) if self.dora else (_A, _B)
-        known = {f"{module}{end}" for module in matrices for end in ends} | {"score.weight"}
+        matrices = {self._expert_module(p) or p.name.removesuffix(".weight") for p in every}
+        suffixes = (_A, _B, _M) if self.dora else (_A, _B)
+        known = {f"{module}{end}" for module in matrices for end in suffixes} | {"score.weight"}
         for name in self.names:
             if name not in known:
                 raise ConfigError(
                     f"{self.path}: {name!r} is no adapter of a matrix in the layers of {path}"
                 )
             module = name.rpartition(".lora_")[0]
-            for twin in (f"{module}{end}" for end in ends if module):
-                if twin not in self.names:
-                    raise ConfigError(f"{self.path}: {twin!r} is missing")
+            for counterpart in (f"{module}{end}" for end in suffixes if module):
+                if counterpart not in self.names:
+                    raise ConfigError(f"{self.path}: {counterpart!r} is missing")
 
     def parameter(self, parameter: ParameterSpec, lora: Lora) -> np.ndarray:
-        """An adapter's parameter, float32.
+        """The values of an adapter's parameter, float32.
 
         Raises:
-          ConfigError: a tensor is missing, or of another rank, shape or scaling than ``lora`` says.
+          ConfigError: a tensor is missing, or its rank, shape or scaling differs from ``lora``.
         """
         read = np.zeros(parameter.shape, np.float32)
         for part in parts(parameter):
@@ -250,15 +246,15 @@ class Adapter:
                     f"{lora.alpha:g} with rank {lora.rank} by {lora.scaling:g}; set "
                     f"{lora.key}.alpha"
                 )
-            read[part.at] = part.of(tensor)
+            read[part.at] = part.read(tensor)
         return read
 
-    def check_form(self, declared: Mapping[str, Any], lora: Lora) -> None:
-        """Whether the adapters of these parameters are all that there are, and learned alike.
+    def check_matches(self, declared: Mapping[str, Any], lora: Lora) -> None:
+        """Check that the directory has adapters of these parameters only, with the same settings.
 
         Raises:
-          ConfigError: there are more, also of other matrices in the same tensors, or they learned
-            with another dropout.
+          ConfigError: there are others, also of other matrices in the same tensors, or DoRA or
+            dropout differ from ``lora``.
         """
         if self.dora != lora.dora:
             raise ConfigError(
@@ -309,25 +305,25 @@ def save_adapter(
     base: str,
     scalar: bool = False,
 ) -> None:
-    """Write adapters as PEFT reads them, float32.
+    """Write a PEFT directory, float32.
 
-    Where one stored tensor holds several matrices (a fused q, k and v) it gets one adapter whose
-    rank is the sum of theirs: the same additions, in blocks.
+    A stored tensor that holds several matrices (a fused q, k and v) gets one block-diagonal adapter
+    whose rank is the sum of theirs.
 
     Args:
-      directory: made if need be.
+      directory: created if missing.
       declared: of the model with adapters, see ``hjax.models.architecture``.
-      params: nested dict of numpy arrays like it; of what learns at least.
-      lora: of the adapters.
-      base: directory or name of the model that they are for.
-      scalar: the model has one number per token, whose head is written too.
+      params: nested dict of numpy arrays like it, the trainable ones at least.
+      lora: the adapters' settings.
+      base: directory or name of the base model.
+      scalar: the model has a scalar head, which is written too.
     """
     layers, values = layers_of(declared), layers_of(params)
     modules: dict[str, list[tuple[TensorPart, np.ndarray, TensorPart, np.ndarray]]] = {}
     for name in (n for n in layers if n.endswith("_a") and layers[n].kind is ParameterKind.ADAPTER):
-        twin = name.removesuffix("_a") + "_b"
-        for a, b in zip(parts(layers[name]), parts(layers[twin]), strict=True):
-            found = a, values[name][a.at], b, values[twin][b.at]
+        counterpart = name.removesuffix("_a") + "_b"
+        for a, b in zip(parts(layers[name]), parts(layers[counterpart]), strict=True):
+            found = a, values[name][a.at], b, values[counterpart][b.at]
             modules.setdefault(a.name.removesuffix(_A), []).append(found)
     shapes: dict[str, tuple[int, ...]] = {}
     ranks: dict[str, int] = {}
@@ -354,14 +350,14 @@ def save_adapter(
         into, out = tensors[f"{_PREFIX}{module}{_A}"], tensors[f"{_PREFIX}{module}{_B}"]
         for number, (a, first, b, second) in enumerate(pieces):
             own = slice(number * a.shape[0], (number + 1) * a.shape[0])
-            a.into(into[own], first)
-            b.into(out[:, own], second)
+            a.write(into[own], first)
+            b.write(out[:, own], second)
     for name, (part, vector) in vectors.items():
-        part.into(tensors[name], vector)
+        part.write(tensors[name], vector)
     if scalar:
         tensors[f"{_PREFIX}score.weight"][0] = params["head"]
     sources = {module: pieces[0][0] for module, pieces in modules.items()}
-    turned = any(part.turned for p in layers.values() for part in parts(p))
+    turned = any(part.inputs_first for p in layers.values() for part in parts(p))
     config = _adapter_config(lora, base, scalar, sources=sources, ranks=ranks, turned=turned)
     (directory / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
 
@@ -374,15 +370,15 @@ def _adapter_config(
     ranks: Mapping[str, int],
     turned: bool,
 ) -> dict[str, Any]:
-    """What PEFT's ``adapter_config.json`` says.
+    """The content of PEFT's ``adapter_config.json``.
 
     Args:
       lora, base, scalar: as of ``save_adapter``.
-      sources: of each module with an adapter the tensor of its first part.
-      ranks: of modules whose rank is not the adapter's own.
-      turned: the base stores matrices [inputs, outputs].
+      sources: by module, the tensor of its adapter's first part.
+      ranks: by module, ranks that differ from ``lora.rank``.
+      turned: whether the base stores matrices [inputs, outputs].
     """
-    # Of blocks the same scaling at their larger rank.
+    # Larger alphas give block-diagonal adapters the same scaling at their larger rank.
     grow = {n: rank / lora.rank for n, rank in ranks.items()}
     alphas = {n: lora.alpha * (math.sqrt(x) if lora.rslora else x) for n, x in grow.items()}
     arrays = sorted({_name_in_layer(part.stacked) for part in sources.values() if part.stacked})
@@ -408,5 +404,5 @@ def _adapter_config(
 
 
 def _name_in_layer(name: str) -> str:
-    """A module's or an array's name after the layer's number."""
+    """The name of a module or array within its layer."""
     return re.sub(r"^.*\.\d+\.", "", name)

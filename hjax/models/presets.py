@@ -1,7 +1,4 @@
-"""Published decoders by name: their shapes, without weights.
-
-For counting, planning and compiling.
-"""
+"""Presets: configs of published models by name, without weights, for planning and compiling."""
 
 import difflib
 from typing import Any
@@ -24,7 +21,7 @@ def shape_of(
     length: int,
     **keys: Any,
 ) -> ModelConfig:
-    """By the keys of a config.json."""
+    """A ``ModelConfig`` from sizes and further keys of a config.json."""
     sizes = {
         "num_hidden_layers": layers,
         "hidden_size": hidden,
@@ -52,7 +49,7 @@ def _gpt2(layers: int, hidden: int, heads: int) -> ModelConfig:
 def _gemma3(
     layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int = 256, scalar: int = 256
 ) -> ModelConfig:
-    """The text models that were trained for 131072 tokens."""
+    """Gemma 3 text models with 131072 tokens of context."""
     return shape_of(
         "gemma3_text", layers, hidden, 4 * hidden, heads, kv_heads, 262208, 131072,
         head_dim=head_dim, query_pre_attn_scalar=scalar, sliding_window=1024,
@@ -115,10 +112,10 @@ PRESETS: dict[str, ModelConfig] = {
 
 
 def preset(name: str) -> ModelConfig:
-    """The shape of a published model.
+    """The config of a published model.
 
     Raises:
-      ConfigError: an unknown name, with the nearest known ones.
+      ConfigError: an unknown name; the error lists similar ones.
     """
     shape = PRESETS.get(name.lower())
     if shape is None:
@@ -128,10 +125,10 @@ def preset(name: str) -> ModelConfig:
 
 
 def planning_shape(name: str) -> ModelConfig:
-    """A shape to count with: a published name, or a directory or file of a ``config.json``.
+    """A config for planning: a preset's name, or the path of a ``config.json`` or its directory.
 
     Raises:
-      ConfigError: no such name or file, or another kind of model.
+      ConfigError: no such name or file, or an unsupported model.
     """
     path = user_path(name, "model ")
     if not path.exists():

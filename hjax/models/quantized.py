@@ -1,11 +1,10 @@
-"""Frozen matrices in one byte per element, with a scale per output channel (of experts, each one's
-own); routers stay floats.
+"""Weight quantization of frozen matrices: one byte per element, a scale per output channel.
 
-Beside adapters a layer's matrices do not learn, so they can be kept as int8 or fp8 (e4m3fn;
+With adapters a layer's matrices are frozen, so they can be stored as int8 or fp8 (e4m3fn;
 Micikevicius et al. 2022, arXiv 2209.05433), as QLoRA does with four bits (Dettmers et al. 2023,
-arXiv 2305.14314): an output's weights are divided by their largest magnitude over the format's
-largest number, and rounded to nearest even. That is done in numpy as weights are read, so a base is
-the same on every device and layout, and at every start.
+arXiv 2305.14314). The scale is an output's (each expert's own) largest magnitude over the format's
+largest number; values are rounded to nearest even. Routers stay floats. Quantization is done in
+numpy while weights are loaded: the base is the same on every device and layout, at every start.
 """
 
 import dataclasses
@@ -21,21 +20,20 @@ FLOAT, INT8, FP8 = "float", "int8", "fp8"
 FORMATS = (INT8, FP8)
 _DTYPES = {INT8: "int8", FP8: "float8_e4m3fn"}
 _LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
-_CHUNK = 2**22  # elements that are float32 at a time
+_CHUNK = 2**22  # elements that are converted to float32 at a time
 
 
 def quantized_parameters(
     layers: Mapping[str, ParameterSpec], form: str
 ) -> dict[str, ParameterSpec]:
-    """A layer's parameters, its matrices in one byte per element.
+    """The specs of a layer's parameters with its matrices quantized.
 
     Args:
       layers: by name.
       form: one of ``FORMATS``.
 
     Returns:
-      by name; ``<name>_scale``, float32, has the matrix's outputs: [layers, (experts,) (halves,)
-      outputs...].
+      by name; ``<name>_scale`` is float32 [layers, (experts,) (halves,) outputs...].
     """
     declared: dict[str, ParameterSpec] = {}
     for name, parameter in layers.items():
@@ -48,37 +46,37 @@ def quantized_parameters(
 
 
 def input_dimensions(parameter: ParameterSpec) -> tuple[int, ...]:
-    """The dimensions over which products with a matrix sum."""
+    """The dimensions that products with a matrix sum over."""
     return tuple(parameter.names.index(axis) for axis in parameter.inputs)
 
 
 def quantize(
-    values: np.ndarray, over: tuple[int, ...], dtype: str
+    values: np.ndarray, scale_dims: tuple[int, ...], dtype: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of one byte, and by what to multiply them.
+    """Quantize an array.
 
     Args:
       values: of any float dtype, finite.
-      over: the dimensions that share a scale.
+      scale_dims: the dimensions that share a scale.
       dtype: ``int8`` or ``float8_e4m3fn``.
 
     Returns:
-      an array like ``values`` in that dtype, and float32 without the dimensions ``over``.
+      an array like ``values`` in that dtype, and float32 scales without ``scale_dims``.
     """
     largest: Any = 0.0
     for rows in _rows(values):
-        most = np.abs(values[rows].astype(np.float32)).max(axis=over, keepdims=True)
-        if 0 in over:
-            largest = np.maximum(largest, most)
+        chunk_max = np.abs(values[rows].astype(np.float32)).max(axis=scale_dims, keepdims=True)
+        if 0 in scale_dims:
+            largest = np.maximum(largest, chunk_max)
         else:
-            largest = most if rows.start == 0 else np.concatenate([largest, most])
-    # Above zero also where a channel has nothing, or next to nothing.
+            largest = chunk_max if rows.start == 0 else np.concatenate([largest, chunk_max])
+    # Above 0 even if a channel is all zeros.
     scale = np.maximum(largest / np.float32(_LARGEST[dtype]), np.finfo(np.float32).tiny)
-    small = np.empty(values.shape, jnp.dtype(dtype))
+    rounded = np.empty(values.shape, jnp.dtype(dtype))
     for rows in _rows(values):
-        exact = values[rows].astype(np.float32) / (scale if 0 in over else scale[rows])
-        small[rows] = np.rint(exact) if dtype == INT8 else exact
-    return small, scale.squeeze(over)
+        exact = values[rows].astype(np.float32) / (scale if 0 in scale_dims else scale[rows])
+        rounded[rows] = np.rint(exact) if dtype == INT8 else exact
+    return rounded, scale.squeeze(scale_dims)
 
 
 def _rows(values: np.ndarray) -> Iterator[slice]:
@@ -87,7 +85,7 @@ def _rows(values: np.ndarray) -> Iterator[slice]:
 
 
 def quantize_params(params: Mapping[str, Any], declared: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters as they are declared, of those of a model without quantized matrices.
+    """Quantize the parameters that are declared as quantized.
 
     Args:
       params: nested dict of numpy arrays.
@@ -98,19 +96,19 @@ def quantize_params(params: Mapping[str, Any], declared: Mapping[str, Any]) -> d
         if not isinstance(parameter, ParameterSpec):
             made[name] = quantize_params(params[name], parameter)
         elif parameter.quantized:
-            over = input_dimensions(parameter)
-            made[name], made[f"{name}_scale"] = quantize(params[name], over, parameter.dtype)
+            scale_dims = input_dimensions(parameter)
+            made[name], made[f"{name}_scale"] = quantize(params[name], scale_dims, parameter.dtype)
         elif parameter.kind is not ParameterKind.SCALE:
             made[name] = params[name]
     return made
 
 
 def dequantize(weight: Any, scale: Any, parameter: ParameterSpec) -> Any:
-    """float32, what the numbers of one byte stand for; numpy arrays or jax.Array.
+    """Dequantize to float32; numpy arrays or jax.Array.
 
     Args:
-      weight, scale: of the parameter and its scale.
-      parameter: the matrix's declaration.
+      weight, scale: values of the matrix and its scale.
+      parameter: the matrix's spec.
     """
     xp = weight.__array_namespace__()
     return weight.astype(np.float32) * xp.expand_dims(scale, input_dimensions(parameter))

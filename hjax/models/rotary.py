@@ -1,8 +1,8 @@
-"""Rotary positions (Su et al. 2021, arXiv 2104.09864) and the forms that stretch them.
+"""RoPE, rotary position embeddings (Su et al. 2021, arXiv 2104.09864), and its scalings.
 
-Each form is what transformers computes under the same ``rope_type``
-(``modeling_rope_utils.py``): frequencies in radians per position, and a factor on cos and sin.
-Three of them are fixed; ``dynamic`` and ``longrope`` depend on the length of the sequence.
+Each scaling equals that of transformers with the same ``rope_type`` (``modeling_rope_utils.py``):
+frequencies in radians per position, and a factor on cos and sin. Three of them are fixed;
+``dynamic`` and ``longrope`` depend on the length of the sequence.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Tables = tuple[jax.Array, jax.Array]
 def plain_frequencies(theta: float, size: int) -> np.ndarray:
     """float32 [size / 2], ``theta ** -(2 i / size)``, within an ulp of what transformers has.
 
-    Exponents are rounded to float32 as there, and powers are exact, in NumPy: XLA multiplies by
-    1 / size where that is no power of two, and what a frequency is off by, the angle is off by as
-    many times as the position says.
+    Exponents are rounded to float32 as there, and powers are computed exactly in NumPy. XLA would
+    multiply by 1 / size, which is inexact unless a power of two; an angle's error is that of its
+    frequency times the position.
     """
     exponents = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
     return np.float32(1) / (theta ** exponents.astype(np.float64)).astype(np.float32)
@@ -34,13 +34,13 @@ def plain_frequencies(theta: float, size: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """A form of rotary positions; a field's metadata has its key in config.json."""
+    """A scaling of RoPE for longer sequences; a field's metadata has its key in config.json."""
 
     kind: ClassVar[str]
-    by_length: ClassVar[bool] = False  # whether the length of the sequence matters
+    depends_on_length: ClassVar[bool] = False  # whether frequencies depend on the sequence's length
 
     def frequencies(self, theta: float, plain: jax.Array, length: jax.Array) -> jax.Array:
-        """Those used for sequences of ``length`` tokens.
+        """The scaled frequencies for sequences of ``length`` tokens.
 
         Args:
           theta: the base.
@@ -53,8 +53,8 @@ class RopeScaling:
         raise NotImplementedError
 
     @property
-    def factor_on_tables(self) -> float:
-        """What cos and sin are multiplied by."""
+    def table_factor(self) -> float:
+        """The factor of cos and sin (transformers' attention scaling)."""
         return 1.0
 
 
@@ -64,7 +64,7 @@ def _field(key: str, **more: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class LinearScaling(RopeScaling):
-    """Positions divided by a factor (Chen et al. 2023, arXiv 2306.15595)."""
+    """Linear scaling, position interpolation (Chen et al. 2023, arXiv 2306.15595)."""
 
     kind: ClassVar[str] = "linear"
     factor: float = _field("factor")
@@ -76,7 +76,7 @@ class LinearScaling(RopeScaling):
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling(RopeScaling):
-    """Llama 3's: low frequencies divided by a factor, high ones kept, smooth between them."""
+    """Llama 3's scaling: low frequencies are divided, high ones kept, smooth in between."""
 
     kind: ClassVar[str] = "llama3"
     factor: float = _field("factor")
@@ -85,7 +85,7 @@ class Llama3Scaling(RopeScaling):
     original_max_length: int = _field("original_max_position_embeddings")
 
     def frequencies(self, theta: float, plain: jax.Array, length: jax.Array) -> jax.Array:
-        """By how often a frequency turns within the original length."""
+        """Scaled by the number of rotations within the original length."""
         turns = self.original_max_length * plain / (2 * jnp.pi)
         low, high = self.low_frequency_factor, self.high_frequency_factor
         smooth = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -111,7 +111,7 @@ class YarnScaling(RopeScaling):
         half = plain.shape[0]
 
         def dimension(turns: float) -> float:
-            """The one that turns so often within the original length."""
+            """The dimension that rotates so often within the original length."""
             within = math.log(self.original_max_length / (turns * 2 * math.pi))
             return half * within / math.log(theta)
 
@@ -124,8 +124,8 @@ class YarnScaling(RopeScaling):
         return plain / self.factor * ramp + plain * (1 - ramp)
 
     @property
-    def factor_on_tables(self) -> float:
-        """The paper's ``0.1 ln(factor) + 1``, or what config.json says instead."""
+    def table_factor(self) -> float:
+        """The paper's ``0.1 ln(factor) + 1``, unless config.json overrides it."""
         if self.attention_factor is not None:
             return self.attention_factor
 
@@ -139,10 +139,10 @@ class YarnScaling(RopeScaling):
 
 @dataclasses.dataclass(frozen=True)
 class DynamicNTKScaling(RopeScaling):
-    """Dynamic NTK: a longer base for sequences longer than the model's length."""
+    """Dynamic NTK scaling: a larger base for sequences longer than the model's length."""
 
     kind: ClassVar[str] = "dynamic"
-    by_length: ClassVar[bool] = True
+    depends_on_length: ClassVar[bool] = True
     factor: float = _field("factor")
     original_max_length: int = _field("max_position_embeddings")  # of the model, not the form's
 
@@ -157,11 +157,11 @@ class DynamicNTKScaling(RopeScaling):
 
 @dataclasses.dataclass(frozen=True)
 class LongRopeScaling(RopeScaling):
-    """LongRoPE (Ding et al. 2024, arXiv 2402.13753): a factor for each frequency, other ones for
-    sequences longer than the original length."""
+    """LongRoPE (Ding et al. 2024, arXiv 2402.13753): a divisor for each frequency, with other
+    divisors for sequences longer than the original length."""
 
     kind: ClassVar[str] = "longrope"
-    by_length: ClassVar[bool] = True
+    depends_on_length: ClassVar[bool] = True
     short: tuple[float, ...] = _field("short_factor")
     long: tuple[float, ...] = _field("long_factor")
     original_max_length: int = _field("original_max_position_embeddings")
@@ -176,8 +176,8 @@ class LongRopeScaling(RopeScaling):
         return plain / jnp.where(beyond, long, short)
 
     @property
-    def factor_on_tables(self) -> float:
-        """``sqrt(1 + ln(stretch) / ln(original length))``, or what config.json says instead."""
+    def table_factor(self) -> float:
+        """``sqrt(1 + ln(stretch) / ln(original length))``, unless config.json overrides it."""
         if self.attention_factor is not None:
             return self.attention_factor
         stretch = self.factor or self.max_length / self.original_max_length
@@ -190,19 +190,19 @@ SCALINGS: dict[str, type[RopeScaling]] = {
     form.kind: form
     for form in (LinearScaling, DynamicNTKScaling, YarnScaling, LongRopeScaling, Llama3Scaling)
 }
-_OF_MODEL = "max_position_embeddings"  # a form's field that is the model's own
+_OF_MODEL = "max_position_embeddings"  # a scaling's field that is a key of the model
 
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary positions: a base, how they are stretched, and the share of a head that turns."""
+    """RoPE: its base, its scaling, and the fraction of a head that is rotated (partial RoPE)."""
 
     theta: float = 10000.0
     scaling: RopeScaling | None = None
-    share: float = 1.0
+    rotary_fraction: float = 1.0
 
     def check(self, head_dim: int, what: str) -> None:
-        """Raise ConfigError where factors of LongRoPE are not one for each pair that turns.
+        """Raise ConfigError if LongRoPE does not have a factor for each rotated pair.
 
         Args:
           head_dim: of the model.
@@ -210,15 +210,15 @@ class Rope:
         """
         if not isinstance(self.scaling, LongRopeScaling):
             return
-        pairs = self.turning(head_dim) // 2
+        pairs = self.rotary_dim(head_dim) // 2
         for name in ("short", "long"):
             count = len(getattr(self.scaling, name))
             if count != pairs:
                 raise ConfigError(f"{what}: rope {name}_factor has {count} numbers for {pairs}")
 
-    def turning(self, head_dim: int) -> int:
-        """Elements of a head that turn; the rest stays as it is."""
-        return int(head_dim * self.share)
+    def rotary_dim(self, head_dim: int) -> int:
+        """Elements of a head that are rotated; the others are not changed."""
+        return int(head_dim * self.rotary_fraction)
 
     def tables(
         self,
@@ -227,63 +227,62 @@ class Rope:
         make: Callable[[jax.Array, jax.Array], Tables],
         lengths: jax.Array | None = None,
     ) -> Tables:
-        """cos and sin of every position, each float32 [..., 1, size / 2] of the size that turns.
+        """cos and sin of every position, each float32 [..., 1, rotary_dim / 2].
 
         Args:
-          head_dim: of which ``share`` turns.
+          head_dim: of the model.
           positions: int [..., length], of each token in its sequence.
           make: ``KernelSet.rotary_tables``.
-          lengths: int [...], tokens that each sequence has or will have; None: by the largest
-            position.
+          lengths: int [...], final length of each sequence; None: its largest position + 1.
         """
-        size = self.turning(head_dim)
+        size = self.rotary_dim(head_dim)
         plain = jnp.asarray(plain_frequencies(self.theta, size))
         if self.scaling is None:
             return make(plain, positions)
         if lengths is None:
             lengths = jnp.max(positions, axis=-1) + 1
         frequencies = self.scaling.frequencies(self.theta, plain, lengths)
-        if not self.scaling.by_length:
+        if not self.scaling.depends_on_length:
             cos, sin = make(frequencies, positions)
         else:
             angles = positions[..., None, None].astype(jnp.float32)
             angles = angles * frequencies[..., None, None, :]
             cos, sin = jnp.cos(angles), jnp.sin(angles)
-        factor = self.scaling.factor_on_tables
+        factor = self.scaling.table_factor
         return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
 
 
 def stretched_length(ropes: Sequence[Rope], length: int) -> int:
-    """Positions of a model whose file says ``length`` (``max_position_embeddings``): where they are
-    stretched for longer sequences, which the file does not count, as many times more."""
+    """Maximal length of a model with ``max_position_embeddings=length``; dynamic NTK multiplies it
+    by its factor, which config.json does not include."""
     stretched = (r.scaling.factor for r in ropes if isinstance(r.scaling, DynamicNTKScaling))
     return int(length * max(stretched, default=1.0))
 
 
 def original_length(ropes: Sequence[Rope], positions: int) -> int:
-    """The ``length`` of which ``stretched_length`` made so many positions."""
+    """The inverse of ``stretched_length``."""
     own = (r.scaling.original_max_length for r in ropes if isinstance(r.scaling, DynamicNTKScaling))
     return next(own, positions)
 
 
-def read_scaling(given: Mapping[str, Any], max_length: int, what: str) -> RopeScaling | None:
-    """The form that ``rope_scaling`` or ``rope_parameters`` describes.
+def read_scaling(content: Mapping[str, Any], max_length: int, what: str) -> RopeScaling | None:
+    """The scaling that ``rope_scaling`` or ``rope_parameters`` describes.
 
     Args:
-      given: its keys, without ``rope_theta`` and ``partial_rotary_factor``.
+      content: its keys, without ``rope_theta`` and ``partial_rotary_factor``.
       max_length: ``max_position_embeddings``.
       what: names the file in errors.
 
     Raises:
-      ConfigError: an unknown form, or a key that it lacks or that does not belong to it.
+      ConfigError: an unknown ``rope_type``, or a missing or unknown key.
     """
-    given = {key: value for key, value in given.items() if value is not None}
-    old = given.pop("type", "default")
-    kind = given.pop("rope_type", old)
+    content = {key: value for key, value in content.items() if value is not None}
+    old = content.pop("type", "default")
+    kind = content.pop("rope_type", old)
     kind = {"su": "longrope"}.get(kind, kind)
     if kind == "default":
-        if given:
-            raise ConfigError(f"{what}: rope_type 'default' knows no {', '.join(sorted(given))}")
+        if content:
+            raise ConfigError(f"{what}: rope_type 'default' knows no {', '.join(sorted(content))}")
         return None
     if kind not in SCALINGS:
         raise ConfigError(
@@ -293,29 +292,30 @@ def read_scaling(given: Mapping[str, Any], max_length: int, what: str) -> RopeSc
     form = SCALINGS[kind]
     by_key = {field.metadata["key"]: field for field in dataclasses.fields(form)}
     if kind in ("yarn", "llama3", "longrope"):
-        given.setdefault("original_max_position_embeddings", max_length)
-    elif kind == "dynamic":  # written by some, read by no forward
-        given.pop("original_max_position_embeddings", None)
+        content.setdefault("original_max_position_embeddings", max_length)
+    elif kind == "dynamic":  # some files have it, no forward reads it
+        content.pop("original_max_position_embeddings", None)
     if _OF_MODEL in by_key:
-        given[_OF_MODEL] = max_length
+        content[_OF_MODEL] = max_length
     missing = [
         key for key, field in by_key.items()
-        if field.default is dataclasses.MISSING and key not in given
+        if field.default is dataclasses.MISSING and key not in content
     ]  # fmt: skip
     if missing:
         raise ConfigError(f"{what}: rope_type {kind!r} needs {', '.join(missing)} too")
-    unknown = sorted(set(given) - set(by_key))
+    unknown = sorted(set(content) - set(by_key))
     if unknown:
         raise ConfigError(f"{what}: rope_type {kind!r} knows no {', '.join(unknown)}")
     values = {}
     for key, field in by_key.items():
-        if key in given:
-            values[field.name] = _checked_value(given[key], str(field.type), f"{what}: rope {key}")
+        if key in content:
+            what_key = f"{what}: rope {key}"
+            values[field.name] = _checked_value(content[key], str(field.type), what_key)
     return form(**values)
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number, and neither true nor false."""
+    """Whether it is a finite number, and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -338,7 +338,7 @@ def _checked_value(value: Any, kind: str, what: str) -> Any:
 
 
 def write_scaling(scaling: RopeScaling | None) -> dict[str, Any]:
-    """The keys that ``read_scaling`` reads; what they leave to a default stays left."""
+    """The keys that ``read_scaling`` reads, without defaults."""
     if scaling is None:
         return {"rope_type": "default"}
     written: dict[str, Any] = {"rope_type": scaling.kind}

@@ -1,8 +1,8 @@
 """Safetensors files (github.com/huggingface/safetensors): read by rows, written in any order.
 
-A file is eight bytes with the length of a JSON header, the header (by name dtype, shape and offsets
-into what follows) and the tensors' bytes. Rows are read into memory of their own, so a tensor is
-never whole in it, nor a file mapped.
+A file is eight bytes with the length of a JSON header, the header (dtype, shape and byte offsets by
+name), and the tensors' bytes. Rows are read into new memory, so that neither a tensor needs to be
+complete in memory nor a file mapped.
 """
 
 import json
@@ -16,21 +16,21 @@ import numpy as np
 
 from hjax.errors import ConfigError
 
-# Those that parameters may be stored in, by the file's names.
+# Dtypes that parameters may be stored in, by their names in files.
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_LARGEST_HEADER = 100 * 2**20  # as the library has it
+_LARGEST_HEADER = 100 * 2**20  # the library's limit
 
 
 class TensorFile:
-    """The tensors of a file, read by rows.
+    """A safetensors file, whose tensors are read by rows.
 
     Attributes:
       shapes: by name.
-      dtypes: by name, as the file calls them.
+      dtypes: by name, as spelled in the file.
 
     Raises:
-      ConfigError: the file is damaged or cut short.
+      ConfigError: the file is damaged or truncated.
     """
 
     def __init__(self, path: Path):
@@ -56,14 +56,14 @@ class TensorFile:
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
-        for name, about in header.items():
-            start, stop = about["data_offsets"]
+        for name, info in header.items():
+            start, stop = info["data_offsets"]
             if not 0 <= start <= stop or 8 + length + stop > size:
                 raise ValueError(f"{name!r} ends at byte {8 + length + stop} of {size}")
-            self.shapes[name], self.dtypes[name] = tuple(about["shape"]), about["dtype"]
+            self.shapes[name], self.dtypes[name] = tuple(info["shape"]), info["dtype"]
             self._offsets[name] = 8 + length + start
-            if about["dtype"] in DTYPES:
-                wanted = math.prod(about["shape"]) * self.dtype(name).itemsize
+            if info["dtype"] in DTYPES:
+                wanted = math.prod(info["shape"]) * self.dtype(name).itemsize
                 if stop - start != wanted:
                     raise ValueError(f"{name!r} has {stop - start} bytes, its shape {wanted}")
 
@@ -72,7 +72,7 @@ class TensorFile:
         return jnp.dtype(DTYPES[self.dtypes[name]])
 
     def rows(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """A tensor's rows from ``start`` to ``stop``, in the file's dtype; all without them."""
+        """A tensor's rows from ``start`` to ``stop`` (default: all), in the file's dtype."""
         shape, dtype = self.shapes[name], self.dtype(name)
         whole = shape or (1,)
         row = whole[1:]
@@ -88,24 +88,24 @@ class TensorFile:
 def create_file(
     path: Path, tensors: Mapping[str, tuple[tuple[int, ...], str]]
 ) -> dict[str, np.ndarray]:
-    """A file of these tensors, and by name arrays on the disk to write their values into.
+    """Create a file; returns memory-mapped arrays by name, to write the values into.
 
     Args:
-      path: of the file, which is not there yet.
+      path: of the new file.
       tensors: shapes and dtypes by name.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    # The widest first, so that each begins at a multiple of its elements' bytes.
+    offset = 0
+    # Widest dtypes first, so that every tensor is aligned to its element size.
     for name in sorted(tensors, key=lambda name: -jnp.dtype(tensors[name][1]).itemsize):
         shape, dtype = tensors[name]
-        start, end = end, end + math.prod(shape) * jnp.dtype(dtype).itemsize
-        header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [start, end]}
+        start, offset = offset, offset + math.prod(shape) * jnp.dtype(dtype).itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [start, offset]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
+        file.truncate(8 + len(text) + offset)
 
     def array(name: str) -> np.ndarray:
         shape, dtype = tensors[name]

@@ -1,9 +1,8 @@
-"""Forward passes over packs: rows of several sequences, one after another, with little padding.
+"""Sequence packing: forward passes over packs, rows of several sequences with little padding.
 
-What goes where is a ``Packing``, made on the host (``hjax.workers.packs``). Tokens are gathered
-into packs, hidden states are computed there, and what is read off them is gathered back into
-[rows, length] of whole rows, so that nothing above sees packs. The last token of a response
-predicts nothing and takes no place.
+``Packing`` is the assignment, made on the host (``hjax.workers.packs``). Tokens are gathered into
+packs, hidden states are computed there, and results are gathered back into [rows, length], so that
+callers do not see packs. The last token of a response predicts nothing and is left out.
 """
 
 import dataclasses
@@ -22,23 +21,23 @@ KEY = "packing"  # a batch's entry
 
 
 class Packing(NamedTuple):
-    """Where the tokens of a batch stand in packs; int32 arrays.
+    """The assignment of a batch's tokens to packs; int32 index arrays.
 
-    A cell is what one data-parallel part computes in one pass: some slots, each a row of the batch
-    or empty, and the packs that their tokens stand in. Within a cell tokens are counted through its
-    slots' rows [prompt | response], places through its packs. A number past the last: nothing.
+    A cell is what one data-parallel part computes in one pass: slots, each a row of the batch or
+    empty, and the packs of their tokens. Token indices count through the rows [prompt | response]
+    of a cell's slots, place indices through its packs. An index past the last means nothing.
 
     Attributes:
-      order: [cells, slots], the batch's row in each slot; those of a part come one after another.
-      source: [cells, packs, places], the token that stands in each place.
+      order: [cells, slots], the batch's row in each slot; a part's cells are consecutive.
+      source: [cells, packs, places], the token at each place.
       positions: [cells, packs, places], of each token in its own sequence.
-      segments: [cells, packs, places], numbers of the sequences in a pack from 1 on; 0: padding.
-      prompts: [cells, packs, places], the number under which each token's prompt stands, once for
-        several responses with numbers of their own; None: every sequence has its own prompt.
+      segments: [cells, packs, places], sequence numbers within a pack from 1 on; 0: padding.
+      prompts: [cells, packs, places], the segment of each token's prompt where responses, with
+        segments of their own, share one; None: every sequence has its own prompt.
       states: [cells, packs, answers], the place whose hidden state predicts a response token.
       targets: [cells, packs, answers], that response token.
-      back: [cells, slots, length], counted through ``answers``: where each response token's went.
-      passes: how many of a part's cells, the first ones, have packs; None: all are computed.
+      back: [cells, slots, length], the index in ``answers`` of each response token.
+      passes: number of a part's cells that have packs, the first ones; None: all.
     """
 
     order: Any
@@ -53,9 +52,9 @@ class Packing(NamedTuple):
 
 
 def to_slots(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """A batch of [rows, ...] with its rows in their slots; zeros in empty ones; inside jit.
+    """A batch of [rows, ...] as [slots, ...], with zeros in empty slots; inside jit.
 
-    Numbers that hold for all rows, and a batch without packs, stay as they are.
+    Scalars, and a batch without packing, are returned as they are.
     """
     packing = batch.get(KEY)
     if packing is None:
@@ -68,13 +67,13 @@ def to_slots(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {key: x if key == KEY else jax.tree.map(slots, x) for key, x in batch.items()}
 
 
-def from_slots(made: Any, order: jax.Array, rows: int) -> Any:
-    """Arrays of [slots, ...] in the order of the batch's rows; the way back of ``to_slots``."""
+def from_slots(results: Any, order: jax.Array, rows: int) -> Any:
+    """Arrays of [slots, ...] as [rows, ...]; the inverse of ``to_slots``."""
 
     def back(x: jax.Array) -> jax.Array:
         return jnp.zeros((rows, *x.shape[1:]), x.dtype).at[order.reshape(-1)].set(x, mode="drop")
 
-    return jax.tree.map(back, made)
+    return jax.tree.map(back, results)
 
 
 def map_packed_states(
@@ -83,12 +82,12 @@ def map_packed_states(
     compute: Compute,
     read: Callable[[jax.Array, jax.Array], Any],
 ) -> Any:
-    """What ``read`` makes of the states that predict response tokens, by row.
+    """Apply ``read`` within packs to the hidden states that predict response tokens.
 
     Args:
       decoder: a ``Decoder``.
-      batch: ``prompts`` [slots, prompt_length], ``responses`` [slots, length], its packing, and
-        where the decoder has a tally ``counted_prompts`` and ``counted_responses``.
+      batch: ``prompts`` [slots, prompt_length], ``responses`` [slots, length], its packing, and if
+        the decoder has a tally ``counted_prompts`` and ``counted_responses``.
       compute: dtype, loop form and kernels.
       read: (states [packs, answers, embed], tokens int [packs, answers]) -> arrays
         [packs, answers, ...].
@@ -105,7 +104,7 @@ def map_packed_states(
         """[cells, packs, ...] -> [cells * packs, ...]."""
         return x.reshape(-1, *x.shape[2:])
 
-    places = joined(_gather_in_cells(tokens, packing.source))
+    tokens_in_packs = joined(_gather_in_cells(tokens, packing.source))
     prompts = None if packing.prompts is None else joined(packing.prompts)
     positions = joined(packing.positions)
     if DROPOUT in batch:
@@ -118,47 +117,47 @@ def map_packed_states(
         counted = joined(
             _packed_token_weights(packing, batch["counted_prompts"], batch["counted_responses"])
         )
-    hidden = decoder.hidden_states(places, positions, attention, compute, counted)
+    hidden = decoder.hidden_states(tokens_in_packs, positions, attention, compute, counted)
     states = _gather_in_cells(hidden.reshape(cells, -1, hidden.shape[-1]), packing.states)
-    made = read(joined(states), joined(_gather_in_cells(tokens, packing.targets)))
+    results = read(joined(states), joined(_gather_in_cells(tokens, packing.targets)))
 
     def by_row(x: jax.Array) -> jax.Array:
         return joined(_gather_in_cells(x.reshape(cells, -1, *x.shape[2:]), packing.back))
 
-    return jax.tree.map(by_row, made)
+    return jax.tree.map(by_row, results)
 
 
 def _packed_token_weights(packing: Packing, prompts: jax.Array, responses: jax.Array) -> jax.Array:
-    """float32 [cells, packs, places], as how many each token counts.
+    """Weight of each token in the router statistics, float32 [cells, packs, places].
 
-    A prompt counts for every response that reads it.
+    A shared prompt counts once for each of its responses.
 
     Args:
       packing: of slots.
       prompts, responses: float32 [slots, ...], which of a slot's tokens count.
     """
-    cells, packs, places = packing.source.shape
+    cells, packs, tokens_in_packs = packing.source.shape
     slots = packing.back.shape[1]
-    alone = jnp.concatenate([jnp.zeros_like(prompts), responses], axis=1)
-    alone = _gather_in_cells(alone.reshape(cells, -1), packing.source)
-    # Of each slot's prompt the last place, from which its first response token is predicted; the
-    # prompt's places begin so many before it, and a running sum spreads the slot over them.
+    response_weights = jnp.concatenate([jnp.zeros_like(prompts), responses], axis=1)
+    response_weights = _gather_in_cells(response_weights.reshape(cells, -1), packing.source)
+    # The place that predicts a slot's first response token is the last of its prompt. Add 1 at the
+    # prompt's first place and subtract it after the last; a cumulative sum covers the prompt.
     length = jnp.sum(prompts, axis=1, dtype=jnp.int32).reshape(cells, slots)
     answers = packing.states.reshape(cells, -1)
     answer = packing.back[:, :, 0]
 
     def of_cell(answers: jax.Array, answer: jax.Array, length: jax.Array) -> jax.Array:
-        last = answers.at[answer].get(mode="fill", fill_value=packs * places)
+        last = answers.at[answer].get(mode="fill", fill_value=packs * tokens_in_packs)
         step = jnp.where(length > 0, 1.0, 0.0)
-        edges = jnp.zeros(packs * places + 1).at[last + 1 - length].add(step, mode="drop")
+        edges = jnp.zeros(packs * tokens_in_packs + 1).at[last + 1 - length].add(step, mode="drop")
         return jnp.cumsum(edges.at[last + 1].add(-step, mode="drop"))[:-1]
 
-    shared = jax.vmap(of_cell)(answers, answer, length)
-    return alone + shared.reshape(cells, packs, places)
+    prompt_weights = jax.vmap(of_cell)(answers, answer, length)
+    return response_weights + prompt_weights.reshape(cells, packs, tokens_in_packs)
 
 
 def _gather_in_cells(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Of each cell's entries [cells, entries, ...] those of [cells, ...]; 0 past the last."""
+    """Gather from each cell's entries [cells, entries, ...] at [cells, ...]; 0 past the last."""
 
     def of_cell(x: jax.Array, index: jax.Array) -> jax.Array:
         return x.at[index].get(mode="fill", fill_value=0)

@@ -1,4 +1,4 @@
-"""A parameter on its devices while its tensors are written into it, one after another."""
+"""Sharded loading: write tensors of a file, one at a time, into a parameter's device shards."""
 
 import dataclasses
 import functools
@@ -15,26 +15,26 @@ from hjax.sharded_values import Region, extent, region_of
 
 @dataclasses.dataclass(frozen=True)
 class TensorSlice:
-    """Of a part what lies in a region of its parameter, and where it begins there."""
+    """The slice of a tensor's values that is in a region (shard), and its start index there."""
 
-    of: tuple[slice, ...]
-    lacks: tuple[int, ...]  # dimensions of the parameter that the part's values do not have
+    region_slice: tuple[slice, ...]
+    missing_dims: tuple[int, ...]  # dimensions of the parameter that the values lack
     start: tuple[int, ...]
 
 
 def slice_in_region(at: tuple[Any, ...], region: Region) -> TensorSlice | None:
-    """Of the values of a parameter ``at`` what lies in a region of it; None: nothing does."""
-    of, begins = [], []
+    """The slice of a parameter's values ``at`` that is in a region; None: they do not overlap."""
+    region_slice, begins = [], []
     for index, (start, stop) in zip(at, region, strict=True):
         if isinstance(index, slice):
-            of.append(slice(start, stop))
+            region_slice.append(slice(start, stop))
             begins.append(0)
         elif start <= index < stop:
             begins.append(index - start)
         else:
             return None
-    lacks = tuple(i for i, index in enumerate(at) if not isinstance(index, slice))
-    return TensorSlice(tuple(of), lacks, tuple(begins))
+    missing_dims = tuple(i for i, index in enumerate(at) if not isinstance(index, slice))
+    return TensorSlice(tuple(region_slice), missing_dims, tuple(begins))
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnums=(3, 4))
@@ -42,26 +42,24 @@ def _write(
     x: jax.Array,
     piece: jax.Array,
     start: tuple[int, ...],
-    lacks: tuple[int, ...],
+    missing_dims: tuple[int, ...],
     part: TensorPart | None,
 ) -> jax.Array:
-    """``x`` with a piece at ``start``, in the same memory.
+    """Write values into ``x`` at ``start``, in place.
 
     Args:
-      x: a device's part of a parameter.
-      piece: values without some of the parameter's dimensions; where ``part`` is given its tensor
-        as it is stored.
-      start, lacks: of the ``TensorSlice``.
+      x: a device's shard of a parameter.
+      piece: the values; if ``part`` is given, its tensor in stored dimensions.
+      start, missing_dims: of the ``TensorSlice``.
       part: see ``piece``.
     """
-    values = piece if part is None else part.of(piece)
-    values = jnp.expand_dims(values, lacks)
+    values = piece if part is None else part.read(piece)
+    values = jnp.expand_dims(values, missing_dims)
     return jax.lax.dynamic_update_slice(x, values.astype(x.dtype), start)
 
 
 class ParameterShards:
-    """The parts that this process's devices have of a parameter, while tensors are written into
-    them."""
+    """A parameter's shards on this process's devices, while tensors are written into them."""
 
     def __init__(self, parameter: ParameterSpec, sharding: Any, dtype: Any):
         self._shape, self._sharding = parameter.shape, sharding
@@ -72,35 +70,36 @@ class ParameterShards:
             for device, region in self._regions.items()
         }
 
-    def cuts(self, at: tuple[Any, ...]) -> dict[jax.Device, TensorSlice]:
-        """By device that has some of the parameter's values ``at``, which of them."""
-        cuts = {device: slice_in_region(at, region) for device, region in self._regions.items()}
-        return {device: cut for device, cut in cuts.items() if cut is not None}
+    def slices(self, at: tuple[Any, ...]) -> dict[jax.Device, TensorSlice]:
+        """The slices of the parameter's values ``at``, by device that holds some of them."""
+        slices = {device: slice_in_region(at, region) for device, region in self._regions.items()}
+        return {device: piece for device, piece in slices.items() if piece is not None}
 
     def write(
         self,
         values: np.ndarray,
-        cuts: Mapping[jax.Device, TensorSlice],
+        slices: Mapping[jax.Device, TensorSlice],
         part: TensorPart | None = None,
         tensor: np.ndarray | None = None,
     ) -> None:
-        """Write values of the parameter where they belong.
+        """Write values of the parameter into its shards.
 
         Args:
-          values: without dimensions of which they are at one index.
-          cuts: of them.
-          part, tensor: those that the values are a view of, if they are one.
+          values: without the dimensions that ``at`` indexes by a number.
+          slices: of the values, by device.
+          part, tensor: the tensor that the values are a view of, if any.
         """
-        for device, cut in cuts.items():
-            # A whole tensor is turned there: here that would take as much memory again.
-            own = values[cut.of]
-            whole = tensor is not None and own.size == tensor.size
-            piece = jax.device_put(tensor if whole else own, device, may_alias=False)
-            how = part.formless if whole and part is not None else None
-            written = _write(self._arrays[device], piece, cut.start, cut.lacks, how)
+        for device, target in slices.items():
+            # Transpose a complete tensor on the device; on the host it would need a copy.
+            own = values[target.region_slice]
+            complete = tensor is not None and own.size == tensor.size
+            piece = jax.device_put(tensor if complete else own, device, may_alias=False)
+            stored_part = part.without_location if complete and part is not None else None
+            old, start, missing = self._arrays[device], target.start, target.missing_dims
+            written = _write(old, piece, start, missing, stored_part)
             self._arrays[device] = jax.block_until_ready(written)
 
-    def whole(self) -> jax.Array:
-        """The parameter, laid out."""
+    def array(self) -> jax.Array:
+        """The parameter as one sharded array."""
         arrays = list(self._arrays.values())
         return jax.make_array_from_single_device_arrays(self._shape, self._sharding, arrays)

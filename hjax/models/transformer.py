@@ -1,8 +1,8 @@
 """The decoder: one flax.nnx module for training, prefill and cached decoding.
 
-Every parameter carries its declaration, so layouts and optimizers need no model-specific code.
-Layers (``hjax.models.block``) are stacked on a leading ``layers`` dimension and scanned, a period
-of alternating kinds at a time; unrolled on request.
+Every parameter carries its ``ParameterSpec``, so layouts and optimizers need no model-specific
+code. Layers (``hjax.models.block``) are stacked on a leading ``layers`` axis and scanned, one
+period of alternating kinds per iteration, or unrolled on request.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class Decoder(nnx.Module):
     Args:
       config: its shapes.
       key: PRNG key of the initial parameters.
-      declared: its parameters; None: the language model's.
+      declared: specs of its parameters; None: the language model's.
     """
 
-    # How a forward without a cache runs the layers; a pipeline puts its own here.
+    # How a forward without a cache runs the layers; pipeline parallelism replaces it.
     stack: Stack = staticmethod(run_all_layers)
-    # Where a forward without a cache tells what its routers did; None: nowhere.
+    # Collects the routing statistics of forwards without a cache.
     tally: RoutingTally | None = None
-    # Where each layer's parameters are arrays of their own, what gives them.
+    # Returns the layers' parameters if they are separate arrays.
     unstacked: Callable[[], Iterable[Any]] | None = None
     embedding: nnx.Param
     unembedding: nnx.Param
@@ -82,16 +82,15 @@ class Decoder(nnx.Module):
         Args:
           tokens: int [batch, length].
           positions: int [batch, length], of each token in its own sequence.
-          attention: the strategy that says what each token sees.
-          cache: handed to the strategy.
-          compute: dtype, loop form and kernels.
-          layers: for unrolled layers, what ``unstack`` returned; a loop over tokens makes it
-            once, outside.
-          rotary: what ``rotary`` returned; a loop over tokens makes it once, outside.
+          attention: the attention strategy.
+          cache: the strategy's KV cache.
+          compute: dtype, kernels, and whether layers are unrolled.
+          layers: for unrolled layers, the result of ``unstack``; compute it outside a decode loop.
+          rotary: the result of ``rotary``; compute it outside a decode loop.
 
         Returns:
-          hidden states [batch, length, embed] after the final norm, the cache, and what the
-          strategy kept of each layer (stacked, or a tuple when unrolled).
+          hidden states [batch, length, embed] after the final norm, the cache, and the keys and
+          values that the strategy returned for each layer (stacked, or a tuple when unrolled).
         """
         if compute.unroll_layers and layers is None:
             layers = self.unstack()
@@ -105,14 +104,14 @@ class Decoder(nnx.Module):
         positions: jax.Array,
         attention: Attention,
         compute: Compute = Compute(),
-        counted: jax.Array | None = None,
+        tally_weights: jax.Array | None = None,
     ) -> jax.Array:
         """[batch, length, embed] after the final norm, without a cache; through ``stack``.
 
         Args:
           tokens, positions, attention, compute: as of ``__call__``.
-          counted: float32 [batch, length], as how many each token counts to the ``tally``; None:
-            it is not told.
+          tally_weights: float32 [batch, length], weight of each token in the ``tally``; None: no
+            statistics.
         """
         config = self.config
 
@@ -124,55 +123,55 @@ class Decoder(nnx.Module):
                 run = dataclasses.replace(
                     compute, dropout=dataclasses.replace(compute.dropout, first=first)
                 )
-            ring = run.ring(config, x.shape)
-            x, _, _, sums = self._through(
+            ring = run.weight_ring(config, x.shape)
+            x, _, _, sums = self._run_layers(
                 stacked,
                 None,
-                x if ring is None else ring.spread(x),
+                x if ring is None else ring.split_length(x),
                 positions,
                 attention,
                 None,
                 run,
-                counted=counted,
+                tally_weights=tally_weights,
                 ring=ring,
             )
-            x = x if ring is None else ring.whole(x)
+            x = x if ring is None else ring.gather_length(x)
             if sums is not None:
-                # The layers of a stage: those of the stages before stand before them.
+                # Statistics of this stage's layers follow those of the stages before.
                 sums = jnp.concatenate([before[sums.shape[0] :], sums])
             return x, sums
 
         def embed() -> tuple:
             sums = None
-            if counted is not None:
+            if tally_weights is not None:
                 sums = jnp.zeros((config.layers, NUM_SUMS, config.experts), jnp.float32)
             return self.embed(tokens, compute, positions), sums
 
         x, sums = self.stack(layers, nnx.state(self.layers), embed)
-        if self.tally is not None and counted is not None:
-            self.tally.add(RoutingStats(sums, jnp.sum(counted)))
+        if self.tally is not None and tally_weights is not None:
+            self.tally.add(RoutingStats(sums, jnp.sum(tally_weights)))
         return self.finish(x, compute)
 
     def embed(self, tokens: jax.Array, compute: Compute, positions: jax.Array) -> jax.Array:
-        """[..., length, embed] of int tokens and their positions [..., length]."""
+        """Embeddings [..., length, embed] of int tokens and their positions [..., length]."""
         x = self.embedding[...].astype(compute.dtype)[tokens]
         if self.config.embedding_scale != 1:
             x *= jnp.asarray(self.config.embedding_scale, compute.dtype)
         if self.config.learned_positions:
             x += self.positions[...].astype(compute.dtype)[positions]
-        return compute.hold(x, "batch", "length", None)
+        return compute.constrain(x, "batch", "length", None)
 
     def rotary(self, lengths: jax.Array, tables: int = 0) -> RotaryLookup | None:
-        """What turns queries and keys in a loop over tokens.
+        """Rotary tables for a decode loop.
 
         Args:
-          lengths: int [sequences], tokens that each will have at most; rows of one are consecutive.
-          tables: cos and sin of so many positions from 0 on are made now; 0: when they are used.
+          lengths: int [sequences], maximal length of each; rows of a sequence are consecutive.
+          tables: precompute cos and sin of so many positions from 0 on; 0: compute when used.
 
         Returns:
-          a function of positions; None where they can be turned without it.
+          a function of positions; None if tables are computed from positions alone when used.
         """
-        if self.config.turns_by_length:
+        if self.config.rope_depends_on_length:
 
             def of_lengths(positions: jax.Array) -> Rotary:
                 each = jnp.repeat(lengths, positions.shape[0] // lengths.shape[0])
@@ -196,13 +195,13 @@ class Decoder(nnx.Module):
         stride: int = 1,
         rotary: RotaryLookup | None = None,
     ) -> tuple[jax.Array, Any, Any]:
-        """The layers alone, as many as the bound parameters have; ``__call__`` has the rest.
+        """Run the layers that the bound parameters have, without embedding and final norm.
 
-        Layer i is number ``first + stride * i`` to the attention strategy and its cache.
+        Layer i has number ``first + stride * i`` for the attention strategy and its cache.
         """
         stacked = nnx.state(self.layers)
         numbers = first, stride
-        return self._through(
+        return self._run_layers(
             stacked, layers, x, positions, attention, cache, compute, numbers, rotary
         )[:3]
 
@@ -211,7 +210,7 @@ class Decoder(nnx.Module):
         bias = getattr(self, "final_norm_bias", None)
         return norm(self.config, compute, x, self.final_norm[...], bias)
 
-    def _through(
+    def _run_layers(
         self,
         stacked: Any,
         layers: list[Any] | None,
@@ -222,26 +221,28 @@ class Decoder(nnx.Module):
         compute: Compute,
         numbers: tuple[int | jax.Array, int] = (0, 1),
         rotary: RotaryLookup | None = None,
-        counted: jax.Array | None = None,
+        tally_weights: jax.Array | None = None,
         ring: WeightRing | None = None,
     ) -> tuple[jax.Array, Any, Any, jax.Array | None]:
         if rotary is not None:
-            turns = rotary(positions)
+            rope_tables = rotary(positions)
         else:
-            turns = rotary_tables(self.config, positions, compute.kernels)
+            rope_tables = rotary_tables(self.config, positions, compute.kernels)
         graph, _ = nnx.split(self.layers)
 
-        def held(x: jax.Array) -> jax.Array:
-            return compute.hold(x, "batch", "length", None) if ring is None else ring.hold(x)
+        def constrain(x: jax.Array) -> jax.Array:
+            if ring is not None:
+                return ring.constrain_length(x)
+            return compute.constrain(x, "batch", "length", None)
 
-        def of_kind(kind: LayerKind) -> Callable[..., tuple]:
+        def layer_function(kind: LayerKind) -> Callable[..., tuple]:
             def run(layer: Any, parameters: Any, x: jax.Array, cache: Any) -> tuple:
                 x = remat.layer_input(x)
                 block = nnx.merge(graph, parameters)
                 x, cache, kept, sums = block(
-                    layer, x, turns, attention, cache, compute, kind, counted, ring
+                    layer, x, rope_tables, attention, cache, compute, kind, tally_weights, ring
                 )
-                return held(x), cache, (kept, sums)
+                return constrain(x), cache, (kept, sums)
 
             return remat.with_remat(run, compute.remat, unrolled=compute.unroll_layers)
 
@@ -249,19 +250,20 @@ class Decoder(nnx.Module):
         period = self.config.period
         if count % len(period) and count != self.config.layers:
             raise ConfigError(
-                f"{count} layers in a stage do not divide into the model's runs of {len(period)} "
-                f"alternating kinds; use fewer stages (pipe)"
+                f"{count} layers in a stage do not divide into periods of {len(period)} "
+                f"alternating layers; use fewer stages (pipe)"
             )
-        runs = [of_kind(kind) for kind in period]
+        runs = [layer_function(kind) for kind in period]
         first, stride = numbers
         if compute.unroll_layers:
-            keeps, tallies = [], []
+            kept_layers, tallies = [], []
             for index, parameters in enumerate(layers or unstack(stacked)):
                 run = runs[index % len(runs)]
-                x, cache, (keep, sums) = run(first + stride * index, parameters, x, cache)
-                keeps.append(keep)
+                x, cache, (kept_layer, sums) = run(first + stride * index, parameters, x, cache)
+                kept_layers.append(kept_layer)
                 tallies.append(sums)
-            return x, cache, tuple(keeps), None if counted is None else jnp.stack(tallies)
+            stats = None if tally_weights is None else jnp.stack(tallies)
+            return x, cache, tuple(kept_layers), stats
         numbered = first + stride * jnp.arange(count), stacked
         x, cache, kept = _scan_layers(runs, (x, cache), numbered)
         return x, cache, *kept
@@ -274,11 +276,11 @@ class Decoder(nnx.Module):
 
     @property
     def output_table(self) -> jax.Array:
-        """[vocab, embed], by which hidden states make logits."""
+        """The output table (LM head), [vocab, embed]."""
         return (self.embedding if self.config.tie_embeddings else self.unembedding)[...]
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """float32 [..., vocab] of hidden states [..., embed]."""
+        """Logits, float32 [..., vocab], of hidden states [..., embed]."""
         logits = jnp.einsum(
             "...d,vd->...v",
             hidden,
@@ -292,10 +294,10 @@ class Decoder(nnx.Module):
 def _scan_layers(
     runs: list[Callable[..., tuple]], carry: tuple, numbered: Any
 ) -> tuple[jax.Array, Any, Any]:
-    """A scan over layers; of alternating kinds over whole periods, then what is left of one.
+    """Scan over layers: over complete periods of alternating kinds, then the incomplete one.
 
     Args:
-      runs: a layer of each kind of the period, (number, parameters, x, cache) to (x, cache, kept).
+      runs: a function per kind in the period, (number, parameters, x, cache) -> (x, cache, kept).
       carry: x and the cache.
       numbered: the layers' numbers and their stacked parameters.
     """
@@ -303,8 +305,8 @@ def _scan_layers(
     if len(runs) == 1:
 
         def step(carry: tuple, item: tuple) -> tuple:
-            x, cache, keep = runs[0](item[0], item[1], carry[0], carry[1])
-            return (x, cache), keep
+            x, cache, kept_layer = runs[0](item[0], item[1], carry[0], carry[1])
+            return (x, cache), kept_layer
 
         (x, cache), kept = jax.lax.scan(step, carry, numbered)
         return x, cache, kept
@@ -313,15 +315,15 @@ def _scan_layers(
     whole = count - count % size
 
     def through(carry: tuple, layers: Iterable[tuple[Any, Any]]) -> tuple[tuple, Any]:
-        """One layer after another: a period, or what is left of one."""
-        keeps = []
+        """Run a period or part of one, one layer after another."""
+        kept_layers = []
         for run, (layer, parameters) in zip(runs, layers):
-            x, cache, keep = run(layer, parameters, carry[0], carry[1])
+            x, cache, kept_layer = run(layer, parameters, carry[0], carry[1])
             carry = x, cache
-            keeps.append(keep)
-        return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *keeps)
+            kept_layers.append(kept_layer)
+        return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *kept_layers)
 
-    def taken(items: Any) -> Iterable[tuple[Any, Any]]:
+    def unstacked_items(items: Any) -> Iterable[tuple[Any, Any]]:
         return zip(items[0], unstack(items[1]))
 
     def split(leaf: jax.Array) -> jax.Array:
@@ -334,8 +336,8 @@ def _scan_layers(
         return layer, parameters
 
     if whole and carry[1] is not None:
-        # In a loop over tokens each layer is read where it lies: a period that the scan cuts out,
-        # to be cut again, would be copied. (A backward pass wants it cut out.)
+        # In a decode loop index each layer: slicing out a period first would copy it. (A backward
+        # pass is better with slices.)
         carry, kept = jax.lax.scan(
             lambda carry, first: through(carry, [at(first + i) for i in range(size)]),
             carry,
@@ -344,24 +346,25 @@ def _scan_layers(
     elif whole:
         periods = jax.tree.map(split, numbered)
         carry, kept = jax.lax.scan(
-            lambda carry, items: through(carry, taken(items)), carry, periods
+            lambda carry, items: through(carry, unstacked_items(items)), carry, periods
         )
     if whole:
         kept = jax.tree.map(lambda leaf: leaf.reshape(whole, *leaf.shape[2:]), kept)
     if count > whole:
         if carry[1] is not None:
-            carry, keep = through(carry, [at(i) for i in range(whole, count)])
+            carry, kept_layer = through(carry, [at(i) for i in range(whole, count)])
         else:
-            carry, keep = through(carry, taken(jax.tree.map(lambda leaf: leaf[whole:], numbered)))
-        both = (kept, keep) if whole else (keep,)
+            rest = jax.tree.map(lambda leaf: leaf[whole:], numbered)
+            carry, kept_layer = through(carry, unstacked_items(rest))
+        both = (kept, kept_layer) if whole else (kept_layer,)
         kept = jax.tree.map(lambda *parts: jnp.concatenate(parts), *both)
     return (*carry, kept)
 
 
 def unstack(stacked: Any) -> list[Any]:
-    """One tree per layer of a tree of stacked ones.
+    """Split a tree of stacked layers into one tree per layer.
 
-    Splitting all at once keeps the backward pass a single concatenation.
+    One split per leaf makes the backward pass a single concatenation.
     """
     leaves, structure = jax.tree.flatten(stacked)
     count = leaves[0].shape[0]
@@ -370,7 +373,7 @@ def unstack(stacked: Any) -> list[Any]:
 
 
 class ScalarDecoder(nnx.Module):
-    """A decoder with one number per token: a value head, or a reward or cost head."""
+    """A decoder with a scalar head: critic, reward model or cost model."""
 
     def __init__(self, config: ModelConfig, key: jax.Array):
         self.config = config
@@ -389,9 +392,9 @@ class ScalarDecoder(nnx.Module):
         return self.score(self.decoder.hidden_states(tokens, positions, attention, compute))
 
     def score(self, hidden: jax.Array) -> jax.Array:
-        """float32 [...] of hidden states [..., embed]."""
+        """Scores, float32 [...], of hidden states [..., embed]."""
         return self.unbiased(hidden) + self.bias[...]
 
     def unbiased(self, hidden: jax.Array) -> jax.Array:
-        """``score`` without the bias, which files of reward models have no place for."""
+        """``score`` without the bias, which reward models' files do not have."""
         return hidden.astype(jnp.float32) @ self.head[...]

@@ -1,4 +1,4 @@
-"""Where weights come from: a Hugging Face directory, or an hjax workdir."""
+"""Load weights from a Hugging Face directory or name, a PEFT directory, or an hjax workdir."""
 
 import dataclasses
 import functools
@@ -25,22 +25,22 @@ from hjax.sharding.global_arrays import place
 from hjax.sharding.layout import Layout
 from hjax.user_input import read_object, user_path
 
-_SCALAR = ("head", "bias")  # of a scalar model, beside its decoder
+_SCALAR = ("head", "bias")  # parameters of a scalar model besides its decoder
 MODEL_DIRECTORY = "model"  # in a workdir: config.json and tokenizer of its actor
 
 
 def is_workdir(path: str | os.PathLike) -> bool:
-    """Whether ``path`` is a workdir with an actor's checkpoint to read."""
+    """Whether ``path`` is a workdir with an actor's checkpoints."""
     path = Path(path)
     return (path / MODEL_DIRECTORY / "config.json").is_file() and (path / "checkpoints").is_dir()
 
 
 def model_directory(path: str | os.PathLike) -> Path:
-    """The directory that holds config.json and the tokenizer of a model path or name; of a PEFT
-    directory its base's.
+    """The directory with config.json and tokenizer of a model path or name; for a PEFT directory
+    that of its base.
 
     Raises:
-      ConfigError: nothing there, or a name that can be neither found nor downloaded.
+      ConfigError: no model there, or a name that can be neither found nor downloaded.
     """
     directory = user_path(path, "model ")
     if not directory.is_dir():
@@ -62,7 +62,7 @@ def model_directory(path: str | os.PathLike) -> Path:
 
 
 def _adapter(path: str | os.PathLike) -> Adapter | None:
-    """The adapters at a path, where there are those and no model."""
+    """The adapters at a path, if it is a PEFT directory."""
     return Adapter(path) if is_adapter(path) else None
 
 
@@ -82,7 +82,7 @@ def _download(name: str) -> Path:
 
 
 def read_eos_ids(directory: Path) -> list[int]:
-    """End-of-sequence ids in generation_config.json or config.json; empty without any."""
+    """EOS token ids in generation_config.json or config.json; empty if there are none."""
     for name in ("generation_config.json", "config.json"):
         if (directory / name).is_file():
             ids = read_object(directory / name).get("eos_token_id")
@@ -92,12 +92,12 @@ def read_eos_ids(directory: Path) -> list[int]:
 
 
 def read_config(path: str | os.PathLike) -> ModelConfig:
-    """Shapes of the model at a path."""
+    """The config of the model at a path."""
     return huggingface.read_config(model_directory(path))
 
 
 def check_weights(path: str | os.PathLike) -> None:
-    """Whether there are weights to load at a path, as their files' headers say; reads none.
+    """Check that there are weights at a path; reads headers only.
 
     Raises:
       ConfigError: no files, damaged ones, or tensors that do not fit config.json, by name.
@@ -111,7 +111,7 @@ def check_weights(path: str | os.PathLike) -> None:
 
 
 def has_score_head(path: str | os.PathLike) -> bool:
-    """Whether the weights at a path have a scalar head, so that they score; reads none.
+    """Whether the weights at a path have a scalar head; reads headers only.
 
     Raises:
       ConfigError: missing or damaged files.
@@ -127,10 +127,10 @@ def has_score_head(path: str | os.PathLike) -> bool:
 
 
 def newest_checkpoint(path: str | os.PathLike) -> int | None:
-    """Step of a workdir's newest checkpoint; None of another path.
+    """Step of a workdir's newest checkpoint; None if the path is no workdir.
 
     Raises:
-      DataError: it has none that is complete.
+      DataError: the workdir has no complete checkpoint.
     """
     from hjax.models.checkpoint import newest_step
 
@@ -144,24 +144,23 @@ def load_params(
     seed: int = 0,
     checkpoint: int | None = None,
 ) -> Params:
-    """Parameters of the model at a path, laid out for ``layout``.
+    """Load the parameters of the model at a path, sharded for ``layout``.
 
-    Those of a directory are read one at a time, each device's part of it alone; a scalar head is
-    ``score.weight`` of transformers' classes for sequence classification. A directory without one
-    (a language model) gets a head of zeros, as a new critic wants it.
+    Tensors of a directory are read one at a time, each process its devices' shards. A scalar head
+    is ``score.weight`` of transformers' sequence classifiers, or 0 if missing, as in a new critic.
 
     Args:
       path: a Hugging Face directory or name, a PEFT directory, or an hjax workdir.
-      network: the language model of the shapes that are there, or that decoder with a scalar head.
-      layout: of its devices.
-      seed: of which adapters are drawn that the network has and the path has not.
-      checkpoint: of a workdir, by its step; None: the newest.
+      network: a language model or scalar model of the shapes at the path.
+      layout: for the parameters.
+      seed: of new adapters, which the network has and the path lacks.
+      checkpoint: step in a workdir; None: the newest.
 
     Raises:
       ConfigError: missing or unfit files, by name.
       DataError: no complete checkpoint in the workdir, or a damaged one.
     """
-    directory, base, adapter = model_directory(path), network.bare, _adapter(path)
+    directory, base, adapter = model_directory(path), network.without_adapters, _adapter(path)
     if not is_workdir(path):
         params = huggingface.load_params(
             directory,
@@ -169,7 +168,7 @@ def load_params(
             base.declared,
             shardings=base.shardings(layout),
             shapes=base.shapes,
-            # Under adapters that learn they stay apart from their matrices.
+            # Adapters that are trained are not merged.
             adapter=adapter if base is network else None,
         )
     else:
@@ -194,7 +193,7 @@ def load_params(
 
 
 def _magnitudes(frozen: Params, network: Network, layout: Layout) -> Params:
-    """The norms of the base's outputs, from which magnitudes start."""
+    """DoRA's initial magnitudes of a base, sharded."""
     placed = layers_of(network.shardings(layout))
 
     def make(layers: Params) -> Params:
@@ -207,11 +206,11 @@ def _magnitudes(frozen: Params, network: Network, layout: Layout) -> Params:
 
 
 def _read_adapters(adapter: Adapter, network: Network, layout: Layout, learned: Params) -> Params:
-    """What learns, adapters as a PEFT directory has them."""
+    """The trainable parameters with adapters from a PEFT directory."""
     lora = network.config.lora
     assert lora is not None
     adapter.check(network.declared, adapter.base)
-    adapter.check_form(network.declared, lora)
+    adapter.check_matches(network.declared, lora)
     declared, shardings = layers_of(network.declared), layers_of(network.shardings(layout))
     read = {
         name: place(adapter.parameter(declared[name], lora), shardings[name])
@@ -227,14 +226,14 @@ def _read_adapters(adapter: Adapter, network: Network, layout: Layout, learned: 
 def load_decoder(
     path: str | os.PathLike, checkpoint: int | None = None
 ) -> tuple[ModelConfig, Params]:
-    """Shapes and float32 numpy parameters of the language model at a path.
+    """Config and float32 numpy parameters of the language model at a path.
 
     Args:
       path: a Hugging Face directory or name, or an hjax workdir.
-      checkpoint: of a workdir, by its step; None: the newest.
+      checkpoint: step in a workdir; None: the newest.
 
     Raises:
-      ConfigError: missing or unfit files, by name, or a model that generates nothing.
+      ConfigError: missing or unfit files, by name, or a scalar model.
       DataError: no complete checkpoint in the workdir, or a damaged one.
     """
     config, params = load_trained(path, checkpoint)
@@ -245,7 +244,7 @@ def load_decoder(
 def load_trained(
     path: str | os.PathLike, checkpoint: int | None = None
 ) -> tuple[ModelConfig, Params]:
-    """``load_decoder``, or of a workdir that trained a model with a scalar head that model."""
+    """``load_decoder``, but also for a workdir whose actor has a scalar head."""
     directory = model_directory(path)
     if not is_workdir(path):
         return huggingface.load_weights(directory, _adapter(path))
@@ -253,7 +252,7 @@ def load_trained(
 
 
 def _check_generates(params: Params, path: str | os.PathLike) -> None:
-    """Raise ConfigError where a workdir's parameters are of a model with a scalar head."""
+    """Raise ConfigError if a workdir's parameters are of a model with a scalar head."""
     if "decoder" in params:
         raise ConfigError(
             f"{path}: its run trained a model with a scalar head, which gives scores and no text; "
@@ -262,17 +261,17 @@ def _check_generates(params: Params, path: str | os.PathLike) -> None:
 
 
 def _checkpoint_params(path: str | os.PathLike, checkpoint: int | None = None) -> Params:
-    """The actor's of a workdir, adapters added to their matrices."""
+    """The actor's parameters in a workdir, adapters merged."""
     network, learned, base = load_actor_checkpoint(path, checkpoint)
     if network.config.lora is None:
         return learned
     if base is None:
-        start, declared = actor_path(path), network.bare.declared
+        start, declared = actor_path(path), network.without_adapters.declared
         _, found = load_trained(start, recorded_step(path, start))
         if "decoder" not in learned:
             _check_generates(found, start)
             base = quantize_params(found, declared)
-        else:  # whose base may have had a head of its own
+        else:  # the base may have had another head
             found = found.get("decoder", found)
             found.pop("unembedding", None)
             base = {"decoder": quantize_params(found, declared["decoder"])}
@@ -282,15 +281,15 @@ def _checkpoint_params(path: str | os.PathLike, checkpoint: int | None = None) -
 def load_actor_checkpoint(
     path: str | os.PathLike, checkpoint: int | None = None
 ) -> tuple[Network, Params, Params | None]:
-    """What a workdir's checkpoint has of its actor.
+    """The actor in a workdir's checkpoint.
 
     Args:
       path: the workdir.
       checkpoint: its step; None: the newest.
 
     Returns:
-      the model, with a scalar head and adapters as the run has them; what learns, as numpy arrays;
-      and what is frozen, None where another directory has it.
+      the network, with scalar head and adapters as in the run; trainable parameters as numpy
+      arrays; and frozen ones, None if they are in another directory.
     """
     from hjax.models.checkpoint import newest_step, restore_params
 
@@ -309,7 +308,7 @@ def load_actor_checkpoint(
 
 
 def actor_path(path: str | os.PathLike) -> str:
-    """Where the model of a workdir's actor is, without adapters; empty: it began from scratch."""
+    """Path of the base that a workdir's actor started from; empty: from scratch."""
     start = str(_settings(path)["path"])
     return base_model_path(start) if start else ""
 
@@ -317,15 +316,15 @@ def actor_path(path: str | os.PathLike) -> str:
 def adapter_base(
     path: str | os.PathLike, checkpoint: int | None = None
 ) -> tuple[str, Params | None]:
-    """What other tools find of the base that adapters are for: its path, whole; or, of a workdir,
-    which only hjax reads, none and the parameters of its decoder in a checkpoint."""
+    """The base of exported adapters: its absolute path; or, if it is a workdir, which only hjax
+    reads, "" and the parameters of its decoder in a checkpoint."""
     if is_workdir(path):
         return "", load_decoder(path, checkpoint)[1]
     return str(Path(path).resolve() if Path(path).is_dir() else path), None
 
 
 def base_model_path(path: str | os.PathLike) -> str:
-    """A model's path; of a PEFT directory that of its base."""
+    """A model's path; for a PEFT directory that of its base."""
     adapter = _adapter(path)
     return str(path) if adapter is None else adapter.base
 

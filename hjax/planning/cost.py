@@ -58,7 +58,7 @@ class DeviceSet:
 
     @functools.cached_property
     def _programs(self) -> ProgramOptions:
-        pool, own = self.pool, self.numerics.own
+        pool, own = self.pool, self.numerics.hjax_programs
         by_cudnn = own and not pool.shape and not pool.shares_cores and self.numerics.compute == 2
         return ProgramOptions(self.numerics, own and bool(pool.shape), by_cudnn,
         self.constants.logits)
@@ -152,7 +152,7 @@ def offload_seconds(place: DeviceSet, fetched_bytes: float) -> float:
 
 def forward_flops(model: ModelCounts, rows: float, length: float) -> float:
     """2 * active parameters * tokens + 4 * width * layers * tokens * length / 2 (causal)."""
-    return 2.0 * model.active * rows * length + attention_flops(model, rows, length)
+    return 2.0 * model.active_parameters * rows * length + attention_flops(model, rows, length)
 
 
 def attention_flops(model: ModelCounts, rows: float, length: float) -> float:
@@ -162,7 +162,7 @@ def attention_flops(model: ModelCounts, rows: float, length: float) -> float:
 
 def weight_bytes(place: DeviceSet, model: ModelCounts, mesh: MeshSizes, element: float) -> float:
     """Bytes of a device's weight shard without FSDP, of ``element`` bytes per weight."""
-    return element * model.on_device(mesh, not place.numerics.own)
+    return element * model.parameters_per_device(mesh, not place.numerics.hjax_programs)
 
 
 # Training and inference
@@ -237,22 +237,22 @@ def stage_seconds(
     FLOPs are multiples of ``forward_flops`` / (tensor * pipe * context): forward 1; backward 2 (1
     for frozen weights, which have no gradients) times ``backward``; rematerialisation 1 more, also
     in hjax's pipelines. Policy ``attention`` keeps attention outputs, so it does not repeat them in
-    rows longer than ``whole_scores``; ``products`` repeats at most attention. The share ``unsplit``
+    rows longer than ``score_matrix_length``; ``products`` repeats at most attention. The share ``unsplit``
     is not divided by tensor. Each layer and forward also takes ``layer_pass`` and ``score`` * rows
     * heads * length^2 / (tensor * context). Exchanges per layer: 2 forward, 2 backward, 2 remat.
     FSDP: one all-gather of the weights forward; one more and a reduce-scatter of gradients
     backward; each layer by layer, with ``gather`` seconds beside the ring's.
     """
     constants, layers = place.constants, model.layers / mesh.pipe
-    again = backward and (remat != NONE or (place.numerics.own and mesh.pipe > 1))
-    forwards = 1 + (1 + model.learning) * constants.backward * backward + again
+    again = backward and (remat != NONE or (place.numerics.hjax_programs and mesh.pipe > 1))
+    forwards = 1 + (1 + model.learned_share) * constants.backward * backward + again
     share = constants.unsplit + (1 - constants.unsplit) / mesh.tensor
     flops = forward_flops(model, rows, length)
     if again and remat in (ATTENTION, PRODUCTS) and mesh.pipe == 1:
         scores = attention_flops(model, rows, length)
         if remat == PRODUCTS:
             flops -= (flops - scores) / forwards
-        if length > place.numerics.whole_scores:
+        if length > place.numerics.score_matrix_length:
             flops -= scores / forwards
     products = share * flops / (mesh.pipe * mesh.context) / place.flops
     scores = rows * model.heads * length**2 / mesh.tensor / mesh.context
@@ -275,7 +275,8 @@ def stage_seconds(
         weights += starts * (layers - 1) * latency(place, mesh.fsdp, stride)
         weights += starts * layers * constants.gather
         if backward:
-            gradients = weight_bytes(place, model, mesh, place.numerics.gradients * model.learning)
+            element = place.numerics.gradients * model.learned_share
+            gradients = weight_bytes(place, model, mesh, element)
             weights += all_gather(place, gradients, mesh.fsdp, stride)
     return StageSeconds(compute, exchange, weights)
 
@@ -293,7 +294,7 @@ def pipeline_stage_times(pipe: int, micro_batches: int) -> float:
 def gradient_exchange(place: DeviceSet, model: ModelCounts, mesh: MeshSizes) -> float:
     """All-reduce of gradients over the data and context axes, once per update; gradients of weights
     outside experts are also reduced over the expert axis."""
-    element = place.numerics.gradients * model.learning / mesh.fsdp
+    element = place.numerics.gradients * model.learned_share / mesh.fsdp
     experts = model.layers * model.layer_expert * element / (mesh.expert * mesh.pipe * mesh.tensor)
     others = weight_bytes(place, model, mesh, element) - experts
     seconds = all_reduce(place, others, mesh.data * mesh.expert, mesh.stride("expert"))
@@ -305,7 +306,7 @@ def optimizer_seconds(place: DeviceSet, model: ModelCounts, mesh: MeshSizes) -> 
     """Optimizer: read gradients, read and write weights and state; bytes / memory bandwidth."""
     numerics = place.numerics
     touched = numerics.gradients + 2 * (numerics.weights + numerics.optimizer)
-    touched *= model.learning
+    touched *= model.learned_share
     return weight_bytes(place, model, mesh, touched) / mesh.fsdp / place.bandwidth
 
 

@@ -90,10 +90,10 @@ def decoding_cost(
     own = work.response_length / 2
     prompt = work.prompt_length / (work.samples if numerics.shared_prompt else 1)
     cache = (prompt + own) * model.cache_elements * model.layers * numerics.cache
-    heads = model.cache_share(tensor)
+    heads = model.cache_splits(tensor)
     per_row = cache / heads / pipe / place.bandwidth + constants.decode_row
     width = work.prompt_length + own
-    flops = 2.0 * model.active + 4.0 * model.attention_width * model.layers * width
+    flops = 2.0 * model.active_parameters + 4.0 * model.attention_width * model.layers * width
     fixed = constants.decode_step + model.layers * constants.decode_layer
     if tensor > 1:
         stride = max(1, mesh.tensor // tensor)

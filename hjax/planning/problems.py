@@ -122,7 +122,7 @@ def build_problem(
                 f"--models: {role}={names[role]} has {shape.max_length} positions, fewer than the "
                 f"{work.length} of prompt and response"
             )
-    own = NUMERICS[numerics].own
+    own = NUMERICS[numerics].hjax_programs
     waits = _offloads(flow, offload, "any" if own else "none")
     space = SearchSpace(even=True) if own else dataclasses.replace(PAPER_SPACE, even=even)
     return PlanProblem(

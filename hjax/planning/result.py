@@ -62,7 +62,7 @@ def role_settings(role: str, option: RoleOption, problem: PlanProblem) -> dict[s
     if problem.dataflow.calls_of(role, "update"):
         found["remat"] = option.remat
     found["offload"] = option.offload
-    if option.waves and problem.numerics.own and len(problem.space.waves) > 1:
+    if option.waves and problem.numerics.hjax_programs and len(problem.space.waves) > 1:
         found["slots"] = rollout_slots(option, problem.work)
     return found
 
@@ -116,7 +116,7 @@ def unsupported(candidate: Candidate, problem: PlanProblem, strategy: str) -> li
     found = [f"the programs of {strategy}"] if STRATEGIES[strategy].other_system else []
     roles = [(r, o) for s in candidate.sets for r, o in zip(s.roles, s.options)]
     waves = max(o.waves for _, o in roles)
-    if waves > 1 and not problem.numerics.own:
+    if waves > 1 and not problem.numerics.hjax_programs:
         found.append(f"decoding in {waves} waves")
     if problem.numerics.weights < MASTERS.weights:
         found.append(f"{8 * problem.numerics.weights:g}-bit weights")

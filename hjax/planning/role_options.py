@@ -278,7 +278,7 @@ def _parts(
     for waves in space.waves:
         if waves > max(local.values()):
             return
-        if not place.numerics.own:
+        if not place.numerics.hjax_programs:
             yield (
                 waves,
                 [

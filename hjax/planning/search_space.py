@@ -95,7 +95,7 @@ def axis_sizes(
 def sequences_divide(place: DeviceSet, work: Workload, context: int) -> bool:
     """Whether prompts and responses, and their attention, divide over a context axis."""
     lengths = work.prompt_length % context == 0 and work.response_length % context == 0
-    return lengths and work.length > place.numerics.whole_scores
+    return lengths and work.length > place.numerics.score_matrix_length
 
 
 def model_divides(model: ModelCounts, pipe: int, tensor: int) -> bool:

@@ -125,4 +125,4 @@ class ChunkedPrefill:
             return x.swapaxes(-1, -2) if scaled else x
 
         k, v = keys_and_values(int8_cache.each(cut, kept), self._engine.stacked)
-        return blocks.with_rows(CacheBlocks(k, v, self._parts), where)
+        return blocks.scatter(CacheBlocks(k, v, self._parts), where)

@@ -114,13 +114,13 @@ class ForwardPass:
       engine: an ``Engine``.
       sampling: of rows without options of their own.
       length: columns of the cache.
-      own_prompts: whether rows have their prompts among their own tokens.
+      prompts_in_rows: whether rows have their prompts among their own tokens.
     """
 
     engine: Any
     sampling: SamplingParams
     length: int = 0
-    own_prompts: bool = False
+    prompts_in_rows: bool = False
 
     def sample(
         self,
@@ -175,7 +175,7 @@ class ForwardPass:
 
     def own_tokens(self, running: RunningSequences) -> jax.Array:
         """int32 [rows]: tokens of each that are among its own in the cache."""
-        return running.drawn - 1 + (running.prompt_lengths if self.own_prompts else 0)
+        return running.drawn - 1 + (running.prompt_lengths if self.prompts_in_rows else 0)
 
     def attention(self, slots: SlotMask, running: RunningSequences) -> Attention:
         """What ``tokens`` see."""

@@ -136,7 +136,7 @@ class Engine:
     def packs_prompts(self) -> bool:
         """Whether prompts may be read without their padding: not where rotary positions depend on
         a sequence's length."""
-        return not self.network.config.turns_by_length
+        return not self.network.config.rope_depends_on_length
 
     @property
     def kv_dtype(self) -> Any:
@@ -226,7 +226,7 @@ class Engine:
         """
         split, cache = self.layout.sharding("batch"), state.cache
         of_groups, of_rows = place(groups, split), place(rows, split)
-        own, begun = cache.own_prompts, prompts.response_kv
+        own, begun = cache.prompts_in_rows, prompts.response_kv
         columns = None if own else (_tokens_of(cache.prompt_k), _tokens_of(prompts.k))
         slots, running, edges = self._insert_rows(
             columns, state.slots, state.rows, prompts.tokens, new, of_groups, of_rows
@@ -488,7 +488,7 @@ class Engine:
         if samples > 1 and not self.uses_kernel:  # each row by itself
             own = KVCache.create(prompts(size.rows), 1, *room)
             cache = dataclasses.replace(cache, k=own.k, v=own.v)
-        cache = dataclasses.replace(cache, own_prompts=not size.prompt)
+        cache = dataclasses.replace(cache, prompts_in_rows=not size.prompt)
         numbers, none = jnp.zeros(size.rows, jnp.int32), jnp.zeros(size.groups, jnp.int32)
         slots = SlotMask(none, none, numbers, column, parts=self.parts)
         if samples > 1 and not self.uses_kernel:
@@ -535,7 +535,7 @@ class Engine:
             at = first + begun.count.reshape(-1, samples) - 1
         if flat:
             attention = PackedPrefill(attention, mask, flat, self.parts)
-            read = split(attention.of(read), "batch")
+            read = split(attention.pack(read), "batch")
         tokens = jnp.sum(there, axis=-1, dtype=jnp.int32)
         lengths = jnp.max(new.final_limit.reshape(-1, samples), axis=-1) + tokens
         hidden, kept = self.prefill_states(params, read, mask, attention, lengths, blocks, at)
@@ -624,7 +624,7 @@ class Engine:
             rotary=model.rotary(lengths, tables=columns),
         )
         if isinstance(attention, PackedPrefill):
-            return attention.last(hidden), kept
+            return attention.last_tokens(hidden), kept
         if at is None:
             return hidden[:, -1:], kept
         return jnp.take_along_axis(hidden, at[:, :, None], axis=1), kept
@@ -636,17 +636,17 @@ class Engine:
         """Positions of ``tokens``, of ``prefilled``, and more than which they are not."""
         if isinstance(attention, PackedPrefill):
             positions, columns = Engine._positions(mask, mask, attention.inner)
-            return attention.of(positions), columns
+            return attention.pack(positions), columns
         columns = tokens.shape[1]
         if isinstance(attention, AppendAttention):
-            return attention.positions, attention.blocks.shape[1] * BLOCK
+            return attention.positions, attention.block_table.shape[1] * BLOCK
         if isinstance(attention, SharedPrompt):
             length = (columns - mask.shape[1]) // attention.samples
             return attention.positions(length), columns
         return token_positions(mask), columns
 
     def _pass(self, sampling: SamplingParams, state: SlotState) -> ForwardPass:
-        return ForwardPass(self, sampling, _tokens_of(state.cache.v), state.cache.own_prompts)
+        return ForwardPass(self, sampling, _tokens_of(state.cache.v), state.cache.prompts_in_rows)
 
     def _decoded(
         self,

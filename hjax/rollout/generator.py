@@ -92,7 +92,7 @@ class Generator:
             self.cache_form = decode.ROWS  # which leaves it to the compiler who has which heads
         # A scan copies each layer's weights and cache for every token on a GPU.
         unroll = compute.unroll_layers or self.cache_form in decode.ON_GPUS
-        self.compute = dataclasses.replace(compute.on(layout), unroll_layers=unroll)
+        self.compute = dataclasses.replace(compute.for_layout(layout), unroll_layers=unroll)
         self._programs: dict[GenerationConfig, Any] = {}
         self._engines: dict[int, Engine] = {}
         self._compiled: set[Any] = set()  # schedules whose programs are compiled

@@ -104,7 +104,7 @@ class LanguageModel:
         self.path = path
         self._network = decoder_network(config)
         self._layout, self._copies = local_layout(config, tensor, copies), copies
-        self._compute = Compute(dtype=dtypes[dtype]).on(self._layout)
+        self._compute = Compute(dtype=dtypes[dtype]).for_layout(self._layout)
         self._generator = Generator(
             self._network, self._layout, self._compute, cache_dtype=cache_dtype
         )
@@ -128,7 +128,7 @@ class LanguageModel:
         read = jax.tree.map(
             lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype),
             self._network.shapes,
-            self._network.read_dtypes(self._compute.dtype),
+            self._network.compute_dtypes(self._compute.dtype),
         )
         return self._generator.decoding_params(
             self._network.with_shapes(read).place(params, self._layout)

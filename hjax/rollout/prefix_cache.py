@@ -338,7 +338,7 @@ def why_no_blocks(engine: Engine) -> str:
     """Why an engine cannot keep beginnings, whoever asks; empty: it can."""
     if engine.layout.shard_count("layers") > 1:
         return "prompts pass pipeline stages whole"
-    if engine.network.config.turns_by_length:
+    if engine.network.config.rope_depends_on_length:
         return "this model's rotary positions depend on a sequence's length"
     return ""
 

@@ -34,7 +34,7 @@ class Actor(LanguageWorker, GeneratingWorker):
     def __init__(self, context: WorkerContext):
         super().__init__(context)
         base, layouts = self.network.base, self.layouts
-        dtypes = base.read_dtypes(context.compute.dtype)
+        dtypes = base.compute_dtypes(context.compute.dtype)
         self.transition = Transition(
             base.shardings(layouts.train),
             base.shardings(layouts.generate),

@@ -261,7 +261,7 @@ class GeneratingWorker(ModelWorker):
         return jax.tree.map(
             lambda x, dtype, s: jax.ShapeDtypeStruct(x.shape, dtype, sharding=s),
             self.network.base.shapes,
-            self.network.base.read_dtypes(self.context.compute.dtype),
+            self.network.base.compute_dtypes(self.context.compute.dtype),
             self.network.base.shardings(self.layouts.generate),
         )
 

@@ -101,7 +101,7 @@ class MemoryPass:
       response_tokens: of the device.
       pairs: pairs of tokens whose attention scores are in memory: within a prompt, and of a
         response with its prompt and itself. 0 if sequences are longer than
-        ``Numerics.whole_scores``: a kernel then keeps no scores in memory.
+        ``Numerics.score_matrix_length``: a kernel then keeps no scores in memory.
       row_tokens: tokens with the prompt repeated per response, if the attention kernel (cuDNN's)
         needs each sequence in a row of its own; else 0.
       block_padding: tokens that a TPU's kernel adds to fill its blocks.
@@ -160,11 +160,11 @@ class MemoryEstimate:
         Frozen parameters beside adapters are kept in the compute dtype, or in one byte.
         """
         numerics = programs.numerics
-        every = model.on_device(mesh, not numerics.own) / mesh.fsdp
-        small = model.bytes_each / model.parameters
-        frozen = min(numerics.weights, numerics.compute) * (1 - model.learning - small)
-        learned = every * model.learning
-        weights = every * (numerics.weights * model.learning + frozen + small)
+        every = model.parameters_per_device(mesh, not numerics.hjax_programs) / mesh.fsdp
+        small = model.one_byte_parameters / model.parameters
+        frozen = min(numerics.weights, numerics.compute) * (1 - model.learned_share - small)
+        learned = every * model.learned_share
+        weights = every * (numerics.weights * model.learned_share + frozen + small)
         wide = learned if numerics.compute < numerics.weights else 0.0
         return cls(programs, model, mesh, ParameterShare(weights, learned, wide, every * small))
 
@@ -184,12 +184,12 @@ class MemoryEstimate:
     def rows(self, rows: int, work: Workload, passes: int = 1) -> MemoryPass:
         """A pass over so many padded rows of a device."""
         numerics, split = self.programs.numerics, self.mesh.context
-        share = work.share(numerics.shared_prompt, rows)
+        share = work.rows_per_prompt(numerics.shared_prompt, rows)
         prompt, response = work.prompt_length, work.response_length
         tokens = rows * work.row_tokens(numerics.shared_prompt, rows) / split
         pairs = rows / share * prompt**2 + rows * response * work.length
-        long = work.length > numerics.whole_scores
-        apart = long and self.programs.cudnn and self.model.by_cudnn and split == 1
+        long = work.length > numerics.score_matrix_length
+        apart = long and self.programs.cudnn and self.model.cudnn_supported and split == 1
         block_padding = 0.0
         if long and self.programs.tpu:
             row = prompt + share * response
@@ -219,12 +219,12 @@ class MemoryEstimate:
         of_layers = gradients * model.layers * model.layer_parameters / model.parameters
         summed = 0.0
         if micro.passes > 1 and numerics.adds_gradients:
-            summed = of_layers if model.scalar and numerics.own else gradients
+            summed = of_layers if model.scalar and numerics.hjax_programs else gradients
         every, at_work, outside = self._layer_update(micro)
         if policy == NONE:
             kept = every
         else:
-            kept = self._activations(micro.tokens, model.kept(policy))
+            kept = self._activations(micro.tokens, model.kept_activations(policy))
             at_work += every
         if policy in (NONE, PRODUCTS):
             kept += outside
@@ -235,7 +235,7 @@ class MemoryEstimate:
 
     def _layer_update(self, micro: MemoryPass) -> tuple[float, float, float]:
         """Per layer: what its backward pass reads; what else exists meanwhile; and what experts
-        keep of first products beyond ``ModelCounts.kept``."""
+        keep of first products beyond ``ModelCounts.kept_activations``."""
         model, mesh, numerics = self.model, self.mesh, self.programs.numerics
         read, whole = model.kept(NONE)
         read += 0 if numerics.own else model.remade
@@ -250,11 +250,11 @@ class MemoryEstimate:
         gradients = model.layer_gradients, model.layer_gradients_whole
         at_work = self._activations(micro.tokens, gradients) + self._scores(micro.pairs)
         if micro.row_tokens:
-            apart = model.apart(micro.tokens, micro.row_tokens)
+            apart = model.cudnn_extra(micro.tokens, micro.row_tokens)
             more, meanwhile = (n * numerics.compute / mesh.tensor for n in apart)
             every, at_work = every + more, max(at_work, meanwhile)
         outside = 0.0
-        if model.experts and numerics.own:
+        if model.experts and numerics.hjax_programs:
             experts, outside, piece = self._experts(micro.tokens)
             every, at_work = every + experts, at_work + piece
         return every, at_work, outside
@@ -283,7 +283,7 @@ class MemoryEstimate:
         merged matrices, only those of the layer in use."""
         model, mesh, numerics = self.model, self.mesh, self.programs.numerics
         cast = numerics.compute * self.held.wide
-        if not numerics.own:
+        if not numerics.hjax_programs:
             return cast
         if not self.programs.tpu and mesh.fsdp * mesh.pipe == 1:
             # A TPU's compiler casts all layers before the loop; others only the layer in use.
@@ -314,7 +314,7 @@ class MemoryEstimate:
         mlp = 3 * model.mlp * max(1, model.experts_per_token)
         attention = tokens * (model.layer_activations - model.layer_activations_whole - mlp)
         if row_tokens:
-            attention += model.apart(tokens, row_tokens)[0]
+            attention += model.cudnn_extra(tokens, row_tokens)[0]
         each = self.programs.numerics.compute / self.mesh.tensor
         return max(attention * each + self._scores(pairs), mlp * tokens * each)
 
@@ -368,18 +368,19 @@ class MemoryEstimate:
         """Weights in the generate layout beyond what is resident: M / (p_g t_g), less the training
         shard if the copy replaces it. It does not where adapters are merged into a copy."""
         numerics = self.programs.numerics
-        staged = not numerics.own
-        whole = numerics.compute * self.model.on_device(self._under_generate_layout.mesh, staged)
+        staged = not numerics.hjax_programs
+        whole = numerics.compute * self.model.parameters_per_device(self._under_generate_layout.mesh, staged)
         if not numerics.in_place or self.model.frozen:
             return whole
-        shard = self.model.on_device(self.mesh, staged) / self.mesh.fsdp
+        shard = self.model.parameters_per_device(self.mesh, staged) / self.mesh.fsdp
         return whole - numerics.compute * shard
 
     def cache(self, rows: float, tokens: float) -> float:
         """KV cache of so many tokens per row, in the generate layout."""
         model, mesh = self.model, self.mesh
         each = model.cache_elements * self.programs.numerics.cache * model.layers
-        return rows * tokens * each / (model.cache_share(mesh.generate_tensor) * mesh.generate_pipe)
+        splits = model.cache_splits(mesh.generate_tensor) * mesh.generate_pipe
+        return rows * tokens * each / splits
 
     def slot_cache(self, decoding: DecodeBatch, work: Workload) -> float:
         """KV cache of the slots: each prompt once, and its responses. If further sequences follow
@@ -421,14 +422,14 @@ class MemoryEstimate:
     def _prefill(self, tokens: float, work: Workload) -> float:
         """A forward pass over so many prompt tokens: hidden states twice and one layer."""
         numerics, prompt = self.programs.numerics, work.prompt_length
-        pairs = tokens * prompt if prompt <= numerics.whole_scores else 0.0
+        pairs = tokens * prompt if prompt <= numerics.score_matrix_length else 0.0
         hidden = 2 * tokens * self.model.hidden * numerics.compute
         return hidden + self._under_generate_layout._layer_forward(tokens, pairs)
 
     @property
     def _under_generate_layout(self) -> MemoryEstimate:
         """This estimate with the generate layout as its mesh."""
-        expert = self.mesh.expert if self.programs.numerics.own else 1
+        expert = self.mesh.expert if self.programs.numerics.hjax_programs else 1
         mesh = self.mesh
         layout = MeshSizes(expert=expert, pipe=mesh.generate_pipe, tensor=mesh.generate_tensor)
         return dataclasses.replace(self, mesh=layout)
@@ -458,7 +459,7 @@ class RoleMemory:
         assert context.model is not None
         network = (scalar_network if scalar else decoder_network)(context.model)
         if context.path:
-            network = network.frozen_in(np.dtype(context.compute.dtype))
+            network = network.with_frozen_dtype(np.dtype(context.compute.dtype))
         by_cudnn = context.compute.attention in (CUDNN, TRIED)
         return cls._of(context, scalar, network, layout, tpu, by_cudnn)
 
@@ -467,7 +468,8 @@ class RoleMemory:
         """The memory of a built worker with a model."""
         network, layout, compute = worker.network, worker.layouts.train, worker.compute
         by_cudnn = compute.kernels.attention is cudnn.attend
-        return cls._of(worker.context, worker.scalar, network, layout, compute.travel, by_cudnn)
+        tpu = compute.move_weights
+        return cls._of(worker.context, worker.scalar, network, layout, tpu, by_cudnn)
 
     @classmethod
     def _of(

@@ -38,7 +38,7 @@ class ModelWorker(ParameterWorker):
         # Pipeline stages set shardings themselves, except that of a split length.
         whole = train.shard_count("layers") == 1 or train.shard_count("length") > 1
         held = train if whole else None
-        self.compute = dataclasses.replace(context.compute.on(train), layout=held)
+        self.compute = dataclasses.replace(context.compute.for_layout(train), layout=held)
         self.micro_batches = self._batching(self.network)
         packs = context.packing or context.choose_packing and self._can_choose_packing()
         # cuDNN's attention cannot mask packs; short ones use the attention without kernel.
@@ -86,7 +86,7 @@ class ModelWorker(ParameterWorker):
     ) -> Any:
         """The program that ``forward`` compiles for ``compute`` and ``rows`` sequences, traced."""
         params = abstract(self.network.shapes, self.shardings)
-        params = self.network.bare_of(params) if base else params
+        params = self.network.without_adapters_of(params) if base else params
         batch = self.token_shapes(rows, prompt_length)
         return self._forward(compute, True, base).trace(params, batch)
 
@@ -113,8 +113,8 @@ class ModelWorker(ParameterWorker):
         """Consecutive rows that share their prompt in a pack; 1: none do."""
         samples = self.context.samples
         places = self.context.packing or chosen_capacity(padded, unit)
-        shares = grouped and samples % unit == 0 and self.compute.form.shares(places)
-        return samples if shares else 1
+        supported = self.compute.form.supports_shared_prompts(places)
+        return samples if grouped and samples % unit == 0 and supported else 1
 
     def forward(
         self,
@@ -151,7 +151,7 @@ class ModelWorker(ParameterWorker):
         grouped = self.grouped(batch)
         tokens = {key: batch[key] for key in TOKEN_KEYS}
         tokens = self.batch_layout(tokens, grouped).with_packing(tokens)
-        params = self.network.bare_of(self.params) if base else self.params
+        params = self.network.without_adapters_of(self.params) if base else self.params
         return self.forward(compute, params, tokens, grouped, base)
 
     def _log_prob(self, model: Any, batch: Any, share: int) -> jax.Array:
@@ -161,7 +161,7 @@ class ModelWorker(ParameterWorker):
     def _forward(self, compute: Callable[..., Any], grouped: bool, base: bool = False) -> Any:
         key = (getattr(compute, "__code__", compute), grouped, base)
         if key not in self._forwards:
-            network = self.network.bare if base else self.network
+            network = self.network.without_adapters if base else self.network
             passes = self._batching(network) if base else self.micro_batches
 
             def part(params: Params, batch: Any, stack: Stack) -> Any:

@@ -115,7 +115,7 @@ class ParameterWorker(Worker):
             raise ConfigError(f"{context.role}: a model needs devices and shapes")
         self.network: Network = (scalar_network if self.scalar else decoder_network)(context.model)
         if context.path:  # what is frozen can be read again, so it is kept as it is read
-            self.network = self.network.frozen_in(context.compute.dtype)
+            self.network = self.network.with_frozen_dtype(context.compute.dtype)
         train, generate = context.layouts.train, context.layouts.generate
         self.unsharded_axes = check_shapes(
             train, context.model.dimensions, f"layout.{self.role}.train"
@@ -181,7 +181,7 @@ class ParameterWorker(Worker):
     @control
     def base_weights(self) -> Params:
         """The base parameters, without adapters."""
-        return self.network.bare_of(self.params)
+        return self.network.without_adapters_of(self.params)
 
     def without_adapters(self) -> Params:
         """The parameters with adapters merged into their matrices."""

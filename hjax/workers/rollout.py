@@ -36,7 +36,7 @@ class Rollout(GeneratingWorker):
             raise ConfigError(f"{context.role}: a model needs devices and shapes")
         generate = context.layouts.generate
         super().__init__(dataclasses.replace(context, layouts=RoleLayouts(generate, generate)))
-        dtypes = self.network.read_dtypes(context.compute.dtype)
+        dtypes = self.network.compute_dtypes(context.compute.dtype)
         shapes = jax.tree.map(
             lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype), self.network.shapes, dtypes
         )

@@ -105,7 +105,7 @@ class TrainableWorker(ModelWorker):
             if tally is not None:
                 if tally.routed is None:
                     raise ConfigError(
-                        f"{self.role}: its token_loss reads no states of read_responses, so "
+                        f"{self.role}: its token_loss does not use map_response_states, so "
                         f"router_loss={router_loss} has no tokens; use 0"
                     )
                 share = tally.routed.tokens / batch["counted"]
@@ -171,7 +171,7 @@ class TrainableWorker(ModelWorker):
         """The parameters of the network that this stage trains."""
         if self.trained_network(self.stage) is self.network:
             return self.params
-        return self.network.bare_of(self.params)
+        return self.network.without_adapters_of(self.params)
 
     def offloaded_state(self, phase: str, called: bool) -> set[str]:
         """Optimizer state is offloaded outside of updates, parameters outside of own calls."""

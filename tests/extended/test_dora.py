@@ -58,7 +58,7 @@ def test_peft_has_the_same_numbers_and_gradients(tmp_path, name):
         np.testing.assert_allclose(run(network.base, plain), expected, atol=1e-4)
     found = hjax.load_model(tmp_path / "adapter").logits(TOKENS)
     np.testing.assert_allclose(found, expected, atol=1e-4)
-    bare = run(network.bare, network.bare_of(params))
+    bare = run(network.without_adapters, network.without_adapters_of(params))
     np.testing.assert_allclose(bare, logits(model(name), TOKENS), atol=1e-4)
 
     weights = np.sin(np.arange(47.0)).astype(np.float32)
@@ -77,7 +77,7 @@ def test_peft_has_the_same_numbers_and_gradients(tmp_path, name):
         for part in parts(network.declared["layers"][each]):
             key = f"base_model.model.{part.name}".removesuffix(".weight") + ".default.weight"
             bound = 1e-4 * max(1, np.abs(theirs[key]).max())
-            np.testing.assert_allclose(part.of(theirs[key]), values[part.at], atol=bound)
+            np.testing.assert_allclose(part.read(theirs[key]), values[part.at], atol=bound)
 
 
 def test_they_go_to_peft_and_back_bit_for_bit(tmp_path):

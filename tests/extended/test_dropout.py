@@ -107,7 +107,7 @@ def test_under_the_same_masks_peft_has_the_same_loss_and_gradient(
         for part in parts(of[name]):
             key = f"base_model.model.{part.name}".removesuffix(".weight") + ".default.weight"
             bound = 5e-5 * max(1, np.abs(expected[key]).max())
-            np.testing.assert_allclose(part.of(expected[key]), grads[part.at], atol=bound)
+            np.testing.assert_allclose(part.read(expected[key]), grads[part.at], atol=bound)
 
 
 def test_updates_alone_drop_something(base):

@@ -122,7 +122,7 @@ def test_a_base_that_is_not_there_any_more_is_refused(tmp_path, capsys):
     taught(base, 1)
     taught(run, 1, base, **{"actor.lora.rank": 2})
     taught(base, 2)
-    begun = f"{base}: checkpoint 1, beside which this run's adapters learned,"
+    begun = f"{base}: checkpoint 1, the base of this run's adapters,"
 
     def refused(line):
         with pytest.raises(DataError, match=re.escape(line)):

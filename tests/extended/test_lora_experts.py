@@ -67,7 +67,8 @@ def test_peft_has_the_same_numbers_and_gradients(tmp_path, name, targets):
     bound = 1e-5 * np.abs(expected).max()
     for plain in (merge_adapters(params, network), merge_adapters(to_host(params), network)):
         np.testing.assert_allclose(run(network.base, plain), apart, rtol=0, atol=bound)
-    np.testing.assert_allclose(run(network.base, network.bare_of(params)), bare, atol=1e-4)
+    found = run(network.base, network.without_adapters_of(params))
+    np.testing.assert_allclose(found, bare, atol=1e-4)
 
     weights = np.sin(np.arange(47.0)).astype(np.float32)
     scores = torch.log_softmax(theirs.train()(torch.tensor(TOKENS)).logits, -1)
@@ -84,7 +85,7 @@ def test_peft_has_the_same_numbers_and_gradients(tmp_path, name, targets):
         for part in parts(network.declared["layers"][each]):
             key = f"base_model.model.{part.name}".removesuffix(".weight") + ".default.weight"
             bound = 1e-4 * max(1, np.abs(theirs[key]).max())
-            np.testing.assert_allclose(part.of(theirs[key]), values[part.at], atol=bound)
+            np.testing.assert_allclose(part.read(theirs[key]), values[part.at], atol=bound)
 
 
 @pytest.mark.parametrize(

@@ -70,9 +70,9 @@ def test_only_adapters_change_and_a_checkpoint_has_them_alone(base, tmp_path):
         trainer.run()
         actor, critic = (trainer.roles.groups[role].worker for role in ("actor", "critic"))
         _, before = hjax.models.weights.load_decoder(base)
-        after = actor.network.bare_of(actor.params)
+        after = actor.network.without_adapters_of(actor.params)
         jax.tree.map(np.testing.assert_array_equal, after, before)
-        inner = critic.network.bare_of(critic.params)["decoder"]
+        inner = critic.network.without_adapters_of(critic.params)["decoder"]
         jax.tree.map(np.testing.assert_array_equal, inner, before)
         assert float(np.abs(critic.params["head"]).max()) > 0
         learned = parameter_counts.learned_parameters(actor.network.config)
@@ -113,7 +113,7 @@ def test_what_a_run_learned_goes_out_and_in_again(base, tmp_path, capsys):
         trainer.prepare()
         actor = trainer.roles.groups["actor"].worker
         jax.tree.map(
-            np.testing.assert_array_equal, actor.network.bare_of(actor.params),
+            np.testing.assert_array_equal, actor.network.without_adapters_of(actor.params),
             hjax.models.weights.load_decoder(base)[1],
         )  # fmt: skip
         np.testing.assert_array_equal(

@@ -126,7 +126,7 @@ def test_a_quantized_base_gives_transformers_numbers_of_its_weights(tmp_path, na
     network = quantized_network(tmp_path, form, Lora(3, 7.0, targets))
     params = load_params(tmp_path / "adapter", network, one_device())
     np.testing.assert_allclose(run(network, params), expected, atol=1e-4)
-    bare = run(network.bare, network.bare_of(params))
+    bare = run(network.without_adapters, network.without_adapters_of(params))
     np.testing.assert_allclose(bare, expected_base, atol=1e-4)
     floats = merge_adapters(params, network)
     assert jax.tree.map(lambda x: x.shape, floats) == jax.tree.map(
@@ -245,7 +245,7 @@ def test_a_matrix_takes_a_byte_per_element(base):
             total = sum(x.nbytes for x in jax.tree.leaves(actor.params))
             estimate = RoleMemory.from_worker(actor).memory.resident(trained=False)
             assert estimate == total
-            counted = model_counts(actor.network.config).bytes_each
+            counted = model_counts(actor.network.config).one_byte_parameters
             small = (x.size for x in jax.tree.leaves(actor.params) if x.dtype.itemsize == 1)
             assert counted == sum(small)
             return bytes_of, total, used.argument_size_in_bytes

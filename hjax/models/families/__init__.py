@@ -1,4 +1,4 @@
-"""Families of decoders, by the ``model_type`` of their config.json."""
+"""Model families, by the ``model_type`` of their config.json."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -39,25 +39,25 @@ FAMILIES: dict[str, Family] = {
 
 
 class _UserFamily(NamedTuple):
-    """A family in a file of the user's; ``spec``: absolute ``path.py:Class``."""
+    """A family in a user's file; ``spec``: absolute ``path.py:Class``."""
 
     spec: str
     family: Family
 
 
-# By model_type, those that take_family has loaded.
+# Families loaded by ``load_family``, by model_type.
 _user_families: dict[str, _UserFamily] = {}
 
 
 def load_family(spec: str, setting: str = "model.family") -> Family:
-    """Load a family in a file of the user's: models of its ``model_type`` are read with it.
+    """Load a family from a user's file, for models of its ``model_type``.
 
     Args:
       spec: ``path.py:Class``, a subclass of ``hjax.models.families.family.Family``.
-      setting: what names it, for messages.
+      setting: name of the setting, for errors.
 
     Raises:
-      ConfigError: no such file or class, one that is no family, or a ``model_type`` of hjax's own.
+      ConfigError: no such file or class, not a ``Family``, or a ``model_type`` that hjax has.
     """
     found = load_object(spec, setting)
     if not (isinstance(found, type) and issubclass(found, Family)):
@@ -76,7 +76,7 @@ def load_family(spec: str, setting: str = "model.family") -> Family:
 
 
 def family_of(config: ModelConfig) -> Family:
-    """The family of a model; one of a user's is loaded where this process does not have it yet."""
+    """The family of a model; a user's family is loaded if this process has not yet done so."""
     if config.family in FAMILIES:
         return FAMILIES[config.family]
     known = (own.family for own in _user_families.values() if own.spec == config.family)
@@ -84,20 +84,20 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def family_config(spec: str, sizes: ModelConfig) -> ModelConfig:
-    """A model from scratch of a family in a file of the user's.
+    """The config of a new model of a user's family.
 
     Args:
       spec: as of ``load_family``.
-      sizes: Llama's plain form in the sizes that are wanted; the parts are the family's.
+      sizes: a Llama config with the sizes; everything else is the family's.
     """
     return from_hf(load_family(spec).write(sizes), f"model.family={spec!r}")
 
 
 def from_hf(content: Mapping[str, Any], what: str = "config.json") -> ModelConfig:
-    """Read the content of a Hugging Face ``config.json``.
+    """The ``ModelConfig`` of a Hugging Face ``config.json``.
 
     Raises:
-      ConfigError: another family, or a key or value that this one does not have, by name.
+      ConfigError: an unknown family, or a key or value that the family does not support, by name.
     """
     model_type = content.get("model_type")
     known = {**FAMILIES, **{name: own.family for name, own in _user_families.items()}}
@@ -108,24 +108,24 @@ def from_hf(content: Mapping[str, Any], what: str = "config.json") -> ModelConfi
         )
     try:
         config = known[model_type].read(content, what)
-        # By its file, so that other processes find it too.
+        # Name the file, so that other processes find the family.
         own = _user_families.get(model_type)
         return config if own is None else dataclasses.replace(config, family=own.spec)
     except ConfigError:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        # A value of another kind than its key's, which no check of the key's own has met.
+        # A value of a wrong type that no check of its key has caught.
         raise ConfigError(
             f"{what}: a value is not of its key's kind ({type(error).__name__}: {error})"
         ) from error
 
 
 def to_hf(config: ModelConfig, scalar: bool = False) -> dict[str, Any]:
-    """The ``config.json`` that transformers reads; special tokens it lacks are null in it.
+    """The ``config.json`` for transformers; special token ids that the config lacks are null.
 
     Args:
       config: shapes.
-      scalar: whether the model has a scalar head, and so is a classifier of one class.
+      scalar: whether the model has a scalar head, as a classifier with one class.
     """
     family = family_of(config)
     content = family.write(config) | dict.fromkeys(TOKEN_IDS)

@@ -1,4 +1,4 @@
-"""The content of a config.json while it is read: what nobody asked for is refused by name."""
+"""Reading a config.json: keys that the family does not read are refused by name."""
 
 import json
 from collections.abc import Mapping
@@ -7,8 +7,8 @@ from typing import Any
 from hjax.errors import ConfigError
 from hjax.models.rotary import is_number
 
-# Keys that change nothing of what a forward computes: ids, bookkeeping, and what applies to
-# initial values, to generation, or, as dropout, to transformers' own training.
+# Keys that do not affect a forward: ids, bookkeeping, initialization, generation, and dropout in
+# transformers' own training.
 IGNORED_KEYS = frozenset(
     """
     _name_or_path attention_dropout attn_implementation cache_implementation
@@ -24,34 +24,34 @@ _MAX_SIZE = 2**31 - 1  # of a size
 
 
 class CheckedConfig:
-    """The content of a config.json while a family reads it.
+    """The content of a config.json, with typed access that records which keys are read.
 
     Args:
       content: of the file.
       what: names the file in errors.
-      defaults: of keys that it may leave out, as transformers' class of this family has them.
+      defaults: of keys that may be missing, as in transformers' config class of the family.
     """
 
     def __init__(self, content: Mapping[str, Any], what: str, defaults: Mapping[str, Any] = {}):
         self.content, self.what = content, what
         self._defaults = defaults
-        self._asked: set[str] = set()
+        self._read_keys: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A key's value; the default where it is missing or null."""
-        self._asked.add(key)
+        """A key's value, or the default if it is missing or null."""
+        self._read_keys.add(key)
         value = self.content.get(key)
         return self._defaults.get(key, default) if value is None else value
 
     def null(self, key: str) -> bool:
-        """Whether a key is there and null, which some classes tell from a missing one."""
+        """Whether a key is present and null, which some classes distinguish from a missing key."""
         return key in self.content and self.content[key] is None
 
     def size(self, key: str, default: int | None = None) -> int:
-        """A whole number of 1 or more.
+        """A positive integer.
 
         Raises:
-          ConfigError: another value, one of more than 31 bits, or none without a default.
+          ConfigError: another value, one of more than 31 bits, or no value and no default.
         """
         value = self.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MAX_SIZE:
@@ -82,10 +82,10 @@ class CheckedConfig:
         return value
 
     def only(self, key: str, *allowed: Any) -> Any:
-        """One of these values; the first where the key is missing.
+        """One of the allowed values; the first if the key is missing.
 
         Raises:
-          ConfigError: another one.
+          ConfigError: another value.
         """
         value = self.get(key, allowed[0])
         if value not in allowed:
@@ -98,7 +98,7 @@ class CheckedConfig:
         return ConfigError(f"{self.what}: {line}")
 
     def finish(self) -> None:
-        """Refuse what was not asked for.
+        """Refuse keys that were not read.
 
         Raises:
           ConfigError: keys that this family does not know, by name.
@@ -106,7 +106,7 @@ class CheckedConfig:
         left = {
             key: value
             for key, value in self.content.items()
-            if key not in self._asked | IGNORED_KEYS and value is not None
+            if key not in self._read_keys | IGNORED_KEYS and value is not None
         }
         if left:
             shown = ", ".join(f"{key}={value!r}" for key, value in sorted(left.items()))

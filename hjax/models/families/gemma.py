@@ -21,7 +21,7 @@ from hjax.models.rotary import Rope, write_scaling
 
 
 class Gemma2(Family):
-    """Norms around attention and MLP, capped scores and logits, windows in every other layer."""
+    """Norms before and after attention and MLP, softcaps, sliding windows in every other layer."""
 
     model_type = "gemma2"
     architecture = "Gemma2ForCausalLM"
@@ -36,43 +36,43 @@ class Gemma2(Family):
     always: Mapping[str, Any] = {"norms": "both", "norm_offset": 1.0, "activation": "gelu_tanh"}
     fixed = {"use_bidirectional_attention": (False,)}
     activation = {"hidden_activation": ("gelu_pytorch_tanh",)}
-    unread = ("hidden_act",)  # of older files, where the other one is meant
-    every = 2  # layers, of which the last is full
-    softcaps = (50.0, 30.0)  # of attention and logits, where config.json says nothing
+    unread = ("hidden_act",)  # in older files, which mean hidden_activation
+    every = 2  # one in so many layers has full attention
+    softcaps = (50.0, 30.0)  # defaults for attention and logits
 
-    def fields(self, given: CheckedConfig) -> dict[str, Any]:
-        """Embeddings are scaled by the root of their width."""
-        fields = super().fields(given)
+    def fields(self, hf_config: CheckedConfig) -> dict[str, Any]:
+        """Embeddings are scaled by the square root of their width."""
+        fields = super().fields(hf_config)
         attention, final = self.softcaps
         return fields | {
             "embedding_scale": math.sqrt(fields["hidden_size"]),
-            "attention_scale": given.number("query_pre_attn_scalar", 256) ** -0.5,
-            "attention_softcap": self.softcap(given, "attn_logit_softcapping", attention),
-            "final_softcap": self.softcap(given, "final_logit_softcapping", final),
-            "layer_kinds": self.windows(given, fields["layers"]),
+            "attention_scale": hf_config.number("query_pre_attn_scalar", 256) ** -0.5,
+            "attention_softcap": self.softcap(hf_config, "attn_logit_softcapping", attention),
+            "final_softcap": self.softcap(hf_config, "final_logit_softcapping", final),
+            "layer_kinds": self.windows(hf_config, fields["layers"]),
         }
 
-    def softcap(self, given: CheckedConfig, key: str, default: float) -> float:
-        """A cap; 0 where config.json has null."""
-        if key in given.content and given.get(key) is None:
+    def softcap(self, hf_config: CheckedConfig, key: str, default: float) -> float:
+        """A softcap; 0 if config.json has null."""
+        if key in hf_config.content and hf_config.get(key) is None:
             return 0.0
-        return given.number(key, default)
+        return hf_config.number(key, default)
 
-    def windows(self, given: CheckedConfig, layers: int) -> tuple[LayerKind, ...]:
-        """By ``layer_types``, or every so many layers a full one."""
-        older = given.get("_sliding_window_pattern", self.every)
-        every = given.size("sliding_window_pattern", older)
-        width = given.get("sliding_window")
-        given.only("sliding_window_size", width)  # said twice by some
+    def windows(self, hf_config: CheckedConfig, layers: int) -> tuple[LayerKind, ...]:
+        """From ``layer_types``, or full attention in every so many layers."""
+        older = hf_config.get("_sliding_window_pattern", self.every)
+        every = hf_config.size("sliding_window_pattern", older)
+        width = hf_config.get("sliding_window")
+        hf_config.only("sliding_window_size", width)  # duplicated in some files
         types = [FULL if (i + 1) % every == 0 else SLIDING for i in range(layers)]
-        return read_windows(given, layers, types)
+        return read_windows(hf_config, layers, types)
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
-        """What it has of its own."""
+        """With Gemma's keys."""
         assert config.attention_scale is not None
         windows = write_windows(config)
         if windows["sliding_window"] is None:
-            del windows["sliding_window"]  # transformers wants one, whether or not it is used
+            del windows["sliding_window"]  # transformers needs its default even if unused
         return super().write(config) | windows | {
             "query_pre_attn_scalar": round(config.attention_scale**-2),
             "attn_logit_softcapping": config.attention_softcap or None,
@@ -80,7 +80,7 @@ class Gemma2(Family):
         }
 
     def norm_names(self) -> dict[str, str]:
-        """Before and after each."""
+        """Norms before and after attention and MLP."""
         return {
             "attention_norm": "input_layernorm",
             "attention_out_norm": "post_attention_layernorm",
@@ -90,7 +90,7 @@ class Gemma2(Family):
 
 
 class Gemma3(Gemma2):
-    """Queries and keys normed, a full layer in six, which turns by another base; nothing capped."""
+    """QK-norm, full attention in one of six layers with a rope of its own, no softcaps."""
 
     model_type = "gemma3_text"
     architecture = "Gemma3ForCausalLM"
@@ -100,34 +100,34 @@ class Gemma3(Gemma2):
     every = 6
     softcaps = (0.0, 0.0)
 
-    def softcap(self, given: CheckedConfig, key: str, default: float) -> float:
-        """Attention's scores are never capped: transformers keeps the key and reads it nowhere."""
+    def softcap(self, hf_config: CheckedConfig, key: str, default: float) -> float:
+        """No softcap of attention scores: transformers has the key and never reads it."""
         if key == "attn_logit_softcapping":
-            given.only(key, None)
+            hf_config.only(key, None)
             return 0.0
-        return super().softcap(given, key, default)
+        return super().softcap(hf_config, key, default)
 
-    def windows(self, given: CheckedConfig, layers: int) -> tuple[LayerKind, ...]:
-        """As Gemma 2's, each with its rotary positions."""
-        kinds = super().windows(given, layers)
+    def windows(self, hf_config: CheckedConfig, layers: int) -> tuple[LayerKind, ...]:
+        """As in Gemma 2, with a rope each for full attention and windows."""
+        kinds = super().windows(hf_config, layers)
         return tuple(dataclasses.replace(k, rope=0 if k.window is None else 1) for k in kinds)
 
-    def ropes(self, given: CheckedConfig, max_length: int) -> tuple[Rope, ...]:
-        """Of full layers and of those with a window: a dict each, or keys of their own."""
-        parameters = given.get("rope_parameters") or {}
-        scaling = dict(given.get("rope_scaling") or {})
+    def ropes(self, hf_config: CheckedConfig, max_length: int) -> tuple[Rope, ...]:
+        """The ropes of full attention and of windows, from a dict or keys for each."""
+        parameters = hf_config.get("rope_parameters") or {}
+        scaling = dict(hf_config.get("rope_scaling") or {})
         unknown = sorted(set(parameters) - {FULL, SLIDING})
         if unknown:
-            raise given.error(f"rope_parameters {unknown[0]!r}; by layer type: {FULL}, {SLIDING}")
+            raise hf_config.error(f"rope_parameters {unknown[0]!r}; supported: {FULL}, {SLIDING}")
         full, sliding = (dict(parameters.get(kind) or {}) for kind in (FULL, SLIDING))
-        bases = given.number("rope_theta", 1e6), given.number("rope_local_base_freq", 1e4)
+        bases = hf_config.number("rope_theta", 1e6), hf_config.number("rope_local_base_freq", 1e4)
         return (
-            rope_of(full | scaling, given, max_length, bases[0]),
-            rope_of(sliding, given, max_length, bases[1]),
+            rope_of(full | scaling, hf_config, max_length, bases[0]),
+            rope_of(sliding, hf_config, max_length, bases[1]),
         )
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
-        """In the older spelling, where windows have a plain base."""
+        """In the older spelling if the rope of windows has no scaling."""
         full, sliding = config.ropes
         content = super().write(config)
         if sliding.scaling is None:

@@ -11,9 +11,9 @@ LAYER = "transformer.h.{layer}."
 
 
 class GPT2(Family):
-    """LayerNorm, learned positions, a plain GELU MLP, biases everywhere.
+    """LayerNorm, learned positions, an ungated GELU MLP, biases everywhere.
 
-    Products are stored as ``Conv1D``, not transposed; queries, keys and values lie in one tensor.
+    Matrices are stored as ``Conv1D`` [inputs, outputs]; queries, keys and values are one tensor.
     """
 
     model_type = "gpt2"
@@ -46,26 +46,26 @@ class GPT2(Family):
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),
     }
-    # Of a forward in half precision, said twice, or of a head that is not this one.
+    # For half precision, duplicates, or for other heads.
     unread = (
         *("reorder_and_upcast_attn", "attn_pdrop", "n_ctx", "task_specific_params"),
         *("summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
         *("summary_type", "summary_use_proj"),
     )
 
-    def fields(self, given: CheckedConfig) -> dict[str, Any]:
-        """What newer models may choose is fixed here."""
-        fields: dict[str, Any] = {name: given.size(key) for name, key in self.keys.items()}
+    def fields(self, hf_config: CheckedConfig) -> dict[str, Any]:
+        """Fewer keys than Llama's."""
+        fields: dict[str, Any] = {name: hf_config.size(key) for name, key in self.keys.items()}
         heads, width = fields["heads"], fields["hidden_size"]
         return fields | {
             "kv_heads": heads,
             "head_dim": width // heads,
-            "mlp_size": given.size("n_inner", 4 * width),
-            "dtype": read_dtype(given),
+            "mlp_size": hf_config.size("n_inner", 4 * width),
+            "dtype": read_dtype(hf_config),
         }
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
-        """In GPT-2's own names."""
+        """With GPT-2's keys."""
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,
@@ -75,7 +75,7 @@ class GPT2(Family):
         }
 
     def tensors(self, config: ModelConfig) -> Tensors:
-        """Older files leave ``transformer.`` away."""
+        """GPT-2's tensor names."""
         width = config.hidden_size
         layers = {
             "q": ("attn.c_attn.weight", "embed (heads head_dim)", (1, 0, 3 * width)),

@@ -24,7 +24,7 @@ YARN = YarnScaling(factor=32.0, original_max_length=4096, truncate=False)
 
 
 class GptOss(Family):
-    """Experts with biases and clamped activations, sinks, windows in every other layer."""
+    """Experts with biases and clamped SwiGLU, sinks, sliding windows in every other layer."""
 
     model_type = "gpt_oss"
     architecture = "GptOssForCausalLM"
@@ -46,27 +46,27 @@ class GptOss(Family):
         **ROUTER_LOSS,
     }
     always = {"mlp_bias": True, "sinks": True, "activation": "clamped_swiglu", "router_bias": True}
-    unread = ("initial_context_length", "experts_per_token")  # said twice
+    unread = ("initial_context_length", "experts_per_token")  # duplicates
 
-    def fields(self, given: CheckedConfig) -> dict[str, Any]:
-        """The weights of the experts in use add up to 1."""
-        fields = super().fields(given)
+    def fields(self, hf_config: CheckedConfig) -> dict[str, Any]:
+        """Windows in every other layer by default; routing weights are always normalized."""
+        fields = super().fields(hf_config)
         types = [SLIDING if i % 2 == 0 else FULL for i in range(fields["layers"])]
-        return fields | {"layer_kinds": read_windows(given, fields["layers"], types)}
+        return fields | {"layer_kinds": read_windows(hf_config, fields["layers"], types)}
 
-    def ropes(self, given: CheckedConfig, max_length: int) -> tuple[Rope, ...]:
-        """YaRN where config.json says nothing."""
-        if given.get("rope_parameters") is None and given.get("rope_scaling") is None:
-            return (Rope(given.number("rope_theta", 150000.0), YARN),)
-        return super().ropes(given, max_length)
+    def ropes(self, hf_config: CheckedConfig, max_length: int) -> tuple[Rope, ...]:
+        """YaRN by default."""
+        if hf_config.get("rope_parameters") is None and hf_config.get("rope_scaling") is None:
+            return (Rope(hf_config.number("rope_theta", 150000.0), YARN),)
+        return super().ropes(hf_config, max_length)
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
-        """What it has of its own."""
+        """With windows and YaRN."""
         scaling = {"rope_scaling": write_scaling(config.ropes[0].scaling)}
         return super().write(config) | write_windows(config) | scaling
 
     def tensors(self, config: ModelConfig) -> Tensors:
-        """All experts of a layer in one tensor, gate and up in turns."""
+        """All experts of a layer in one tensor, gate and up interleaved."""
         gate_up, down = f"{EXPERTS}gate_up_proj", f"{EXPERTS}down_proj"
         both = "experts embed (mlp pair)"
         return super().tensors(config) | {

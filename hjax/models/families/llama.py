@@ -4,7 +4,7 @@ from hjax.models.families.family import ATTENTION_BIAS, MLP_BIAS, Family
 
 
 class Llama(Family):
-    """RMSNorm, rotary positions, grouped queries, a gated SiLU MLP; biases where it says so."""
+    """RMSNorm, RoPE, grouped-query attention, a gated SiLU MLP; optional biases."""
 
     model_type = "llama"
     architecture = "LlamaForCausalLM"

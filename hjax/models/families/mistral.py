@@ -16,34 +16,34 @@ from hjax.models.model_config import LayerKind, ModelConfig
 
 
 class Mistral(Family):
-    """Llama's layers, all of them with one window, or with none."""
+    """Llama with the same sliding window in all layers, or none."""
 
     model_type = "mistral"
     architecture = "MistralForCausalLM"
     defaults = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
 
-    def fields(self, given: CheckedConfig) -> dict[str, Any]:
-        """A window of null is none; where nothing is said there is transformers' default."""
-        fields = super().fields(given)
-        if "sliding_window" not in given.content:
+    def fields(self, hf_config: CheckedConfig) -> dict[str, Any]:
+        """``sliding_window`` null is no window; missing is transformers' default, 4096."""
+        fields = super().fields(hf_config)
+        if "sliding_window" not in hf_config.content:
             return fields | {"layer_kinds": (LayerKind(4096),) * fields["layers"]}
-        return fields | {"layer_kinds": read_one_window(given, fields["layers"])}
+        return fields | {"layer_kinds": read_one_window(hf_config, fields["layers"])}
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
-        """The window stands there even where it is none: transformers' default has one."""
+        """Always with ``sliding_window``, because transformers' default is a window."""
         window = config.layer_kinds[0].window if config.layer_kinds else None
         return super().write(config) | {"sliding_window": window}
 
 
-def read_one_window(given: CheckedConfig, layers: int) -> tuple[LayerKind, ...]:
-    """``sliding_window`` of all layers."""
-    if given.get("sliding_window") is None:
+def read_one_window(hf_config: CheckedConfig, layers: int) -> tuple[LayerKind, ...]:
+    """Layer kinds with the same ``sliding_window`` in all layers."""
+    if hf_config.get("sliding_window") is None:
         return ()
-    return (LayerKind(given.size("sliding_window")),) * layers
+    return (LayerKind(hf_config.size("sliding_window")),) * layers
 
 
 class Mixtral(Mistral):
-    """Mistral with experts in every layer; the weights of those in use always add up to 1."""
+    """Mistral with experts in every layer and normalized routing weights."""
 
     model_type = "mixtral"
     architecture = "MixtralForCausalLM"
@@ -61,7 +61,7 @@ class Mixtral(Mistral):
     }
 
     def tensors(self, config: ModelConfig) -> Tensors:
-        """Its own names: w1 is the gate, w3 up, w2 down."""
+        """Mixtral's names: w1 is gate, w3 up, w2 down."""
         at = f"{LAYER}block_sparse_moe."
         stored = {"gate": "w1", "up": "w3", "down": "w2"}
         names = {name: f"{at}experts.{{expert}}.{w}" for name, w in stored.items()}

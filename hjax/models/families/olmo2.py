@@ -4,7 +4,7 @@ from hjax.models.families.family import ATTENTION_BIAS, Family
 
 
 class Olmo2(Family):
-    """Norms after attention and MLP; queries and keys normed over all heads."""
+    """Norms after attention and MLP; QK-norm over all heads."""
 
     model_type = "olmo2"
     architecture = "Olmo2ForCausalLM"
@@ -13,7 +13,7 @@ class Olmo2(Family):
     always = {"norms": "after", "query_key_norm": "all"}
 
     def norm_names(self) -> dict[str, str]:
-        """What Llama has before the MLP stands after attention here."""
+        """``post_attention_layernorm``, which in Llama is before the MLP, is after attention."""
         return {
             "attention_out_norm": "post_attention_layernorm",
             "mlp_out_norm": "post_feedforward_layernorm",

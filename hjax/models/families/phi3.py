@@ -10,9 +10,9 @@ from hjax.models.rotary import LongRopeScaling, Rope
 
 
 class Phi3(Mistral):
-    """Llama's layers with queries, keys and values, and gate and up, in one tensor each.
+    """Llama with fused tensors for queries, keys and values, and for gate and up.
 
-    Its rotary positions are plain or LongRoPE's, of a share of each head.
+    RoPE is partial, unscaled or LongRoPE.
     """
 
     model_type = "phi3"
@@ -23,19 +23,21 @@ class Phi3(Mistral):
         **dict.fromkeys(("full_attn_mod", "interpolate_factor"), (1,)),
     }
 
-    def ropes(self, given: CheckedConfig, max_length: int) -> tuple[Rope, ...]:
-        """The original length stands beside ``rope_scaling``; other names of LongRoPE are older."""
-        both = dict(given.get("rope_parameters") or given.get("rope_scaling") or {})
+    def ropes(self, hf_config: CheckedConfig, max_length: int) -> tuple[Rope, ...]:
+        """The original length is not in ``rope_scaling``; LongRoPE has older names too."""
+        both = dict(hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {})
         kind = both.pop("rope_type", both.pop("type", "default"))
-        original = given.size("original_max_position_embeddings", max_length)
+        original = hf_config.size("original_max_position_embeddings", max_length)
         if kind in ("su", "yarn", "longrope"):
             kind = "longrope"
             both["original_max_position_embeddings"] = original
         elif kind != "default":
-            raise given.error(f"rope_type {kind!r} is not supported; supported: default, longrope")
+            supported = "supported: default, longrope"
+            raise hf_config.error(f"rope_type {kind!r} is not supported; {supported}")
         both["rope_type"] = kind
-        share = given.number("partial_rotary_factor", 1.0)
-        return (rope_of(both, given, max_length, given.number("rope_theta", 10000.0), share, True),)
+        share = hf_config.number("partial_rotary_factor", 1.0)
+        theta = hf_config.number("rope_theta", 10000.0)
+        return (rope_of(both, hf_config, max_length, theta, share, True),)
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         """With the original length."""

@@ -1,4 +1,4 @@
-"""Qwen2 and 2.5 (arXiv 2407.10671, 2412.15115) and Qwen3 (arXiv 2505.09388), with experts too."""
+"""Qwen2 and 2.5 (arXiv 2407.10671, 2412.15115), Qwen3 and Qwen3-MoE (arXiv 2505.09388)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +23,7 @@ from hjax.models.model_config import LayerKind, ModelConfig
 
 
 class Qwen2(Family):
-    """Llama's layers with biases on queries, keys and values."""
+    """Llama with biases of queries, keys and values."""
 
     model_type = "qwen2"
     architecture = "Qwen2ForCausalLM"
@@ -31,16 +31,16 @@ class Qwen2(Family):
     always: Mapping[str, Any] = {"qkv_bias": True}
     fixed = {"use_mrope": (False,)}
 
-    def fields(self, given: CheckedConfig) -> dict[str, Any]:
-        """``use_sliding_window`` gives the layers from ``max_window_layers`` on a window."""
-        fields = super().fields(given)
-        return fields | {"layer_kinds": self.windows(given, fields["layers"])}
+    def fields(self, hf_config: CheckedConfig) -> dict[str, Any]:
+        """With ``use_sliding_window``, layers from ``max_window_layers`` on have a window."""
+        fields = super().fields(hf_config)
+        return fields | {"layer_kinds": self.windows(hf_config, fields["layers"])}
 
-    def windows(self, given: CheckedConfig, layers: int) -> tuple[LayerKind, ...]:
-        """Kinds of the layers; none where all are full."""
-        first = int(given.number("max_window_layers", 28))
+    def windows(self, hf_config: CheckedConfig, layers: int) -> tuple[LayerKind, ...]:
+        """Layer kinds; empty if all have full attention."""
+        first = int(hf_config.number("max_window_layers", 28))
         types = [FULL if i < first else SLIDING for i in range(layers)]
-        return read_switched_windows(given, layers, types)
+        return read_switched_windows(hf_config, layers, types)
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         """With the windows, if there are any."""
@@ -53,7 +53,7 @@ class Qwen2(Family):
 
 
 class Qwen3(Qwen2):
-    """Queries and keys normed, a head size of its own, no biases."""
+    """QK-norm, an explicit head size, no biases."""
 
     model_type = "qwen3"
     architecture = "Qwen3ForCausalLM"
@@ -74,7 +74,7 @@ class Qwen3Moe(Qwen3):
     keys = {**Qwen3.keys, "mlp_size": "moe_intermediate_size"}
     defaults = {"max_position_embeddings": 32768, "num_key_value_heads": 4}
     fixed = {**Qwen3.fixed, "decoder_sparse_step": (1,), "mlp_only_layers": ([],)}
-    unread = ("intermediate_size", "max_window_layers")  # the first of layers without experts
+    unread = ("intermediate_size", "max_window_layers")  # the first is for layers without experts
     own = {
         **Qwen3.own,
         "num_experts_per_tok": ConfigField("size", ("experts_per_token",), 8),
@@ -82,16 +82,16 @@ class Qwen3Moe(Qwen3):
         **ROUTER_LOSS,
     }
 
-    def fields(self, given: CheckedConfig) -> dict[str, Any]:
-        """Experts are counted under either of two names."""
-        name = "num_experts" if given.get("num_local_experts") is None else "num_local_experts"
-        return super().fields(given) | {"experts": given.size(name)}
+    def fields(self, hf_config: CheckedConfig) -> dict[str, Any]:
+        """The number of experts has two names."""
+        name = "num_experts" if hf_config.get("num_local_experts") is None else "num_local_experts"
+        return super().fields(hf_config) | {"experts": hf_config.size(name)}
 
-    def windows(self, given: CheckedConfig, layers: int) -> tuple[LayerKind, ...]:
-        """All layers have the window, or none."""
-        if given.flag("use_sliding_window"):
-            return read_one_window(given, layers)
-        given.get("sliding_window")
+    def windows(self, hf_config: CheckedConfig, layers: int) -> tuple[LayerKind, ...]:
+        """All layers have the window, or none has."""
+        if hf_config.flag("use_sliding_window"):
+            return read_one_window(hf_config, layers)
+        hf_config.get("sliding_window")
         return ()
 
     def write(self, config: ModelConfig) -> dict[str, Any]:

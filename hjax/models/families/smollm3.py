@@ -16,7 +16,7 @@ from hjax.models.model_config import LayerKind, ModelConfig
 
 
 class SmolLM3(Family):
-    """Llama's layers, of which every fourth turns no queries and keys."""
+    """Llama without rotary positions (NoPE) in every fourth layer."""
 
     model_type = "smollm3"
     architecture = "SmolLM3ForCausalLM"
@@ -29,16 +29,16 @@ class SmolLM3(Family):
     own = {**ATTENTION_BIAS, **MLP_BIAS}
     unread = ("max_window_layers",)
 
-    def fields(self, given: CheckedConfig) -> dict[str, Any]:
-        """``no_rope_layers`` has a 1 for each layer that turns, or every ``no_rope_layer_interval``
-        does not."""
-        fields = super().fields(given)
-        layers, every = fields["layers"], given.size("no_rope_layer_interval", 4)
-        turns = given.get("no_rope_layers", [int((i + 1) % every != 0) for i in range(layers)])
+    def fields(self, hf_config: CheckedConfig) -> dict[str, Any]:
+        """``no_rope_layers`` has a 1 for each layer with RoPE; by default every
+        ``no_rope_layer_interval``-th has none."""
+        fields = super().fields(hf_config)
+        layers, every = fields["layers"], hf_config.size("no_rope_layer_interval", 4)
+        turns = hf_config.get("no_rope_layers", [int((i + 1) % every != 0) for i in range(layers)])
         if len(turns) != layers:
-            raise given.error(f"no_rope_layers has {len(turns)} entries for {layers} layers")
+            raise hf_config.error(f"no_rope_layers has {len(turns)} entries for {layers} layers")
         types = [FULL if turn else SLIDING for turn in turns]
-        windows = read_switched_windows(given, layers, types)
+        windows = read_switched_windows(hf_config, layers, types)
         windows = windows or (LayerKind(),) * layers
         fields["layer_kinds"] = tuple(
             LayerKind(kind.window, 0 if turn else None) for kind, turn in zip(windows, turns)
@@ -46,7 +46,7 @@ class SmolLM3(Family):
         return fields
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
-        """With the kinds of its layers."""
+        """With its layer kinds."""
         turns = [int(kind.rope is not None) for kind in config.layer_kinds]
         content = super().write(config) | write_windows(config)
         return content | {
