@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from hjax.dryrun.topologies import prepare_environment
-from hjax.launch.command import answered
+from hjax.launch.command import run_or_help
 from hjax.launch.compile import parse, report
-from hjax.launch.process_exit import run_and_leave
+from hjax.launch.process_exit import run_and_exit
 from hjax.show.format import seconds
 from hjax.show.tables import wide_console
 
@@ -84,8 +84,8 @@ def main() -> int:
         show(description, console)
         return report(asked, description, as_json, console)
 
-    return answered(None, lambda: str(__doc__), run)
+    return run_or_help(None, lambda: str(__doc__), run)
 
 
 if __name__ == "__main__":
-    run_and_leave(main)
+    run_and_exit(main)

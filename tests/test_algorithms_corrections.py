@@ -7,7 +7,7 @@ import pytest
 from helpers import trainer_of
 from references import torch
 
-from hjax.algorithms.corrections import bounds_of, correction_weights
+from hjax.algorithms.corrections import correction_bounds, correction_weights
 from hjax.algorithms.losses import PolicyLoss
 from hjax.errors import ConfigError
 
@@ -57,7 +57,7 @@ def test_the_surrogate_is_weighed_by_hand(correction, weights, capped):
 
 @pytest.mark.parametrize("kind", ["decoupled", "truncated", "icepop"])
 def test_weights_have_no_gradient(kind):
-    low, high = bounds_of(kind, None, None)
+    low, high = correction_bounds(kind, None, None)
 
     def total(old):
         weights, _ = correction_weights(old, SAMPLER, MASK, kind=kind, low=low, high=high)

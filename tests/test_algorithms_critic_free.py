@@ -12,7 +12,7 @@ from helpers import trainer_of
 import hjax
 from hjax.algorithms import ALGORITHMS, advantages
 from hjax.algorithms.policy_loss import PolicyLoss
-from hjax.algorithms.resampling import concatenated
+from hjax.algorithms.resampling import concatenate_batches
 from hjax.controller import ResourcePool, WorkerGroup, join
 from hjax.errors import ConfigError, RunError
 from hjax.run.dataflow import absent_roles, step_calls
@@ -383,7 +383,7 @@ def test_corrections_by_hand(case):
         ("GRPO", {"surrogate": "sapo", "clip_low": 0.1}, "clip_low=0.1 has no effect with"),
         ("GRPO", {"tau_positive": 2.0}, "tau_positive=2.0 has no effect with surrogate='clip'"),
         ("CISPO", {"dual_clip": 3.0}, "dual_clip=3.0 has no effect with surrogate='cispo'"),
-        ("GRPO", {"baseline": "none"}, "normalise='std' divides by what the group is compared"),
+        ("GRPO", {"baseline": "none"}, "normalise='std' normalises by statistics of the group"),
         ("GRPO", {"whiten": True, "rescale": "groups"}, "rescale has no effect with"),
         ("PPO", {"whiten": False, "whiten_biased": True}, "whiten_biased has no effect without"),
         ("GRPO", {"resample": 1}, "set config.algorithm.filter=True"),
@@ -410,7 +410,7 @@ def test_gdpo_normalises_each_reward_then_the_sum():
     )
     # Equal sums of different rewards say something.
     batch |= {"rewards": np.ones(ROWS), "named_rewards": {"a": other, "b": 1 - other}}
-    assert algorithm._says_something(batch).all()
+    assert algorithm._groups_with_signal(batch).all()
     batch["named_rewards"].popitem()
     with pytest.raises(RunError, match=r"weights=\(1.0, 0.5\) for the rewards a: give one each"):
         algorithm.compute_advantages(batch)
@@ -605,6 +605,6 @@ def test_the_calls_of_a_step_are_read_off_without_workers(name):
 def test_batches_of_other_lengths_stand_in_one():
     one = {"responses": np.ones((1, 2), int), "text": ["a"], "columns": {"x": [1]}}
     two = {"responses": np.ones((1, 3), int), "text": ["b"], "columns": {"x": [2]}}
-    made = concatenated([one, two])
+    made = concatenate_batches([one, two])
     assert made["responses"].tolist() == [[1, 1, 0], [1, 1, 1]]
     assert made["text"] == ["a", "b"] and made["columns"] == {"x": [1, 2]}

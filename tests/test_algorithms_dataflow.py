@@ -299,7 +299,7 @@ def test_without_a_target_the_coefficient_stays_and_does_not_travel(algorithm, w
     [
         (PPO, {"kl_coef": 0.0, "kl_target": 0.1}, "kl_target=0.1 moves config.algorithm.kl_coef"),
         (GRPO, {"kl_coef": 0.0, "kl_target": 0.1}, "give it a first value above 0"),
-        (GRPO, {"resample": 1}, "fills up with groups that say nothing; set config"),
+        (GRPO, {"resample": 1}, "fills the batch with groups of equal rewards; set config"),
     ],
 )
 def test_keys_that_do_not_go_together_are_refused(algorithm, keys, message):
@@ -322,7 +322,7 @@ def test_an_absent_role_answers_only_what_its_worker_could(algorithm):
 
 def test_a_role_that_nobody_gave_is_named():
     config = PPO.default_config()
-    with pytest.raises(ConfigError, match="PPO was given no worker group of actor"):
+    with pytest.raises(ConfigError, match="PPO needs a worker group for the role actor"):
         PPO(config, {})
 
 

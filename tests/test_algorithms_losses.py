@@ -21,7 +21,9 @@ from hjax.errors import ConfigError
 NAN = float("nan")
 
 # As the workers run them: compiled.
-aggregation_weights = jax.jit(losses.aggregation_weights, static_argnames=("how", "max_length"))
+aggregation_weights = jax.jit(
+    losses.aggregation_weights, static_argnames=("aggregation", "max_length")
+)
 explained_variance = jax.jit(losses.explained_variance)
 
 
@@ -76,11 +78,11 @@ MASK = np.array([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
 @pytest.mark.parametrize(
     "options, expected",
     [
-        ({"how": "token"}, [[1 / 4] * 3, [1 / 4, 0, 0], [0] * 3]),
+        ({"aggregation": "token"}, [[1 / 4] * 3, [1 / 4, 0, 0], [0] * 3]),
         # two non-empty responses: 1 / (3 * 2) and 1 / (1 * 2)
-        ({"how": "sequence"}, [[1 / 6] * 3, [1 / 2, 0, 0], [0] * 3]),
+        ({"aggregation": "sequence"}, [[1 / 6] * 3, [1 / 2, 0, 0], [0] * 3]),
         # three responses of at most 10 tokens
-        ({"how": "constant", "max_length": 10}, [[1 / 30] * 3, [1 / 30, 0, 0], [0] * 3]),
+        ({"aggregation": "constant", "max_length": 10}, [[1 / 30] * 3, [1 / 30, 0, 0], [0] * 3]),
     ],
 )
 def test_weights_by_hand(options, expected):
@@ -90,9 +92,9 @@ def test_weights_by_hand(options, expected):
 @pytest.mark.parametrize(
     "options, weight",
     [
-        ({"how": "token"}, 1.0),
-        ({"how": "sequence"}, 1.0),
-        ({"how": "constant", "max_length": 5}, 0.1),
+        ({"aggregation": "token"}, 1.0),
+        ({"aggregation": "sequence"}, 1.0),
+        ({"aggregation": "constant", "max_length": 5}, 0.1),
     ],
 )
 def test_unscored_rows_leave_the_normaliser(options, weight):
@@ -398,9 +400,9 @@ def test_a_value_loss_refuses_one_return_per_row():
         ({"ratio": "none", "dual_clip": 3.0}, "dual_clip=3.0 has no effect with ratio='none'"),
         ({"ratio": "none", "clip_high": 0.28}, "clip_high=0.28 has no effect with ratio='none'"),
         ({"kl_coef": -1.0}, "kl_coef=-1.0 must be 0 or more"),
-        ({"kl_coef": "adaptive"}, "batch's entry kl_coef, with kl_adaptive=True"),
+        ({"kl_coef": "adaptive"}, "batch entry kl_coef, with kl_adaptive=True"),
         ({"kl_adaptive": True}, "kl_adaptive=True needs a first kl_coef above 0"),
-        ({"kl_coef": 0.1, "kl_estimator": "k1"}, "does nothing as a loss"),
+        ({"kl_coef": 0.1, "kl_estimator": "k1"}, "has no effect as a loss"),
         ({"kl_estimator": "k9"}, "KL estimator 'k9' is unknown"),
     ],
 )

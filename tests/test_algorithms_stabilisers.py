@@ -9,7 +9,7 @@ import pytest
 from hjax.algorithms import ALGORITHMS
 from hjax.algorithms.kl import AdaptiveEntropy
 from hjax.algorithms.policy_loss import PolicyLoss
-from hjax.algorithms.surrogates import chosen_tokens, covariances
+from hjax.algorithms.surrogates import select_by_covariance, token_covariances
 from hjax.errors import ConfigError
 
 MASK = np.array([[1, 1, 1, 0], [1, 1, 1, 1]], bool)
@@ -28,7 +28,7 @@ def step(seed=0):
 def test_covariances_by_hand():
     # Means over the two tokens that count: A 1 and 3 about 2, l -1 and -3 about -2.
     mask = np.array([[1, 1, 0]], bool)
-    made = covariances(np.float32([[1, 3, 9]]), np.float32([[-1, -3, np.nan]]), mask)
+    made = token_covariances(np.float32([[1, 3, 9]]), np.float32([[-1, -3, np.nan]]), mask)
     np.testing.assert_allclose(made, [[-1, -1, 0]])
 
 
@@ -37,18 +37,19 @@ def test_kl_cov_takes_the_largest_and_clip_cov_some_between_its_bounds():
     cov, tokens = rng.normal(size=(4, 25)), rng.integers(0, 9, (4, 25))
     mask = rng.uniform(size=cov.shape) < 0.8
     few = int(0.1 * mask.sum())
-    made = np.asarray(chosen_tokens(cov, mask, "kl", 0.1, 0, 0, tokens))
+    made = np.asarray(select_by_covariance(cov, mask, "kl", 0.1, 0, 0, tokens))
     assert sorted(cov[made]) == sorted(cov[mask])[-few:]
     between = mask & (cov > -0.5) & (cov < 1)
-    made = np.asarray(chosen_tokens(cov, mask, "clip", 0.1, -0.5, 1, tokens))
+    made = np.asarray(select_by_covariance(cov, mask, "clip", 0.1, -0.5, 1, tokens))
     assert made.sum() == few and not made[~between].any()
     again, other = (
-        np.asarray(chosen_tokens(cov, mask, "clip", 0.1, -0.5, 1, t)) for t in (tokens, tokens + 1)
+        np.asarray(select_by_covariance(cov, mask, "clip", 0.1, -0.5, 1, t))
+        for t in (tokens, tokens + 1)
     )
     assert (again == made).all() and (other != made).any()  # a draw of the batch's own
-    whole = np.asarray(chosen_tokens(cov, mask, "clip", 1.0, -0.5, 1, tokens))
+    whole = np.asarray(select_by_covariance(cov, mask, "clip", 1.0, -0.5, 1, tokens))
     assert (whole == between).all()
-    assert chosen_tokens(cov, mask, "kl", 1e-6, 0, 0, tokens).sum() == 1  # at least one
+    assert select_by_covariance(cov, mask, "kl", 1e-6, 0, 0, tokens).sum() == 1  # at least one
 
 
 @pytest.mark.parametrize("kind", ["clip", "kl"])
@@ -73,14 +74,14 @@ def test_a_covariance_is_that_of_the_step_in_micro_batches(kind):
 
 
 def test_an_entropy_coefficient_follows_its_target():
-    control = AdaptiveEntropy(0.0, target=1.0, step=0.25, most=0.5)
+    control = AdaptiveEntropy(0.0, target=1.0, step=0.25, max_coef=0.5)
     seen = []
     for entropy in (0.5, 0.5, 0.5, 1.5, 1.5, 0.9, math.nan):
         seen.append(control.coef)
         control.update(entropy)
     # Up to the most there may be; nothing while the entropy is above, though it only falls slowly.
     assert seen == [0.0, 0.25, 0.5, 0.5, 0.0, 0.0, 0.25]
-    again = AdaptiveEntropy(0.0, target=1.0, step=0.25, most=0.5)
+    again = AdaptiveEntropy(0.0, target=1.0, step=0.25, max_coef=0.5)
     again.restore(control.state())
     assert again.coef == control.coef == 0.25
 
@@ -91,7 +92,7 @@ def test_the_coefficient_travels_with_the_batch_and_is_saved():
     config.update({"entropy_target": 1.0, "entropy_coef": 0.004, "kl_coef": 0.0})
     algorithm = cls(config, dict.fromkeys(("actor", "reference", "reward")), samples=2)
     batch = {"response_mask": MASK}
-    assert algorithm.follow_kl(batch, None)["entropy_coef"] == np.float32(0.004)
+    assert algorithm.update_kl_coef(batch, None)["entropy_coef"] == np.float32(0.004)
     assert algorithm.finish({"actor/entropy": 0.2}) == {"entropy/coefficient": 0.004}
     assert algorithm.state()["entropy"]["value"] == pytest.approx(0.0041)
     loss = cls.losses(config, 4)["actor"]

@@ -30,7 +30,7 @@ def test_a_group_of_one_has_nothing_to_compare(name):
 
 def test_ppo_without_a_critic_is_named():
     groups = dict.fromkeys(("actor", "reference", "reward"))
-    with pytest.raises(ConfigError, match="PPO was given no worker group of critic"):
+    with pytest.raises(ConfigError, match="PPO needs a worker group for the role critic"):
         ALGORITHMS["PPO"](ALGORITHMS["PPO"].default_config(), groups)
 
 

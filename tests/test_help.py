@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from hjax.launch.command import WRITTEN, folded
+from hjax.launch.command import MAX_HELP_WIDTH, wrap_help
 
 COMMANDS = (
     "__main__", "compare", "compile", "evaluate", "export", "generate", "plan", "serve",
@@ -41,8 +41,8 @@ that it finds in the workdir.
 
 
 def test_a_text_by_hand():
-    assert folded(BY_HAND, 50) == AT_50
-    assert folded(BY_HAND, WRITTEN) == BY_HAND
+    assert wrap_help(BY_HAND, 50) == AT_50
+    assert wrap_help(BY_HAND, MAX_HELP_WIDTH) == BY_HAND
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -57,5 +57,5 @@ def test_every_command_at_every_width(command, monkeypatch, capsys):
     assert max(map(len, shown[80].splitlines())) <= 80
     # Alone what is one word may be longer.
     assert all(len(line) <= 60 or " " not in line.strip() for line in shown[60].splitlines())
-    assert max(map(len, shown[200].splitlines())) <= WRITTEN
+    assert max(map(len, shown[200].splitlines())) <= MAX_HELP_WIDTH
     assert shown[60].split() == shown[80].split() == shown[200].split()

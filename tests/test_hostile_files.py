@@ -13,7 +13,7 @@ from hjax.data.dataset import Dataset, PromptSampler
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, exit_status
 from hjax.files import read_json, read_rows
-from hjax.launch.jax_setup import drop_torn
+from hjax.launch.jax_setup import drop_corrupt_entries
 from hjax.models.families import from_hf
 from hjax.models.huggingface import read_config
 from hjax.models.peft_files import Adapter
@@ -242,16 +242,16 @@ def test_torn_entries_of_the_compile_cache_are_dropped(tmp_path):
             jax.config.update(name, value)
         compilation_cache.reset_cache()
     entries = sorted(tmp_path.glob("*-cache"))
-    assert entries and drop_torn(tmp_path) == 0
+    assert entries and drop_corrupt_entries(tmp_path) == 0
     whole = entries[0].read_bytes()
     entries[0].write_bytes(whole[: len(whole) // 2])
     (tmp_path / "empty-cache").write_bytes(b"")
-    assert drop_torn(tmp_path) == 2 and not entries[0].exists()
+    assert drop_corrupt_entries(tmp_path) == 2 and not entries[0].exists()
     # What was whole long ago is not looked at again.
     old = tmp_path / "old-cache"
     old.write_bytes(b"torn")
     os.utime(old, (1, 1))
-    assert drop_torn(tmp_path) == 0 and drop_torn(tmp_path / "nowhere") == 0
+    assert drop_corrupt_entries(tmp_path) == 0 and drop_corrupt_entries(tmp_path / "nowhere") == 0
 
 
 def test_a_kept_program_that_is_torn_is_compiled_again_and_replaced(tmp_path, monkeypatch):

@@ -186,7 +186,7 @@ def test_overrides_as_values():
         ({"algorithm.name": 3}, "config.algorithm.name=3: expected a string"),
         ({"algorithm": {"gama": 0.9}}, "not a key of PPO"),
         ({"algorithm.kl_coef": 0.0, "algorithm.kl_target": 0.1}, "moves config.algorithm.kl_coef"),
-        ({"algorithm.name": "GRPO", "algorithm.baseline": "none"}, "is compared with"),
+        ({"algorithm.name": "GRPO", "algorithm.baseline": "none"}, "normalises by statistics"),
     ],
 )
 def test_wrong_values_are_named(overrides, says):

@@ -338,7 +338,7 @@ def test_help(capsys):
     [
         ("broken", "reward function broken failed for 2 of 2 responses (exception 2)"),
         ("silent", "reward function silent scored none of 4 responses"),
-        ("odd_answers", "answers of the reward function odd_answers gave 1 for 2 responses"),
+        ("odd_answers", "answers of the reward function odd_answers returned 1 for 2 responses"),
     ],
 )
 def test_a_grader_that_fails_is_told(name, line, folder, monkeypatch, capsys):
@@ -377,8 +377,8 @@ WRONG = {
     "another reward": ([*DATA, "--reward=maths"], "--reward=maths: it must be path.py:name, or"),
     "no function": ([*DATA, "--reward=rewards.py:len"], "--reward='rewards.py:len': rewards.py h"),
     "a signature": ([*DATA, "--reward=rewards.py:three"], "three(prompts, responses, columns) ca"),
-    "answers": ([*DATA, "--reward=rewards.py:no_answers"], "its attribute answers is 3, no fu"),
-    "no column": (["--model=ids", "--data=ids.jsonl", "--reward=math"], "math: no column has"),
+    "answers": ([*DATA, "--reward=rewards.py:no_answers"], "answers is 3, not a function"),
+    "no column": (["--model=ids", "--data=ids.jsonl", "--reward=math"], "no column with right"),
     "samples": ([*MATH, "--samples=0"], "--samples=0: must be 1 or more"),
     "greedy": ([*MATH, "--samples=4", "--temperature=0"], "gives the same answer 4 times"),
     "length": ([*MATH, "--max_new_tokens=60"], "set it to 59 at most"),

@@ -36,7 +36,7 @@ for _ in range(10):
 pages = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 print(json.dumps([os.environ.get("GLIBC_TUNABLES"), pages, sys.argv, os.environ["XLA_FLAGS"]]))
 """
-# Variables that decide, and those that only_cpus and huge_pages_wait read.
+# Variables that decide, and those that only_cpus and huge_pages_available read.
 DECIDING = ("MALLOC", "GLIBC", "XLA_FLAGS", "JAX_PLATFORMS")
 
 

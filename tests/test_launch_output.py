@@ -12,14 +12,14 @@ from hjax import launch
 # A command that prints much, with letters that ASCII has not, and in the end what became of it.
 SCRIPT = """
 import sys
-from hjax.launch.process_exit import run_and_leave
+from hjax.launch.process_exit import run_and_exit
 def main():
     for i in range(20_000):
         print("10388> → 01388 ± …")
     print("▶", flush=True)
     print("done", file=sys.stderr)
     return 3
-run_and_leave(main)
+run_and_exit(main)
 """
 COMMAND = [sys.executable, "-c", SCRIPT]
 
@@ -62,7 +62,7 @@ def test_every_command_goes_through_this_door():
     texts = {file.stem: file.read_text() for file in files}
     doors = {name for name, text in texts.items() if "\nif __name__" in text and "def main" in text}
     assert len(doors) >= 8
-    assert {name for name in doors if "    run_and_leave(main)\n" not in texts[name]} == set()
+    assert {name for name in doors if "    run_and_exit(main)\n" not in texts[name]} == set()
 
 
 def test_a_hung_pool_of_threads_does_not_keep_it():
@@ -70,12 +70,12 @@ def test_a_hung_pool_of_threads_does_not_keep_it():
 import time
 from concurrent.futures import ThreadPoolExecutor
 from hjax.launch import process_exit
-process_exit._LEAVE_SECONDS = 0.5
+process_exit._EXIT_GRACE_SECONDS = 0.5
 def main():
     ThreadPoolExecutor().submit(time.sleep, 600)
     print("the last line")
     return 4
-process_exit.run_and_leave(main)
+process_exit.run_and_exit(main)
 """
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -439,7 +439,7 @@ def test_no_name_in_a_plan_becomes_markup(capsys):
         (["--offload=actor=disk"], "'actor=disk' is not ROLE=WHAT"),
         (["--compile"], "--compile needs --config=NAME.py"),
         ([*CONFIG, "--roofline"], "python benchmarks/roofline.py"),
-        (["--config=ppo_llama_7b.py"], "--models: with --config it comes from there"),
+        (["--config=ppo_llama_7b.py"], "--models: the config sets it; leave it out"),
         (["--config=nothing.py"], "nothing.py"),
         (["--nonsense=1"], "nonsense"),
         (["stray"], "unexpected argument 'stray'"),

@@ -159,7 +159,7 @@ def test_help(capsys):
         (["--model={model}"], "--protocol is missing; allowed: openai, jetstream"),
         (
             ["--model={model}", "--protocol=openai", "--temperature=1"],
-            "--temperature: not with --protocol=openai; its requests say it",
+            "--temperature: not with --protocol=openai; requests set it",
         ),
         (
             ["--model={model}", "--protocol=jetstream", "--idle_seconds=5"],

@@ -10,7 +10,7 @@ import types
 import pytest
 
 from hjax.launch import signals as launch_signals
-from hjax.launch.signals import Signals, started_as
+from hjax.launch.signals import Signals, is_main_module
 
 
 class Left(Exception):
@@ -24,7 +24,7 @@ def ended(monkeypatch):
     def end(status, line=""):
         raise Left(status, line)
 
-    monkeypatch.setattr(launch_signals, "_end", end)
+    monkeypatch.setattr(launch_signals, "_exit_now", end)
 
 
 def watched(said):
@@ -35,7 +35,7 @@ def watched(said):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_before_there_is_a_run_a_signal_ends_the_command(ended, number):
     with pytest.raises(Left) as left:
-        Signals().came(number)
+        Signals().handle(number)
     line = f"hjax: stopped by {signal.Signals(number).name} before the run began\n"
     assert left.value.args == (128 + number, line)
 
@@ -47,15 +47,15 @@ def test_signals_within_a_second_are_one_request(ended, monkeypatch):
     signals.own = True
     trainer, display = watched(said)
     with signals.watching(trainer, display):
-        signals.came(signal.SIGTERM)
+        signals.handle(signal.SIGTERM)
         assert trainer.stop_requested == signals.received == signal.SIGTERM
         now[0] += 0.9
-        signals.came(signal.SIGINT)  # a wrapper passes on what came to both
+        signals.handle(signal.SIGINT)  # a wrapper passes on what came to both
         assert trainer.stop_requested == signals.received == signal.SIGTERM
-        assert said == [launch_signals.STOPPING]
+        assert said == [launch_signals.STOPPING_MESSAGE]
         now[0] += 0.2
         with pytest.raises(Left) as left:
-            signals.came(signal.SIGINT)
+            signals.handle(signal.SIGINT)
     assert left.value.args[0] == 130
 
 
@@ -104,7 +104,7 @@ class Last:
 signals = Signals()
 signals.install()
 sys.last = Last()
-signals.done()
+signals.ignore_further()
 sys.exit(7)
 """
 
@@ -126,7 +126,7 @@ def test_nohup_keeps_its_promise():
         "import os, signal, time; from hjax.launch.signals import Signals; Signals().install()\n"
         "os.kill(os.getpid(), signal.SIGHUP); time.sleep(0.3); print('still here')"
     )
-    ignoring = ["sh", "-c", "trap '' HUP; exec \"$0\" -c \"$1\"", sys.executable, code]
+    ignoring = ["sh", "-c", 'trap \'\' HUP; exec "$0" -c "$1"', sys.executable, code]
     done = subprocess.run(ignoring, capture_output=True, text=True, timeout=60)
     assert done.stdout == "still here\n", done.stderr
 
@@ -146,15 +146,15 @@ def test_nohup_keeps_its_promise():
 def test_a_guest_knows_that_it_is_one(arguments, argv, expected, monkeypatch):
     monkeypatch.setattr(sys, "orig_argv", ["python", *arguments])
     monkeypatch.setattr(sys, "argv", argv)
-    assert started_as("hjax.launch") is expected
+    assert is_main_module("hjax.launch") is expected
 
 
 # As a notebook's kernel does it; the process would be replaced if it took itself for the command.
 RUN_IN_KERNEL = """
 import os, signal, sys, time
 import hjax.launch.huge_pages, hjax.launch.process_exit
-hjax.launch.process_exit._LEAVE_SECONDS = 0.1
-hjax.launch.huge_pages.huge_pages_wait = lambda: True
+hjax.launch.process_exit._EXIT_GRACE_SECONDS = 0.1
+hjax.launch.huge_pages.huge_pages_available = lambda: True
 os.execve = lambda *arguments: (print("replaced", flush=True), os._exit(9))
 from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell.instance()

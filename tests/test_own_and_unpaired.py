@@ -14,7 +14,7 @@ from hjax.algorithms import ALGORITHMS
 from hjax.algorithms.advantages import process_leave_one_out
 from hjax.algorithms.distillation import DistillationLoss
 from hjax.algorithms.kto import mismatched
-from hjax.algorithms.on_policy_pairs import in_turn
+from hjax.algorithms.on_policy_pairs import interleave_pairs
 from hjax.algorithms.unpaired_loss import ImplicitRewardLoss, UnpairedLoss
 from hjax.data.tasks import get_task
 from hjax.data.tokenizer import Tokenizer
@@ -289,7 +289,7 @@ def test_the_better_of_two_answers_is_chosen():
     ):
         config = cls.default_config()
         config.update(changes)
-        made = cls(config, roles, samples=2).in_pairs(batch)
+        made = cls(config, roles, samples=2).rank_pairs(batch)
         assert made["responses"].ravel().tolist() == [0, 1, 3, 2, 4, 5, 6, 7, 8, 9]
         assert "".join(made["response_text"]) == "abdcefghij"
         assert made["columns"]["answer"][2:4] == [3, 2]
@@ -302,7 +302,7 @@ def test_demonstrations_and_answers_stand_in_turn():
         "responses": [[5, 6], [7, 0]], "response_mask": [[1, 1], [1, 0]],
     }  # fmt: skip
     own = shown | {"responses": [[8], [9]], "response_mask": [[1], [1]]}
-    made = in_turn(*({k: np.array(v) for k, v in b.items()} for b in (shown, own)))
+    made = interleave_pairs(*({k: np.array(v) for k, v in b.items()} for b in (shown, own)))
     assert made["prompts"].ravel().tolist() == [1, 1, 2, 2]
     assert made["responses"].tolist() == [[5, 6], [8, 0], [7, 0], [9, 0]]
     assert made["response_mask"].sum(1).tolist() == [2, 1, 1, 1]
@@ -319,8 +319,8 @@ WRONG = [
     ("KTO", LABELLED | {"label": 0}, {"warm_start.steps": 2}, "warm_start.steps=2 needs demonst"),
     ("KTO", None, {"algorithm.desirable": 0.0, "algorithm.undesirable": 0.0}, "nothing to learn"),
     ("KTO", None, {"warm_start.batch": 1}, "KTO compares the examples of a batch; use at least 2"),
-    ("SPIN", None, {}, "rollout.samples=2: SPIN sets one answer beside each"),
-    ("SPIN", None, {"algorithm.kind": "odds"}, "refers to no opponent, which SPIN plays"),
+    ("SPIN", None, {}, "rollout.samples=2: SPIN pairs one response with each"),
+    ("SPIN", None, {"algorithm.kind": "odds"}, "has no reference, which is the opponent in SPIN"),
     ("OnlineDPO", None, {"rollout.samples": 4}, "OnlineDPO compares two answers"),
     ("OnlineDPO", None, {"actor.micro_batch": 1}, "actor.micro_batch=1: sequences of pairs"),
     ("OnlineDPO", None, {"data.packing": 12}, "a pack holds whole pairs, and of both sides"),

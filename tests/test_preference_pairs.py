@@ -116,7 +116,7 @@ def test_statistics_are_means_over_pairs():
         ({"kind": "ipo", "smoothing": 0.1}, "smoothing=0.1 has no effect with kind='ipo'"),
         ({"kind": "robust"}, "kind='robust' needs smoothing above 0"),
         ({"margin": 1.0}, "margin=1.0 has no effect with kind='sigmoid'"),
-        ({"nll_over": "batch"}, "nll_over='batch' has no effect without a likelihood"),
+        ({"nll_over": "batch"}, "nll_over='batch' has no effect without the likelihood"),
         ({"nll_over": "row"}, "nll_over='row': use response or batch"),
     ],
 )

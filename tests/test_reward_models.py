@@ -14,7 +14,7 @@ from references import AutoModelForSequenceClassification, torch
 import hjax
 from hjax.algorithms import ALGORITHMS
 from hjax.algorithms.prediction_calibration import calibration_bins, prediction_metrics
-from hjax.algorithms.reward_model import StepLoss, at_end, with_end
+from hjax.algorithms.reward_model import StepLoss, append_end_position, end_scores
 from hjax.controller import join
 from hjax.data.dataset import Dataset
 from hjax.data.tasks import TASKS, get_task
@@ -36,7 +36,7 @@ def batch_of(seed=0):
     """Three pairs of ragged responses, labels and margins at their ends, garbage in the padding."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, LENGTH, 2 * PAIRS)
-    batch = with_end(
+    batch = append_end_position(
         {
             "responses": rng.integers(1, 9, (2 * PAIRS, LENGTH - 1)),
             "response_mask": np.arange(LENGTH - 1) < lengths[:, None],
@@ -121,13 +121,13 @@ def test_statistics_of_steps_have_no_gradient():
 
 
 def test_the_end_is_the_place_after_the_last_token():
-    batch = with_end(
+    batch = append_end_position(
         {"responses": np.array([[7, 8], [9, 0]]), "response_mask": np.array([[1, 1], [1, 0]], bool)}
     )
     assert batch["response_mask"].tolist() == [[True, True, True], [True, True, False]]
     assert batch["responses"].tolist() == [[7, 8, 0], [9, 0, 0]]
     scores = jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-    assert at_end(scores, batch["response_mask"]).tolist() == [3.0, 5.0]
+    assert end_scores(scores, batch["response_mask"]).tolist() == [3.0, 5.0]
 
 
 def test_calibration_by_hand():
@@ -250,7 +250,7 @@ def test_a_reward_model_is_trained_resumed_exported_and_used(tmp_path):
         scores = join(trainer.roles.groups["actor"].compute_scores(batch))["scores"]
         metrics = trainer.evaluate()
     mask = np.asarray(batch["response_mask"])
-    scores = np.asarray(at_end(np.asarray(scores), mask))
+    scores = np.asarray(end_scores(np.asarray(scores), mask))
     # From a head of zeros nothing is preferred: log 2, and half of the ties are right.
     np.testing.assert_allclose(rows[0]["actor/loss"], np.log(2), rtol=1e-5)
     assert rows[0]["eval/accuracy"] == 0.5 and rows[0]["eval/calibration_error"] == 0

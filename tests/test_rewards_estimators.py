@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hjax.rewards.estimators import majority_at_k, over_questions, pass_at_k, powers_of_two
+from hjax.rewards.estimators import majority_at_k, mean_over_questions, pass_at_k, powers_of_two
 
 
 def listed(value, samples, k):
@@ -72,15 +72,17 @@ def test_majority_by_hand():
 
 def test_standard_errors_are_over_questions():
     # Values 0, 1, 1, 0: their variance with n - 1 is 1/3, over 4 questions.
-    estimate = over_questions([0.0, 1.0, math.nan, 1.0, 0.0])
+    estimate = mean_over_questions([0.0, 1.0, math.nan, 1.0, 0.0])
     assert estimate.mean == 0.5 and estimate.stderr == pytest.approx(math.sqrt(1 / 3 / 4))
-    assert over_questions([0.25]).mean == 0.25 and math.isnan(over_questions([0.25]).stderr)
-    assert math.isnan(over_questions([]).mean)
+    assert mean_over_questions([0.25]).mean == 0.25 and math.isnan(
+        mean_over_questions([0.25]).stderr
+    )
+    assert math.isnan(mean_over_questions([]).mean)
 
 
 def test_standard_error_is_the_spread_of_repeated_evaluations():
     rng = random.Random(0)
-    draws = [over_questions([rng.random() < 0.3 for _ in range(50)]) for _ in range(2000)]
+    draws = [mean_over_questions([rng.random() < 0.3 for _ in range(50)]) for _ in range(2000)]
     mean = sum(d.mean for d in draws) / len(draws)
     spread = math.sqrt(sum((d.mean - mean) ** 2 for d in draws) / (len(draws) - 1))
     claimed = sum(d.stderr for d in draws) / len(draws)

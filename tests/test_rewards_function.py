@@ -102,10 +102,10 @@ def test_rewards_by_name_and_by_token(case):
     function = RewardFunction(lambda prompts, responses, **columns: returned)
     tokens = [[1, 2], [3], [4, 5, 6]]
     result = function(["p"] * 3, ["r"] * 3, {}, [[0]] * 3, tokens)
-    halves = RewardResult.joined([RewardResult.joined([result.row(0)]), result.row(1)])
+    halves = RewardResult.concatenated([RewardResult.concatenated([result.row(0)]), result.row(1)])
     for made, count in ((result, 3), (halves, 2)):
         np.testing.assert_array_equal(made.rewards, np.float32(rewards[:count]))
-        assert list(made.each) == each[:count]
+        assert list(made.row_outcomes) == each[:count]
         assert set(made.named) == set(named)
         for name, values in named.items():
             np.testing.assert_array_equal(made.named[name], np.float32(values[:count]))
@@ -124,8 +124,8 @@ def raises(prompts, responses, **columns):
     (lambda p, r, **c: [1.0], "wrong_length", "returned 1 rewards for 2 sequences"),
     (lambda p, r, **c: "good", "wrong_type", "returned 'good' (str); it must return a list"),
     (lambda p, r, **c: None, "wrong_type", "returned None (NoneType)"),
-    (lambda p, r, **c: {0: 1.0, 1: 2.0}, "wrong_type", "a reward named 0; a name is text"),
-    (lambda p, r, **c: {"mean": [1.0, 2.0]}, "wrong_type", "named 'mean'; a name is text"),
+    (lambda p, r, **c: {0: 1.0, 1: 2.0}, "wrong_type", "a reward named 0; a name must be text"),
+    (lambda p, r, **c: {"mean": [1.0, 2.0]}, "wrong_type", "named 'mean'; a name must be text"),
     (lambda p, r, **c: {}, "wrong_type", "returned an empty dict"),
     (lambda p, r, **c: {"a": [1.0]}, "wrong_length", "returned for 'a' 1 rewards for 2"),
     (lambda p, r, **c: np.float32(1), "wrong_type", "it must return a list"),

@@ -90,7 +90,7 @@ def test_similarity_is_of_the_longest_common_subsequence():
     # Of several texts the nearest; case and marks are no words; without a text no verdict.
     columns = {"summary": [["x", "The cat, sat."], None, []]}
     found = rewards_of(Similarity(column="summary"), ["the cat sat"] * 3, **columns)
-    assert found.rewards[0] == 1 and found.each == ("ok", "none", "none")
+    assert found.rewards[0] == 1 and found.row_outcomes == ("ok", "none", "none")
     with pytest.raises(DataError, match="no column 'answer'; there are question"):
         Similarity()([""], [""], question=[""])
 
@@ -123,7 +123,7 @@ def test_wrong_values_are_named(make, says):
     "name", ["formats.py:think_answer", "formats.py:json_object", "similarity.py:rouge_l"]
 )
 def test_some_are_there_by_name(name):
-    assert rewards_of(load_function(name), [THOUGHT], answer=[THOUGHT]).each == ("ok",)
+    assert rewards_of(load_function(name), [THOUGHT], answer=[THOUGHT]).row_outcomes == ("ok",)
 
 
 def test_the_example_of_the_page_is_a_function(tmp_path, monkeypatch):
@@ -134,7 +134,7 @@ def test_the_example_of_the_page_is_a_function(tmp_path, monkeypatch):
     function = load_function("graded.py:reward")
     RewardFunction(function)  # takes what a run gives it
     judge = load_function("graded.py:judge")
-    judge.record.keep(judge.name_of("2+2=", THOUGHT, {"solution": "4"}), "Fine.\nScore: 10")
+    judge.cache.put(judge.request_key("2+2=", THOUGHT, {"solution": "4"}), "Fine.\nScore: 10")
     result = rewards_of(function, [THOUGHT], ["2+2="], solution=["4"])
     assert {name: list(made) for name, made in result.named.items()} == {"form": [1], "judge": [1]}
 
@@ -207,9 +207,9 @@ def test_a_judge_reads_the_last_score(endpoint, monkeypatch):
     result = rewards_of(judge, texts, level=["easy"] * 6)
     expected = [1, 0.5, 0, 1, np.nan, 1]
     np.testing.assert_allclose(result.rewards, expected)
-    assert result.each == ("ok",) * 4 + ("none", "ok")
+    assert result.row_outcomes == ("ok",) * 4 + ("none", "ok")
     # The same question is asked once, and what is sent is what was asked for.
-    assert len(endpoint.seen) == judge.record.calls == 5 and endpoint.most <= 2
+    assert len(endpoint.seen) == judge.cache.calls == 5 and endpoint.most <= 2
     assert endpoint.seen[0]["messages"][0] == {"role": "system", "content": "Be fair."}
     assert endpoint.seen[0]["messages"][1]["content"].startswith("p (easy): ")
     assert (endpoint.seen[0]["model"], endpoint.seen[0]["temperature"]) == ("judge", 0)
@@ -224,27 +224,27 @@ def test_answers_are_kept_and_requests_counted_in_a_file(endpoint, tmp_path):
     assert rewards_of(again, texts).rewards.tolist() == [0, 1] and len(endpoint.seen) == 2
     # Another question is another request; the third one is one too many.
     result = rewards_of(again, [*texts, "Score: 4", "Score: 7"])
-    assert result.each == ("exception",) * 4
+    assert result.row_outcomes == ("exception",) * 4
     assert "has been asked 3 times, its budget" in result.first_traceback
     assert len(endpoint.seen) == 3
     more = judge_of(endpoint, cache=path, budget=9)
-    assert rewards_of(more, ["Score: 4", "Score: 7"]).each == ("ok", "ok")
-    assert len(endpoint.seen) == more.record.calls == 4
+    assert rewards_of(more, ["Score: 4", "Score: 7"]).row_outcomes == ("ok", "ok")
+    assert len(endpoint.seen) == more.cache.calls == 4
 
 
 def test_a_busy_endpoint_is_asked_again_and_a_broken_one_named(endpoint):
     endpoint.first = [429, 500, 503]
     judge = judge_of(endpoint, at_once=1)
-    assert rewards_of(judge, ["Score: 10"]).rewards.tolist() == [1] and judge.record.calls == 4
+    assert rewards_of(judge, ["Score: 10"]).rewards.tolist() == [1] and judge.cache.calls == 4
     # One that keeps failing leaves its response unscored, and nothing of it is kept.
     endpoint.first = [500] * 3
     judge = judge_of(endpoint, at_once=1, retries=2)
-    assert rewards_of(judge, ["Score: 1", "Score: 10"]).each == ("none", "ok")
-    assert rewards_of(judge, ["Score: 1"]).each == ("ok",)
+    assert rewards_of(judge, ["Score: 1", "Score: 10"]).row_outcomes == ("none", "ok")
+    assert rewards_of(judge, ["Score: 1"]).row_outcomes == ("ok",)
     for status, says in [(401, "with status 401"), ("odd", "no chat completions: <html>")]:
         endpoint.first = [status]
         result = rewards_of(judge_of(endpoint), ["Score: 1"])
-        assert result.each == ("exception",) and says in result.first_traceback
+        assert result.row_outcomes == ("exception",) and says in result.first_traceback
     endpoint.first = [500] * 9
     result = rewards_of(judge_of(endpoint, retries=1), ["Score: 1"])
     assert "gave no answer: 2 tries, the last: status 500" in result.first_traceback
@@ -273,9 +273,9 @@ def test_a_model_that_hjax_serves_is_a_judge(tmp_path):
             judge = Judge(f"{url}/v1", str(path), "Rate {response}", cache=tmp_path / "c", **asked)
             texts = ["a", "b", "c", "a"]
             result = rewards_of(judge, texts)
-            assert result.each == ("ok",) * 4, result.first_traceback
+            assert result.row_outcomes == ("ok",) * 4, result.first_traceback
             assert set(np.round(result.rewards * 9 + 1, 4)) <= set(range(1, 10))
-            assert judge.record.calls == 3
+            assert judge.cache.calls == 3
             again = Judge(f"{url}/v1", str(path), "Rate {response}", **asked)
             np.testing.assert_array_equal(rewards_of(again, texts).rewards, result.rewards)
         finally:

@@ -11,7 +11,7 @@ from hjax.isolated_process import IsolatedProcess
 from hjax.machine import descendants
 from hjax.rewards import math_answers
 from hjax.rewards.function import RewardFunction, load_function
-from hjax.rewards.math_answers import extract, number, reward
+from hjax.rewards.math_answers import extract_answer, parse_number, reward
 
 needs_math_verify = pytest.mark.skipif(
     importlib.util.find_spec("math_verify") is None, reason="math-verify (hjax[math]) is missing"
@@ -36,7 +36,7 @@ needs_math_verify = pytest.mark.skipif(
     ],
 )
 def test_what_is_found(text, answer):
-    assert extract(text) == answer
+    assert extract_answer(text) == answer
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_what_is_found(text, answer):
     ],
 )  # fmt: skip
 def test_what_is_a_number(text, value):
-    assert number(text) == value
+    assert parse_number(text) == value
 
 
 def test_gsm8k_math_and_verls_columns():
@@ -75,7 +75,7 @@ def test_answers_to_vote_with():
 @pytest.mark.parametrize(
     "columns, line",
     [
-        ({"level": [1]}, "no column has the right answers; it is one of answer, solution, rewa"),
+        ({"level": [1]}, "no column with right answers, one of answer, solution, reward_model"),
         ({"answer": ["1", None]}, "math: answer of row 2 is None; it must be text or a number"),
         ({"answer": [" "]}, "math: answer of row 1 is empty"),
         ({"reward_model": [{"style": "rule"}]}, "math: reward_model of row 1 is None"),
@@ -90,7 +90,7 @@ def test_data_without_answers_is_refused(columns, line):
 def test_expressions_need_math_verify(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert math_answers.targets({"answer": ["1/2"]}) == ["1/2"]
-    with pytest.raises(DataError, match=r"row 1: 'x\^2' is no plain number.*hjax\[math\]"):
+    with pytest.raises(DataError, match=r"row 1: 'x\^2' is not a plain number.*hjax\[math\]"):
         math_answers.targets({"answer": ["x^2"]})
 
 
@@ -130,10 +130,10 @@ def compared(tmp_path, monkeypatch):
     """`same` with a stand-in for the library, and the process that it runs in."""
     (tmp_path / "math_verify.py").write_text(STAND_IN)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(math_answers, "SECONDS", 0.5)
-    apart = IsolatedProcess("hjax.rewards.math_answers:comparing", b"")
+    monkeypatch.setattr(math_answers, "COMPARISON_SECONDS", 0.5)
+    apart = IsolatedProcess("hjax.rewards.math_answers:make_comparer", b"")
     monkeypatch.setattr(math_answers, "_comparisons", apart)
-    yield math_answers.same, apart
+    yield math_answers.is_equivalent, apart
     apart.close()
 
 

@@ -228,7 +228,7 @@ def test_a_call_that_goes_wrong_is_one_outcome_and_leaves_nothing(name, made):
     threads = threading.active_count()
     begun = time.monotonic()
     result = judge(function)
-    assert result.each == (outcome,) * 3 and np.isnan(result.rewards).all()
+    assert result.row_outcomes == (outcome,) * 3 and np.isnan(result.rewards).all()
     assert says in result.first_traceback and len(result.first_traceback) < 30_000
     # Deadline, grace, and a start on a machine that has other things to do.
     assert time.monotonic() - begun < 10
@@ -240,14 +240,14 @@ def test_a_call_that_goes_wrong_is_one_outcome_and_leaves_nothing(name, made):
 @pytest.mark.parametrize("response, outcome", [("hang", "timeout"), ("leave", "killed")])
 def test_after_one_call_has_failed_the_next_is_answered(response, outcome, made):
     function = made("as_asked", 2.0)
-    assert judge(function, response).each == (outcome,)
+    assert judge(function, response).row_outcomes == (outcome,)
     assert judge(function, "fine").rewards.tolist() == [1.0]
 
 
 @pytest.mark.parametrize("runs_in", ["process", "thread"])
 def test_values_that_raise_when_read_leave_their_sequence_unscored(runs_in, made):
     result = judge(made("raising_values", 20, runs_in=runs_in))
-    assert result.each == ("wrong_type", "wrong_type", "ok")
+    assert result.row_outcomes == ("wrong_type", "wrong_type", "ok")
     assert "something that repr cannot show (Raises)" in result.first_traceback
 
 
@@ -258,7 +258,7 @@ def test_in_a_thread_what_is_late_counts_for_nothing(made):
         return [1.0] * 3
 
     result = judge(RewardFunction(slow, 0.01))
-    assert result.each == ("timeout",) * 3 and np.isnan(result.rewards).all()
+    assert result.row_outcomes == ("timeout",) * 3 and np.isnan(result.rewards).all()
 
 
 def test_the_same_process_answers_call_after_call_without_jax(made):
@@ -273,11 +273,11 @@ def test_the_same_process_answers_call_after_call_without_jax(made):
 
 def test_a_fork_and_another_folder_are_the_processes_own(made):
     here = os.getcwd()
-    assert judge(made("changes_folder", 20)).each == ("ok",) * 3
+    assert judge(made("changes_folder", 20)).row_outcomes == ("ok",) * 3
     assert os.getcwd() == here and "HJAX_A_REWARD_WAS_HERE" not in os.environ
     forking = made("forks", 20)
     one, two = judge(forking), judge(forking)
-    assert one.each == ("ok",) * 3 and (one.rewards == two.rewards).all()
+    assert one.row_outcomes == ("ok",) * 3 and (one.rewards == two.rewards).all()
 
 
 @pytest.mark.parametrize("response", ["hang", "leave"])
@@ -285,7 +285,7 @@ def test_processes_that_it_started_end_with_it(response, made, folder):
     (folder / "pids").unlink(missing_ok=True)
     function = made("leaves_processes", 2.0)
     result = judge(function, response)
-    assert result.each == ("timeout" if response == "hang" else "killed",)
+    assert result.row_outcomes == ("timeout" if response == "hang" else "killed",)
     pids = [int(pid) for pid in (folder / "pids").read_text().split()]
     assert len(pids) == 2 and all(gone(pid) for pid in pids)
 
@@ -302,7 +302,7 @@ def test_what_it_prints_is_printed_here(made, capfd):
 def test_whatever_a_file_holds_is_made_again_there(name, value, made):
     function = made(name, 20)
     assert judge(function).rewards.tolist() == [value] * 3
-    assert function._apart is not None
+    assert function._isolated is not None
 
 
 def test_what_has_no_name_runs_in_a_thread_and_the_log_says_so_once(caplog, made):
@@ -319,14 +319,15 @@ def test_what_has_no_name_runs_in_a_thread_and_the_log_says_so_once(caplog, made
 
     on_request, own = made("good", 20, runs_in="thread"), RewardFunction(get_task("sorting").reward)
     with caplog.at_level(logging.WARNING):
-        assert judge(on_request).each == ("ok",) * 3
+        assert judge(on_request).row_outcomes == ("ok",) * 3
         own(["1>"], ["1"], {"answer": ["1"]}, [[1]], [[1]])
-    assert not caplog.records and on_request._apart is None and own._apart is None
+    assert not caplog.records and on_request._isolated is None and own._isolated is None
     # A call that cannot be written down, too.
     function = made("good", 20)
     with caplog.at_level(logging.WARNING):
         result = function(["p"], ["r"], {"lock": [threading.Lock()]}, [[1]], [[2]])
-    assert result.each == ("ok",) and "cannot be written down" in caplog.records[0].getMessage()
+    assert result.row_outcomes == ("ok",)
+    assert "cannot be serialized" in caplog.records[0].getMessage()
 
 
 def test_a_reward_function_travels_without_its_process(made):
@@ -351,7 +352,8 @@ def test_results_are_written_down_without_pickle():
                      (np.float32([1, 2]), None, np.float32([]))),
     ):  # fmt: skip
         again = from_bytes(to_bytes(result))
-        assert (again.each, again.first_traceback) == (result.each, result.first_traceback)
+        assert again.row_outcomes == result.row_outcomes
+        assert again.first_traceback == result.first_traceback
         np.testing.assert_array_equal(again.rewards, result.rewards)
         assert list(again.named) == list(result.named)
         for name, values in result.named.items():
@@ -369,7 +371,7 @@ def test_it_ends_with_whoever_started_it(folder):
         "from hjax.rewards.function import RewardFunction, load_function\n"
         f"function = RewardFunction(load_function('{folder}/mine.py:holds_the_interpreter'), 60)\n"
         "function.start()\n"
-        "print(function._apart.pid(), flush=True)\n"
+        "print(function._isolated.pid(), flush=True)\n"
         "function(['p'], ['r'], {}, [[1]], [[2]])\n"
     )
     command = [sys.executable, "-c", script]

@@ -12,7 +12,7 @@ import pytest
 
 from hjax.algorithms.losses import PolicyLoss, SupervisedLoss, ValueLoss
 from hjax.algorithms.pair_loss import PairLoss
-from hjax.algorithms.reward_model import ScoreLoss, with_end
+from hjax.algorithms.reward_model import ScoreLoss, append_end_position
 from hjax.models.compute import Compute
 from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import to_host
@@ -237,7 +237,7 @@ def test_pairs_are_never_cut_apart(name, how, batch):
     shared = changes["samples"] > 1
     given = {key: x for key, x in batch.items() if shared or key != "prompt_id"}
     if kind is RewardTrainer:
-        given = with_end(given)
+        given = append_end_position(given)
         rng = np.random.default_rng(3)
         labels = rng.integers(0, 2, given["response_mask"].shape).astype(np.float32)
         labels[rng.random(labels.shape) < 0.5] = np.nan

@@ -1,4 +1,4 @@
-"""What to compute: one file per algorithm, and the pure functions they are made of."""
+"""RL algorithms: one file each, and the pure functions that they are made of."""
 
 import difflib
 import inspect
@@ -81,14 +81,15 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 
 
 def get_algorithm(name: str) -> type[Algorithm]:
-    """The class of a name or of a file of the user's.
+    """Look up an algorithm class: a shipped one by name, or a user's in a file.
 
     Args:
-      name: a class's (``SimPO``), as it is or as configs are called (``sim_po``), or
+      name: the class's name (``SimPO``), the name of its config (``sim_po``), or
         ``path.py:Class``.
 
     Raises:
-      ConfigError: no such name (the nearest are offered), file or class, or no Algorithm.
+      ConfigError: no such name (similar ones are suggested), file or class, or the object is not
+        a subclass of Algorithm.
     """
     known = {_plain(each): each for each in ALGORITHMS}
     if _plain(name) in known:

@@ -1,12 +1,12 @@
-"""From rewards to advantages: pure functions of float32 arrays, all of them jit-able.
+"""Advantage estimators (GAE, group baselines, ...): pure functions of float32 arrays, jit-able.
 
 Shapes: N rows = prompts x samples (row = prompt_index * samples + sample), L response tokens.
 `mask` [N, L] is true on response tokens. Responses are padded on the right; tokens masked out
-in the middle of a response (a tool's output) are stepped over as if they were not there.
+in the middle of a response (a tool's output) are skipped as if they were not there.
 NaN marks an unscored sample: it contributes nothing and gets advantage 0.
 
-Arrays of other shapes are an AssertionError when the call is traced: [N] rewards would else be
-stretched over [N, L] tokens without a word wherever N = L.
+Wrong shapes raise AssertionError at trace time. Otherwise [N] rewards would broadcast silently
+over [N, L] tokens wherever N = L.
 """
 
 from typing import Any, Literal
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hjax.algorithms.masks import constant, keep, last_places, masked_mean, whiten
+from hjax.algorithms.masks import constant, last_token_mask, masked, masked_mean, whiten
 from hjax.errors import ConfigError
 
 __all__ = [
@@ -51,18 +51,18 @@ def token_rewards(
     .. math:: r_t = -\beta\,\mathrm{KL}_t + 1[t = T]\,R, \qquad
               \text{with clip } c:\ r_t \leftarrow \min(\max(r_t, -c), c)
 
-    The form of Ziegler et al. 2019 (https://arxiv.org/abs/1909.08593); the clamp of the sum is
-    Safe-RLHF's (https://arxiv.org/abs/2310.12773, taken from a derivative of its code). A cost
-    is the same with the sign of `kl_coef` reversed: Safe-RLHF adds beta * KL to it.
+    As in Ziegler et al. 2019 (https://arxiv.org/abs/1909.08593). Clamping the sum is Safe-RLHF's
+    (https://arxiv.org/abs/2310.12773, taken from a derivative of its code). For a cost, reverse the
+    sign of `kl_coef`: Safe-RLHF adds beta * KL to costs.
 
     Args:
-        rewards: float [N]; NaN (unscored) counts as 0, leave such rows out of the loss.
+        rewards: float [N]; NaN (unscored) counts as 0, so mask such rows in the loss.
         mask: bool [N, L].
         kl: float [N, L], nats per token (`hjax.algorithms.kl.kl_estimate`), or None.
         kl_coef: beta, reward per nat.
         clip: bound on the absolute token reward; None for no bound.
-        dense: float [N, L], rewards of the tokens; what `rewards` has beyond their sum (a penalty
-            of the whole response) stands at the last one. None: all of it does.
+        dense: float [N, L], dense rewards; the difference between `rewards` and their sum (such as
+            a length penalty) is added at the last token. None: all of `rewards` is.
 
     Returns:
         float32 [N, L], 0 outside the mask. A row without any token stays 0.
@@ -78,20 +78,20 @@ def token_rewards(
     chex.assert_shape(rewards, mask.shape[:1])
     if kl is not None:
         chex.assert_equal_shape([kl, mask])
-    rewards = keep(rewards, ~jnp.isnan(rewards))
-    last = last_places(mask)
+    rewards = masked(rewards, ~jnp.isnan(rewards))
+    last = last_token_mask(mask)
     if dense is None:
         result = jnp.where(last, rewards[:, None], 0.0)
     else:
         chex.assert_equal_shape([dense, mask])
-        dense = keep(dense, mask)
+        dense = masked(dense, mask)
         rest = rewards - jnp.sum(dense, axis=1)
         result = dense + jnp.where(last, rest[:, None], 0.0)
     if kl is not None:
-        result = result - kl_coef * keep(kl, mask)
+        result = result - kl_coef * masked(kl, mask)
     if clip is not None:
         result = jnp.clip(result, -clip, clip)
-    return keep(result, mask)
+    return masked(result, mask)
 
 
 def gae(
@@ -110,7 +110,7 @@ def gae(
 
     Args:
         rewards: float [N, L], per token (`token_rewards`).
-        values: float [N, L], the critic's at each response token, before it is drawn.
+        values: float [N, L], the critic's value before each response token is sampled.
         mask: bool [N, L].
         gamma: discount per token, scalar or [N].
         lam: lambda, scalar or [N] (one per response, as in VAPO).
@@ -125,7 +125,7 @@ def gae(
     chex.assert_rank(mask, 2)
     chex.assert_equal_shape([rewards, values, mask])
     mask = jnp.asarray(mask, bool)
-    values = keep(values, mask)
+    values = masked(values, mask)
 
     def step(carry, token):
         next_advantage, next_value = carry
@@ -135,9 +135,9 @@ def gae(
         return (advantage, jnp.where(valid, value, next_value)), advantage
 
     start = jnp.zeros(mask.shape[0], jnp.float32)
-    tokens = (keep(rewards, mask).T, values.T, mask.T)
+    tokens = (masked(rewards, mask).T, values.T, mask.T)
     _, advantages = jax.lax.scan(step, (start, start), tokens, reverse=True)
-    advantages = keep(advantages.T, mask)
+    advantages = masked(advantages.T, mask)
     return advantages, advantages + values
 
 
@@ -180,7 +180,7 @@ def group_advantages(
     ==================================  =========================================================
     the defaults                        GRPO, https://arxiv.org/abs/2402.03300: b the mean
     normalise="none"                    Dr.GRPO, https://arxiv.org/abs/2503.20783
-    normalise="mean"                    MaxRL: over the group's mean, 0 where that is not above 0
+    normalise="mean"                    MaxRL: divided by the mean; 0 if the mean is not above 0
     baseline="others",                  RLOO, https://arxiv.org/abs/2402.14740: b the mean of the
     normalise="none"                    others
     baseline="others"                   NeMo-RL's GRPO: mean and std of the others
@@ -190,23 +190,23 @@ def group_advantages(
     ==================================  =========================================================
 
     Args:
-        rewards: float [N]; NaN marks an unscored sample, which leaves the mean and the std and
+        rewards: float [N]; NaN marks an unscored sample, which is left out of mean and std and
             gets 0.
         samples: responses per prompt; N is a multiple of it and groups are adjacent rows.
         baseline: b, see above.
         normalise: "std" divides by std + epsilon, "mean" by the mean, "none" leaves the reward's
             unit.
-        epsilon: verl and NeMo-RL 1e-6, TRL 1e-4. The std of `constant` rewards (with baseline
-            "others" of constant others) is not divided by, as in NeMo-RL.
+        epsilon: 1e-6 in verl and NeMo-RL, 1e-4 in TRL. Where rewards (with baseline "others" those
+            of the others) are `constant`, nothing is divided by their std, as in NeMo-RL.
         lengths: int or float [N], tokens of each response, for baseline "length".
         unbiased_std: divide the squares by n - 1 (torch's default, as in TRL and verl), else n.
 
     Returns:
-        float32 [N]. With a baseline a group with fewer than two scored samples, or with `constant`
-        rewards, gets exact zeros: it says nothing about which response is better.
+        float32 [N]. With a baseline, a group with fewer than two scored samples, or with `constant`
+        rewards, gets exact zeros: it carries no learning signal.
 
     Raises:
-        ConfigError: N is no multiple of `samples`, or an unknown switch.
+        ConfigError: N is not a multiple of `samples`, or a switch is unknown.
 
     Example:
         >>> group_advantages(jnp.array([1.0, 0.0, jnp.nan, 2.0]), 4, normalise="none")
@@ -225,43 +225,43 @@ def group_advantages(
             f"{rewards.shape[0]} rewards do not split into groups of samples={samples}: "
             "pass the number of responses drawn per prompt"
         )
-    given = rewards.reshape(-1, samples)
-    scored = ~jnp.isnan(given)
-    lowest = jnp.min(jnp.where(scored, given, jnp.inf), axis=1, keepdims=True)
-    highest = jnp.max(jnp.where(scored, given, -jnp.inf), axis=1, keepdims=True)
-    # Measured from the group's lowest reward, equal rewards are exact zeros.
+    grouped = rewards.reshape(-1, samples)
+    scored = ~jnp.isnan(grouped)
+    lowest = jnp.min(jnp.where(scored, grouped, jnp.inf), axis=1, keepdims=True)
+    highest = jnp.max(jnp.where(scored, grouped, -jnp.inf), axis=1, keepdims=True)
+    # Subtracting the group's minimum makes equal rewards exact zeros.
     differ = ~constant(lowest, highest) | (baseline == "none")
-    groups = keep(given - lowest, scored & differ)
+    groups = masked(grouped - lowest, scored & differ)
 
     # peers[p, i, j]: sample j counts in the baseline of sample i.
     peers = jnp.broadcast_to(scored[:, None, :], (*groups.shape, samples))
     if baseline == "others":
         peers = peers & ~jnp.eye(samples, dtype=bool)
     count = jnp.sum(peers, axis=2)
-    mean = jnp.sum(keep(groups[:, None, :], peers), axis=2) / jnp.maximum(count, 1)
+    mean = jnp.sum(masked(groups[:, None, :], peers), axis=2) / jnp.maximum(count, 1)
     if baseline == "length":
         chex.assert_equal_shape([lengths, rewards])
-        weight = keep(jnp.asarray(lengths).reshape(groups.shape), scored)
+        weight = masked(jnp.asarray(lengths).reshape(groups.shape), scored)
         total = jnp.sum(weight, axis=1, keepdims=True)
-        compared = jnp.sum(weight * groups, axis=1, keepdims=True) / jnp.maximum(total, 1.0)
+        subtracted = jnp.sum(weight * groups, axis=1, keepdims=True) / jnp.maximum(total, 1.0)
     elif baseline == "none":
-        compared = -keep(jnp.broadcast_to(lowest, groups.shape), scored)
+        subtracted = -masked(jnp.broadcast_to(lowest, groups.shape), scored)
     else:
-        compared = mean
-    advantages = groups - compared
+        subtracted = mean
+    advantages = groups - subtracted
     if normalise == "std":
-        squares = jnp.sum(keep((groups[:, None, :] - mean[:, :, None]) ** 2, peers), axis=2)
-        freedom = count - 1 if unbiased_std else count
-        std = jnp.sqrt(squares / jnp.maximum(freedom, 1))
-        advantages /= jnp.where(_equal_peers(given, peers), 1.0, std + epsilon)
+        squares = jnp.sum(masked((groups[:, None, :] - mean[:, :, None]) ** 2, peers), axis=2)
+        denominator = count - 1 if unbiased_std else count
+        std = jnp.sqrt(squares / jnp.maximum(denominator, 1))
+        advantages /= jnp.where(_equal_peers(grouped, peers), 1.0, std + epsilon)
     elif normalise == "mean":
-        whole = mean + keep(jnp.broadcast_to(lowest, groups.shape), scored)
-        positive = whole > 1e-6 * jnp.abs(highest).clip(1.0)
-        advantages = jnp.where(positive, advantages / jnp.where(positive, whole, 1.0), 0.0)
+        group_mean = mean + masked(jnp.broadcast_to(lowest, groups.shape), scored)
+        positive = group_mean > 1e-6 * jnp.abs(highest).clip(1.0)
+        advantages = jnp.where(positive, advantages / jnp.where(positive, group_mean, 1.0), 0.0)
     enough = scored
     if baseline != "none":
         enough = enough & (jnp.sum(scored, axis=1, keepdims=True) >= 2)
-    return keep(advantages, enough).reshape(-1)
+    return masked(advantages, enough).reshape(-1)
 
 
 def _equal_peers(rewards: jax.Array, peers: jax.Array) -> jax.Array:
@@ -274,21 +274,21 @@ def _equal_peers(rewards: jax.Array, peers: jax.Array) -> jax.Array:
 def process_leave_one_out(
     rewards: jax.Array, places: jax.Array, scored: jax.Array, samples: int
 ) -> jax.Array:
-    r"""PRIME's baseline of rewards by token (https://arxiv.org/abs/2502.01456; verl's recipe).
+    r"""PRIME's leave-one-out baseline of process rewards (arXiv 2502.01456; verl's recipe).
 
     .. math:: \tilde r_{i,t} = \frac{n}{n-1} r_{i,t} - \frac{1}{n-1} \sum_{j=1}^{n} \bar r_j
 
-    with the mean :math:`\bar r_j` over the places of response j and n the scored responses to a
-    prompt. Of one place each that is the reward less the mean of the others (RLOO).
+    with the mean :math:`\bar r_j` over the positions of response j and n the scored responses to a
+    prompt. With one position each it is the reward minus the mean of the others (RLOO).
 
     Args:
         rewards: float [N, L].
         places: bool [N, L], tokens that have a reward.
-        scored: bool [N]; other responses leave n and the sum, and get 0.
+        scored: bool [N]; unscored responses are left out of n and the sum, and get 0.
         samples: responses per prompt.
 
     Returns:
-        float32 [N, L], 0 off the places; a group of fewer than two scored responses gets zeros.
+        float32 [N, L], 0 outside `places`; a group of fewer than two scored responses gets zeros.
     """
     chex.assert_equal_shape([rewards, places])
     chex.assert_shape(scored, places.shape[:1])
@@ -298,14 +298,14 @@ def process_leave_one_out(
     n = jnp.sum(scored.reshape(-1, samples), axis=1)
     total = jnp.sum(mean.reshape(-1, samples), axis=1)
     n, total = (jnp.repeat(x, samples)[:, None] for x in (n, total))
-    made = (n * keep(rewards, places) - total) / jnp.maximum(n - 1, 1)
-    return keep(made, places & scored[:, None] & (n >= 2))
+    made = (n * masked(rewards, places) - total) / jnp.maximum(n - 1, 1)
+    return masked(made, places & scored[:, None] & (n >= 2))
 
 
 def rewards_differ(rewards: Any, samples: int) -> np.ndarray:
-    """Whether a group says which response is better: bool [N / samples].
+    """Whether a group has a learning signal (its rewards differ): bool [N / samples].
 
-    In numpy: a planner, which is to start no devices, reads a step's dataflow through it.
+    In numpy, because the planner traces a step's dataflow through it and must not start devices.
 
     Args:
         rewards: float [N], NaN where unscored; `samples`: as of `group_advantages`.
@@ -317,13 +317,13 @@ def rewards_differ(rewards: Any, samples: int) -> np.ndarray:
 
 
 def overlong_penalty(lengths: jax.Array, limit: int, buffer: float) -> jax.Array:
-    r"""DAPO's soft penalty of long responses (https://arxiv.org/abs/2503.14476, equation 13).
+    r"""DAPO's soft overlong punishment (https://arxiv.org/abs/2503.14476, equation 13).
 
     0 up to `limit - buffer` tokens, then falling linearly to -1 at `limit`, and -1 beyond.
 
     Args:
         lengths: int or float [N], tokens.
-        limit: the longest response there may be, tokens.
+        limit: maximum response length, tokens.
         buffer: tokens, above 0.
 
     Returns:
@@ -334,9 +334,9 @@ def overlong_penalty(lengths: jax.Array, limit: int, buffer: float) -> jax.Array
 
 
 def length_adaptive_lambda(lengths: jax.Array, alpha: float) -> jax.Array:
-    r"""VAPO's lambda of each response, :math:`1 - 1 / \max(\alpha l, 1)`.
+    r"""VAPO's length-adaptive GAE lambda, one per response: :math:`1 - 1 / \max(\alpha l, 1)`.
 
-    https://arxiv.org/abs/2504.05118, where alpha is .05; as in NeMo-RL one for a response.
+    https://arxiv.org/abs/2504.05118, where alpha is .05; one per response as in NeMo-RL.
 
     Args:
         lengths: int or float [N], tokens.
@@ -364,8 +364,8 @@ def remax_advantages(
             \left(1[s = T]\,\mathrm{clip}(r - b, \pm c) - \beta\,\mathrm{KL}_s\right)
 
     The first is the authors' code (`remax_trainer.py`, where the KL is not cumulated although
-    the variable is named a return), the second verl's (`core_algos.py`, there with gamma 1 and
-    without a clip): each token also answers for the KL of those that follow.
+    the variable is named a return). The second is verl's (`core_algos.py`, there with gamma 1 and
+    without a clip): a token's advantage also includes the KL of the tokens after it.
 
     Args:
         rewards: float [N], of the sampled responses.
@@ -392,7 +392,7 @@ def remax_advantages(
     if kl_cumulated:
         return discounted_returns(token_rewards(gain, mask, kl, kl_coef), mask, gamma)
     advantages = discounted_returns(token_rewards(gain, mask), mask, gamma)
-    return advantages if kl is None else advantages - kl_coef * keep(kl, mask)
+    return advantages if kl is None else advantages - kl_coef * masked(kl, mask)
 
 
 def lagrangian_advantages(

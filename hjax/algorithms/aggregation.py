@@ -1,9 +1,9 @@
-r"""How a loss's tokens are added up: weights fixed for a whole optimizer step.
+r"""Loss aggregation and normalisation: token weights that are fixed for a whole optimizer step.
 
-A worker computes `weights = loss.weights(batch)` once over all rows of an optimizer step, cuts
-batch and weights alike into micro-batches, and adds up `sum(weights * token_loss)` and its
-gradient. The loss is linear in its tokens, so micro-batches, packing and meshes give exactly the
-loss of the whole step; a mean taken per micro-batch would not.
+A worker computes `weights = loss.weights(batch)` once over all rows of an optimizer step. It splits
+batch and weights into micro-batches and accumulates `sum(weights * token_loss)` and its gradient.
+So gradient accumulation, packing and any mesh give exactly the loss of the whole step; a mean per
+micro-batch would weight tokens by batch size.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,14 +24,14 @@ AGGREGATIONS = ("token", "sequence", "constant", "sum")
 
 def aggregation_weights(
     mask: jax.Array,
-    how: Aggregation = "token",
+    aggregation: Aggregation = "token",
     max_length: int | None = None,
     row_mask: jax.Array | None = None,
 ) -> jax.Array:
-    r"""Weights w of one optimizer step, such that its loss is sum(w * token_loss).
+    r"""Token weights w of one optimizer step, whose loss is sum(w * token_loss).
 
     ============  ===========================================  ================================
-    how           weight of a token of response i              used by
+    aggregation   weight of a token of response i              used by
     ============  ===========================================  ================================
     "token"       1 / sum of all response tokens               PPO, DAPO
     "sequence"    1 / (tokens of i * non-empty responses)      GRPO
@@ -41,51 +41,51 @@ def aggregation_weights(
 
     Args:
         mask: bool [N, L], all rows of the step.
-        how: see above.
-        max_length: tokens, the constant of "constant" (the generation limit); else None.
-        row_mask: bool [N]; a row that is false weighs nothing and leaves every count.
+        aggregation: see above.
+        max_length: tokens, the divisor of "constant" (the generation limit); else None.
+        row_mask: bool [N]; false rows get weight 0 and are left out of every count.
 
     Returns:
         float32 [N, L]; all zeros if no token is left.
 
     Raises:
-        ConfigError: unknown `how`, or `max_length` missing or out of place.
+        ConfigError: unknown `aggregation`, or `max_length` is missing or has no effect.
 
     Example:
         >>> aggregation_weights(jnp.array([[1, 1], [1, 0]]), "sequence")
         Array([[0.25, 0.25],
                [0.5 , 0.  ]], dtype=float32)
     """
-    check_aggregation(how, max_length)
+    check_aggregation(aggregation, max_length)
     mask = jnp.asarray(mask, bool)
     chex.assert_rank(mask, 2)
     rows = jnp.ones(mask.shape[0], bool) if row_mask is None else jnp.asarray(row_mask, bool)
     chex.assert_shape(rows, mask.shape[:1])
     mask = mask & rows[:, None]
-    if how == "token":
+    if aggregation == "token":
         count = jnp.sum(mask)
-    elif how == "sequence":
+    elif aggregation == "sequence":
         lengths = jnp.sum(mask, axis=1, keepdims=True)
         count = lengths * jnp.sum(lengths > 0)
-    elif how == "sum":
+    elif aggregation == "sum":
         count = jnp.sum(rows)
     else:
         assert max_length is not None
-        # As floats: rows * max_length may pass 2^31.
+        # In floating point, because rows * max_length may exceed 2^31.
         count = jnp.sum(rows).astype(jnp.float32) * max_length
     return mask / jnp.maximum(count, 1).astype(jnp.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """What all losses share."""
+    """Base of all losses."""
 
-    # Whether the log-probs handed to the loss are those of the rollout's temperature.
+    # Whether the loss takes log-probs at the rollout's temperature.
     tempered: ClassVar[bool] = True
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the entropy is part of the loss: only where a class says so."""
+        """Whether the entropy is part of the loss; False unless a class overrides it."""
         return False
 
     def weights(self, batch: Batch) -> jax.Array:
@@ -93,12 +93,11 @@ class Loss:
         raise NotImplementedError(f"{type(self).__name__} must define weights")
 
     def stat_weights(self, batch: Batch) -> jax.Array:
-        """Weights [N, L] that average the statistics; those of the loss, unless a class has
-        others."""
+        """Weights [N, L] that average the statistics; by default the loss weights."""
         return self.weights(batch)
 
     def prepared(self, batch: Batch) -> dict[str, jax.Array]:
-        """Further entries that the call reads, for `batch` = the whole optimizer step."""
+        """Further entries that the loss reads, computed from the whole optimizer step."""
         return {}
 
 
@@ -124,31 +123,31 @@ class TokenLoss(Loss):
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceLoss(Loss):
-    """A loss of whole responses, or of units of them such as pairs.
+    """A loss of whole responses, or of units of several responses such as pairs.
 
-    It is no sum over tokens. It stands at the first place of its unit's first row, so that what
-    adds up weighted tokens adds up weighted units.
+    It is not a sum over tokens. Its value is stored at the first token of the unit's first row, so
+    that the weighted sum over tokens is a weighted sum over units.
     """
 
-    # Rows of a unit, which no micro-batch cuts apart.
+    # Rows of a unit; no micro-batch splits a unit.
     unit: ClassVar[int] = 1
 
     def weights(self, batch: Batch) -> jax.Array:
-        """float32 [N, L], 1 / units at the first place of each, for a whole step: a mean."""
-        units = counted_rows(batch).reshape(-1, self.unit).all(axis=1)
-        return at_first(units / jnp.maximum(units.sum(), 1), batch["response_mask"])
+        """float32 [N, L], 1 / units at the first token of each unit: the mean over the step."""
+        units = valid_rows(batch).reshape(-1, self.unit).all(axis=1)
+        return at_first_token(units / jnp.maximum(units.sum(), 1), batch["response_mask"])
 
 
-def at_first(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """float32 [N, L] of the mask's shape: values of units of consecutive rows, each at the first
-    place of its first row, 0 elsewhere."""
+def at_first_token(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """float32 [N, L] of the mask's shape: one value per unit of consecutive rows, stored at the
+    first token of its first row, 0 elsewhere."""
     rows, length = mask.shape
     made = jnp.zeros((len(values), rows // len(values), length), jnp.float32)
     return made.at[:, 0, 0].set(values).reshape(mask.shape)
 
 
-def counted_rows(batch: Batch) -> jax.Array:
-    """bool [N]: the batch's `row_mask`; without one all rows."""
+def valid_rows(batch: Batch) -> jax.Array:
+    """bool [N]: the batch's `row_mask`; all true without one."""
     chex.assert_rank(batch["response_mask"], 2)
     rows = batch.get("row_mask")
     count = batch["response_mask"].shape[0]
@@ -156,22 +155,23 @@ def counted_rows(batch: Batch) -> jax.Array:
 
 
 def check_entries(batch: Batch, keys: Iterable[str], shape: tuple[int, ...]) -> None:
-    """Raise AssertionError that names the first of a batch's entries of another shape."""
+    """Raise AssertionError that names the first batch entry of another shape."""
     for key in keys:
         chex.assert_shape(batch[key], shape, custom_message=f"the batch's {key!r}")
 
 
-def check_aggregation(how: str, max_length: int | None) -> None:
-    """Raise ConfigError unless a loss's tokens can be added up so."""
-    if how not in AGGREGATIONS:
-        raise ConfigError(f"aggregation={how!r} is not built: use {', '.join(AGGREGATIONS)}")
-    if how == "constant" and (max_length is None or max_length < 1):
+def check_aggregation(aggregation: str, max_length: int | None) -> None:
+    """Raise ConfigError unless `aggregation` is known and `max_length` goes with it."""
+    if aggregation not in AGGREGATIONS:
+        allowed = ", ".join(AGGREGATIONS)
+        raise ConfigError(f"aggregation={aggregation!r} is not built: use {allowed}")
+    if aggregation == "constant" and (max_length is None or max_length < 1):
         raise ConfigError(
             f"aggregation='constant' divides by max_length={max_length}: set it to the longest "
             "response allowed, in tokens"
         )
-    if how != "constant" and max_length is not None:
+    if aggregation != "constant" and max_length is not None:
         raise ConfigError(
-            f"max_length={max_length} has no effect with aggregation={how!r}: leave it out, or "
-            "use aggregation='constant'"
+            f"max_length={max_length} has no effect with aggregation={aggregation!r}: leave it "
+            "out, or use aggregation='constant'"
         )

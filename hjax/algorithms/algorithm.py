@@ -1,8 +1,8 @@
-"""What every algorithm shares: its roles by name, its keys, mini-batches and resumable state.
+"""Base class of algorithms: roles, config keys, mini-batches and state for checkpoints.
 
-An algorithm is a dataflow: a step is ``collect`` and then ``learn``, which call worker groups; each
-call returns a future at once, and ``join`` waits for what the controller's own numerics need. It
-names no device, mesh or sharding.
+An algorithm is a dataflow. A step is ``collect`` (rollout) and then ``learn`` (scoring and
+updates), which call worker groups. Each call returns a future at once; ``join`` waits for the
+values that the controller computes with. An algorithm names no device, mesh or sharding.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -23,18 +23,18 @@ Batch = dict[str, Any]
 
 
 class AbsentRole:
-    """Stands for a role that this configuration does not need: its calls give nothing.
+    """Null object in place of a role that the config does not need: every call returns {}.
 
     Args:
       role: its name.
-      methods: what its worker class could be called with.
+      methods: the remote methods of its worker class.
     """
 
     def __init__(self, role: str, methods: Collection[str]):
         self._role, self._methods = role, frozenset(methods)
 
     def __getattr__(self, name: str) -> Callable[..., Batch]:
-        if name.startswith("_"):  # asked for by copy and pickle, before there are any methods
+        if name.startswith("_"):  # copy and pickle look these up before __init__ has run
             raise AttributeError(name)
         if name not in self._methods:
             raise AttributeError(
@@ -48,19 +48,19 @@ class Algorithm(AlgorithmSpec):
     """Base of every algorithm.
 
     Subclass it (or one of its subclasses) and override ``collect``, ``learn`` or
-    ``compute_advantages``; the worker groups of ``roles`` are attributes of their names.
+    ``compute_advantages``. Each role in ``roles`` is an attribute that holds its worker group.
 
     Args:
       config: the section ``algorithm`` of the run's config.
       groups: worker group by role; an ``AbsentRole`` for a role that the config does not need.
-      seed: of the run.
+      seed: the run's seed.
       samples: responses per prompt.
-      demonstrations: returns the next batch of demonstrations (with the source "pairs" of chosen
-        and rejected responses, rows in turn; with "verdicts" of responses and what they are, as
-        ``positive``), or None where there are none.
-      max_response_length: tokens that a response may have.
-      more_prompts: returns further prompts of this step, given how many sequences were drawn for
-        it before; None where the step's prompts are drawn ahead of it.
+      demonstrations: returns the next training batch of the dataset: demonstrations, or with the
+        source "pairs" chosen and rejected responses in alternating rows, or with "verdicts"
+        responses with their labels as ``positive``. None where the dataset has none.
+      max_response_length: maximum length of a response, in tokens.
+      more_prompts: returns further prompts for this step, given how many sequences the step has
+        drawn so far; None where prompts are drawn ahead of the step.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class Algorithm(AlgorithmSpec):
         self.step_number = 0
         for role in self.all_roles():
             if role not in groups:
-                raise ConfigError(f"{type(self).__name__} was given no worker group of {role}")
+                raise ConfigError(f"{type(self).__name__} needs a worker group for the role {role}")
             setattr(self, role, groups[role])
         self.kl = self.make_kl_controller()
         self.entropy = self.make_entropy_controller()
-        # What `log` kept of this step, role and metrics: whoever runs the steps reads it.
+        # (role, metrics) of this step's updates, see `log`; the trainer reads it.
         self.logged: list[tuple[str, Future | Mapping[str, Any]]] = []
 
     # Declared for type checkers; each is a worker group.
@@ -109,21 +109,22 @@ class Algorithm(AlgorithmSpec):
     def step(self, prompts: Batch) -> Batch:
         """One step of the dataflow on a batch of prompts; returns the batch it trained on.
 
-        A class may override it instead of the two that it is made of; it is then run one step
-        after another, for nobody could tell what of it may run ahead.
+        A class may override it instead of ``collect`` and ``learn``. Its steps are then run
+        synchronously, because the trainer cannot tell which part could run asynchronously.
         """
         return self.learn(self.collect(prompts))
 
     def collect(self, prompts: Batch) -> Any:
-        """Answer prompts: the part of a step that may run ahead of learning.
+        """Rollout: generate responses; the part of a step that may run asynchronously.
 
-        Where nothing is generated it takes the next demonstrations, and the prompts are not used.
+        An algorithm that does not generate takes the next demonstrations and ignores the prompts.
 
-        It only makes calls, and waits for none. Where it does run ahead (``rollout.max_staleness``)
-        it is called from another thread than ``learn``: it changes nothing that ``learn`` reads.
+        It only makes calls and waits for none. With asynchronous rollout
+        (``rollout.max_staleness``) it runs in another thread than ``learn``, so it must not change
+        anything that ``learn`` reads.
 
         Returns:
-          what ``learn`` takes: the future of a batch, or a tuple or dict of such.
+          the input of ``learn``: the future of a batch, or a tuple or dict of futures.
         """
         if self.generates:
             return self.actor.generate_sequences(prompts)
@@ -131,27 +132,27 @@ class Algorithm(AlgorithmSpec):
         return self.demonstrations()
 
     def learn(self, batch: Any) -> Batch:
-        """Score what ``collect`` gave and learn from it; returns the batch it trained on."""
+        """Score the batch from ``collect`` and update; returns the batch it trained on."""
         raise NotImplementedError(f"{type(self).__name__} must define learn")
 
     def compute_advantages(self, batch: Batch) -> Batch:
-        """The batch (numpy arrays on the controller) with what the updates need added."""
+        """Add to the batch (numpy arrays on the controller) the entries that the updates read."""
         raise NotImplementedError(f"{type(self).__name__} must define compute_advantages")
 
     def predictions(self, batch: Batch) -> Predictions:
-        """What the models say of held-out examples, whose outcomes are known.
+        """Predictions on held-out examples with known outcomes, for the evaluation.
 
         Args:
-          batch: of examples, as ``demonstrations`` returns them.
+          batch: examples, as ``demonstrations`` returns them.
 
         Returns:
-          by the start of its metrics' names logits and outcomes (1 yes, 0 no, NaN not known),
-          float [examples, ...]; {} where nothing is predicted.
+          by metric prefix (logits, outcomes), both float [examples, ...]; an outcome is 1 yes,
+          0 no, NaN unknown. {} where the algorithm predicts nothing.
         """
         return {}
 
     def pretraining_batch(self) -> Batch | None:
-        """The next demonstrations, or None without a loss on them (``pretraining_coef``)."""
+        """The next demonstrations for PPO-ptx, or None where ``pretraining_coef`` is 0."""
         if not self.config.get("pretraining_coef"):
             return None
         assert self.demonstrations is not None
@@ -159,14 +160,14 @@ class Algorithm(AlgorithmSpec):
         return self.demonstrations() | {"coefficient": coefficient}
 
     def make_kl_controller(self) -> FixedKL:
-        """The coefficient of the KL, in the reward or in the loss; adaptive with a target."""
+        """The controller of the KL coefficient; adaptive where ``kl_target`` is set."""
         config = self.config
         if not config.get("kl_target"):
             return FixedKL(config.get("kl_coef", 0.0))
         return AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
 
     def make_entropy_controller(self) -> AdaptiveEntropy | None:
-        """What moves the coefficient of the entropy bonus; None: it is fixed."""
+        """The controller of an adaptive entropy coefficient; None: the coefficient is fixed."""
         config = self.config
         if not config.get("entropy_target"):
             return None
@@ -175,9 +176,9 @@ class Algorithm(AlgorithmSpec):
         )
 
     def finish(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Take note of a step's metrics once it is over; returns more of them.
+        """Called with a step's metrics at its end; returns further metrics.
 
-        An adaptive coefficient of the entropy follows what the actor's updates measured.
+        Updates an adaptive entropy coefficient from the entropy that the actor's updates measured.
         """
         if self.entropy is None:
             return {}
@@ -185,19 +186,19 @@ class Algorithm(AlgorithmSpec):
         self.entropy.update(metrics.get("actor/entropy", float("nan")))
         return {"entropy/coefficient": used}
 
-    def follow_kl(self, batch: Batch, old: Any) -> Batch:
-        """Let an adaptive coefficient follow the KL measured on this batch.
+    def update_kl_coef(self, batch: Batch, old: Any) -> Batch:
+        """Update the adaptive KL coefficient from the KL measured on this batch.
 
         Args:
-          batch: with ``response_mask``, and where there is a reference with ``ref_kl`` or
-            ``ref_logprobs``.
-          old: float [rows, length], log-probs of the policy that drew the batch.
+          batch: with ``response_mask``, and with ``ref_kl`` or ``ref_logprobs`` where there is a
+            reference.
+          old: float [rows, length], log-probs of the policy that sampled the batch.
 
         Returns:
-          with a reference ``ref_kl``, see ``reference_kl``; what an adaptive KL in the loss reads:
-          ``kl_coef``, a float32 scalar, as it was before it moved (the next step's updates take
-          the new one, as the reward's KL does); and what an adaptive entropy bonus reads,
-          ``entropy_coef``. Else {}.
+          entries for the batch: ``ref_kl`` where there is a reference (see ``reference_kl``);
+          ``kl_coef``, a float32 scalar, where an adaptive KL is in the loss, with its value from
+          before this update (the next step uses the new one, as with the KL in the reward);
+          ``entropy_coef`` where the entropy bonus is adaptive.
         """
         config = self.config
         adaptive_loss = config.get("kl_target") and config.get("kl_in") == "loss"
@@ -212,7 +213,7 @@ class Algorithm(AlgorithmSpec):
         return entries
 
     def scores(self, batch: Batch) -> np.ndarray:
-        """Rewards as advantages take them: scaled, clipped, less what long responses lose.
+        """Rewards for the advantages: scaled, clipped, minus the penalty for overlong responses.
 
         Args:
           batch: with ``rewards`` and ``response_mask``.
@@ -232,59 +233,60 @@ class Algorithm(AlgorithmSpec):
         return scores
 
     def token_scores(self, batch: Batch) -> np.ndarray | None:
-        """Rewards by token, scaled: float32 [rows, length]; None: the batch has none."""
+        """Scaled per-token (dense) rewards, float32 [rows, length]; None: the batch has none."""
         if "token_rewards" not in batch:
             return None
         return np.asarray(batch["token_rewards"], np.float32) * np.float32(self.config.reward_scale)
 
-    def counted(self, batch: Batch, scores: np.ndarray) -> np.ndarray:
-        """Rows that the losses read, bool [rows]: scored, and with ``mask_truncated`` whole."""
+    def rows_in_loss(self, batch: Batch, scores: np.ndarray) -> np.ndarray:
+        """Row mask of the losses, bool [rows]: scored, and with ``mask_truncated`` not cut off."""
         rows = ~np.isnan(scores)
         if self.config.mask_truncated:
             rows &= ~np.asarray(batch["truncated"], bool)
         return rows
 
     def proximal(self, batch: Any) -> Any:
-        """The actor's own log-probs of a batch, where a ``correction`` compares them.
+        """Recompute the old (proximal) log-probs for importance-sampling ``correction``.
 
         Args:
-          batch: that ``collect`` gave, or its future.
+          batch: from ``collect``, or its future.
 
         Returns:
-          the future of ``old_logprobs`` float32 [rows, length]; {} without a correction: then the
-          sampler's log-probs stand for them.
+          the future of ``old_logprobs`` float32 [rows, length], computed by the actor; {} without
+          a correction, when the sampler's are used.
         """
         if self.config.get("correction", "none") == "none":
             return {}
         return self.actor.compute_log_prob(batch)
 
     def minibatches(self, batch: Any) -> Iterator[Any]:
-        """Mini-batches of whole groups of samples, drawn anew in every epoch.
+        """Mini-batches of whole groups of samples, reshuffled in every epoch.
 
-        A scalar array holds for all rows and stands in each.
+        Scalar arrays apply to all rows and are in every mini-batch.
 
         Args:
-          batch: as ``compute_advantages`` gives it; or a future of arrays that a group holds, such
-            as its ``apply`` gives: then it stays there, and so do the mini-batches, futures too.
+          batch: from ``compute_advantages``; or the future of a batch that a worker group holds
+            (from its ``apply``). Such a batch stays on the group's devices, and the mini-batches
+            are futures too.
 
         Yields:
-          mappings of arrays; of several each role is sent what it reads of the batch once, and
-          cuts the rows out on its devices.
+          mappings of arrays. Where there are several, each role receives the entries that it reads
+          once and slices the rows on its devices.
         """
         if isinstance(batch, Future):
             group = getattr(self, batch.label.split(".")[0])
-            rows = int(group.apply(rows_of, batch).result())
-            for chosen in self._chosen(rows):
+            rows = int(group.apply(row_count, batch).result())
+            for chosen in self._minibatch_rows(rows):
                 yield batch if chosen is None else group.apply(take_rows, batch, chosen)
             return
         arrays = {k: v for k, v in join(batch).items() if isinstance(v, np.ndarray)}
         held: dict[Any, Any] = {}
-        parts = list(self._chosen(rows_of(arrays)))
+        parts = list(self._minibatch_rows(row_count(arrays)))
         for part in parts:
             yield arrays if len(parts) == 1 else MiniBatch(arrays, part, held)
 
-    def _chosen(self, rows: int) -> Iterator[np.ndarray | None]:
-        """Row numbers of each mini-batch; None: all, as they stand."""
+    def _minibatch_rows(self, rows: int) -> Iterator[np.ndarray | None]:
+        """Row numbers of each mini-batch; None: all rows in their order."""
         size = self.config.get("minibatch", 0) or rows
         samples = max(self.samples if rows % self.samples == 0 else 1, self.unit)
         for epoch in range(self.config.get("epochs", 1)):
@@ -302,14 +304,14 @@ class Algorithm(AlgorithmSpec):
         self.logged.append((role, metrics))
 
     def batch_metrics(self, batch: Batch) -> dict[str, float]:
-        """Metrics of the algorithm's own for the step's row, read off its batch.
+        """Metrics that this algorithm adds to the step's row, computed from its batch.
 
-        Those of every algorithm (rewards, KL, lengths) stand in the row already.
+        Metrics common to all algorithms (rewards, KL, lengths) are added elsewhere.
         """
         return {}
 
     def state(self) -> dict[str, Any]:
-        """What decides the next step beside the workers' arrays, as plain JSON."""
+        """State for a checkpoint, as plain JSON; the workers save their arrays themselves."""
         entropy = {} if self.entropy is None else {"entropy": self.entropy.state()}
         return {"kl": self.kl.state(), **entropy}
 
@@ -320,30 +322,31 @@ class Algorithm(AlgorithmSpec):
             self.entropy.restore(state["entropy"])
 
 
-def rows_of(batch: Mapping[str, Any]) -> int:
-    """Rows of a batch of arrays."""
+def row_count(batch: Mapping[str, Any]) -> int:
+    """Number of rows of a batch of arrays."""
     return batch["response_mask"].shape[0]
 
 
 def take_rows(batch: Mapping[str, Any], chosen: Any) -> Batch:
-    """Rows of a batch of arrays, by their numbers; scalars hold for all."""
+    """Select rows of a batch of arrays by number; scalars are kept."""
     return {key: x[chosen] if x.ndim else x for key, x in batch.items()}
 
 
 def old_logprobs(batch: Batch) -> Any:
-    """The log-probs that ratios are taken against: tempered, not truncated by top-k or top-p.
+    """Old log-probs, the denominator of the ratio: tempered, not truncated by top-k or top-p.
 
-    The actor's own as learning starts, where the batch has them (``proximal``), else the sampler's.
+    The actor's, recomputed before the first update (``proximal``), where the batch has them; else
+    the sampler's.
     """
     return batch.get("old_logprobs", batch.get("policy_logprobs", batch["logprobs"]))
 
 
 def reference_kl(batch: Batch, old: Any = None) -> np.ndarray | None:
-    """KL to the reference by token (k1), in nats; the batch's own ``ref_kl`` where it has that.
+    """Per-token KL to the reference (k1), in nats; the batch's ``ref_kl`` if it is there already.
 
     Args:
       batch: with ``response_mask``, and ``ref_logprobs`` where there is a reference.
-      old: float [rows, length], log-probs of the policy that drew the batch; None: the batch's.
+      old: float [rows, length], log-probs of the sampling policy; None: those of the batch.
 
     Returns:
       float32 [rows, length], 0 off the responses; None without a reference.

@@ -1,19 +1,20 @@
-r"""Weights for rollouts of other weights, or of a sampler with other numbers, than learning's.
+r"""Importance-sampling correction of off-policy rollouts: stale weights, or sampler numerics.
 
-With :math:`\mu` the log-prob of the distribution that sampled and :math:`\ell_{old}` the actor's
-own as learning starts, per token :math:`w = e^{\ell_{old} - \mu}`, then cut in one of several ways.
-No gradient goes through a weight; the KL and the entropy are not weighed.
+With the behaviour log-prob :math:`\mu` (of the distribution that sampled) and the actor's
+log-prob :math:`\ell_{old}` before the first update, the importance weight of a token is
+:math:`w = e^{\ell_{old} - \mu}`, truncated or masked by one of several methods. No gradient flows
+through the weights; they apply to neither the KL nor the entropy.
 """
 
 import jax
 import jax.numpy as jnp
 
 from hjax.algorithms.aggregation import Stats
-from hjax.algorithms.masks import keep
+from hjax.algorithms.masks import masked
 from hjax.algorithms.surrogates import capped_ratio
 from hjax.errors import ConfigError
 
-# Name -> bounds (low, high) that its source gives; None: there is none.
+# Method -> bounds (low, high) of its paper or code; None: no such bound.
 CORRECTIONS: dict[str, tuple[float | None, float | None]] = {
     "none": (None, None),
     "decoupled": (None, None),
@@ -24,62 +25,62 @@ CORRECTIONS: dict[str, tuple[float | None, float | None]] = {
 }
 
 
-def bounds_of(kind: str, low: float | None, high: float | None) -> tuple[float, float]:
-    """The bounds of a correction: those given, else its source's, else none.
+def correction_bounds(kind: str, low: float | None, high: float | None) -> tuple[float, float]:
+    """The bounds of a correction: the arguments, else the defaults of its source, else none.
 
     Raises:
-        ConfigError: an unknown kind, a bound that it does not have, or bounds that leave nothing.
+        ConfigError: an unknown kind, a bound that the kind does not have, or an empty range.
     """
     if kind not in CORRECTIONS:
         raise ConfigError(f"correction={kind!r} is not built: use {', '.join(CORRECTIONS)}")
-    own_low, own_high = CORRECTIONS[kind]
-    for name, given, own in (("low", low, own_low), ("cap", high, own_high)):
-        if given is not None and own is None:
+    default_low, default_high = CORRECTIONS[kind]
+    for name, value, default in (("low", low, default_low), ("cap", high, default_high)):
+        if value is not None and default is None:
             raise ConfigError(
-                f"correction_{name}={given} has no effect with correction={kind!r}: leave it out"
+                f"correction_{name}={value} has no effect with correction={kind!r}: leave it out"
             )
-        if given is not None and not given > 0:
-            raise ConfigError(f"correction_{name}={given} must be above 0 (usually {own})")
-    least = low if low is not None else own_low if own_low is not None else 0.0
-    most = high if high is not None else own_high if own_high is not None else float("inf")
-    if not least < most:
-        raise ConfigError(f"correction_low={least} must be below correction_cap={most}")
-    return least, most
+        if value is not None and not value > 0:
+            raise ConfigError(f"correction_{name}={value} must be above 0 (usually {default})")
+    low = low if low is not None else default_low if default_low is not None else 0.0
+    high = high if high is not None else default_high if default_high is not None else float("inf")
+    if not low < high:
+        raise ConfigError(f"correction_low={low} must be below correction_cap={high}")
+    return low, high
 
 
 def correction_weights(
     old: jax.Array, sampler: jax.Array, mask: jax.Array, kind: str, low: float, high: float
 ) -> tuple[jax.Array, Stats]:
-    r"""Weights of the surrogate.
+    r"""Importance weights of the surrogate.
 
     =================  =========================================================================
     kind               weight of a token
     =================  =========================================================================
     "decoupled"        w: decoupled PPO (AReaL, https://arxiv.org/abs/2505.24298)
-    "truncated"        min(w, high): truncated importance sampling (Yao et al. 2025); with a low
-                       one max(low, min(w, high)), as in OpenRLHF
+    "truncated"        min(w, high): truncated importance sampling, TIS (Yao et al. 2025); with
+                       `low` max(low, min(w, high)), as in OpenRLHF
     "icepop"           w where low <= w <= high, else 0 (IcePop, as in NeMo-RL and OpenRLHF)
     "sequence_mask"    w where the geometric mean of the response's w lies in low to high, else
-                       the whole response has 0 (NeMo-RL)
-    "sequence_sum_mask"  the product of the response's w where that is at most high, else 0: longer
-                       responses are left out more often (TRL)
+                       0 for the whole response (NeMo-RL)
+    "sequence_sum_mask"  the product of the response's w where it is at most high, else 0: longer
+                       responses are masked more often (TRL)
     =================  =========================================================================
 
     Args:
         old, sampler: float [N, L], log-probs.
         mask: bool [N, L].
         kind: see above.
-        low, high: of `bounds_of`.
+        low, high: from `correction_bounds`.
 
     Returns:
         (float32 [N, L] without gradient; statistics `correction`, and `correction_capped`, 1
-        where a bound decides the weight).
+        where a bound determines the weight).
     """
-    difference = keep(old, mask) - keep(sampler, mask)
+    difference = masked(old, mask) - masked(sampler, mask)
     weight = capped_ratio(difference)
     stats: Stats = {}
     if kind == "truncated":
-        stats["correction_capped"] = keep((weight > high) | (weight < low), mask)
+        stats["correction_capped"] = masked((weight > high) | (weight < low), mask)
         weight = jnp.clip(weight, low, high)
     elif kind != "decoupled":
         if kind == "sequence_sum_mask":
@@ -91,7 +92,7 @@ def correction_weights(
             mean = jnp.sum(difference, axis=1, keepdims=True) / jnp.maximum(tokens, 1)
             measured = jnp.broadcast_to(capped_ratio(mean), weight.shape)
         kept = (measured >= low) & (measured <= high)
-        stats["correction_capped"] = keep(~kept, mask)
+        stats["correction_capped"] = masked(~kept, mask)
         weight = jnp.where(kept, weight, 0.0)
-    stats["correction"] = keep(weight, mask)
+    stats["correction"] = masked(weight, mask)
     return jax.lax.stop_gradient(weight), stats

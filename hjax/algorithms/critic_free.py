@@ -1,6 +1,6 @@
-"""The critic-free methods: GRPO with other switches, each as its paper or its code has it.
+"""Critic-free methods: GRPO with other defaults, each as in its paper or its code.
 
-docs/algorithms/critic_free.md has the formulas, same_name.md where implementations differ.
+docs/algorithms/critic_free.md has the formulas; same_name.md says where implementations differ.
 """
 
 from collections.abc import Sequence
@@ -20,16 +20,16 @@ from hjax.rules import Key
 class DrGRPO(GRPO):
     """GRPO without its two biases (Liu et al. 2025, arXiv 2503.20783).
 
-    Neither the group's standard deviation nor the response's length divides; no KL.
+    No division by the group's standard deviation or by the response length; no KL.
     """
 
     defaults = {"normalise": "none", "aggregation": "constant", "kl_coef": 0.0}
 
 
 class DAPO(GRPO):
-    """GRPO with a wider upper clip, token losses and groups drawn anew (arXiv 2503.14476).
+    """GRPO with clip-higher, token-level loss and dynamic sampling (arXiv 2503.14476).
 
-    Groups whose rewards are all equal are replaced; long responses lose reward; no KL.
+    Groups whose rewards are all equal are replaced; overlong responses are penalised; no KL.
     """
 
     defaults = {
@@ -43,21 +43,21 @@ class DAPO(GRPO):
 
 
 class GSPO(GRPO):
-    """One ratio for a response, the geometric mean of its tokens' (arXiv 2507.18071)."""
+    """Sequence-level ratio: the geometric mean of the token ratios (arXiv 2507.18071)."""
 
     defaults = {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4, "kl_coef": 0.0}
 
 
 class GSPOToken(GSPO):
-    """GSPO's ratio with a gradient of each token's own: for advantages that differ by token."""
+    """GSPO's ratio with per-token gradients, for advantages that differ between tokens."""
 
     defaults = {"ratio": "sequence_token"}
 
 
 class CISPO(GRPO):
-    """The ratio is a bounded weight, every token keeps its gradient (MiniMax, arXiv 2506.13585).
+    """The ratio is a clipped weight and every token keeps its gradient (arXiv 2506.13585).
 
-    Without a lower bound, as there; the upper one is 5, as in ScaleRL.
+    No lower bound, as in that paper (MiniMax-M1); the upper bound is 5, as in ScaleRL.
     """
 
     defaults = {
@@ -70,7 +70,7 @@ class CISPO(GRPO):
 
 
 class SAPO(GRPO):
-    """A soft gate in place of the clip, steeper where the advantage is negative (as in TRL)."""
+    """A soft gate instead of the clip, steeper for negative advantages (as in TRL)."""
 
     defaults = {"surrogate": "sapo", "kl_coef": 0.0}
 
@@ -78,7 +78,7 @@ class SAPO(GRPO):
 class RLOO(GRPO):
     """REINFORCE with the mean of the other samples as baseline (arXiv 2402.14740).
 
-    The KL is part of a response's score.
+    The KL is subtracted from the response's reward.
     """
 
     defaults = {
@@ -92,7 +92,7 @@ class RLOO(GRPO):
 
 
 class Reinforce(GRPO):
-    """REINFORCE (Williams 1992): rewards to go, less the KL, times the gradient; no baseline."""
+    """REINFORCE (Williams 1992): reward to go minus the KL, times the gradient; no baseline."""
 
     defaults = {
         "baseline": "none",
@@ -111,13 +111,13 @@ class ReinforcePlusPlus(Reinforce):
 
 
 class ReinforcePlusPlusBaseline(ReinforcePlusPlus):
-    """The group's mean first, then whitened over the step; KL (k2) in the loss."""
+    """Group-mean baseline, then whitening over the step; KL (k2) in the loss."""
 
     defaults = {"baseline": "group", "kl_in": "loss", "kl_estimator": "k2"}
 
 
 class OPO(GRPO):
-    """The baseline that is best on-policy: the group's mean by length (arXiv 2505.23585).
+    """The optimal on-policy baseline: the length-weighted group mean (arXiv 2505.23585).
 
     Exactly on-policy: one update a step, neither KL nor entropy.
     """
@@ -132,7 +132,7 @@ class OPO(GRPO):
 
 
 class GPG(GRPO):
-    """Policy gradient of the group's mean, scaled up for groups that say nothing (GPG's code)."""
+    """Policy gradient with group-mean baseline, rescaled for groups without signal (GPG's code)."""
 
     defaults = {
         "normalise": "none",
@@ -145,15 +145,15 @@ class GPG(GRPO):
 
 
 class MaxRL(GRPO):
-    """Advantages over the group's mean reward: rare successes weigh more (as in SkyRL)."""
+    """Advantages divided by the group's mean reward: rare successes weigh more (as in SkyRL)."""
 
     defaults = {"normalise": "mean", "aggregation": "token", "kl_coef": 0.0}
 
 
 class GDPO(GRPO):
-    """Several rewards, each normalised within its group before they are added (as in TRL).
+    """Several rewards, each normalised within its group before they are summed (as in TRL).
 
-    A reward that varies little then counts as much as one that varies a lot. The sum is normalised
+    So a reward of small variance counts as much as one of large variance. The sum is normalised
     over the step.
     """
 
@@ -168,18 +168,18 @@ class GDPO(GRPO):
 
     @classmethod
     def fewest_samples(cls, config: ConfigDict) -> int:
-        """Each reward is compared within its group."""
+        """Two: each reward is normalised within its group."""
         return 2
 
     @classmethod
     def check(cls, config: ConfigDict) -> None:
-        """What is normalised anyway is neither clipped nor penalised before."""
+        """Refuse clipping and length penalties, which the normalisation would undo."""
         super().check(config)
         for name in ("reward_clip", "overlong_buffer"):
             if config[name]:
                 raise ConfigError(
-                    f"config.algorithm.{name}={config[name]}: GDPO takes the rewards as they are; "
-                    "make it a named reward of its own, and set this to 0"
+                    f"config.algorithm.{name}={config[name]}: GDPO normalises each reward, which "
+                    "would undo it; make it a named reward instead, and set this to 0"
                 )
         cls._weights(config, None)
 
@@ -211,16 +211,16 @@ class GDPO(GRPO):
 
     @classmethod
     def check_rewards(cls, config: ConfigDict, names: Sequence[str]) -> None:
-        """Several rewards, and as many weights."""
+        """Require several named rewards, and one weight each or none."""
         if not names:
             raise ConfigError(
-                "GDPO adds several rewards, and here is one: set config.reward.function to one "
-                "that returns a dict of lists by name, or use GRPO"
+                "GDPO sums several named rewards, and the reward function returns only one: set "
+                "config.reward.function to one that returns a dict of lists by name, or use GRPO"
             )
         cls._weights(config, names)
 
-    def _says_something(self, batch: Batch) -> np.ndarray:
-        """Whether any of the rewards differs within the group, bool [prompts]."""
+    def _groups_with_signal(self, batch: Batch) -> np.ndarray:
+        """Whether any of the rewards differs within the group: bool [prompts]."""
         named = batch.get("named_rewards") or {"": batch["rewards"]}
         return np.any([rewards_differ(each, self.samples) for each in named.values()], axis=0)
 
@@ -228,19 +228,19 @@ class GDPO(GRPO):
         """The normalised sum of the normalised rewards, float32 [rows], NaN where unscored.
 
         Raises:
-          RunError: the reward function gave one reward, or other names than there are weights.
+          RunError: the reward function returned one reward, or not as many as there are weights.
         """
         named: dict[str, Any] = batch.get("named_rewards", {})
         try:
             self.check_rewards(self.config, tuple(named))
-        except ConfigError as error:  # of a later call than the first
+        except ConfigError as error:  # a later call returned other names than the first
             raise RunError(str(error)) from None
         weights = self._weights(self.config, tuple(named))
         epsilon = self.config.epsilon
         total = np.zeros(len(batch["rewards"]), np.float32)
         for weight, rewards in zip(weights, named.values(), strict=True):
-            own = group_advantages(rewards, self.samples, epsilon=epsilon)
-            total += np.float32(weight) * np.asarray(own)
+            normalised = group_advantages(rewards, self.samples, epsilon=epsilon)
+            total += np.float32(weight) * np.asarray(normalised)
         scored = ~np.isnan(np.asarray(batch["rewards"]))
         if scored.any():
             equal = constant(total[scored].min(), total[scored].max())

@@ -1,6 +1,6 @@
-r"""On-policy distillation: a teacher scores what the student draws (GKD, arXiv 2306.13649).
+r"""On-policy distillation: a teacher scores the student's samples (GKD, arXiv 2306.13649).
 
-First its loss: of a student that learns what a teacher would have drawn in each token's place.
+First its loss: the student learns the teacher's next-token distribution at each position.
 """
 
 import dataclasses
@@ -17,38 +17,38 @@ from ml_collections import ConfigDict
 from hjax.algorithms.aggregation import Stats, TokenLoss
 from hjax.algorithms.algorithm import Algorithm, Batch
 from hjax.algorithms.losses import SupervisedLoss
-from hjax.algorithms.masks import keep
+from hjax.algorithms.masks import masked
 from hjax.controller import join
 from hjax.errors import ConfigError
 from hjax.roles import Role
 from hjax.rules import Key, Rule, at_least, one_of
 
 DIVERGENCES = ("reverse", "forward", "jensen_shannon")
-# Less probability than this is float32's rounding.
-_LEAST = 1e-7
+# Smaller probabilities are float32 rounding error.
+_MIN_PROBABILITY = 1e-7
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationLoss(TokenLoss):
-    r"""The divergence between a student p and a teacher q in each place, over the vocabulary.
+    r"""Divergence between student p and teacher q over the vocabulary, at each position.
 
     ==================  ========================================================================
     kind                loss of a token
     ==================  ========================================================================
-    "reverse"           :math:`KL(p\|q) = \sum p (\log p - \log q)`: the student keeps to what the
-                        teacher finds likely
-    "forward"           :math:`KL(q\|p)`: the student covers all that the teacher finds likely
+    "reverse"           :math:`KL(p\|q) = \sum p (\log p - \log q)`: mode-seeking, the student stays
+                        within what the teacher finds likely
+    "forward"           :math:`KL(q\|p)`: mode-covering, all that the teacher finds likely
     "jensen_shannon"    :math:`b\,KL(q\|m) + (1-b)\,KL(p\|m)`, m = b q + (1 - b) p
     ==================  ========================================================================
 
     Agarwal et al. 2024 (GKD, https://arxiv.org/abs/2306.13649), as in TRL's `generalized_jsd_loss`
-    (there beta 0 is forward and beta 1 reverse). Of the teacher's k most probable tokens the rest
-    of the vocabulary counts as one token, so that it is a divergence for every k.
+    (there beta 0 is forward and beta 1 reverse). Only the teacher's k most probable tokens are
+    compared; the rest of the vocabulary counts as one token, so it is a divergence for every k.
 
     Attributes:
         kind: see above.
         mixture: b, above 0 and below 1.
-        top_k: tokens of a place that the teacher gives; 0: all of the vocabulary.
+        top_k: number of teacher tokens per position; 0: the whole vocabulary.
 
     Example:
         >>> q, p = jnp.log(jnp.array([[[0.75, 0.25]]])), jnp.log(jnp.array([[[0.5, 0.5]]]))
@@ -57,7 +57,7 @@ class DistillationLoss(TokenLoss):
         Array([[0.1438411]], dtype=float32)
     """
 
-    # Whose log-probs it takes in place of the responses' own: int [N, L, k] of the batch.
+    # Batch key of the tokens, int [N, L, k], whose log-probs it takes instead of the responses'.
     of_tokens: ClassVar[str] = "teacher_tokens"
 
     kind: str = "reverse"
@@ -80,11 +80,11 @@ class DistillationLoss(TokenLoss):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Keys that the call reads from the batch, and that of the tokens it is given."""
+        """Batch keys that the call reads, and the key of the tokens in `of_tokens`."""
         return ("response_mask", "teacher_logprobs", self.of_tokens)
 
     def shapes(self, vocabulary: int) -> dict[str, tuple[tuple[int, ...], Any]]:
-        """Of those of `needs` that are no float [N, L] what follows N and L, and the dtype."""
+        """Trailing shape (after N and L) and dtype of the `needs` that are not float [N, L]."""
         count = min(self.top_k or vocabulary, vocabulary)
         floats, ids = np.dtype(np.float32), np.dtype(np.int32)
         return {"teacher_logprobs": ((count,), floats), self.of_tokens: ((count,), ids)}
@@ -95,20 +95,20 @@ class DistillationLoss(TokenLoss):
         """Token losses (nats) and statistics.
 
         Args:
-            logprobs: float [N, L, k], the student's of the tokens in `of_tokens`.
+            logprobs: float [N, L, k], the student's log-probs of the tokens in `of_tokens`.
             entropy: float [N, L] or None.
-            batch: `response_mask` bool [N, L], `teacher_logprobs` float [N, L, k], falling.
+            batch: `response_mask` bool [N, L], `teacher_logprobs` float [N, L, k], descending.
 
         Returns:
-            (float32 [N, L], stats like it without gradient): `agreement` (1 where both find the
-            same token likeliest, among the k), `teacher_mass` (the teacher's probability of the
-            k), and `entropy` if it is given.
+            (float32 [N, L], stats of that shape without gradient): `agreement` (1 where the argmax
+            of both among the k is the same), `teacher_mass` (the teacher's probability of the k),
+            and `entropy` if it is passed.
         """
         mask = jnp.asarray(batch["response_mask"], bool)
         chex.assert_equal_shape([logprobs, batch["teacher_logprobs"]])
         chex.assert_shape(mask, logprobs.shape[:2])
         student, teacher = (
-            _with_rest(keep(x, mask[..., None])) for x in (logprobs, batch["teacher_logprobs"])
+            _with_rest(masked(x, mask[..., None])) for x in (logprobs, batch["teacher_logprobs"])
         )
         if self.kind == "reverse":
             loss = _kl(student, teacher)
@@ -123,14 +123,14 @@ class DistillationLoss(TokenLoss):
             "teacher_mass": jnp.sum(jnp.exp(batch["teacher_logprobs"]), axis=-1),
         }
         stats |= {} if entropy is None else {"entropy": entropy}
-        stats = {name: keep(value, mask) for name, value in stats.items()}
-        return keep(loss, mask), jax.lax.stop_gradient(stats)
+        stats = {name: masked(value, mask) for name, value in stats.items()}
+        return masked(loss, mask), jax.lax.stop_gradient(stats)
 
 
 def _with_rest(logprobs: jax.Array) -> jax.Array:
-    """float [N, L, k + 1]: the log-probs, and that of every other token together."""
+    """float [N, L, k + 1]: the log-probs, and that of all other tokens together."""
     rest = 1.0 - jnp.sum(jnp.exp(logprobs), axis=-1, keepdims=True)
-    return jnp.concatenate([logprobs, jnp.log(jnp.maximum(rest, _LEAST))], axis=-1)
+    return jnp.concatenate([logprobs, jnp.log(jnp.maximum(rest, _MIN_PROBABILITY))], axis=-1)
 
 
 def _kl(p: jax.Array, q: jax.Array) -> jax.Array:
@@ -139,10 +139,10 @@ def _kl(p: jax.Array, q: jax.Array) -> jax.Array:
 
 
 class Distillation(Algorithm):
-    """The student's own responses, the teacher's distribution in the place of each token."""
+    """On-policy distillation: the student's responses, the teacher's distribution at each token."""
 
     roles = ("actor", "teacher")
-    # There is no reward and no KL.
+    # Without those of the reward and the KL, which it does not have.
     shared_keys = ("minibatch", "epochs", "aggregation", "max_skipped")
 
     keys = {
@@ -176,12 +176,12 @@ class Distillation(Algorithm):
         if self.config.teacher_updates and self.demonstrations is None:
             raise ConfigError(
                 f"config.algorithm.teacher_updates={self.config.teacher_updates} needs "
-                "demonstrations; this data has none: give it a `response` column, or a teacher.path"
+                "demonstrations; this data has none: add a `response` column, or set teacher.path"
             )
 
     @classmethod
     def role_table(cls, config: ConfigDict) -> dict[str, Role]:
-        """With `teacher_updates` a teacher that learns."""
+        """The roles; the teacher is trained where `teacher_updates` is above 0."""
         table = super().role_table(config)
         if config.teacher_updates and "teacher" not in cls.workers:
             table["teacher"] = dataclasses.replace(
@@ -191,7 +191,7 @@ class Distillation(Algorithm):
 
     @classmethod
     def losses(cls, config: ConfigDict, max_response_length: int) -> dict[str, Any]:
-        """The divergence, and where the teacher learns its likelihood."""
+        """The divergence for the student, and the supervised loss of a teacher that is trained."""
         limit = max_response_length if config.aggregation == "constant" else None
         student = DistillationLoss(
             kind=config.divergence,
@@ -205,7 +205,7 @@ class Distillation(Algorithm):
         )
 
     def learn(self, batch: Any) -> Batch:
-        """Ask the teacher what it would have drawn, and learn that."""
+        """Score the student's samples by the teacher, then update the student."""
         for _ in range(self.config.teacher_updates):
             self.log(self.teacher.update_teacher(self.demonstrations()))
         batch = join(batch, self.teacher.compute_top_log_probs(batch))

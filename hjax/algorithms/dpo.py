@@ -1,4 +1,4 @@
-"""Learning from preference pairs without a reward model: DPO (Rafailov et al. 2023) and its kin."""
+"""Preference optimisation from pairs without a reward model: DPO (Rafailov et al. 2023) and kin."""
 
 from typing import Any, ClassVar
 
@@ -6,14 +6,14 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms.algorithm import Algorithm, Batch
-from hjax.algorithms.pair_loss import NLL_OVER, PAIR_LOSSES, REFERRED, PairLoss
+from hjax.algorithms.pair_loss import NLL_OVER, PAIR_LOSSES, REFERENCE_KINDS, PairLoss
 from hjax.algorithms.prediction_calibration import Predictions
 from hjax.controller import join
 from hjax.rules import Key, above, at_least, one_of
 
 
 class DPO(Algorithm):
-    """The policy itself is the reward model: it is to prefer what was chosen (arXiv 2305.18290)."""
+    """Direct preference optimisation: the policy is its own reward model (arXiv 2305.18290)."""
 
     roles: ClassVar[tuple[str, ...]] = ("actor", "reference")
     generates = False
@@ -21,7 +21,7 @@ class DPO(Algorithm):
     unit = 2
     needed_data = "preference pairs"
     data_hint = "give it the columns `chosen` and `rejected`"
-    # Where pairs are read, sequences per update, two of each pair, are ``warm_start.batch``.
+    # Offline algorithms set sequences per update (two per pair) by ``warm_start.batch``.
     shared_keys: ClassVar[tuple[str, ...] | None] = ("max_skipped",)
 
     keys = {
@@ -49,12 +49,12 @@ class DPO(Algorithm):
 
     @classmethod
     def needs_reference(cls, config: ConfigDict) -> bool:
-        """Only where the loss compares with one."""
-        return config.kind in REFERRED
+        """Only where the loss compares with the reference."""
+        return config.kind in REFERENCE_KINDS
 
     @classmethod
     def losses(cls, config: ConfigDict, max_response_length: int) -> dict[str, Any]:
-        """The loss of pairs."""
+        """The pair loss."""
         names = ("kind", "beta", "smoothing", "margin", "nll_coef", "nll_over")
         return {"actor": PairLoss(**{name: config[name] for name in names})}
 
@@ -66,46 +66,46 @@ class DPO(Algorithm):
         return batch
 
     def predictions(self, batch: Batch) -> Predictions:
-        """That the chosen response is preferred, by the implicit rewards (``pair_``)."""
+        """Whether the chosen response is preferred, by implicit rewards (prefix ``pair_``)."""
         reference = self.reference.compute_ref_log_prob(batch)
-        known = join(batch, reference, self.actor.compute_log_prob(batch))
+        scored = join(batch, reference, self.actor.compute_log_prob(batch))
         loss = self.losses(self.config, 1)["actor"]
-        _, stats = loss(known["old_logprobs"], None, known | loss.prepared(known))
+        _, stats = loss(scored["old_logprobs"], None, scored | loss.prepared(scored))
         margin = np.asarray(stats["margin"])[::2, 0]
         return {"pair_": (margin, np.ones_like(margin))}
 
 
 class CDPO(DPO):
-    """DPO for labels of which a share is wrong, smoothed (Mitchell 2023)."""
+    """Conservative DPO: label smoothing for noisy preferences (Mitchell 2023)."""
 
     defaults = {"smoothing": 0.1}
 
 
 class RobustDPO(DPO):
-    """DPO for labels of which a share is wrong, unbiased (arXiv 2403.00409)."""
+    """Robust DPO: an unbiased loss for noisy preferences (arXiv 2403.00409)."""
 
     defaults = {"kind": "robust", "smoothing": 0.1}
 
 
 class IPO(DPO):
-    """A margin that is aimed at instead of pushed on (arXiv 2310.12036)."""
+    """IPO: squared loss that aims the margin at a target value (arXiv 2310.12036)."""
 
     defaults = {"kind": "ipo"}
 
 
 class HingeDPO(DPO):
-    """A margin that is enough (SLiC, arXiv 2305.10425)."""
+    """SLiC's hinge loss: no gradient once the margin is large enough (arXiv 2305.10425)."""
 
     defaults = {"kind": "hinge"}
 
 
 class ORPO(DPO):
-    """Likelihood of the chosen with the odds against the rejected; no reference (2403.07691)."""
+    """ORPO: likelihood of the chosen response plus an odds ratio; no reference (2403.07691)."""
 
     defaults = {"kind": "odds"}
 
 
 class SimPO(DPO):
-    """Mean log-probs with a margin; no reference (arXiv 2405.14734)."""
+    """SimPO: length-normalised log-probs with a margin; no reference (arXiv 2405.14734)."""
 
     defaults = {"kind": "margin", "beta": 2.0, "margin": 1.0}

@@ -1,8 +1,7 @@
-"""Operators on flows, after RLlib Flow (Liang et al. 2021, arXiv 2011.12719), as plain functions.
+"""Dataflow operators after RLlib Flow (Liang et al. 2021, arXiv 2011.12719), as plain functions.
 
-A flow is an iterator of whatever a dataflow hands on: batches, or futures of them, which are not
-waited for here. So ``ahead`` and ``concurrently`` overlap calls by making them early, and where
-these run is no concern of theirs.
+A flow is an iterator of batches or of futures of batches. The operators do not wait for futures, so
+``ahead`` and ``concurrently`` overlap calls by issuing them early, wherever they run.
 """
 
 import collections
@@ -22,7 +21,7 @@ _POLL_SECONDS = 0.002
 
 
 def concurrently(*calls: Callable[[], T]) -> list[T]:
-    """Make calls that return futures, all of them before any is waited for; what they returned.
+    """Make all calls before any of their futures is waited for; returns their results.
 
     Example:
         >>> sampled, greedy = concurrently(lambda: 1, lambda: 2)
@@ -43,82 +42,82 @@ def union(*flows: Iterable[T]) -> Iterator[T]:
         yield item
 
 
-def in_step(flow: Iterable[T], *beside: Iterable[Any]) -> Iterator[T]:
-    """The items of a flow; with each of them every flow beside it goes on by one.
+def in_step(flow: Iterable[T], *others: Iterable[Any]) -> Iterator[T]:
+    """The items of a flow; each item also advances every other flow by one item.
 
-    Those beside it are for what they do (a buffer that is replayed, say): what they give is left,
-    and one that ends is left alone. (RLlib Flow's ``Concurrently`` in round robin.)
+    The other flows run for their side effects (replaying a buffer, say): their items are dropped,
+    and one may end early. (RLlib Flow's ``Concurrently`` in round robin.)
     """
-    others = [iter(other) for other in beside]
+    iterators = [iter(other) for other in others]
     for item in flow:
-        for other in others:
-            next(other, None)
+        for iterator in iterators:
+            next(iterator, None)
         yield item
 
 
 def ahead(flow: Iterable[T], items: int) -> Iterator[T]:
-    """The items of a flow, so many of them asked for before they are needed.
+    """Prefetch: the items of a flow, requested `items` ahead of their use.
 
     Args:
-      flow: of futures, else nothing overlaps.
-      items: 0 or more; 1 is one step off.
+      flow: of futures, otherwise nothing overlaps.
+      items: 0 or more; 1 is one-step off-policy.
     """
     if items < 0:
         raise ConfigError(f"ahead by {items} items: 0 (none) or more")
-    source, held = iter(flow), collections.deque[T]()
-    for item in source:
-        held.append(item)
-        if len(held) > items:
-            yield held.popleft()
-    yield from held
+    prefetched = collections.deque[T]()
+    for item in flow:
+        prefetched.append(item)
+        if len(prefetched) > items:
+            yield prefetched.popleft()
+    yield from prefetched
 
 
 def as_completed(
     futures: Iterable[Future], timeout_seconds: float = DEADLINE_SECONDS
 ) -> Iterator[Future]:
-    """Futures in the order in which they are done; those done at once in their own order.
+    """Futures in the order in which they complete; those completed together in their input order.
 
     Raises:
-      RunError: none was done within the time; the calls that are late are named.
+      RunError: none completed within the timeout; the message names the pending calls.
     """
     waiting = list(futures)
     while waiting:
         deadline = time.monotonic() + timeout_seconds
         while not (done := [future for future in waiting if future.done()]):
             if time.monotonic() > deadline:
-                late = ", ".join(future.label for future in waiting)
-                raise RunError(f"{late}: not answered within {timeout_seconds:g} seconds")
+                pending = ", ".join(future.label for future in waiting)
+                raise RunError(f"{pending}: not answered within {timeout_seconds:g} seconds")
             time.sleep(_POLL_SECONDS)
         waiting = [future for future in waiting if not future.done() or future not in done]
         yield from done
 
 
 class Replay:
-    """Batches that are learned from again: the newest so many, drawn with equal chances.
+    """Replay buffer: keeps the newest batches and samples from them uniformly.
 
-    They are kept as numpy arrays on the controller. A class that keeps one over a resume saves
-    what its ``state`` needs itself; batches are no plain JSON.
+    Batches are kept as numpy arrays on the controller. They are not part of a checkpoint: an
+    algorithm that wants to restore them must save them itself, because ``state`` is plain JSON.
 
     Args:
-      batches: that are kept; older ones leave.
-      seed: of the draws.
+      batches: capacity; the oldest batch is evicted.
+      seed: of the sampling.
     """
 
     def __init__(self, batches: int, seed: int = 0):
         if batches < 1:
             raise ConfigError(f"a replay buffer of {batches} batches: 1 or more")
-        self._held: collections.deque[Batch] = collections.deque(maxlen=batches)
-        self._draw = np.random.default_rng(seed)
+        self._batches: collections.deque[Batch] = collections.deque(maxlen=batches)
+        self._rng = np.random.default_rng(seed)
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._batches)
 
     def store(self, batch: Any) -> Batch:
-        """Keep a batch (waits for one that is a future), and hand it on."""
-        self._held.append(join(batch))
-        return self._held[-1]
+        """Add a batch (a future is waited for) and return it."""
+        self._batches.append(join(batch))
+        return self._batches[-1]
 
     def sample(self, count: int = 1) -> list[Batch]:
-        """So many of the batches that are kept, or all if there are fewer, none twice."""
-        chosen = self._draw.permutation(len(self._held))[:count]
-        return [self._held[int(i)] for i in chosen]
+        """Sample `count` batches without replacement, or all if there are fewer."""
+        chosen = self._rng.permutation(len(self._batches))[:count]
+        return [self._batches[int(i)] for i in chosen]

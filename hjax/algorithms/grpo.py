@@ -1,6 +1,6 @@
-"""GRPO (Shao et al. 2024, arXiv 2402.03300): the group of samples is the baseline.
+"""GRPO (Shao et al. 2024, arXiv 2402.03300): the samples of a prompt are the baseline.
 
-Its switches make the critic-free methods of ``hjax.algorithms.critic_free``.
+``hjax.algorithms.critic_free`` has further methods: the same class with other defaults.
 """
 
 from typing import Any, ClassVar
@@ -19,7 +19,7 @@ from hjax.algorithms.advantages import (
     whiten,
 )
 from hjax.algorithms.algorithm import Algorithm, Batch, old_logprobs, reference_kl
-from hjax.algorithms.masks import by_switches
+from hjax.algorithms.masks import jit_static_keywords
 from hjax.algorithms.policy_loss import RATIOS, SURROGATES
 from hjax.algorithms.ppo import CLIP_KEYS, PPO, policy_loss
 from hjax.algorithms.resampling import Resampling
@@ -31,7 +31,7 @@ RESCALES = ("none", "groups", "rewarded")
 
 
 class GRPO(Resampling, Algorithm):
-    """Rewards normalised within each prompt's samples; no critic; KL in the loss."""
+    """Group-relative advantages: rewards normalised per prompt; no critic; KL in the loss."""
 
     roles: ClassVar[tuple[str, ...]] = ("actor", "reference", "reward")
 
@@ -102,12 +102,12 @@ class GRPO(Resampling, Algorithm):
 
     @classmethod
     def check(cls, config: ConfigDict) -> None:
-        """Switches that have no effect beside each other, and the loss's own."""
+        """Refuse switches that have no effect together, here and in the loss."""
         super().check(config)
         if config.baseline == "none" and config.normalise != "none":
             raise ConfigError(
-                f"config.algorithm.normalise={config.normalise!r} divides by what the group is "
-                "compared with, and config.algorithm.baseline='none' compares with nothing: use "
+                f"config.algorithm.normalise={config.normalise!r} normalises by statistics of the "
+                "group, and config.algorithm.baseline='none' compares with no group: use "
                 "normalise='none', or a baseline"
             )
         if not config.kl_cumulated and config.kl_in != "reward":
@@ -142,20 +142,20 @@ class GRPO(Resampling, Algorithm):
         return batch
 
     def compute_advantages(self, batch: Batch) -> Batch:
-        """Adds ``advantages``, ``old_logprobs`` and ``row_mask`` (rows that count)."""
+        """Adds ``advantages``, ``old_logprobs`` and ``row_mask`` (rows in the loss)."""
         config = self.config
         old, scores, kl = old_logprobs(batch), self.scores(batch), reference_kl(batch)
-        rows = self.counted(batch, scores)
-        differ = self._says_something(batch)
+        rows = self.rows_in_loss(batch, scores)
+        with_signal = self._groups_with_signal(batch)
         if config.filter:
-            rows &= np.repeat(differ, self.samples)
+            rows &= np.repeat(with_signal, self.samples)
         advantages = _advantages(
             scores,
             batch["response_mask"],
             None if config.kl_in == "loss" else kl,
             jnp.float32(self.kl.coef),
             rows,
-            # What a group is compared with is a response's; without one each token has its own.
+            # A group baseline compares whole responses, so dense rewards only count without one.
             self.token_scores(batch) if config.baseline == "none" else None,
             samples=self.samples,
             baseline=config.baseline,
@@ -166,18 +166,18 @@ class GRPO(Resampling, Algorithm):
             kl_cumulated=config.kl_cumulated,
             whitened=config.whiten,
         )
-        said = {"none": np.ones(1), "groups": differ, "rewarded": np.nan_to_num(scores) != 0}
-        counted = said[config.rescale]
+        rewarded = np.nan_to_num(scores) != 0
+        counted = {"none": np.ones(1), "groups": with_signal, "rewarded": rewarded}[config.rescale]
         scale = counted.size / max(int(counted.sum()), 1)
         return batch | {
             "advantages": np.asarray(advantages) * np.float32(scale),
             "old_logprobs": old,
             "row_mask": rows,
-            **self.follow_kl(batch | {"ref_kl": kl}, old),
+            **self.update_kl_coef(batch | {"ref_kl": kl}, old),
         }
 
 
-@by_switches
+@jit_static_keywords
 def _advantages(
     scores: jax.Array,
     mask: jax.Array,
@@ -201,11 +201,11 @@ def _advantages(
         kl = None
     options = {"baseline": baseline, "normalise": normalise, "epsilon": epsilon}
     per_row = group_advantages(scores, samples, lengths=jnp.sum(mask, axis=1), **options)
-    # Without a KL and a discount each token has what its response has.
-    summed, own = (kl, None) if kl_cumulated else (None, kl)
-    per_token = token_rewards(per_row, mask, summed, kl_coef, dense=dense)
+    # Without a KL and a discount each token has its response's advantage.
+    cumulated_kl, token_kl = (kl, None) if kl_cumulated else (None, kl)
+    per_token = token_rewards(per_row, mask, cumulated_kl, kl_coef, dense=dense)
     advantages = discounted_returns(per_token, mask, gamma)
-    if own is not None:
-        advantages = advantages - kl_coef * jnp.where(mask, own, 0.0)
+    if token_kl is not None:
+        advantages = advantages - kl_coef * jnp.where(mask, token_kl, 0.0)
     advantages = jnp.where(jnp.isnan(scores)[:, None], 0.0, advantages)
     return whiten(advantages, mask & rows[:, None]) if whitened else advantages

@@ -1,6 +1,4 @@
-"""How far the policy is from the reference, and the coefficient that holds it there; and the
-coefficient of the entropy bonus, where it follows a target.
-"""
+"""KL estimators (k1, k2, k3), fixed and adaptive KL coefficients, adaptive entropy coefficient."""
 
 import math
 
@@ -21,7 +19,7 @@ def kl_estimate(
     input_clamp: float | None = None,
     output_clamp: float | None = None,
 ) -> jax.Array:
-    r"""Per-token estimate of KL(policy || reference) from one drawn token.
+    r"""Per-token estimate of KL(policy || reference) from one sampled token.
 
     With :math:`d = \log\pi - \log\pi_{ref}` at that token:
 
@@ -45,7 +43,7 @@ def kl_estimate(
 
     Raises:
         ConfigError: unknown `kind`.
-        AssertionError: two shapes, or whole numbers (token ids, say), when traced.
+        AssertionError: different shapes, or integers (token ids, say), at trace time.
 
     Example:
         >>> kl_estimate(jnp.log(0.5), jnp.log(0.25), "k3")      # 1/2 - 1 + log 2
@@ -69,10 +67,10 @@ def kl_estimate(
     if kind.startswith("k1"):
         estimate = bounded(difference)
     else:
-        # expm1 keeps the digits that exp(-d) - 1 + d cancels near d = 0.
+        # expm1 avoids the cancellation of exp(-d) - 1 + d near d = 0.
         estimate = bounded(jnp.expm1(-difference) + difference)
     if kind.endswith("+"):
-        # x - stop_gradient(x) is exactly 0, so the value is untouched.
+        # x - stop_gradient(x) is exactly 0, so the value does not change.
         return jax.lax.stop_gradient(estimate) + (squared - jax.lax.stop_gradient(squared))
     return estimate
 
@@ -84,7 +82,7 @@ def check_kl_kind(kind: str) -> None:
 
 
 class FixedKL:
-    """The coefficient of the KL, in the reward or the loss; here one that stays.
+    """A fixed KL coefficient, for the KL in the reward or the loss.
 
     Args:
         coef: reward (or loss) per nat, 0 or more.
@@ -94,31 +92,32 @@ class FixedKL:
         self.coef = _coefficient(coef)
 
     def update(self, kl_mean: float, sequences: int) -> None:
-        """Take note of one step's mean KL over so many sequences: nothing, it is fixed."""
+        """Ignores a step's mean KL over `sequences` sequences: the coefficient is fixed."""
 
     def state(self) -> dict[str, float]:
         """What a checkpoint needs: `{"coef": float}`."""
         return {"coef": self.coef}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Continue with the coefficient of a `state()`."""
+        """Restore the coefficient from a `state()`."""
         self.coef = _coefficient(state["coef"])
 
 
 class AdaptiveKL(FixedKL):
-    r"""A coefficient that follows a target KL (Ziegler et al. 2019, section 2.2).
+    r"""Adaptive KL coefficient, controlled towards a target (Ziegler et al. 2019, section 2.2).
 
     .. math:: \beta \leftarrow \beta\,\left(1 + \mathrm{clip}\left(\frac{KL}{KL_{target}} - 1,
               \pm 0.2\right) \frac{n}{horizon}\right)
 
-    https://arxiv.org/abs/1909.08593, with n / horizon for its rate 0.1, as in its code and in TRL.
+    https://arxiv.org/abs/1909.08593, with n / horizon instead of the rate 0.1, as in its code and
+    in TRL.
 
     Args:
-        coef: the first coefficient, above 0.
-        target: the KL aimed at, in the unit that `update` is given: nats per token, or nats per
-            sequence as in the paper.
-        horizon: sequences over which an error of the full 20 % changes the coefficient by 20 %;
-            a step of more sequences counts as one horizon.
+        coef: the initial coefficient, above 0.
+        target: target KL, in the unit of `update`'s argument: nats per token, or nats per sequence
+            as in the paper.
+        horizon: number of sequences over which an error of the full 20 % changes the coefficient
+            by 20 %; a step of more sequences counts as one horizon.
         clip: bound on the relative error.
     """
 
@@ -130,15 +129,15 @@ class AdaptiveKL(FixedKL):
         self.target, self.horizon, self.clip = float(target), float(horizon), float(clip)
 
     def update(self, kl_mean: float, sequences: int) -> None:
-        """Move the coefficient by one step's mean KL over `sequences` sequences.
+        """Update the coefficient from one step's mean KL over `sequences` sequences.
 
-        A KL that is not finite leaves it as it is: such a step's update is skipped too.
+        A non-finite KL leaves it unchanged: the optimizer update of such a step is skipped too.
         """
         error = float(kl_mean) / self.target - 1.0
         if not math.isfinite(error):
             return
         error = min(max(error, -self.clip), self.clip)
-        # Bounded, as a step of several horizons could otherwise turn the coefficient negative.
+        # Bounded: a step of several horizons could otherwise make the coefficient negative.
         self.coef *= 1.0 + error * min(sequences / self.horizon, 1.0)
 
 
@@ -150,50 +149,50 @@ def _coefficient(value: float) -> float:
 
 
 class AdaptiveEntropy:
-    r"""A coefficient that rises while the entropy is below a target, and falls while it is above.
+    r"""Adaptive entropy coefficient: rises while the entropy is below a target, else falls.
 
-    .. math:: c \leftarrow \mathrm{clip}(c \pm \mathrm{step}, 0, \mathrm{most})
+    .. math:: c \leftarrow \mathrm{clip}(c \pm \mathrm{step}, 0, \mathrm{max})
 
     Skywork-OR1 (He et al. 2025, https://arxiv.org/abs/2505.22312): while the entropy is above the
-    target the bonus is off, whatever c. TRL has the same.
+    target there is no bonus, whatever c is. TRL has the same.
 
     Args:
-      coef: the first coefficient, loss per nat, 0 to most.
-      target: nats per token, above 0.
-      step: by which it moves after each step, above 0.
-      most: its largest value.
+      coef: the initial coefficient, loss per nat, 0 to max_coef.
+      target: target entropy, nats per token, above 0.
+      step: change per training step, above 0.
+      max_coef: largest value of the coefficient.
     """
 
-    def __init__(self, coef: float, target: float, step: float, most: float):
-        for name, value in (("target", target), ("step", step), ("most", most)):
+    def __init__(self, coef: float, target: float, step: float, max_coef: float):
+        for name, value in (("target", target), ("step", step), ("max_coef", max_coef)):
             if not value > 0:
                 raise ConfigError(f"adaptive entropy: {name}={value} must be above 0")
-        if not 0 <= coef <= most:
-            raise ConfigError(f"adaptive entropy: coef={coef} must lie in 0 to most={most}")
-        self.value, self.target, self.step, self.most = coef, target, step, most
-        self.below = True  # the target, as far as is known
+        if not 0 <= coef <= max_coef:
+            raise ConfigError(f"adaptive entropy: coef={coef} must lie in 0 to max_coef={max_coef}")
+        self.value, self.target, self.step, self.max_coef = coef, target, step, max_coef
+        self.below_target = True  # until an entropy has been measured
 
     @property
     def coef(self) -> float:
         """The coefficient to use now."""
-        return self.value if self.below else 0.0
+        return self.value if self.below_target else 0.0
 
     def update(self, entropy: float) -> None:
-        """Move by one step's mean entropy per token, in nats; one that is not finite says nothing.
+        """Update the coefficient from one step's mean entropy; a non-finite one is ignored.
 
         Args:
-          entropy: of the policy, measured in the updates.
+          entropy: the policy's, nats per token, measured in the updates.
         """
         if not math.isfinite(entropy):
             return
-        self.below = entropy <= self.target
-        moved = self.value + (self.step if self.below else -self.step)
-        self.value = min(max(moved, 0.0), self.most)
+        self.below_target = entropy <= self.target
+        moved = self.value + (self.step if self.below_target else -self.step)
+        self.value = min(max(moved, 0.0), self.max_coef)
 
     def state(self) -> dict[str, float]:
         """What a checkpoint needs."""
-        return {"value": self.value, "below": float(self.below)}
+        return {"value": self.value, "below": float(self.below_target)}
 
     def restore(self, state: dict[str, float]) -> None:
         """Continue from what ``state`` returned."""
-        self.value, self.below = float(state["value"]), bool(state["below"])
+        self.value, self.below_target = float(state["value"]), bool(state["below"])

@@ -1,4 +1,4 @@
-"""KTO (Ethayarajh et al. 2024, arXiv 2402.01306): responses that are each good or bad, no pairs."""
+"""KTO (Ethayarajh et al. 2024, arXiv 2402.01306): unpaired responses labelled good or bad."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from hjax.rules import Key, above, at_least
 
 
 class KTO(Algorithm):
-    """A response gains or loses by its log-ratio to the reference beyond a baseline."""
+    """Kahneman-Tversky optimisation: a value function of each log-ratio minus a KL baseline."""
 
     roles = ("actor", "reference")
     generates = False
@@ -21,7 +21,7 @@ class KTO(Algorithm):
     fewest_examples = 2  # the baseline is of each response after another's prompt
     needed_data = "verdicts"
     data_hint = "give it the columns `response` and `label`"
-    # Sequences per update are ``warm_start.batch``.
+    # ``warm_start.batch`` sets the sequences per update.
     shared_keys = ("max_skipped",)
 
     keys = {
@@ -32,7 +32,7 @@ class KTO(Algorithm):
 
     @classmethod
     def check(cls, config: ConfigDict) -> None:
-        """Weights of which not both are 0."""
+        """Refuse weights that are both 0."""
         super().check(config)
         if not config.desirable and not config.undesirable:
             raise ConfigError(
@@ -42,33 +42,34 @@ class KTO(Algorithm):
 
     @classmethod
     def losses(cls, config: ConfigDict, max_response_length: int) -> dict[str, Any]:
-        """The loss of verdicts."""
+        """The unpaired loss."""
         names = ("beta", "desirable", "undesirable")
         return {"actor": UnpairedLoss(**{name: config[name] for name in names})}
 
     def learn(self, batch: Any) -> Batch:
-        """One update, against what responses to other prompts have gained."""
+        """One update, with mismatched pairs for the KL baseline."""
         others = mismatched(batch)
         reference = self.reference.compute_ref_log_prob(batch)
-        theirs = self.reference.compute_ref_log_prob(others)
-        own = self.actor.compute_log_prob(others)
-        batch = self.with_baseline(join(batch, reference, others=join(others, own, theirs)))
+        others_ref = self.reference.compute_ref_log_prob(others)
+        others_policy = self.actor.compute_log_prob(others)
+        others = join(others, others_policy, others_ref)
+        batch = self.with_baseline(join(batch, reference, others=others))
         self.log(self.actor.update_actor(batch))
         return batch
 
     def with_baseline(self, batch: Batch) -> Batch:
-        """Adds ``kl_baseline``: what mismatched responses have gained on average, at least 0.
+        """Adds ``kl_baseline``: the mean log-ratio of mismatched responses, at least 0.
 
         Args:
           batch: with ``others``, the log-probs of ``mismatched`` under policy and reference.
         """
         others = batch.pop("others")
         mask = np.asarray(others["response_mask"], bool)
-        gained = np.where(mask, others["old_logprobs"] - others["ref_logprobs"], 0.0).sum(axis=1)
-        return batch | {"kl_baseline": np.asarray(max(gained.mean(), 0.0), np.float32)}
+        ratios = np.where(mask, others["old_logprobs"] - others["ref_logprobs"], 0.0).sum(axis=1)
+        return batch | {"kl_baseline": np.asarray(max(ratios.mean(), 0.0), np.float32)}
 
 
 def mismatched(batch: Batch) -> Batch:
-    """The batch with each response moved on to the next prompt, the last one to the first (TRL)."""
+    """Pair each response with the next row's prompt, the last with the first (as in TRL)."""
     moved = {key: np.roll(batch[key], 1, axis=0) for key in ("responses", "response_mask")}
     return {key: batch[key] for key in ("prompts", "prompt_mask")} | moved

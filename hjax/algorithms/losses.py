@@ -1,26 +1,26 @@
-r"""The losses, as per-token terms that are summed with weights fixed for a whole optimizer step.
+r"""Losses: value loss, supervised loss, and the protocol that every loss implements.
 
-Protocol of every loss, a frozen and picklable dataclass handed to the worker:
+A loss is a frozen, picklable dataclass that is sent to the worker. It computes per-token terms,
+which are summed with weights that are fixed for a whole optimizer step. Its protocol:
 
-- `needs`: the batch keys that the call reads. `row_mask` (bool [N], false for unscored or padding
-  rows) is read by `weights` where the batch has it.
-- `scalars` (none where absent): those of `needs` that are one number for all rows.
-- `per_row` (none where absent): those of `needs` that are one number for each row, [N].
-- `of_tokens` (none where absent): the entry of `needs` with the tokens, int [N, L, k], whose
-  log-probs [N, L, k] it takes in place of the responses' own.
-- `shapes(vocabulary)` (none where absent): of those of `needs` that are no float [N, L], what
-  follows N and L, and the dtype.
-- `tempered` (True where absent): whether log-probs are taken at the rollout's temperature.
-- `weights(batch) -> [N, L]`, of the loss; `stat_weights(batch) -> [N, L]`, the mean over tokens,
-  with which the statistics are averaged in the same way (`hjax.algorithms.aggregation`).
-- `prepared(batch) -> dict` (none where absent): further entries that the call reads, made of the
-  whole optimizer step before it is cut into micro-batches.
-- `loss(output [N, L], ..., batch) -> (token_loss [N, L], stats: dict of [N, L])`, float32, 0 off
-  the mask. What the model computes on padding has no influence, not even as NaN.
+- `needs`: the batch keys that the call reads. `weights` also reads `row_mask` (bool [N], false for
+  unscored or padding rows) where the batch has it.
+- `scalars` (optional): those of `needs` that are one number for all rows.
+- `per_row` (optional): those of `needs` that are one number per row, [N].
+- `of_tokens` (optional): the entry of `needs` with token ids, int [N, L, k]; the loss takes their
+  log-probs [N, L, k] instead of those of the responses.
+- `shapes(vocabulary)` (optional): trailing shape (after N and L) and dtype of the `needs` that are
+  not float [N, L].
+- `tempered` (default True): whether log-probs are taken at the rollout's temperature.
+- `weights(batch) -> [N, L]` for the loss; `stat_weights(batch) -> [N, L]` for the statistics, by
+  default their mean over tokens (`hjax.algorithms.aggregation`).
+- `prepared(batch) -> dict` (optional): further entries that the call reads, computed from the
+  whole optimizer step before it is split into micro-batches.
+- `loss(output [N, L], ..., batch) -> (token_loss [N, L], stats: dict of [N, L])`, float32, 0
+  outside the mask. Model outputs on padding have no influence, not even as NaN.
 
-A part that isn't built is refused by the constructor with one line. Arrays of shapes that do not
-belong together are an AssertionError when the call is traced, before NumPy's rules would stretch
-one over the other.
+Constructors refuse unknown options with one line. Wrong shapes raise AssertionError at trace time,
+where they would otherwise broadcast silently.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 
 from hjax.algorithms.aggregation import Batch, Stats, TokenLoss, aggregation_weights
-from hjax.algorithms.masks import constant, keep, masked_variance
+from hjax.algorithms.masks import constant, masked, masked_variance
 from hjax.algorithms.policy_loss import PolicyLoss
 from hjax.errors import ConfigError
 
@@ -51,12 +51,12 @@ class ValueLoss(TokenLoss):
     .. math:: L = \tfrac12 \max\left((V - R)^2,\
               (V_{old} + \mathrm{clip}(V - V_{old}, \pm\epsilon) - R)^2\right)
 
-    The larger of the two, as in OpenAI's baselines (`ppo2`), TRL and verl, with their factor 1/2.
+    As in OpenAI's baselines (`ppo2`), TRL and verl, with their factor 1/2.
 
     Attributes:
         clip: epsilon, in the unit of the values; None for the plain squared error.
         aggregation, max_length: as in `PolicyLoss`.
-        values_key, returns_key: batch keys of V_old and R (a cost critic has its own).
+        values_key, returns_key: batch keys of V_old and R (a cost critic has other keys).
     """
 
     clip: float | None = 0.2
@@ -70,7 +70,7 @@ class ValueLoss(TokenLoss):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Keys that the call reads from the batch."""
+        """Batch keys that the call reads."""
         old = () if self.clip is None else (self.values_key,)
         return ("response_mask", self.returns_key, *old)
 
@@ -87,36 +87,36 @@ class ValueLoss(TokenLoss):
         """
         mask = batch["response_mask"]
         chex.assert_equal_shape([values, *(batch[key] for key in self.needs)])
-        values, returns = keep(values, mask), keep(batch[self.returns_key], mask)
+        values, returns = masked(values, mask), masked(batch[self.returns_key], mask)
         stats: Stats = {"value": values}
         error = jnp.square(values - returns)
         if self.clip is not None:
-            old = keep(batch[self.values_key], mask)
+            old = masked(batch[self.values_key], mask)
             clipped = old + jnp.clip(values - old, -self.clip, self.clip)
             clipped_error = jnp.square(clipped - returns)
-            # Within the clip both errors are the same up to rounding, which is no clipping.
+            # Within the clip both errors are equal up to rounding, which does not count as clipped.
             outside = jnp.abs(values - old) > self.clip
-            stats["clip_fraction"] = keep(outside & (clipped_error > error), mask)
+            stats["clip_fraction"] = masked(outside & (clipped_error > error), mask)
             error = jnp.maximum(error, clipped_error)
         return 0.5 * error, jax.lax.stop_gradient(stats)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedLoss(TokenLoss):
-    """Negative log-likelihood of the response tokens: warm start and SFT."""
+    """Negative log-likelihood of the response tokens, for SFT and the warm start."""
 
-    # The likelihood of the plain softmax, whatever temperature rollouts are drawn at.
+    # At temperature 1, whatever the rollout's temperature is.
     tempered: ClassVar[bool] = False
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Keys that the call reads from the batch."""
+        """Batch keys that the call reads."""
         return ("response_mask",)
 
     def __call__(
         self, logprobs: jax.Array, entropy: jax.Array | None, batch: Batch
     ) -> tuple[jax.Array, Stats]:
-        """Token losses (nats) and statistics: `entropy`, if it is given.
+        """Token losses (nats) and statistics: `entropy`, if it is passed.
 
         Args:
             logprobs: float [N, L], of the demonstration's tokens.
@@ -125,8 +125,8 @@ class SupervisedLoss(TokenLoss):
         """
         mask = batch["response_mask"]
         chex.assert_equal_shape([logprobs, mask])
-        stats = {} if entropy is None else {"entropy": keep(entropy, mask)}
-        return -keep(logprobs, mask), jax.lax.stop_gradient(stats)
+        stats = {} if entropy is None else {"entropy": masked(entropy, mask)}
+        return -masked(logprobs, mask), jax.lax.stop_gradient(stats)
 
 
 def explained_variance(values: jax.Array, returns: jax.Array, mask: jax.Array) -> jax.Array:
@@ -137,11 +137,11 @@ def explained_variance(values: jax.Array, returns: jax.Array, mask: jax.Array) -
         mask: bool [N, L].
 
     Returns:
-        float32 scalar, at most 1; 0 (never NaN) where the returns don't vary.
+        float32 scalar, at most 1; 0 (never NaN) where the returns are constant.
     """
     chex.assert_equal_shape([values, returns, mask])
     variance = masked_variance(returns, mask)
-    residual = masked_variance(keep(returns, mask) - keep(values, mask), mask)
+    residual = masked_variance(masked(returns, mask) - masked(values, mask), mask)
     lowest = jnp.min(returns, where=mask, initial=jnp.inf)
     vary = ~constant(lowest, jnp.max(returns, where=mask, initial=-jnp.inf))
     return jnp.where(vary, 1.0 - residual / jnp.where(vary, variance, 1.0), 0.0)

@@ -1,7 +1,7 @@
-"""Statistics over the tokens (or rows) that count.
+"""Masked statistics and whitening over tokens or rows.
 
-A mask is boolean or 0/1 and has the shape of what it selects from. What it leaves out never
-enters a sum, not even as `0 * nan`.
+A mask is boolean or 0/1 and has the shape of the array it selects from. Masked-out entries never
+enter a sum, not even as `0 * nan`.
 """
 
 import inspect
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 def masked_sum(x: jax.Array, mask: jax.Array, axis: int | None = None) -> jax.Array:
     """Sum of `x` where `mask` is true, in float32; other entries may be anything, even NaN."""
-    return jnp.sum(keep(x, mask), axis=axis)
+    return jnp.sum(masked(x, mask), axis=axis)
 
 
 def masked_mean(x: jax.Array, mask: jax.Array, axis: int | None = None) -> jax.Array:
@@ -38,7 +38,7 @@ def masked_variance(x: jax.Array, mask: jax.Array, unbiased: bool = True) -> jax
         unbiased: divide by n - 1 (Bessel), otherwise by n.
     """
     count = jnp.sum(jnp.asarray(mask, bool))
-    squares = masked_sum(jnp.square(keep(x, mask) - masked_mean(x, mask)), mask)
+    squares = masked_sum(jnp.square(masked(x, mask) - masked_mean(x, mask)), mask)
     return squares / jnp.maximum(count - 1 if unbiased else count, 1)
 
 
@@ -84,22 +84,22 @@ def whiten(
     variance = masked_variance(x, mask, unbiased)
     lowest = jnp.min(x, where=mask, initial=jnp.inf)
     equal = constant(lowest, jnp.max(x, where=mask, initial=-jnp.inf))
-    whitened = (keep(x, mask) - mean) * jax.lax.rsqrt(variance + epsilon)
+    whitened = (masked(x, mask) - mean) * jax.lax.rsqrt(variance + epsilon)
     whitened = jnp.where(equal, 0.0, whitened)
-    return keep(whitened if shift_mean else whitened + mean, mask)
+    return masked(whitened if shift_mean else whitened + mean, mask)
 
 
-def keep(x: jax.Array, mask: jax.Array) -> jax.Array:
-    """`x` as float32 where `mask` is true and exactly 0 elsewhere, for values and gradients."""
+def masked(x: jax.Array, mask: jax.Array) -> jax.Array:
+    """`x` as float32 where `mask` is true, exactly 0 elsewhere, in value and gradient."""
     return jnp.where(jnp.asarray(mask, bool), jnp.asarray(x, jnp.float32), 0.0)
 
 
-def last_places(mask: Any) -> Any:
-    """The last True of each row, NumPy's or JAX's: bool [N, L] of bool [N, L]; none in an empty
-    row."""
+def last_token_mask(mask: Any) -> Any:
+    """Mask of the last True of each row, for NumPy or JAX: bool [N, L] of bool [N, L]; an empty
+    row has none."""
     return mask & (mask[:, ::-1].cumsum(axis=1)[:, ::-1] == 1)
 
 
-def by_switches(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of arrays, compiled once for each choice of its keyword-only arguments."""
+def jit_static_keywords(function: Callable[..., Any]) -> Callable[..., Any]:
+    """jit with all keyword-only arguments static: one compilation for each choice of them."""
     return jax.jit(function, static_argnames=inspect.getfullargspec(function).kwonlyargs)

@@ -1,4 +1,4 @@
-"""Pairs that a policy makes itself: OnlineDPO has its answers judged, SPIN plays demonstrations."""
+"""DPO on the policy's own samples: OnlineDPO ranks them by reward, SPIN rejects them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,17 +6,17 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from hjax.algorithms.algorithm import Batch, rows_of
+from hjax.algorithms.algorithm import Batch, row_count
 from hjax.algorithms.dpo import DPO
-from hjax.algorithms.pair_loss import REFERRED
-from hjax.algorithms.resampling import chosen
+from hjax.algorithms.pair_loss import REFERENCE_KINDS
+from hjax.algorithms.resampling import select_rows
 from hjax.controller import join
 from hjax.errors import ConfigError
 from hjax.rules import Key
 
 
 class OnlineDPO(DPO):
-    """Two answers to each prompt; the reward says which is chosen (Guo et al. 2024, 2402.04792)."""
+    """Two samples per prompt; the reward says which is chosen (Guo et al. 2024, 2402.04792)."""
 
     roles = ("actor", "reference", "reward")
     generates = True
@@ -51,44 +51,43 @@ class OnlineDPO(DPO):
 
     @classmethod
     def fewest_samples(cls, config: ConfigDict) -> int:
-        """The two of a pair."""
+        """Two, for a pair."""
         return 2
 
     def learn(self, batch: Any) -> Batch:
-        """Have them judged, then learn from the pairs."""
+        """Score the samples, then update on the pairs."""
         reference = self.reference.compute_ref_log_prob(batch)
         rewards = self.reward.compute_reward(batch)
-        batch = self.in_pairs(join(batch, reference, rewards))
+        batch = self.rank_pairs(join(batch, reference, rewards))
         for minibatch in self.minibatches(batch):
             self.log(self.actor.update_actor(minibatch))
         return batch
 
-    def in_pairs(self, batch: Batch) -> Batch:
-        """The rows of each pair with the better one first, and ``row_mask``.
+    def rank_pairs(self, batch: Batch) -> Batch:
+        """Order the rows of each pair with the better one first, and add ``row_mask``.
 
-        A pair with an unscored answer leaves the loss, and so does one of equal rewards (but with
-        ``keep_ties``, where the first one drawn stays first).
+        A pair with an unscored response is masked, and so is a pair with equal rewards (unless
+        ``keep_ties``: then the first sample counts as chosen).
         """
         scores = self.scores(batch)
         first, second = scores[::2], scores[1::2]
         rows = np.arange(len(scores)).reshape(-1, 2)
         rows = np.where((second > first)[:, None], rows[:, ::-1], rows)
-        counts = self.counted(batch, scores).reshape(-1, 2).all(axis=1)
+        valid = self.rows_in_loss(batch, scores).reshape(-1, 2).all(axis=1)
         if not self.config.keep_ties:
-            counts &= first != second
-        made = chosen(batch, rows.ravel())
-        return made | {"row_mask": np.repeat(counts, 2)}
+            valid &= first != second
+        return select_rows(batch, rows.ravel()) | {"row_mask": np.repeat(valid, 2)}
 
     def batch_metrics(self, batch: Batch) -> dict[str, float]:
-        """The share of pairs that say something."""
+        """The share of pairs in the loss."""
         return {"reward/pairs": float(np.mean(batch["row_mask"]))}
 
 
 class SPIN(DPO):
-    """Demonstrations against the policy's own answers (Chen et al. 2024, arXiv 2401.01335).
+    """Self-play: demonstrations against own samples (Chen et al. 2024, arXiv 2401.01335).
 
-    A step is an iterate: the policy as it is answers the demonstrations' prompts, is the opponent
-    that the loss refers to, and takes ``epochs`` updates on those pairs.
+    A step is one iteration: the current policy samples responses to the demonstrations' prompts,
+    serves as the opponent (the reference of the loss), and takes ``epochs`` updates on the pairs.
     """
 
     roles = ("actor",)
@@ -101,32 +100,32 @@ class SPIN(DPO):
         super().__init__(*args, **kwargs)
         if self.samples != 1:
             raise ConfigError(
-                f"rollout.samples={self.samples}: SPIN sets one answer beside each demonstration; "
-                "set it to 1"
+                f"rollout.samples={self.samples}: SPIN pairs one response with each "
+                "demonstration; set it to 1"
             )
 
     @classmethod
     def check(cls, config: ConfigDict) -> None:
-        """Losses that refer to an opponent."""
+        """Refuse losses without a reference, since the opponent is the reference."""
         super().check(config)
-        if config.kind not in REFERRED:
+        if config.kind not in REFERENCE_KINDS:
             raise ConfigError(
-                f"config.algorithm.kind={config.kind!r} refers to no opponent, which SPIN plays "
-                f"against: use {', '.join(REFERRED)}"
+                f"config.algorithm.kind={config.kind!r} has no reference, which is the opponent "
+                f"in SPIN: use {', '.join(REFERENCE_KINDS)}"
             )
 
     def collect(self, prompts: Batch) -> Any:
-        """Demonstrations, and the policy's own answers to their prompts."""
+        """Demonstrations, and the policy's own responses to their prompts."""
         assert self.demonstrations is not None
         shown = self.demonstrations()
-        asked = {key: shown[key] for key in ("prompts", "prompt_mask")}
-        return shown, self.actor.generate_sequences(asked | {"step": prompts["step"]})
+        own_prompts = {key: shown[key] for key in ("prompts", "prompt_mask")}
+        return shown, self.actor.generate_sequences(own_prompts | {"step": prompts["step"]})
 
     def learn(self, batch: Any) -> Batch:
-        """Tell them apart; returns the policy's own answers."""
+        """Update on the pairs; returns the policy's own responses."""
         shown, own = batch
         own = join(own)
-        pairs = in_turn(shown, own)
+        pairs = interleave_pairs(shown, own)
         opponent = join(self.actor.compute_log_prob(pairs))
         pairs["ref_logprobs"] = opponent["old_logprobs"]
         for minibatch in self.minibatches(pairs):
@@ -134,8 +133,8 @@ class SPIN(DPO):
         return own
 
 
-def in_turn(chosen: Mapping[str, Any], rejected: Mapping[str, Any]) -> Batch:
-    """Rows of two batches of prompts and responses in turn; responses padded to the longer width.
+def interleave_pairs(chosen: Mapping[str, Any], rejected: Mapping[str, Any]) -> Batch:
+    """Alternate the rows of two batches; prompts and responses are padded to the longer width.
 
     Args:
       chosen, rejected: ``prompts``, ``prompt_mask``, ``responses``, ``response_mask`` [rows, ...].
@@ -145,5 +144,5 @@ def in_turn(chosen: Mapping[str, Any], rejected: Mapping[str, Any]) -> Batch:
         pair = [np.asarray(batch[key]) for batch in (chosen, rejected)]
         width = max(x.shape[1] for x in pair)
         pair = [np.pad(x, ((0, 0), (0, width - x.shape[1]))) for x in pair]
-        made[key] = np.stack(pair, axis=1).reshape(2 * rows_of(chosen), width)
+        made[key] = np.stack(pair, axis=1).reshape(2 * row_count(chosen), width)
     return made

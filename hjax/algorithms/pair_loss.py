@@ -1,6 +1,6 @@
-r"""Losses of preference pairs: a chosen and a rejected response to a prompt, in rows that follow.
+r"""Preference losses (DPO family): a chosen and a rejected response in adjacent rows.
 
-A pair's loss stands at the first place of its chosen row (`SequenceLoss`).
+A pair's loss is stored at the first token of its chosen row (`SequenceLoss`).
 """
 
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from hjax.algorithms.aggregation import Batch, SequenceLoss, Stats, at_first
-from hjax.algorithms.masks import keep
+from hjax.algorithms.aggregation import Batch, SequenceLoss, Stats, at_first_token
+from hjax.algorithms.masks import masked
 from hjax.errors import ConfigError
 
 PAIR_LOSSES = ("sigmoid", "ipo", "ipo_sum", "hinge", "robust", "odds", "margin")
 NLL_OVER = ("response", "batch")
-# Those that compare with a reference.
-REFERRED = ("sigmoid", "ipo", "ipo_sum", "hinge", "robust")
+# Losses that compare with the reference.
+REFERENCE_KINDS = ("sigmoid", "ipo", "ipo_sum", "hinge", "robust")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +45,12 @@ class PairLoss(SequenceLoss):
     Attributes:
         kind: see above.
         beta: b, above 0.
-        smoothing: e, the share of pairs whose sides are taken to be swapped, 0 to below .5.
-        margin: of "margin", 0 or more.
-        nll_coef: weight of the chosen responses' negative log-likelihood, per token of each
-            (of "odds" it is a part: 1).
-        nll_over: tokens over which that likelihood is a mean: "response", each chosen response's
-            own; "batch", those of all of the step together, so that long ones weigh more (TRL).
+        smoothing: e, assumed share of pairs with swapped labels, 0 to below .5.
+        margin: for kind "margin", 0 or more.
+        nll_coef: weight of the chosen responses' mean negative log-likelihood per token ("odds"
+            contains it with weight 1).
+        nll_over: tokens of that mean: "response", each chosen response's tokens; "batch", the
+            chosen tokens of the whole step, so that long responses weigh more (TRL).
 
     Example:
         >>> batch = {"response_mask": jnp.ones((2, 1), bool), "ref_logprobs": jnp.zeros((2, 1))}
@@ -91,17 +91,17 @@ class PairLoss(SequenceLoss):
             raise ConfigError(f"nll_over={self.nll_over!r}: use {' or '.join(NLL_OVER)}")
         if self.nll_over == "batch" and not (self.nll_coef or self.kind == "odds"):
             raise ConfigError(
-                "nll_over='batch' has no effect without a likelihood of the chosen responses: "
+                "nll_over='batch' has no effect without the likelihood of the chosen responses: "
                 "leave it out, or set nll_coef"
             )
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Keys that the call reads from the batch."""
-        return ("response_mask", *(("ref_logprobs",) if self.kind in REFERRED else ()))
+        """Batch keys that the call reads."""
+        return ("response_mask", *(("ref_logprobs",) if self.kind in REFERENCE_KINDS else ()))
 
     def prepared(self, batch: Batch) -> dict[str, jax.Array]:
-        """`chosen_tokens`, float32 scalar: tokens of a chosen response, a mean over the step."""
+        """`chosen_tokens`, float32 scalar: mean length of a chosen response over the step."""
         mask = jnp.asarray(batch["response_mask"], bool)
         pairs = self.weights(batch)[::2, 0]
         return {"chosen_tokens": jnp.sum(pairs * mask[::2].sum(axis=1))}
@@ -109,38 +109,38 @@ class PairLoss(SequenceLoss):
     def __call__(
         self, logprobs: jax.Array, entropy: jax.Array | None, batch: Batch
     ) -> tuple[jax.Array, Stats]:
-        """Losses and statistics of pairs, each at the first place of its chosen row.
+        """Losses and statistics of pairs, each at the first token of its chosen row.
 
         Args:
-            logprobs: float [N, L], of the response tokens; row 2i is the chosen one of pair i,
+            logprobs: float [N, L], of the response tokens; row 2i is the chosen response of pair i,
                 row 2i + 1 the rejected one.
             entropy: not read.
-            batch: the keys of `needs`, and with `nll_over="batch"` what `prepared` gave.
+            batch: the keys of `needs`, and with `nll_over="batch"` those of `prepared`.
 
         Returns:
-            (float32 [N, L], stats like it without gradient): `accuracy` (1 where the chosen one is
-            preferred), `margin` (of the implicit rewards), `chosen_reward`, `rejected_reward`
-            (beta times the log-ratio to the reference, or without one beta times the mean
-            log-prob) and `chosen_logprob` (a response's sum, nats).
+            (float32 [N, L], stats of that shape without gradient): `accuracy` (1 where the chosen
+            response is preferred), `margin` (of the implicit rewards), `chosen_reward`,
+            `rejected_reward` (beta times the log-ratio to the reference, or without a reference
+            beta times the mean log-prob) and `chosen_logprob` (sum over the response, nats).
         """
         mask = jnp.asarray(batch["response_mask"], bool)
         chex.assert_equal_shape([logprobs, *(batch[key] for key in self.needs)])
-        logprobs = keep(logprobs, mask)
+        logprobs = masked(logprobs, mask)
         count = jnp.maximum(mask.sum(axis=1), 1)
         total = logprobs.sum(axis=1)
         mean = total / count
-        if self.kind in REFERRED:
-            ratio = total - keep(batch["ref_logprobs"], mask).sum(axis=1)
+        if self.kind in REFERENCE_KINDS:
+            ratio = total - masked(batch["ref_logprobs"], mask).sum(axis=1)
             score = ratio / count if self.kind == "ipo" else ratio
         else:
             score = mean
         chosen, rejected = score[::2], score[1::2]
-        shown = mean[::2]
+        likelihood = mean[::2]
         if self.nll_over == "batch":
-            shown = total[::2] / jnp.maximum(batch["chosen_tokens"], 1.0)
-        loss = self._loss(chosen - rejected, mean, shown)
+            likelihood = total[::2] / jnp.maximum(batch["chosen_tokens"], 1.0)
+        loss = self._loss(chosen - rejected, mean, likelihood)
         if self.nll_coef:
-            loss = loss - self.nll_coef * shown
+            loss = loss - self.nll_coef * likelihood
         stats = {
             "accuracy": (chosen > rejected).astype(jnp.float32),
             "margin": self.beta * (chosen - rejected),
@@ -148,15 +148,15 @@ class PairLoss(SequenceLoss):
             "rejected_reward": self.beta * rejected,
             "chosen_logprob": total[::2],
         }
-        stats = {name: at_first(value, mask) for name, value in stats.items()}
-        return at_first(loss, mask), jax.lax.stop_gradient(stats)
+        stats = {name: at_first_token(value, mask) for name, value in stats.items()}
+        return at_first_token(loss, mask), jax.lax.stop_gradient(stats)
 
-    def _loss(self, difference: jax.Array, mean: jax.Array, shown: jax.Array) -> jax.Array:
-        """Of each pair.
+    def _loss(self, difference: jax.Array, mean: jax.Array, likelihood: jax.Array) -> jax.Array:
+        """The loss of each pair, float [pairs].
 
         Args:
-          difference: float [pairs], of the scores; mean: float [N], of each row's log-probs;
-            shown: float [pairs], the likelihood of the chosen ones.
+          difference: float [pairs], chosen minus rejected score; mean: float [N], mean log-prob of
+            each row; likelihood: float [pairs], mean log-likelihood of the chosen responses.
         """
         logits, smoothing = self.beta * difference, self.smoothing
         if self.kind in ("ipo", "ipo_sum"):
@@ -166,9 +166,9 @@ class PairLoss(SequenceLoss):
         if self.kind == "margin":
             return -jax.nn.log_sigmoid(logits - self.margin)
         if self.kind == "odds":
-            # log(p / (1 - p)) of the geometric mean probability; it is below 1 but for rounding.
+            # log(p / (1 - p)) of the geometric mean probability, kept below 1 against rounding.
             odds = mean - jnp.log(-jnp.expm1(jnp.minimum(mean, -1e-6)))
-            return -shown - self.beta * jax.nn.log_sigmoid(odds[::2] - odds[1::2])
+            return -likelihood - self.beta * jax.nn.log_sigmoid(odds[::2] - odds[1::2])
         right, swapped = jax.nn.log_sigmoid(logits), jax.nn.log_sigmoid(-logits)
         if self.kind == "robust":
             return (-(1 - smoothing) * right + smoothing * swapped) / (1 - 2 * smoothing)

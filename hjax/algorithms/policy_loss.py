@@ -1,4 +1,4 @@
-r"""The policy-gradient family as one loss with switches that do not depend on each other."""
+r"""Policy-gradient losses (PPO, GRPO, GSPO, CISPO, ...) as one class with orthogonal switches."""
 
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -8,20 +8,20 @@ import jax
 import jax.numpy as jnp
 
 from hjax.algorithms.aggregation import Batch, Stats, TokenLoss, check_entries
-from hjax.algorithms.corrections import bounds_of, correction_weights
+from hjax.algorithms.corrections import correction_bounds, correction_weights
 from hjax.algorithms.kl import check_kl_kind, kl_estimate
-from hjax.algorithms.masks import keep
+from hjax.algorithms.masks import masked
 from hjax.algorithms.surrogates import (
     COVARIANCES,
     DPPO_CAP,
     MAX_LOG_RATIO,
-    chosen_tokens,
     cispo,
-    clipped,
-    covariances,
     dppo,
-    of_level,
+    log_ratio_at_level,
+    ppo_clip,
     sapo,
+    select_by_covariance,
+    token_covariances,
 )
 from hjax.errors import ConfigError
 
@@ -31,7 +31,7 @@ SURROGATES = ("clip", "cispo", "sapo", "dppo", "dppo_kl")
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss(TokenLoss):
-    r"""A surrogate of ratio and advantage, a KL, an entropy bonus and a likelihood.
+    r"""Surrogate objective, KL penalty, entropy bonus and likelihood of right answers.
 
     With the ratio :math:`\rho = e^{\ell - \ell_{old}}` and the advantage A of each token, and the
     defaults:
@@ -43,47 +43,47 @@ class PolicyLoss(TokenLoss):
     switches for each published algorithm.
 
     Attributes:
-        ratio: of what: "token", or the response: "sequence" (GSPO), "sequence_token" (GSPO-token),
-            "sequence_sum" (TRL's RLOO), see `of_level`. "none": REINFORCE,
-            L = -A * l, no old log-probs and no clipping.
+        ratio: level of the probability ratio: "token", or the response: "sequence" (GSPO),
+            "sequence_token" (GSPO-token), "sequence_sum" (TRL's RLOO), see `log_ratio_at_level`.
+            "none": REINFORCE, L = -A * l, without old log-probs and clipping.
         surrogate: "clip" as above, or "cispo", "sapo", "dppo", "dppo_kl", see
             `hjax.algorithms.surrogates`.
         clip_low: epsilon_low; None for no lower bound. 0 to 1.
         clip_high: epsilon_high; None for no upper bound. Larger than clip_low in DAPO.
         dual_clip: c > 1; where A < 0 the loss is at most -c A (Ye et al. 2020,
             https://arxiv.org/abs/1912.09729; usually 3). None: off.
-        ratio_cap: largest weight of "dppo" and "dppo_kl" (None: 20); of "clip" the largest ratio
+        ratio_cap: largest weight of "dppo" and "dppo_kl" (None: 20); for "clip" the largest ratio
             before the clip, for either sign of A (TRL's `delta`; None: none).
-        covariance: what becomes of tokens whose covariance of log-prob and advantage is large, see
-            `hjax.algorithms.surrogates`: "clip": a few of them leave the loss (clip-cov); "kl":
-            those with the largest pay `covariance_coef` times \|l - l_old\| (kl-cov); "none".
-        covariance_share: of the step's tokens.
-        covariance_low, covariance_high: bounds of those that "clip" draws from.
-        covariance_coef: of "kl".
+        covariance: treatment of tokens with a large covariance of log-prob and advantage, see
+            `hjax.algorithms.surrogates`: "clip" masks a random few of them (clip-cov); "kl" adds
+            `covariance_coef` times \|l - l_old\| to the largest (kl-cov); "none".
+        covariance_share: share of the step's tokens that are treated.
+        covariance_low, covariance_high: range of covariances that "clip" samples from.
+        covariance_coef: penalty of "kl" per nat.
         tau_positive, tau_negative: tau of "sapo", by the advantage's sign.
-        aggregation: how tokens are added up, see `aggregation_weights`.
+        aggregation: normalisation over tokens, see `aggregation_weights`.
         max_length: tokens, for aggregation "constant".
-        kl_coef: beta, of the KL in the loss; 0: none.
-        kl_adaptive: beta moves from step to step (`hjax.algorithms.kl.AdaptiveKL`): it is the
-            batch's entry `kl_coef`, a float32 scalar, and the field above only its first value.
-        kl_estimator: k2, k3, k1+ or k3+; k1 is refused, its gradient has mean zero.
+        kl_coef: beta of the KL in the loss; 0: none.
+        kl_adaptive: beta changes from step to step (`hjax.algorithms.kl.AdaptiveKL`): it is the
+            batch entry `kl_coef`, a float32 scalar, and the field above only its initial value.
+        kl_estimator: k2, k3, k1+ or k3+; k1 is refused because its gradient has mean zero.
         kl_input_clamp, kl_output_clamp: see `kl_estimate`; None: off.
-        entropy_coef: c, of the entropy bonus.
-        entropy_adaptive: c moves from step to step (`hjax.algorithms.kl.AdaptiveEntropy`): it
-            is the batch's entry `entropy_coef`, a float32 scalar.
-        correction: what weighs the surrogate (neither the KL nor the entropy), see
-            `hjax.algorithms.corrections`; "none": nothing, ratios are taken against what the batch
-            says. Else mu is the behaviour log-prob (`policy_logprobs` of the batch where it has
-            them, else `logprobs`) and l_old is recomputed by the actor as learning starts.
-        correction_low, correction_cap: bounds of its weight; None: its source's.
-        positive_nll: weight of the negative log-likelihood of the responses that the batch's
-            `positive` (float [N, L], 1 on the tokens of right answers) names, per token of theirs
-            (VAPO, https://arxiv.org/abs/2504.05118); 0: none.
+        entropy_coef: c of the entropy bonus.
+        entropy_adaptive: c changes from step to step (`hjax.algorithms.kl.AdaptiveEntropy`): it
+            is the batch entry `entropy_coef`, a float32 scalar.
+        correction: importance weighting of the surrogate (not of KL and entropy), see
+            `hjax.algorithms.corrections`; "none": no weights, and l_old is what the batch has.
+            Else mu is the behaviour log-prob (the batch's `policy_logprobs` where it has them, else
+            `logprobs`), and the actor recomputes l_old before the first update.
+        correction_low, correction_cap: bounds of the importance weight; None: its source's.
+        positive_nll: weight of the mean negative log-likelihood per token of right answers: tokens
+            where the batch's `positive` (float [N, L]) is 1 (VAPO,
+            https://arxiv.org/abs/2504.05118); 0: none.
 
     Example:
         >>> batch = {"old_logprobs": jnp.log(jnp.array([[0.5]])), "advantages": jnp.ones((1, 1)),
         ...          "response_mask": jnp.ones((1, 1), bool)}
-        >>> PolicyLoss()(jnp.log(jnp.array([[0.75]])), None, batch)[0]   # ratio 1.5, cut at 1.2
+        >>> PolicyLoss()(jnp.log(jnp.array([[0.75]])), None, batch)[0]   # ratio 1.5, clipped to 1.2
         Array([[-1.2]], dtype=float32)
     """
 
@@ -130,7 +130,7 @@ class PolicyLoss(TokenLoss):
         if self.dual_clip is not None and not self.dual_clip > 1:
             raise ConfigError(f"dual_clip={self.dual_clip} must be above 1 (usually 3), or None")
         self._check_together()
-        bounds_of(self.correction, self.correction_low, self.correction_cap)
+        correction_bounds(self.correction, self.correction_low, self.correction_cap)
         if self.correction == "decoupled" and self.ratio == "none":
             raise ConfigError(
                 "correction='decoupled' has no effect with ratio='none' (REINFORCE has no ratio to "
@@ -140,8 +140,8 @@ class PolicyLoss(TokenLoss):
             value = getattr(self, name)
             if not isinstance(value, int | float):
                 raise ConfigError(
-                    f"{name}={value!r} must be a fixed number; a KL coefficient that moves is the "
-                    "batch's entry kl_coef, with kl_adaptive=True"
+                    f"{name}={value!r} must be a fixed number; an adaptive KL coefficient is the "
+                    "batch entry kl_coef, with kl_adaptive=True"
                 )
         for name in ("kl_coef", "positive_nll"):
             if not getattr(self, name) >= 0:
@@ -151,29 +151,29 @@ class PolicyLoss(TokenLoss):
         check_kl_kind(self.kl_estimator)
         if self.kl_coef and self.kl_estimator == "k1":
             raise ConfigError(
-                "kl_estimator='k1' does nothing as a loss, its gradient has mean zero: "
+                "kl_estimator='k1' has no effect as a loss, because its gradient has mean zero: "
                 "use k2, k3, k1+ or k3+, or put the KL in the reward"
             )
 
     def _check_together(self) -> None:
-        """Refuse switches that have no effect beside others, and values out of their range."""
+        """Refuse switches that have no effect with others, and values out of their range."""
         surrogate, covariance = self.surrogate, self.covariance
-        clips, capless = ("clip_low", "clip_high"), ("cispo", "sapo")
+        clips, uncapped = ("clip_low", "clip_high"), ("cispo", "sapo")
         gates, bounds = ("tau_positive", "tau_negative"), ("covariance_low", "covariance_high")
-        of_ratio = ("surrogate", *clips, "dual_clip", "ratio_cap", "covariance")
+        ratio_only = ("surrogate", *clips, "dual_clip", "ratio_cap", "covariance")
         by_surrogate, by_covariance = f"surrogate={surrogate!r}", f"covariance={covariance!r}"
-        for idle, names, why in (
-            (self.ratio == "none", of_ratio, "ratio='none' (REINFORCE has no ratio to clip)"),
+        for without_effect, names, reason in (
+            (self.ratio == "none", ratio_only, "ratio='none' (REINFORCE has no ratio to clip)"),
             (surrogate == "sapo", clips, f"{by_surrogate} (its gate is no clip)"),
             (surrogate != "sapo", gates, f"{by_surrogate} (sapo has a gate)"),
-            (surrogate in capless, ("ratio_cap",), f"{by_surrogate} (clip and dppo have a cap)"),
+            (surrogate in uncapped, ("ratio_cap",), f"{by_surrogate} (clip and dppo have a cap)"),
             (covariance != "clip", bounds, f"{by_covariance} (clip has bounds)"),
             (covariance != "kl", ("covariance_coef",), f"{by_covariance} (kl has a coefficient)"),
             (covariance == "none", ("covariance_share",), by_covariance),
             (surrogate != "clip", ("dual_clip",), f"{by_surrogate}: use 'clip'"),
         ):
-            if idle:
-                self._refuse(names, f"with {why}")
+            if without_effect:
+                self._refuse(names, f"with {reason}")
         if surrogate in ("cispo", "dppo", "dppo_kl") and self.ratio != "token":
             raise ConfigError(
                 f"{by_surrogate} weighs each token by its own ratio, not by ratio={self.ratio!r}: "
@@ -198,16 +198,16 @@ class PolicyLoss(TokenLoss):
                 f"covariance_high={self.covariance_high}"
             )
 
-    def _refuse(self, names: tuple[str, ...], why: str) -> None:
+    def _refuse(self, names: tuple[str, ...], reason: str) -> None:
         defaults = {field.name: field.default for field in fields(self)}
         for name in names:
             value = getattr(self, name)
             if value is not None and value != defaults[name]:
-                raise ConfigError(f"{name}={value} has no effect {why}: leave {name} out")
+                raise ConfigError(f"{name}={value} has no effect {reason}: leave {name} out")
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Keys that the call reads from the batch."""
+        """Batch keys that the call reads."""
         corrected = self.correction != "none"
         old = () if self.ratio == "none" and not corrected else ("old_logprobs",)
         sampler = ("logprobs",) if corrected else ()
@@ -224,22 +224,22 @@ class PolicyLoss(TokenLoss):
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the entropy is part of the loss; a statistic it becomes whenever it is given."""
+        """Whether the entropy is part of the loss; it is a statistic whenever it is passed."""
         return self.entropy_adaptive or self.entropy_coef != 0
 
     def prepared(self, batch: Batch) -> dict[str, jax.Array]:
-        """With `positive_nll` the entry `nll_weights` float32 [N, L], with `covariance` the entry
-        `covariant` bool [N, L], of which tokens (made of the batch's `responses` too).
+        """With `covariance` the entry `covariant` bool [N, L], the selected tokens (depends on the
+        batch's `responses` too); with `positive_nll` the entry `nll_weights` float32 [N, L].
 
-        The likelihood is averaged over the tokens of the right answers, the other terms over
-        others: its weights are those of the first over those of the second.
+        The likelihood averages over the tokens of right answers, the other terms over all tokens:
+        `nll_weights` is the ratio of the two weights.
         """
         made: dict[str, jax.Array] = {}
         weights = self.weights(batch)
         if self.covariance != "none":
-            found = covariances(batch["advantages"], batch["old_logprobs"], weights > 0)
-            made["covariant"] = chosen_tokens(
-                found,
+            covariance = token_covariances(batch["advantages"], batch["old_logprobs"], weights > 0)
+            made["covariant"] = select_by_covariance(
+                covariance,
                 weights > 0,
                 self.covariance,
                 self.covariance_share,
@@ -249,7 +249,7 @@ class PolicyLoss(TokenLoss):
             )
         if not self.positive_nll:
             return made
-        positive = keep(batch["positive"], weights > 0)
+        positive = masked(batch["positive"], weights > 0)
         share = self.positive_nll * positive / jnp.maximum(jnp.sum(positive), 1.0)
         nll = jnp.where(weights > 0, share / jnp.maximum(weights, 1e-30), 0.0)
         return made | {"nll_weights": nll}
@@ -261,9 +261,9 @@ class PolicyLoss(TokenLoss):
 
         Args:
             logprobs: float [N, L], of the response tokens under the policy being trained.
-            entropy: float [N, L], nats, of the distributions they were drawn from; or None.
+            entropy: float [N, L], nats, of the policy's next-token distributions; or None.
             batch: the keys of `needs`: `response_mask` bool [N, L], those of `scalars` float32
-                scalars, the others float [N, L]; and what `prepared` gave.
+                scalars, the others float [N, L]; and those of `prepared`.
 
         Returns:
             (token_loss, stats), all float32 [N, L]. Stats, without gradient: `clip_fraction` (1
@@ -281,19 +281,19 @@ class PolicyLoss(TokenLoss):
         check_entries(batch, [key for key in own if key not in self.scalars], mask.shape)
         check_entries(batch, self.scalars, ())
         chex.assert_shape([logprobs, *([] if entropy is None else [entropy])], mask.shape)
-        advantages = keep(batch["advantages"], mask)
-        logprobs = keep(logprobs, mask)
+        advantages = masked(batch["advantages"], mask)
+        logprobs = masked(logprobs, mask)
         stats: Stats = {}
         if self.ratio == "none":
             loss = -advantages * logprobs
         else:
-            log_ratio = logprobs - keep(batch["old_logprobs"], mask)
+            log_ratio = logprobs - masked(batch["old_logprobs"], mask)
             capped = jnp.minimum(log_ratio, MAX_LOG_RATIO)
             stats["approx_kl"] = jnp.expm1(capped) - capped
             loss, made = self._surrogate(log_ratio, advantages, logprobs, mask)
             stats |= made
             if self.covariance != "none":
-                covariant = stats["covariant"] = keep(batch["covariant"], mask)
+                covariant = stats["covariant"] = masked(batch["covariant"], mask)
                 if self.covariance == "clip":
                     loss = loss * (1.0 - covariant)
                 else:
@@ -304,7 +304,7 @@ class PolicyLoss(TokenLoss):
         if self.kl_coef:
             kl = kl_estimate(
                 logprobs,
-                keep(batch["ref_logprobs"], mask),
+                masked(batch["ref_logprobs"], mask),
                 self.kl_estimator,
                 input_clamp=self.kl_input_clamp,
                 output_clamp=self.kl_output_clamp,
@@ -314,7 +314,7 @@ class PolicyLoss(TokenLoss):
         if self.positive_nll:
             loss = loss - batch["nll_weights"] * logprobs
         if entropy is not None:
-            stats["entropy"] = keep(entropy, mask)
+            stats["entropy"] = masked(entropy, mask)
             if self.needs_entropy:
                 coef = batch["entropy_coef"] if self.entropy_adaptive else self.entropy_coef
                 loss = loss - coef * stats["entropy"]
@@ -328,8 +328,8 @@ class PolicyLoss(TokenLoss):
     def _surrogate(
         self, log_ratio: jax.Array, advantages: jax.Array, logprobs: jax.Array, mask: jax.Array
     ) -> tuple[jax.Array, Stats]:
-        """The surrogate at each token; arguments are 0 off the mask."""
-        level = of_level(log_ratio, mask, self.ratio)
+        """The surrogate at each token; arguments are 0 outside the mask."""
+        level = log_ratio_at_level(log_ratio, mask, self.ratio)
         low, high = self.clip_low, self.clip_high
         if self.surrogate == "cispo":
             return cispo(level, advantages, logprobs, mask, low=low, high=high)
@@ -339,14 +339,14 @@ class PolicyLoss(TokenLoss):
             assert low is not None and high is not None
             cap, by_kl = self.ratio_cap or DPPO_CAP, self.surrogate == "dppo_kl"
             return dppo(level, advantages, logprobs, mask, low=low, high=high, cap=cap, by_kl=by_kl)
-        return clipped(
+        return ppo_clip(
             level, advantages, mask, low=low, high=high, dual=self.dual_clip, cap=self.ratio_cap
         )
 
     def _correction(self, batch: Batch, mask: jax.Array) -> tuple[jax.Array, Stats]:
-        """The policy that learning starts from over the sampler."""
+        """Importance weights of the actor before the first update over the sampler."""
         sampler = batch.get("policy_logprobs", batch["logprobs"])
-        low, high = bounds_of(self.correction, self.correction_low, self.correction_cap)
+        low, high = correction_bounds(self.correction, self.correction_low, self.correction_cap)
         return correction_weights(
             batch["old_logprobs"], sampler, mask, kind=self.correction, low=low, high=high
         )

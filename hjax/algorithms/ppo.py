@@ -10,14 +10,14 @@ from ml_collections import ConfigDict
 from hjax.algorithms.advantages import gae, length_adaptive_lambda, token_rewards, whiten
 from hjax.algorithms.algorithm import Algorithm, Batch, old_logprobs, reference_kl
 from hjax.algorithms.losses import ValueLoss
-from hjax.algorithms.masks import by_switches
+from hjax.algorithms.masks import jit_static_keywords
 from hjax.algorithms.policy_loss import PolicyLoss
 from hjax.algorithms.surrogates import COVARIANCES
 from hjax.controller import join
 from hjax.errors import ConfigError
 from hjax.rules import Key, Rule, at_least, between, finite, one_of
 
-# The keys of PPO's that bound an update, for whoever has its policy loss.
+# PPO's keys that bound an update; other algorithms with its policy loss have them too.
 CLIP_KEYS = (
     "clip_low",
     "clip_high",
@@ -32,7 +32,7 @@ CLIP_KEYS = (
 
 
 class PPO(Algorithm):
-    """Clipped policy and value losses on advantages of GAE."""
+    """Clipped policy and value losses, advantages by GAE."""
 
     roles: ClassVar[tuple[str, ...]] = ("actor", "critic", "reference", "reward")
 
@@ -100,7 +100,7 @@ class PPO(Algorithm):
 
     @classmethod
     def check(cls, config: ConfigDict) -> None:
-        """Switches that have no effect beside each other."""
+        """Refuse switches that have no effect together."""
         super().check(config)
         if config.whiten_biased and not config.whiten:
             raise ConfigError(
@@ -121,7 +121,7 @@ class PPO(Algorithm):
         return self.actor.generate_sequences(prompts)
 
     def learn(self, batch: Any) -> Batch:
-        """Score with every model, then learn."""
+        """Score with every model, then update."""
         values = self.critic.compute_values(batch)
         reference = self.reference.compute_ref_log_prob(batch)
         rewards = self.reward.compute_reward(batch)
@@ -136,7 +136,7 @@ class PPO(Algorithm):
         """Adds ``advantages``, ``returns``, ``old_logprobs`` and ``row_mask`` (scored rows)."""
         config = self.config
         old, scores, kl = old_logprobs(batch), self.scores(batch), reference_kl(batch)
-        rows = self.counted(batch, scores)
+        rows = self.rows_in_loss(batch, scores)
         advantages, returns = _advantages(
             scores,
             batch["values"],
@@ -159,15 +159,15 @@ class PPO(Algorithm):
             "old_logprobs": old,
             "row_mask": rows,
             **({"positive": positive.astype(np.float32)} if config.positive_nll else {}),
-            **self.follow_kl(batch | {"ref_kl": kl}, old),
+            **self.update_kl_coef(batch | {"ref_kl": kl}, old),
         }
 
 
 class VAPO(PPO):
     """PPO for long answers with a verifier (arXiv 2504.05118).
 
-    Lambdas of the critic and of each response, a wider upper clip, and the likelihood of right
-    answers in the loss. Its critic begins alone: ``actor.frozen_updates``.
+    Decoupled and length-adaptive GAE, clip-higher, and the likelihood of right answers in the
+    loss. Value pretraining is ``actor.frozen_updates``.
     """
 
     defaults = {
@@ -180,7 +180,7 @@ class VAPO(PPO):
 
 
 def policy_loss(config: ConfigDict, max_response_length: int, **switches: Any) -> PolicyLoss:
-    """The policy loss that an algorithm's config describes."""
+    """Build the policy loss from an algorithm's config."""
     options = {name: config[name] for name in PolicyLoss.__dataclass_fields__ if name in config}
     for name in ("dual_clip", "ratio_cap", "correction_low", "correction_cap"):
         options[name] = options.get(name) or None  # 0: none
@@ -194,7 +194,7 @@ def policy_loss(config: ConfigDict, max_response_length: int, **switches: Any) -
     return PolicyLoss(**options | switches)
 
 
-@by_switches
+@jit_static_keywords
 def _advantages(
     rewards: jax.Array,
     values: jax.Array,
@@ -212,10 +212,10 @@ def _advantages(
     biased: bool,
 ) -> tuple[jax.Array, jax.Array]:
     per_token = token_rewards(rewards, mask, kl, kl_coef, dense=dense)
-    own: Any = lam
+    policy_lam: Any = lam
     if lam_alpha:
-        own = length_adaptive_lambda(jnp.sum(mask, axis=1), lam_alpha)
-    advantages, returns = gae(per_token, values, mask, gamma, own)
+        policy_lam = length_adaptive_lambda(jnp.sum(mask, axis=1), lam_alpha)
+    advantages, returns = gae(per_token, values, mask, gamma, policy_lam)
     if value_lam >= 0:
         _, returns = gae(per_token, values, mask, gamma, value_lam)
     scored = mask & rows[:, None]

@@ -1,7 +1,7 @@
-"""How good predictions of yes and no are: right or wrong, their loss, and whether sure means right.
+"""Accuracy, loss and expected calibration error (ECE) of binary predictions.
 
-A prediction is a logit x: yes with the probability σ(x). It says the likelier of the two, with a
-confidence of max(σ(x), 1 - σ(x)).
+A prediction is a logit x: yes with probability σ(x). It predicts the likelier outcome, with the
+confidence max(σ(x), 1 - σ(x)).
 """
 
 from collections.abc import Mapping
@@ -9,28 +9,28 @@ from typing import Any
 
 import numpy as np
 
-# Of confidences from one half to 1.
+# Number of confidence bins between one half and 1.
 BINS = 10
 
 
 def prediction_metrics(logits: np.ndarray, outcomes: np.ndarray) -> dict[str, float]:
-    """Figures of predictions.
+    """Metrics of predictions.
 
     Args:
       logits: float [n].
       outcomes: [n], 1 yes and 0 no.
 
     Returns:
-      ``accuracy`` (a logit of 0 is half right), ``loss`` (mean negative log-likelihood, nats) and
-      ``calibration_error``: the mean over predictions of what the accuracy of their bin differs
-      from its mean confidence (expected calibration error, https://arxiv.org/abs/1706.04599).
+      ``accuracy`` (a logit of 0 counts one half), ``loss`` (mean negative log-likelihood, nats) and
+      ``calibration_error``: the expected calibration error, the mean over predictions of the
+      difference between accuracy and mean confidence of their bin (arXiv 1706.04599).
     """
     logits = np.asarray(logits, np.float64)
     signed = np.where(np.asarray(outcomes) > 0.5, logits, -logits)
     bins = calibration_bins(logits, outcomes)
     error = sum(b["count"] * abs(b["observed"] - b["predicted"]) for b in bins) / len(logits)
     return {
-        "accuracy": float(_right(signed).mean()),
+        "accuracy": float(_correctness(signed).mean()),
         "loss": float(np.logaddexp(0.0, -signed).mean()),
         "calibration_error": float(error),
     }
@@ -39,38 +39,36 @@ def prediction_metrics(logits: np.ndarray, outcomes: np.ndarray) -> dict[str, fl
 def calibration_bins(
     logits: np.ndarray, outcomes: np.ndarray, bins: int = BINS
 ) -> list[dict[str, Any]]:
-    """Predictions by their confidence, in equal parts of one half to 1; empty parts left out.
+    """Reliability diagram: predictions in equal bins of confidence; empty bins are left out.
 
     Args:
-      logits, outcomes: as of ``prediction_metrics``.
-      bins: parts.
+      logits, outcomes: see ``prediction_metrics``.
+      bins: number of bins between one half and 1.
 
     Returns:
-      of each its ``predicted`` (mean confidence), ``observed`` (share that came out so) and
-      ``count``.
+      for each bin ``predicted`` (mean confidence), ``observed`` (accuracy) and ``count``.
     """
     logits = np.asarray(logits, np.float64)
     signed = np.where(np.asarray(outcomes) > 0.5, logits, -logits)
     confidence = 1.0 / (1.0 + np.exp(-np.abs(logits)))
-    part = np.minimum(((confidence - 0.5) * 2 * bins).astype(int), bins - 1)
+    bin_index = np.minimum(((confidence - 0.5) * 2 * bins).astype(int), bins - 1)
     found = []
     for i in range(bins):
-        if (chosen := part == i).any():
+        if (chosen := bin_index == i).any():
             found.append(
                 {
                     "predicted": float(confidence[chosen].mean()),
-                    "observed": float(_right(signed[chosen]).mean()),
+                    "observed": float(_correctness(signed[chosen]).mean()),
                     "count": int(chosen.sum()),
                 }
             )
     return found
 
 
-def _right(signed: np.ndarray) -> np.ndarray:
-    """1 where the likelier of the two came, 0 where not, 0.5 where neither was likelier."""
+def _correctness(signed: np.ndarray) -> np.ndarray:
+    """1 where the predicted outcome is the actual one, 0 where not, 0.5 for a logit of 0."""
     return (np.sign(signed) + 1.0) / 2.0
 
 
-# By the start of its metrics' names: logits and outcomes of the same shape, examples first; an
-# outcome of NaN stands where nothing is known.
+# Metric prefix -> (logits, outcomes) of the same shape, examples first; NaN: unknown outcome.
 Predictions = Mapping[str, tuple[np.ndarray, np.ndarray]]

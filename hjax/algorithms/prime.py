@@ -1,4 +1,4 @@
-"""PRIME (Cui et al. 2025, arXiv 2502.01456): implicit process rewards, trained as the policy is."""
+"""PRIME (Cui et al. 2025, arXiv 2502.01456): implicit process rewards, trained online."""
 
 from typing import Any, ClassVar
 
@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms.advantages import discounted_returns, process_leave_one_out, whiten
 from hjax.algorithms.algorithm import Algorithm, Batch, old_logprobs
-from hjax.algorithms.masks import by_switches, last_places
+from hjax.algorithms.masks import jit_static_keywords, last_token_mask
 from hjax.algorithms.ppo import CLIP_KEYS, PPO, policy_loss
 from hjax.algorithms.resampling import Resampling
 from hjax.algorithms.unpaired_loss import ImplicitRewardLoss
@@ -19,7 +19,7 @@ from hjax.rules import Key, above, at_least, between, finite, one_of
 
 
 class PRIME(Resampling, Algorithm):
-    """Outcomes train a language model whose log-ratios to the reference are the tokens' rewards."""
+    """Implicit PRM: a language model trained on outcomes; its log-ratios are token rewards."""
 
     roles: ClassVar[tuple[str, ...]] = ("actor", "reference", "reward", "process_reward")
 
@@ -57,17 +57,17 @@ class PRIME(Resampling, Algorithm):
 
     @classmethod
     def fewest_samples(cls, config: ConfigDict) -> int:
-        """Both rewards are compared within their group."""
+        """Two: both rewards have a leave-one-out baseline."""
         return 2
 
     @classmethod
     def needs_reference(cls, config: ConfigDict) -> bool:
-        """Whatever the KL: process rewards are measured from it."""
+        """Always: process rewards are log-ratios to the reference."""
         return True
 
     @classmethod
     def check(cls, config: ConfigDict) -> None:
-        """Something must be learned from."""
+        """Refuse settings that leave nothing to learn from."""
         super().check(config)
         if config.accuracy_low > config.accuracy_high:
             raise ConfigError(
@@ -82,7 +82,7 @@ class PRIME(Resampling, Algorithm):
 
     @classmethod
     def losses(cls, config: ConfigDict, max_response_length: int) -> dict[str, Any]:
-        """The policy loss, and cross-entropy for the process reward."""
+        """The policy loss, and cross-entropy for the process reward model."""
         return {
             "actor": policy_loss(config, max_response_length),
             "process_reward": ImplicitRewardLoss(beta=config.beta),
@@ -93,7 +93,7 @@ class PRIME(Resampling, Algorithm):
         return self.actor.generate_sequences(prompts)
 
     def learn(self, batch: Any) -> Batch:
-        """Score the samples; outcomes teach the process reward, both teach the policy."""
+        """Score the samples, update the process reward model on outcomes, then the policy."""
         batch = self.resampled(batch)
         reference = self.reference.compute_ref_log_prob(batch)
         rewards = self.rewards(batch)
@@ -110,33 +110,33 @@ class PRIME(Resampling, Algorithm):
     process_reward: Any  # a worker group
 
     def with_outcomes(self, batch: Batch) -> Batch:
-        """Adds ``positive`` (1 on tokens of right responses) and ``row_mask`` (rows that count).
+        """Adds ``positive`` (1 on tokens of right responses) and ``row_mask`` (rows in the loss).
 
-        Prompts of which nearly all or nearly no responses are right leave both losses, as in the
-        paper: where outcomes say nothing, a policy would learn from its process reward alone.
+        Prompts with nearly all or nearly no right responses are filtered from both losses, as in
+        the paper: without a signal from outcomes the policy would learn from process rewards only.
         """
         right = np.nan_to_num(np.asarray(batch["rewards"], np.float32)) > self.config.right_above
         positive = np.asarray(batch["response_mask"], bool) & right[:, None]
         scores = self.scores(batch)
-        rows = self.counted(batch, scores)
+        rows = self.rows_in_loss(batch, scores)
         scored = (~np.isnan(scores)).reshape(-1, self.samples).sum(axis=1)
         share = right.reshape(-1, self.samples).sum(axis=1) / np.maximum(scored, 1)
         kept = (share >= self.config.accuracy_low) & (share <= self.config.accuracy_high)
         if self.config.filter:
-            kept &= self._says_something(batch)
+            kept &= self._groups_with_signal(batch)
         rows &= np.repeat(kept, self.samples)
         return batch | {"positive": positive.astype(np.float32), "row_mask": rows}
 
     def compute_advantages(self, batch: Batch) -> Batch:
-        """Adds ``advantages``, ``process_rewards`` by token and ``old_logprobs``."""
+        """Adds ``advantages``, per-token ``process_rewards`` and ``old_logprobs``."""
         config, old = self.config, old_logprobs(batch)
         mask = np.asarray(batch["response_mask"], bool)
         ratio = np.where(mask, batch["process_logprobs"] - batch["ref_logprobs"], 0.0)
         process = np.float32(config.beta) * ratio.astype(np.float32)
         if not config.process_end:
-            process = np.where(last_places(mask), np.float32(0), process)
+            process = np.where(last_token_mask(mask), np.float32(0), process)
         if config.process_norm == "largest":
-            process = process / largest_to_go(process, batch["row_mask"])
+            process = process / largest_return(process, batch["row_mask"])
         advantages = _advantages(
             self.scores(batch),
             process,
@@ -150,28 +150,28 @@ class PRIME(Resampling, Algorithm):
             "advantages": np.asarray(advantages),
             "process_rewards": process,
             "old_logprobs": old,
-            **self.follow_kl(batch, old),
+            **self.update_kl_coef(batch, old),
         }
 
     def batch_metrics(self, batch: Batch) -> dict[str, float]:
-        """The mean process reward of a response, and the share of rows that are learned from."""
+        """The mean process reward of a response, and the share of rows in the loss."""
         totals = np.asarray(batch["process_rewards"]).sum(axis=1)
         kept = float(np.mean(batch["row_mask"]))
-        own = {"reward/process": float(totals.mean()), "rollout/rows_kept": kept}
-        return super().batch_metrics(batch) | own
+        added = {"reward/process": float(totals.mean()), "rollout/rows_kept": kept}
+        return super().batch_metrics(batch) | added
 
 
-def largest_to_go(process: np.ndarray, rows: np.ndarray) -> np.float32:
-    """The largest magnitude of a sum to go, float [N, L], of the rows that count, bool [N].
+def largest_return(process: np.ndarray, rows: np.ndarray) -> np.float32:
+    """Largest absolute return (sum of `process` float [N, L] to the end) in `rows` bool [N].
 
-    1 where all are 0, so that one may divide by it.
+    1 if all are 0, so that it can be divided by.
     """
     sums = process[:, ::-1].cumsum(axis=1)[:, ::-1]
     largest = np.abs(sums[np.asarray(rows, bool)]).max(initial=0.0)
     return np.float32(largest or 1.0)
 
 
-@by_switches
+@jit_static_keywords
 def _advantages(
     outcomes: jax.Array,
     process: jax.Array,
@@ -183,7 +183,7 @@ def _advantages(
     weights: tuple[float, float],
 ) -> jax.Array:
     scored = ~jnp.isnan(outcomes)
-    last = last_places(mask)
+    last = last_token_mask(mask)
     at_end = jnp.where(last, jnp.where(scored, outcomes, 0.0)[:, None], 0.0)
     total = jnp.zeros(mask.shape, jnp.float32)
     for weight, rewards, places in ((weights[0], process, mask), (weights[1], at_end, last)):

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms.advantages import remax_advantages, whiten
 from hjax.algorithms.algorithm import Algorithm, Batch, old_logprobs, reference_kl
-from hjax.algorithms.masks import by_switches
+from hjax.algorithms.masks import jit_static_keywords
 from hjax.algorithms.ppo import PPO, policy_loss
 from hjax.controller import join
 from hjax.rules import Key
@@ -41,12 +41,12 @@ class ReMax(Algorithm):
         return {"actor": policy_loss(config, max_response_length, ratio="none")}
 
     def collect(self, prompts: Batch) -> Any:
-        """Generate, a greedy response beside."""
+        """Generate samples, and a greedy response to each prompt."""
         batch = self.actor.generate_sequences(prompts)
         return batch, self.actor.generate_sequences(prompts, greedy=True)
 
     def learn(self, batch: Any) -> Batch:
-        """Score against the greedy response, then learn."""
+        """Score against the greedy response, then update."""
         batch, greedy = batch
         baseline = self.reward.compute_reward(greedy)
         reference = self.reference.compute_ref_log_prob(batch)
@@ -76,12 +76,12 @@ class ReMax(Algorithm):
             "advantages": np.asarray(advantages),
             "baseline": baseline,
             "old_logprobs": old,
-            "row_mask": self.counted(batch, scores - baseline),
-            **self.follow_kl(batch | {"ref_kl": kl}, old),
+            "row_mask": self.rows_in_loss(batch, scores - baseline),
+            **self.update_kl_coef(batch | {"ref_kl": kl}, old),
         }
 
 
-@by_switches
+@jit_static_keywords
 def _advantages(
     rewards: jax.Array,
     baseline: jax.Array,

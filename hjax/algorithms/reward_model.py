@@ -1,9 +1,9 @@
-r"""Models that judge: rewards and costs of pairs (Bradley-Terry), process rewards of steps.
+r"""Training of reward models and cost models (Bradley-Terry) and process reward models (PRM).
 
-First their losses, of models with a scalar head: reward, cost and process reward models. A score
-s_t is the head's after the prompt and the first t tokens of a response, so a response of T tokens
-has T + 1 places; the last of them scores the whole (`with_end`). What a loss knows of a place
-stands in the batch's `labels`: 1 good, 0 bad, NaN nothing.
+First their losses, for models with a scalar head. The score s_t is the head's output after the
+prompt and the first t tokens of a response. So a response of T tokens has T + 1 positions, and the
+last one scores the whole response (`append_end_position`). The batch's `labels` say what is known
+at each position: 1 good, 0 bad, NaN unknown.
 """
 
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from hjax.algorithms.aggregation import Loss, SequenceLoss, Stats, at_first
+from hjax.algorithms.aggregation import Loss, SequenceLoss, Stats, at_first_token
 from hjax.algorithms.algorithm import Algorithm, Batch
-from hjax.algorithms.masks import keep
+from hjax.algorithms.masks import masked
 from hjax.algorithms.prediction_calibration import Predictions
 from hjax.controller import join
 from hjax.errors import ConfigError
@@ -26,15 +26,15 @@ from hjax.roles import SCORER
 from hjax.rules import Key, at_least
 
 
-def with_end(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """A batch with a place after each response's last token, to be scored there.
+def append_end_position(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Add a position after each response's last token, whose score is that of the response.
 
     Args:
-      batch: `responses`, `response_mask` [N, L], and what else it has.
+      batch: `responses`, `response_mask` [N, L], and further entries, which are kept.
 
     Returns:
-      the same with `responses` and `response_mask` [N, L + 1]: places before which 0 to T tokens
-      of the response stand.
+      the batch with `responses` and `response_mask` [N, L + 1]: position t comes after t tokens of
+      the response.
     """
     responses, mask = np.asarray(batch["responses"]), np.asarray(batch["response_mask"], bool)
     wider = ((0, 0), (0, 1))
@@ -46,27 +46,27 @@ def with_end(batch: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def at_end(scores: jax.Array, mask: jax.Array) -> jax.Array:
-    """float32 [N]: the scores [N, L + 1] at each row's last place of the mask [N, L + 1]."""
-    places = jnp.arange(mask.shape[1])
-    last = places == jnp.sum(mask, axis=1, keepdims=True) - 1
+def end_scores(scores: jax.Array, mask: jax.Array) -> jax.Array:
+    """float32 [N]: the scores [N, L + 1] at each row's last position in the mask [N, L + 1]."""
+    last = jnp.arange(mask.shape[1]) == jnp.sum(mask, axis=1, keepdims=True) - 1
     return jnp.sum(jnp.where(last, scores, 0.0), axis=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreLoss(SequenceLoss):
-    r"""Bradley-Terry on pairs, with a margin, centring and a term of labels.
+    r"""Bradley-Terry loss of pairs, with margin, centring and a label term.
 
-    With :math:`z = \pm s`, the score of a whole response (of a cost its negative), a pair's loss is
+    With the score s of a whole response and :math:`z = s` (for a cost :math:`z = -s`), a pair's
+    loss is
 
     .. math:: -\log\sigma(z_w - z_l - m) + c (z_w + z_l)^2
               - \lambda \sum_{i \in \{w, l\}} \log\sigma(y_i z_i)
 
     - m = `margin` times the pair's entry of `margins` (Llama 2, https://arxiv.org/abs/2307.09288);
-    - c = `centring` (TRL's `center_rewards_coefficient`, https://arxiv.org/abs/2312.09244): the
-      pairs' differences say nothing of where 0 is;
-    - λ = `label_coef`: y = 1 where the label is 1, -1 where it is 0. Of a cost model that is
-      Safe-RLHF's term of safe and unsafe responses (https://arxiv.org/abs/2310.12773, from memory).
+    - c = `centring` (TRL's `center_rewards_coefficient`, https://arxiv.org/abs/2312.09244), because
+      differences of pairs do not determine where 0 is;
+    - λ = `label_coef`: y = 1 where the label is 1, -1 where it is 0. For a cost model this is
+      Safe-RLHF's safety term (https://arxiv.org/abs/2310.12773, from memory).
 
     Attributes:
         sign: 1 for rewards, -1 for costs, which are lower for the chosen response.
@@ -89,24 +89,24 @@ class ScoreLoss(SequenceLoss):
                 raise ConfigError(f"{name}={getattr(self, name)} must be 0 or more")
 
     def __call__(self, scores: jax.Array, batch: Mapping[str, Any]) -> tuple[jax.Array, Stats]:
-        """Losses and statistics of pairs, each at the first place of its chosen row.
+        """Losses and statistics of pairs, each at the first token of its chosen row.
 
         Args:
             scores: float [N, L + 1]; row 2i is the chosen one of pair i, row 2i + 1 the rejected.
-            batch: `response_mask` bool, `labels` and `margins` float [N, L + 1], see `with_end`;
-                margins of a pair stand in its chosen row, 0 elsewhere.
+            batch: `response_mask` bool, `labels` and `margins` float [N, L + 1], see
+                `append_end_position`; a pair's margins are in its chosen row, 0 elsewhere.
 
         Returns:
-            (float32 [N, L + 1], stats like it without gradient): `accuracy` (1 where the chosen one
-            scores better), `difference` (of the two, better is higher), `chosen_score`,
-            `rejected_score` and, with a term of labels, `label_accuracy`.
+            (float32 [N, L + 1], stats of that shape without gradient): `accuracy` (1 where the
+            chosen one scores better), `difference` (chosen minus rejected z), `chosen_score`,
+            `rejected_score` and, with `label_coef`, `label_accuracy`.
         """
         mask = jnp.asarray(batch["response_mask"], bool)
         chex.assert_equal_shape([scores, mask, batch["labels"], batch["margins"]])
-        score = at_end(keep(scores, mask), mask)
+        score = end_scores(masked(scores, mask), mask)
         better = self.sign * score
         chosen, rejected = better[::2], better[1::2]
-        margins = jnp.sum(keep(batch["margins"], mask), axis=1)[::2]
+        margins = jnp.sum(masked(batch["margins"], mask), axis=1)[::2]
         loss = -jax.nn.log_sigmoid(chosen - rejected - self.margin * margins)
         stats = {
             "accuracy": (chosen > rejected).astype(jnp.float32),
@@ -119,84 +119,84 @@ class ScoreLoss(SequenceLoss):
         if self.label_coef:
             labels = batch["labels"]
             known = mask & ~jnp.isnan(labels)
-            signed = self.sign * keep(scores, known) * (2.0 * keep(labels, known) - 1.0)
-            terms = keep(-jax.nn.log_sigmoid(signed), known)
+            signed = self.sign * masked(scores, known) * (2.0 * masked(labels, known) - 1.0)
+            terms = masked(-jax.nn.log_sigmoid(signed), known)
             loss = loss + self.label_coef * jnp.sum(terms, axis=1).reshape(-1, 2).sum(axis=1)
-            right = jnp.sum(keep((signed > 0).astype(jnp.float32), known), axis=1)
+            right = jnp.sum(masked((signed > 0).astype(jnp.float32), known), axis=1)
             count = jnp.sum(known, axis=1).reshape(-1, 2).sum(axis=1)
             stats["label_accuracy"] = right.reshape(-1, 2).sum(axis=1) / jnp.maximum(count, 1)
-        stats = {name: at_first(value, mask) for name, value in stats.items()}
-        return at_first(loss, mask), jax.lax.stop_gradient(stats)
+        stats = {name: at_first_token(value, mask) for name, value in stats.items()}
+        return at_first_token(loss, mask), jax.lax.stop_gradient(stats)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepLoss(Loss):
-    r"""Binary cross-entropy of process rewards, a mean over all labelled steps.
+    r"""Binary cross-entropy of process rewards, the mean over all labelled steps.
 
     .. math:: -\frac{1}{|S|}\sum_{t \in S} \log\sigma(y_t s_t)
 
-    S are the places after the last token of a step, y = 1 of right steps and -1 of wrong ones
-    (https://arxiv.org/abs/2305.20050; as two classes of a token classifier in TRL's PRMTrainer).
+    S are the positions after the last token of a step, y = 1 for right and -1 for wrong steps
+    (https://arxiv.org/abs/2305.20050; TRL's PRMTrainer has a token classifier of two classes).
     """
 
     needs: ClassVar[tuple[str, ...]] = ("response_mask", "labels")
 
     def weights(self, batch: Mapping[str, Any]) -> jax.Array:
-        """float32 [N, L + 1], 1 / labelled steps at each of them, for a whole step of updates."""
+        """float32 [N, L + 1], 1 / (labelled steps of the optimizer step) at each of them."""
         known = jnp.asarray(batch["response_mask"], bool) & ~jnp.isnan(batch["labels"])
         return known / jnp.maximum(jnp.sum(known), 1).astype(jnp.float32)
 
     def __call__(self, scores: jax.Array, batch: Mapping[str, Any]) -> tuple[jax.Array, Stats]:
-        """Losses and statistics of steps, where they end.
+        """Losses and statistics of steps, each at the step's end.
 
         Args:
             scores: float [N, L + 1].
-            batch: `response_mask` bool, `labels` float [N, L + 1], see `with_end`.
+            batch: `response_mask` bool, `labels` float [N, L + 1], see `append_end_position`.
 
         Returns:
-            (float32 [N, L + 1], stats like it without gradient): `accuracy`, `score` and
+            (float32 [N, L + 1], stats of that shape without gradient): `accuracy`, `score` and
             `right_share` (of the labels).
         """
         mask = jnp.asarray(batch["response_mask"], bool)
         chex.assert_equal_shape([scores, mask, batch["labels"]])
         known = mask & ~jnp.isnan(batch["labels"])
-        labels, scores = keep(batch["labels"], known), keep(scores, known)
+        labels, scores = masked(batch["labels"], known), masked(scores, known)
         signed = scores * (2.0 * labels - 1.0)
         stats = {
-            "accuracy": keep((signed > 0).astype(jnp.float32), known),
+            "accuracy": masked((signed > 0).astype(jnp.float32), known),
             "score": scores,
             "right_share": labels,
         }
-        return keep(-jax.nn.log_sigmoid(signed), known), jax.lax.stop_gradient(stats)
+        return masked(-jax.nn.log_sigmoid(signed), known), jax.lax.stop_gradient(stats)
 
 
 class ScoredAlgorithm(Algorithm):
-    """What they share: the actor has a scalar head and learns from labelled data."""
+    """Base of reward and cost models: the actor has a scalar head and learns from labels."""
 
     roles = ("actor",)
     workers = {"actor": SCORER}
     generates = False
-    # Sequences per update are ``warm_start.batch``.
+    # ``warm_start.batch`` sets the sequences per update.
     shared_keys = ("max_skipped",)
 
     def collect(self, prompts: Batch) -> Any:
         """The next examples; the prompts are not used."""
         assert self.demonstrations is not None
-        return with_end(self.demonstrations())
+        return append_end_position(self.demonstrations())
 
     def learn(self, batch: Any) -> Batch:
         """One update."""
         self.log(self.actor.update_scores(batch))
         return batch
 
-    def scored(self, batch: Batch) -> tuple[Batch, np.ndarray]:
-        """Examples with their ends, and their scores float32 [N, L + 1]."""
-        batch = with_end(batch)
+    def score_examples(self, batch: Batch) -> tuple[Batch, np.ndarray]:
+        """Examples with an end position, and their scores float32 [N, L + 1]."""
+        batch = append_end_position(batch)
         return batch, np.asarray(join(self.actor.compute_scores(batch))["scores"])
 
 
 class RewardModel(ScoredAlgorithm):
-    """Bradley-Terry: the chosen response is to score higher than the rejected one."""
+    """Bradley-Terry reward model: the chosen response should score above the rejected one."""
 
     source = "pairs"
     unit = 2
@@ -229,14 +229,14 @@ class RewardModel(ScoredAlgorithm):
 
     @classmethod
     def losses(cls, config: ConfigDict, max_response_length: int) -> dict[str, Any]:
-        """The loss of pairs."""
+        """The pair loss."""
         names = ("margin", "centring", "label_coef")
         return {"actor": ScoreLoss(sign=cls.sign, **{name: config[name] for name in names})}
 
     def predictions(self, batch: Batch) -> Predictions:
-        """That the chosen one is better; with labels also (``label_``) that a response is good."""
-        batch, scores = self.scored(batch)
-        ends = at_end(jnp.asarray(scores), jnp.asarray(batch["response_mask"]))
+        """Whether the chosen response is better, and with labels if each is good (``label_``)."""
+        batch, scores = self.score_examples(batch)
+        ends = end_scores(jnp.asarray(scores), jnp.asarray(batch["response_mask"]))
         better = self.sign * np.asarray(ends)
         difference = better[::2] - better[1::2]
         found = {"": (difference, np.ones_like(difference))}
@@ -248,14 +248,14 @@ class RewardModel(ScoredAlgorithm):
 
 
 class CostModel(RewardModel):
-    """Safe-RLHF's: the chosen response is the safer one and costs less; unsafe is above 0."""
+    """Safe-RLHF's cost model: the chosen (safer) response costs less; unsafe is above 0."""
 
     sign = -1
     defaults = {"label_coef": 1.0}
 
 
 class ProcessRewardModel(ScoredAlgorithm):
-    """Each step of a response is right or wrong (arXiv 2305.20050)."""
+    """Process reward model (PRM): each step of a response is right or wrong (arXiv 2305.20050)."""
 
     source = "steps"
     needed_data = "steps with labels (the columns `completions` and `labels`)"
@@ -266,10 +266,10 @@ class ProcessRewardModel(ScoredAlgorithm):
 
     @classmethod
     def losses(cls, config: ConfigDict, max_response_length: int) -> dict[str, Any]:
-        """The loss of steps."""
+        """The step loss."""
         return {"actor": StepLoss()}
 
     def predictions(self, batch: Batch) -> Predictions:
-        """That a step is right."""
-        batch, scores = self.scored(batch)
+        """Whether a step is right."""
+        batch, scores = self.score_examples(batch)
         return {"": (scores, np.where(batch["response_mask"], batch["labels"], np.nan))}

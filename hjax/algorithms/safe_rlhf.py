@@ -13,14 +13,14 @@ from ml_collections import ConfigDict
 from hjax.algorithms.advantages import gae, lagrangian_advantages, token_rewards, whiten
 from hjax.algorithms.algorithm import Batch, old_logprobs, reference_kl
 from hjax.algorithms.losses import ValueLoss
-from hjax.algorithms.masks import by_switches
+from hjax.algorithms.masks import jit_static_keywords
 from hjax.algorithms.ppo import PPO
 from hjax.controller import join
 from hjax.rules import Key, above, at_least, finite
 
 
 class SafeRLHF(PPO):
-    """PPO-Lagrangian: a multiplier weighs the cost's advantages against the reward's."""
+    """PPO-Lagrangian: a multiplier weights cost advantages against reward advantages."""
 
     roles = ("actor", "critic", "reference", "reward", "cost", "cost_critic")
 
@@ -51,14 +51,14 @@ class SafeRLHF(PPO):
 
     @classmethod
     def losses(cls, config: ConfigDict, max_response_length: int) -> dict[str, Any]:
-        """PPO's losses, and the cost critic's."""
+        """PPO's losses, and the value loss of the cost critic."""
         critic = ValueLoss(
             clip=config.value_clip or None, values_key="cost_values", returns_key="cost_returns"
         )
         return super().losses(config, max_response_length) | {"cost_critic": critic}
 
     def learn(self, batch: Any) -> Batch:
-        """PPO's with a cost, its critic and the multiplier."""
+        """PPO's step with cost, cost critic and multiplier."""
         values = self.critic.compute_values(batch)
         cost_values = self.cost_critic.compute_values(batch)
         reference = self.reference.compute_ref_log_prob(batch)
@@ -74,7 +74,7 @@ class SafeRLHF(PPO):
         return batch
 
     def compute_advantages(self, batch: Batch) -> Batch:
-        """PPO's entries, of the combined advantage, and ``cost_returns``."""
+        """Adds PPO's entries, for the combined advantage, and ``cost_returns``."""
         config = self.config
         old, scores, kl = old_logprobs(batch), self.scores(batch), reference_kl(batch)
         advantages, returns, cost_returns = _advantages(
@@ -99,8 +99,8 @@ class SafeRLHF(PPO):
             "cost_returns": np.asarray(cost_returns),
             "cost_values": batch["cost"]["values"],
             "old_logprobs": old,
-            "row_mask": self.counted(batch, scores + batch["costs"]),
-            **self.follow_kl(batch | {"ref_kl": kl}, old),
+            "row_mask": self.rows_in_loss(batch, scores + batch["costs"]),
+            **self.update_kl_coef(batch | {"ref_kl": kl}, old),
         }
 
     @property
@@ -109,7 +109,7 @@ class SafeRLHF(PPO):
         return math.exp(self.log_multiplier)
 
     def update_multiplier(self, batch: Batch) -> Batch:
-        """Gradient ascent of lambda = exp(eta) on the mean cost above the limit."""
+        """Gradient ascent of lambda = exp(eta) on the mean cost minus the limit."""
         config = self.config
         costs = np.asarray(batch["costs"], np.float64)
         if not np.isnan(costs).all():
@@ -121,14 +121,14 @@ class SafeRLHF(PPO):
         return batch
 
     def batch_metrics(self, batch: Batch) -> dict[str, float]:
-        """The cost's."""
+        """The mean cost and the multiplier."""
         return super().batch_metrics(batch) | {
             "cost/mean": float(np.nanmean(batch["costs"])),
             "cost/multiplier": self.multiplier,
         }
 
     def state(self) -> dict[str, Any]:
-        """PPO's, and the multiplier's."""
+        """PPO's state, and the multiplier's."""
         return super().state() | {
             "log_multiplier": self.log_multiplier,
             "recent_costs": list(self.recent_costs),
@@ -141,7 +141,7 @@ class SafeRLHF(PPO):
         self.recent_costs.extend(state["recent_costs"])
 
 
-@by_switches
+@jit_static_keywords
 def _advantages(
     rewards: jax.Array,
     costs: jax.Array,
@@ -159,13 +159,13 @@ def _advantages(
     whitened: bool,
     biased: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    gains = token_rewards(rewards, mask, kl, kl_coef, clip, dense)
-    # The KL makes a response costlier, as it makes it less rewarding.
-    losses = token_rewards(costs, mask, kl, -kl_coef, clip)
-    gain, returns = gae(gains, values, mask, gamma, lam)
-    loss, cost_returns = gae(losses, cost_values, mask, gamma, lam)
+    per_token = token_rewards(rewards, mask, kl, kl_coef, clip, dense)
+    # The KL is subtracted from rewards and added to costs.
+    token_costs = token_rewards(costs, mask, kl, -kl_coef, clip)
+    reward_advantages, returns = gae(per_token, values, mask, gamma, lam)
+    cost_advantages, cost_returns = gae(token_costs, cost_values, mask, gamma, lam)
     scored = mask & ~jnp.isnan(rewards + costs)[:, None]
-    advantages = lagrangian_advantages(gain, loss, multiplier)
+    advantages = lagrangian_advantages(reward_advantages, cost_advantages, multiplier)
     if whitened:
         advantages = whiten(advantages, scored, unbiased=not biased)
     return jnp.where(scored, advantages, 0.0), returns, cost_returns

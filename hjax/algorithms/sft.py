@@ -1,4 +1,4 @@
-"""Supervised training on demonstrations: the warm start, as an algorithm of its own."""
+"""Supervised fine-tuning (SFT) on demonstrations; also what the warm start does."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ class SFT(Algorithm):
     source = "demonstrations"
     needed_data = "demonstrations"
     data_hint = "give it a column `response`, or conversations in `messages`"
-    # Sequences per update are ``warm_start.batch``.
+    # ``warm_start.batch`` sets the sequences per update.
     shared_keys = ("aggregation", "max_skipped")
 
     @classmethod

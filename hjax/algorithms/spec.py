@@ -1,4 +1,4 @@
-"""What an algorithm says of itself before there is a run: its roles, its keys, its losses."""
+"""Static description of an algorithm, known before a run: its roles, config keys and losses."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -19,25 +19,25 @@ class AlgorithmSpec:
     """The part of ``Algorithm`` that needs no workers: class attributes and class methods."""
 
     roles: ClassVar[tuple[str, ...]] = ("actor", "reference", "reward")
-    # Name -> worker class (a subclass of hjax.workers.Worker) or hjax.Role: roles of your own, or
-    # your own class for one of the roles above.
+    # Role name -> worker class (a subclass of hjax.workers.Worker) or hjax.Role: additional roles,
+    # or another class for one of the roles above.
     workers: ClassVar[dict[str, Any]] = {}
-    # Whether steps are made of rollouts (False: of what the data has).
+    # Whether a step generates rollouts (False: it reads responses from the dataset).
     generates: ClassVar[bool] = True
-    # What is learned from: "prompts" that are answered, "demonstrations", preference "pairs", or
-    # "verdicts" (responses that are each right or wrong), or labelled "steps".
+    # Kind of training data: "prompts", "demonstrations", preference "pairs", "verdicts" (unpaired
+    # responses labelled right or wrong, as KTO reads them), or labelled "steps" (process rewards).
     source: ClassVar[str] = "prompts"
-    # Rows that no micro-batch cuts apart: 2 of a pair.
+    # Adjacent rows that stay in one micro-batch: 2 for a pair.
     unit: ClassVar[int] = 1
-    # Examples of a batch that it learns from, at the fewest.
+    # Minimum number of examples in a training batch.
     fewest_examples: ClassVar[int] = 1
-    # What it cannot learn without, beside prompts, and how data may have it.
+    # Data that it needs besides prompts, and how a dataset provides it; for error messages.
     needed_data: ClassVar[str] = ""
     data_hint: ClassVar[str] = ""
-    # Of the keys that all algorithms share those that are read; None: all of them.
+    # Which of the keys below this algorithm reads; None: all of them.
     shared_keys: ClassVar[tuple[str, ...] | None] = None
 
-    # Keys of its own, and other defaults for keys of its bases.
+    # Additional keys, and `defaults` that override those of the base classes.
     keys: ClassVar[Mapping[str, Key]] = {
         "minibatch": Key(
             0,
@@ -122,8 +122,8 @@ class AlgorithmSpec:
 
     @classmethod
     def all_keys(cls) -> dict[str, Key]:
-        """The keys of the class and its bases, each with the default of the class that is nearest;
-        of those that all algorithms share only ``shared_keys``.
+        """The keys of the class and its bases, each with the default of the most derived class;
+        of the keys that all algorithms share only ``shared_keys``.
 
         Raises:
           ConfigError: ``defaults`` names a key that no base has, or a value of another type.
@@ -147,14 +147,14 @@ class AlgorithmSpec:
     def default_config(cls) -> Config:
         """The algorithm's own keys, which live under ``config.algorithm``, at their defaults.
 
-        A class may override it and add keys to what ``super()`` returns (they have no meaning and
-        no rule then) or change or delete others; it has the last word.
+        A class may override it to add keys to the result of ``super()`` (without documentation or
+        validation), or to change or delete keys. Its result is final.
         """
         return Config({name: key.default for name, key in cls.all_keys().items()})
 
     @classmethod
     def fewest_samples(cls, config: ConfigDict) -> int:
-        """Responses per prompt that it needs at least.
+        """Minimum number of responses per prompt.
 
         Args:
           config: the section ``algorithm``, complete.
@@ -163,16 +163,16 @@ class AlgorithmSpec:
 
     @classmethod
     def check_rewards(cls, config: ConfigDict, names: Sequence[str]) -> None:
-        """Raise ConfigError where it cannot learn from rewards of such names.
+        """Raise ConfigError if the algorithm cannot learn from rewards with these names.
 
         Args:
           config: the section ``algorithm``, complete.
-          names: of the rewards that the function returns; empty: one without a name.
+          names: of the rewards that the function returns; empty: it returns one unnamed reward.
         """
 
     @classmethod
     def check(cls, config: ConfigDict) -> None:
-        """Raise ConfigError where keys that are each in their range do not go together.
+        """Raise ConfigError for keys that are valid alone but contradict each other.
 
         Args:
           config: the section ``algorithm``, complete.
@@ -188,30 +188,30 @@ class AlgorithmSpec:
                     f"config.algorithm.entropy_coef={config.entropy_coef} is where entropy_target "
                     f"begins: set it to 0 up to entropy_max={config.entropy_max}"
                 )
-        cls.losses(config, 1)  # which refuses switches that have no effect beside each other
+        cls.losses(config, 1)  # its constructor refuses switches without effect
 
     @classmethod
     def all_roles(cls) -> tuple[str, ...]:
-        """The roles of any configuration, by name."""
+        """Names of all roles that some configuration uses."""
         return tuple(dict.fromkeys((*cls.roles, *cls.workers)))
 
     @classmethod
     def needs_reference(cls, config: ConfigDict) -> bool:
-        """Whether a configuration uses the reference: not with a KL of coefficient 0."""
+        """Whether a configuration uses the reference; by default if ``kl_coef`` is not 0."""
         return bool(config.get("kl_coef", 1.0))
 
     @classmethod
     def needed_roles(cls, config: ConfigDict) -> tuple[str, ...]:
-        """The roles that a configuration uses."""
+        """Names of the roles that a configuration uses."""
         kept = cls.needs_reference(config)
         return tuple(role for role in cls.all_roles() if kept or role != "reference")
 
     @classmethod
     def role_table(cls, config: ConfigDict) -> dict[str, Role]:
-        """What each role that a configuration uses is, by name.
+        """The ``Role`` of each role that a configuration uses, by name.
 
         Raises:
-          ConfigError: a role that is neither a standing one nor among ``workers``.
+          ConfigError: a role that is neither built in nor in ``workers``.
         """
         names = cls.needed_roles(config)
         own = {name: worker for name, worker in cls.workers.items() if name in names}
@@ -219,5 +219,5 @@ class AlgorithmSpec:
 
     @classmethod
     def losses(cls, config: ConfigDict, max_response_length: int) -> dict[str, Any]:
-        """The loss of each trained role, picklable: it travels to the role's worker."""
+        """The loss of each trained role, by role; picklable, because it is sent to the worker."""
         raise NotImplementedError(f"{cls.__name__} must define losses")

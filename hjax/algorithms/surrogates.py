@@ -1,43 +1,43 @@
-r"""What stands for the policy's objective at a token: ratio times advantage, bounded in some way.
+r"""Surrogate objectives: ratio times advantage per token, clipped (PPO), gated (SAPO) or masked.
 
-Pure functions of float [N, L] arrays that are 0 off the mask. Each returns the token losses and its
-statistics; `hjax.algorithms.policy_loss` chooses one.
+Pure functions of float [N, L] arrays that are 0 outside the mask. Each returns token losses and
+statistics; `hjax.algorithms.policy_loss` selects one.
 """
 
 import jax
 import jax.numpy as jnp
 
 from hjax.algorithms.aggregation import Stats
-from hjax.algorithms.masks import keep, masked_mean
+from hjax.algorithms.masks import masked, masked_mean
 
-# exp(20) is far outside any clip range; beyond it float32 overflows (verl clamps there too).
+# exp(20) is far outside any clip range; larger ones overflow float32 (verl clamps there too).
 MAX_LOG_RATIO = 20.0
-# verl's, of DPPO.
+# verl's cap of DPPO's ratio.
 DPPO_CAP = 20.0
-# Less probability than this is float32's rounding.
-_LEAST = 1e-7
+# Smaller probabilities are float32 rounding error.
+_MIN_PROBABILITY = 1e-7
 
 
 def capped_ratio(log_ratio: jax.Array) -> jax.Array:
-    """exp of log-ratios that are capped at 20."""
+    """exp of log-ratios, capped at MAX_LOG_RATIO."""
     return jnp.exp(jnp.minimum(log_ratio, MAX_LOG_RATIO))
 
 
-def of_level(log_ratio: jax.Array, mask: jax.Array, level: str) -> jax.Array:
-    r"""The log-ratio of each token, or of its response.
+def log_ratio_at_level(log_ratio: jax.Array, mask: jax.Array, level: str) -> jax.Array:
+    r"""Token-level or sequence-level log-ratio (importance ratio) of each token.
 
     Args:
-        log_ratio: float [N, L], :math:`\ell - \ell_{old}`, 0 off the mask.
+        log_ratio: float [N, L], :math:`\ell - \ell_{old}`, 0 outside the mask.
         mask: bool [N, L].
-        level: "token": as it is. "sequence": the mean over the response's tokens, for all of them,
-            its gradient through all of them (GSPO, https://arxiv.org/abs/2507.18071).
-            "sequence_token": the value of that, its gradient through each token alone
-            (GSPO-token). "sequence_sum": the sum over the response's tokens (the response's own
-            ratio, as in TRL's RLOO).
+        level: "token": unchanged. "sequence": the mean over the response's tokens, at each of them,
+            with gradient through all of them (GSPO, https://arxiv.org/abs/2507.18071).
+            "sequence_token": the same value, with gradient through each token alone (GSPO-token).
+            "sequence_sum": the sum over the response's tokens (the probability ratio of the
+            response, as in TRL's RLOO).
 
     Returns:
-        float32 [N, L]. For an advantage that is constant over the response "sequence" and
-        "sequence_token" have the same gradient.
+        float32 [N, L]. "sequence" and "sequence_token" have the same gradient where the advantage
+        is constant over the response.
     """
     if level == "token":
         return log_ratio
@@ -52,7 +52,7 @@ def of_level(log_ratio: jax.Array, mask: jax.Array, level: str) -> jax.Array:
     return jax.lax.stop_gradient(mean) + straight
 
 
-def clipped(
+def ppo_clip(
     log_ratio: jax.Array,
     advantages: jax.Array,
     mask: jax.Array,
@@ -64,7 +64,7 @@ def clipped(
     r"""PPO's :math:`-\min(\rho A, \mathrm{clip}(\rho, 1-low, 1+high) A)`.
 
     Args:
-        log_ratio: float [N, L], of `of_level`.
+        log_ratio: float [N, L], from `log_ratio_at_level`.
         advantages: float [N, L].
         mask: bool [N, L].
         low, high: how far the ratio may fall and rise; None: no bound.
@@ -72,18 +72,18 @@ def clipped(
         cap: largest ratio of the first term, for either sign of A (TRL's `delta`, two-sided
             clipping of https://arxiv.org/abs/2505.07291). None: off.
     """
-    # Capped where the value is, so that a straight-through gradient stays as it is.
+    # The cap applies to the value alone, so a straight-through gradient is unchanged.
     ratio = capped_ratio(log_ratio)
     bound = jnp.clip(ratio, _one_less(low), None if high is None else 1.0 + high)
     ratio = ratio if cap is None else jnp.minimum(ratio, cap)
-    free, bounded = -ratio * advantages, -bound * advantages
-    loss = jnp.maximum(free, bounded)
-    stats = {"clip_fraction": keep(bounded > free, mask)}
+    unclipped, clipped = -ratio * advantages, -bound * advantages
+    loss = jnp.maximum(unclipped, clipped)
+    stats = {"clip_fraction": masked(clipped > unclipped, mask)}
     if dual is not None:
-        most = -dual * advantages
-        over = (advantages < 0) & (loss > most)
-        loss = jnp.where(over, most, loss)
-        stats["dual_clip_fraction"] = keep(over, mask)
+        largest = -dual * advantages
+        over = (advantages < 0) & (loss > largest)
+        loss = jnp.where(over, largest, loss)
+        stats["dual_clip_fraction"] = masked(over, mask)
     return loss, stats
 
 
@@ -97,13 +97,13 @@ def cispo(
 ) -> tuple[jax.Array, Stats]:
     r"""CISPO's :math:`-\mathrm{sg}(\mathrm{clip}(\rho, 1-low, 1+high))\,A\,\ell`.
 
-    MiniMax-M1 (https://arxiv.org/abs/2506.13585), bounds as in verl and NeMo-RL: every token keeps
-    a gradient, its weight is clipped. TRL and ScaleRL give the upper bound itself (5.0 is
+    MiniMax-M1 (https://arxiv.org/abs/2506.13585): the weight is clipped, and every token keeps a
+    gradient. Bounds as in verl and NeMo-RL; TRL and ScaleRL state the upper bound itself (5.0 is
     high = 4).
     """
     ratio = capped_ratio(log_ratio)
     weight = jnp.clip(ratio, _one_less(low), None if high is None else 1.0 + high)
-    stats = {"clip_fraction": keep(weight != ratio, mask)}
+    stats = {"clip_fraction": masked(weight != ratio, mask)}
     return -jax.lax.stop_gradient(weight) * advantages * logprobs, stats
 
 
@@ -129,24 +129,24 @@ def dppo(
     cap: float,
     by_kl: bool = False,
 ) -> tuple[jax.Array, Stats]:
-    r"""DPPO's mask by how far the token's probability has gone (https://arxiv.org/abs/2602.04879).
+    r"""DPPO: masks tokens whose probability moved too far (https://arxiv.org/abs/2602.04879).
 
     .. math:: L = -\mathrm{sg}(\min(\rho, cap))\,A\,\ell\,M, \qquad
               M = 1[p - p_{old} \le high] \text{ if } A > 0 \text{ else } 1[p - p_{old} \ge -low]
 
-    As in verl (`core_algos.py`), where cap is 20; :math:`p = e^{\ell}`. That is the binary total
-    variation; with `by_kl` it is the binary KL, :math:`p_{old} \log\frac{p_{old}}{p} + (1 -
-    p_{old}) \log\frac{1 - p_{old}}{1 - p}`, of probabilities that have risen (A > 0) or fallen.
+    As in verl (`core_algos.py`), where cap is 20; :math:`p = e^{\ell}`. The distance is the binary
+    total variation; with `by_kl` the binary KL, :math:`p_{old} \log\frac{p_{old}}{p} + (1 -
+    p_{old}) \log\frac{1 - p_{old}}{1 - p}`, of probabilities that rose (A > 0) or fell.
     """
-    before, now = jnp.exp(logprobs - log_ratio), jnp.exp(logprobs)
-    change = now - before
+    old, new = jnp.exp(logprobs - log_ratio), jnp.exp(logprobs)
+    change = new - old
     if by_kl:
-        rest = jnp.maximum(1.0 - before, _LEAST), jnp.maximum(1.0 - now, _LEAST)
-        kl = -before * log_ratio + rest[0] * jnp.log(rest[0] / rest[1])
+        rest = jnp.maximum(1.0 - old, _MIN_PROBABILITY), jnp.maximum(1.0 - new, _MIN_PROBABILITY)
+        kl = -old * log_ratio + rest[0] * jnp.log(rest[0] / rest[1])
         change = jnp.sign(change) * kl
     kept = jnp.where(advantages > 0, change <= high, change >= -low)
     weight = jnp.minimum(capped_ratio(log_ratio), cap) * kept
-    stats = {"clip_fraction": keep(~kept, mask)}
+    stats = {"clip_fraction": masked(~kept, mask)}
     return -jax.lax.stop_gradient(weight) * advantages * logprobs, stats
 
 
@@ -157,10 +157,10 @@ def _one_less(low: float | None) -> float | None:
 COVARIANCES = ("none", "clip", "kl")
 
 
-def covariances(advantages: jax.Array, logprobs: jax.Array, mask: jax.Array) -> jax.Array:
-    r"""float32 [N, L] of tokens in the mask, 0 off it; arguments [N, L].
+def token_covariances(advantages: jax.Array, logprobs: jax.Array, mask: jax.Array) -> jax.Array:
+    r"""Covariance of log-prob and advantage per token, float32 [N, L], 0 outside the mask.
 
-    Tokens whose covariance of log-prob and advantage is large: there entropy is lost fastest.
+    Arguments are [N, L]. Entropy is lost fastest at tokens with a large covariance.
 
     Cui et al. 2025, "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models"
     (https://arxiv.org/abs/2505.22617), as in verl's `core_algos.py`. With means over the step's
@@ -168,16 +168,16 @@ def covariances(advantages: jax.Array, logprobs: jax.Array, mask: jax.Array) -> 
 
     .. math:: cov_t = (A_t - \bar A)(\ell_t - \bar\ell)
 
-    Here :math:`\ell` is the log-prob as learning starts, which is known before a step is cut into
-    micro-batches; verl takes that of the trained policy, micro-batch by micro-batch. In the first
-    update of an unbroken step both are the same.
+    Here :math:`\ell` is the log-prob before the first update, which is known before a step is split
+    into micro-batches; verl takes that of the trained policy, per micro-batch. Both are equal in
+    the first update of a step that is not split.
     """
-    advantages, logprobs = keep(advantages, mask), keep(logprobs, mask)
+    advantages, logprobs = masked(advantages, mask), masked(logprobs, mask)
     made = (advantages - masked_mean(advantages, mask)) * (logprobs - masked_mean(logprobs, mask))
-    return keep(made, mask)
+    return masked(made, mask)
 
 
-def chosen_tokens(
+def select_by_covariance(
     covariance: jax.Array,
     mask: jax.Array,
     kind: str,
@@ -186,16 +186,16 @@ def chosen_tokens(
     high: float,
     tokens: jax.Array,
 ) -> jax.Array:
-    """Which tokens are treated otherwise: `share` of those in the mask, at least one.
+    """Tokens for clip-cov or kl-cov: `share` of those in the mask, at least one.
 
     Args:
-        covariance: float [N, L], of `covariances`.
+        covariance: float [N, L], from `token_covariances`.
         mask: bool [N, L].
-        kind: "clip": of those with a covariance between low and high, drawn at random; "kl": those
-            with the largest.
-        share: of the tokens in the mask, above 0.
-        low, high: of "clip".
-        tokens: int [N, L], the responses, of which the draw is made: the same for the same batch.
+        kind: "clip": a random choice of tokens with a covariance between low and high; "kl": the
+            tokens with the largest covariance.
+        share: share of the tokens in the mask, above 0.
+        low, high: for "clip".
+        tokens: int [N, L], the responses; they seed the choice, so the same batch gives the same.
 
     Returns:
         bool [N, L].
@@ -205,8 +205,8 @@ def chosen_tokens(
     if kind == "clip":
         allowed = mask & (covariance > low) & (covariance < high)
         places = jnp.arange(1, mask.size + 1, dtype=jnp.uint32).reshape(mask.shape)
-        drawn_of = jnp.sum(jnp.where(mask, tokens, 0).astype(jnp.uint32) * places)
-        order = jax.random.uniform(jax.random.fold_in(jax.random.key(0), drawn_of), mask.shape)
+        seed = jnp.sum(jnp.where(mask, tokens, 0).astype(jnp.uint32) * places)
+        order = jax.random.uniform(jax.random.fold_in(jax.random.key(0), seed), mask.shape)
     else:
         allowed, order = mask, -covariance
     ranked = jnp.argsort(jnp.where(allowed, order, jnp.inf).ravel(), stable=True)

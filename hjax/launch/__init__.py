@@ -1,1 +1,1 @@
-"""`python -m hjax.launch` and its sisters: configs, trainer, workdir, what a person sees."""
+"""Commands: `python -m hjax.launch` (training), `.generate`, `.evaluate`, `.serve`, `.plan`, ..."""

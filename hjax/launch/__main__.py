@@ -34,10 +34,10 @@ exit status: 0 done; 1 failed while running; 2 wrong input, nothing written; 130
 by Ctrl-C, SIGTERM or SIGHUP, saved
 """
 
-from hjax.launch.signals import SIGNALS, Signals, begin
+from hjax.launch.signals import SIGNALS, Signals, prepare_process
 
 if __name__ == "__main__":
-    begin("hjax.launch")  # may start this command anew, so before imports that take longer
+    prepare_process("hjax.launch")  # may re-execute this command, so before slow imports
 
 import dataclasses
 import platform
@@ -53,9 +53,9 @@ from ml_collections import ConfigDict
 import hjax
 from hjax.errors import ConfigError, exit_status
 from hjax.files import METRICS, json_line
-from hjax.launch.command import define, parse_flags, print_help, take_config
+from hjax.launch.command import define_flags, parse_flags, print_help, split_config_flag
 from hjax.launch.jax_setup import prepare_jax
-from hjax.launch.process_exit import run_and_leave
+from hjax.launch.process_exit import run_and_exit
 from hjax.launch.stages import Stages, dry_run_stages, read_stages, run_stages
 from hjax.run.workdir import Workdir
 from hjax.settings.config_loading import (
@@ -84,7 +84,7 @@ class TrainCommand:
     overwrite: bool = False
     repair: bool = False
     stages: Stages | None = None
-    whole: Path | None = None  # of a stage: the workdir of all
+    stages_workdir: Path | None = None  # the workdir of all stages, where this is one stage
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     signals = SIGNALS if SIGNALS.own else Signals()
     status = exit_status(lambda: _run_command(parse(arguments), signals))
-    signals.done()
+    signals.ignore_further()
     return status
 
 
@@ -110,37 +110,37 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
     Raises:
       ConfigError: a wrong flag, file, key or value.
     """
-    name, rest = take_config(arguments)
-    own = define(None, **_FLAGS)
+    name, rest = split_config_flag(arguments)
+    args = define_flags(None, **_FLAGS)
     stages, rest = read_stages(name, rest)
     config = None
     if stages is None:
-        config = check_config(load_config(name, rest, own))
+        config = check_config(load_config(name, rest, args))
     else:
-        parse_flags(own, rest)
-        if own.debug:
-            raise ConfigError(f"--debug={own.debug}: debug one stage, by a config of its own")
-        stages.configs(Path(own.workdir or "."))
-    if own.workdir == "":
+        parse_flags(args, rest)
+        if args.debug:
+            raise ConfigError(f"--debug={args.debug}: debug one stage, by a config of its own")
+        stages.configs(Path(args.workdir or "."))
+    if args.workdir == "":
         raise ConfigError("--workdir= is empty; name a directory, or leave the flag out")
-    workdir = user_path(own.workdir, "--workdir=") if own.workdir else None
-    if own.repair and (workdir is None or own.dry_run or own.overwrite):
+    workdir = user_path(args.workdir, "--workdir=") if args.workdir else None
+    if args.repair and (workdir is None or args.dry_run or args.overwrite):
         raise ConfigError(
             "--repair is for a run to go on with: give --workdir, no --dry_run and no --overwrite"
         )
-    if own.overwrite and workdir is None:
+    if args.overwrite and workdir is None:
         raise ConfigError("--overwrite needs --workdir=DIR: without it a run goes to a new one")
-    if own.overwrite and stages is not None:
+    if args.overwrite and stages is not None:
         raise ConfigError(
             f"--overwrite: {name} runs in stages, each in a folder of {workdir}; remove those that "
             "are to run anew"
         )
-    given: dict[str, Any] = {flag: own[flag].value for flag in _FLAGS if flag != "workdir"}
+    given: dict[str, Any] = {flag: args[flag].value for flag in _FLAGS if flag != "workdir"}
     return TrainCommand(name, config, workdir, stages=stages, **given)
 
 
 def versions() -> str:
-    """Of hjax and of what it computes with, in one line."""
+    """Versions of hjax, JAX, flax, NumPy and Python, in one line."""
     from importlib.metadata import version
 
     named = ", ".join(f"{name} {version(name)}" for name in ("jax", "jaxlib", "flax", "numpy"))
@@ -154,18 +154,18 @@ def _run_command(command: TrainCommand, signals: Signals) -> int:
 def _run_all(command: TrainCommand, signals: Signals) -> int:
     """Run the stages one after another, each as a run of its own."""
     assert command.stages is not None
-    single = dataclasses.replace(command, stages=None, whole=Path())
+    single = dataclasses.replace(command, stages=None, stages_workdir=Path())
     if command.dry_run:
 
         def describe(title: str, config: ConfigDict) -> None:
-            # Its workdir is not there yet; that it is a stage, `whole` says.
+            # Without a workdir, which does not exist yet; `stages_workdir` marks it as a stage.
             _run(dataclasses.replace(single, name=title, config=config, workdir=None), signals)
 
         return dry_run_stages(command.stages, command.workdir, describe)
 
     def run(title: str, config: ConfigDict, workdir: Path) -> int:
         stage = dataclasses.replace(single, name=title, config=config, workdir=workdir)
-        return _run(dataclasses.replace(stage, json=False, whole=workdir.parent), signals)
+        return _run(dataclasses.replace(stage, json=False, stages_workdir=workdir.parent), signals)
 
     workdir = command.workdir or _new_workdir(command.name)
     return run_stages(command.stages, workdir, run, command.json)
@@ -176,10 +176,10 @@ def _run(command: TrainCommand, signals: Signals) -> int:
     assert config is not None
     if command.workdir is not None:
         workdir = Workdir(command.workdir, overwrite=command.overwrite)
-        # Of one that was only evaluated so far nothing needs to be the same.
+        # Evaluation alone (steps=0) does not require an unchanged config.
         resumes = bool(config.steps) and workdir.check(config)
-        anew = command.dry_run or command.repair
-        if resumes and workdir.finished(config.steps) and not anew:
+        forced = command.dry_run or command.repair
+        if resumes and workdir.finished(config.steps) and not forced:
             _say_finished(workdir, config, command)
             return 0
 
@@ -195,7 +195,7 @@ def _run(command: TrainCommand, signals: Signals) -> int:
         plan = plan_run(config, command.workdir)
         return _dry_run(Trainer(config, plan=plan, executor=ThreadExecutor), command)
     if not config.steps:
-        return _measure(command)
+        return _evaluate_only(command)
     path = command.workdir or _new_workdir(command.name)
     plan = plan_run(config, None if command.overwrite else path)
     display = Display(config, config.steps)
@@ -214,11 +214,11 @@ def _run(command: TrainCommand, signals: Signals) -> int:
             display.start(f"{command.name}  {config.algorithm.name}  {path}")
             if remark:
                 display.message(remark)
-            if command.whole is None:  # a stage's come from a file of several
+            if command.stages_workdir is None:  # a stage has no config file of its own
                 for line in settings_without_effect(command.name, config):
                     display.message(line)
             trainer.run()
-            seconds = None if signals.received else _compare_seconds(trainer, path)
+            seconds = None if signals.received else _compare_with_plan(trainer, path)
         finally:
             try:
                 trainer.close()
@@ -229,10 +229,10 @@ def _run(command: TrainCommand, signals: Signals) -> int:
     return _finish(path, command, signals.received)
 
 
-def _measure(command: TrainCommand) -> int:
-    """Answer the held-out prompts, and stop: nothing is trained or written.
+def _evaluate_only(command: TrainCommand) -> int:
+    """Evaluate on the held-out prompts, and stop: nothing is trained or written.
 
-    The actor is the config's, or the newest checkpoint of the workdir's run.
+    The actor is the newest checkpoint in the workdir, or else the config's.
 
     Raises:
       ConfigError: there are no held-out prompts.
@@ -269,9 +269,9 @@ def _measure(command: TrainCommand) -> int:
     return 0
 
 
-def _compare_seconds(trainer: Any, workdir: Path) -> str:
-    """Have the plan learn from the run; returns a line on how near it was, empty without a
-    profile."""
+def _compare_with_plan(trainer: Any, workdir: Path) -> str:
+    """Correct the profile by the run's measured times; returns one line that compares them with the
+    plan, empty without a profile."""
     from hjax.planning.profile_correction import correct_profile, summary
 
     try:
@@ -291,7 +291,7 @@ def _finish(path: Path, command: TrainCommand, received: int) -> int:
         done = f"after step {step} of {total}, saved" if step else "before step 1"
         print(
             f"hjax: stopped by {name} {done}; go on with the same command and "
-            f"--workdir={command.whole or path}",
+            f"--workdir={command.stages_workdir or path}",
             file=sys.stderr,
         )
     elif command.config is not None and command.config.display.enabled:
@@ -310,7 +310,7 @@ def _print_summary(
 
 
 def _say_finished(workdir: Workdir, config: ConfigDict, command: TrainCommand) -> None:
-    if config.display.report:  # a kill may have come before it, or it was removed
+    if config.display.report:  # missing if the run was killed before it, or it was removed
         from hjax.show.report import write_report
 
         with workdir.writing("report.html"):
@@ -330,7 +330,7 @@ def _dry_run(trainer: Any, command: TrainCommand) -> int:
         description = describe(trainer)
     finally:
         trainer.close()
-    if command.whole is None:  # a stage's come from a file of several
+    if command.stages_workdir is None:  # a stage has no config file of its own
         description["settings"] = setting_origins(command.name, trainer.config)
     if not command.json:
         from hjax.show.memory_table import print_memory
@@ -356,4 +356,4 @@ def _new_workdir(name: str) -> Path:
 
 
 if __name__ == "__main__":
-    run_and_leave(main)
+    run_and_exit(main)

@@ -1,4 +1,4 @@
-"""What the commands share: the config among the arguments, and their own flags."""
+"""Command-line helpers: the --config flag, a command's flags, help text, exit statuses."""
 
 import re
 import shutil
@@ -16,11 +16,11 @@ from hjax.settings.config_loading import check_config, config_names, load_config
 from hjax.user_input import user_path
 
 
-def take_config(arguments: Sequence[str]) -> tuple[str, list[str]]:
+def split_config_flag(arguments: Sequence[str]) -> tuple[str, list[str]]:
     """The value of --config, and the other arguments.
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: --config is missing.
     """
     name, rest, waiting = "", [], False
     for argument in arguments:
@@ -40,8 +40,8 @@ def take_config(arguments: Sequence[str]) -> tuple[str, list[str]]:
     return name, rest
 
 
-# What a flag of `compile` and of `plan --compile` was.
-ROOFLINE = (
+# Error message for a flag that `compile` and `plan --compile` used to have.
+ROOFLINE_MESSAGE = (
     "--roofline: how long compiled programs take by data sheet says, in a clone of hjax, "
     "python benchmarks/roofline.py --config=NAME.py --topology=KIND:SIZES"
 )
@@ -55,61 +55,62 @@ _DEFINE: dict[type, Callable[..., object]] = {
 }
 
 
-def define(own: flags.FlagValues | None = None, **defaults: object) -> flags.FlagValues:
-    """A command's flags, with those of ``own``.
+def define_flags(args: flags.FlagValues | None = None, **defaults: object) -> flags.FlagValues:
+    """Define flags, in ``args`` where that is given; returns the flag values.
 
     Args:
-      defaults: by name; a type is one of that type that is None where it is not given, a list one
-        that may be given several times, a tuple the words that it may be, the first the default.
+      defaults: by flag name. A type defines a flag of that type with the default None, a list a
+        repeatable flag, a tuple an enumeration whose first word is the default.
     """
-    own = flags.FlagValues() if own is None else own
+    args = flags.FlagValues() if args is None else args
     for name, default in defaults.items():
         if isinstance(default, tuple):
-            flags.DEFINE_enum(name, default[0], default, "see --help", flag_values=own)
+            flags.DEFINE_enum(name, default[0], default, "see --help", flag_values=args)
             continue
         kind, value = (default, None) if isinstance(default, type) else (type(default), default)
-        _DEFINE[kind](name, value, "see --help", flag_values=own)
-    return own
+        _DEFINE[kind](name, value, "see --help", flag_values=args)
+    return args
 
 
-def settle(own: flags.FlagValues, rules: Mapping[str, Rule]) -> None:
-    """Check the values of a command that reads a model: --model must be given, and a ~ in it is
-    read as a shell does; --family's class is taken.
+def check_model_flags(args: flags.FlagValues, rules: Mapping[str, Rule]) -> None:
+    """Validate the flags of a command that reads a model.
+
+    --model is required, with ~ expanded; the class of --family is registered.
 
     Args:
       rules: by flag.
 
     Raises:
-      ConfigError: the first that is not as it must be.
+      ConfigError: the first invalid flag.
     """
-    if not own["model"].value:
+    if not args["model"].value:
         raise ConfigError("--model is missing; see --help")
-    own["model"].value = str(user_path(own["model"].value, "--model="))
+    args["model"].value = str(user_path(args["model"].value, "--model="))
     for name, rule in rules.items():
-        if own[name].value is not None and not rule.holds(own[name].value):
-            raise ConfigError(f"--{name}={own[name].value}: must be {rule.text}")
-    if own["family"].value:
+        if args[name].value is not None and not rule.holds(args[name].value):
+            raise ConfigError(f"--{name}={args[name].value}: must be {rule.text}")
+    if args["family"].value:
         from hjax.models.families import load_family
 
-        load_family(own["family"].value, "--family")
+        load_family(args["family"].value, "--family")
 
 
-def parse_flags(own: flags.FlagValues, arguments: Sequence[str]) -> None:
-    """Give a command's flags their values.
+def parse_flags(args: flags.FlagValues, arguments: Sequence[str]) -> None:
+    """Parse the arguments into ``args``.
 
     Raises:
-      ConfigError: an unknown flag, a wrong value, or what is no flag.
+      ConfigError: an unknown flag, a wrong value, or a positional argument.
     """
     try:
-        rest = own(["hjax", *arguments])[1:]
+        rest = args(["hjax", *arguments])[1:]
     except flags.Error as error:
         raise ConfigError(f"{error}; see --help") from error
     if rest:
         raise ConfigError(f"unexpected argument {rest[0]!r}; flags are --name=value, see --help")
 
 
-def stopped_by_ctrl_c(run: Callable[[], int]) -> int:
-    """What ``run`` returns; 130 if Ctrl-C ended it, said in one line."""
+def status_on_ctrl_c(run: Callable[[], int]) -> int:
+    """The result of ``run``; or 130 and one line of output if Ctrl-C ended it."""
     try:
         return run()
     except KeyboardInterrupt:
@@ -117,10 +118,10 @@ def stopped_by_ctrl_c(run: Callable[[], int]) -> int:
         return 130
 
 
-def answered(
+def run_or_help(
     arguments: Sequence[str] | None, text: Callable[[], str], run: Callable[[list[str]], int]
 ) -> int:
-    """The exit status of a command: it prints ``text`` for ``--help``, else it runs.
+    """Print ``text`` for ``--help``, else call ``run``; returns the exit status.
 
     Args:
       arguments: None: those of this process.
@@ -133,55 +134,55 @@ def answered(
 
 
 def run_with_config(run: Callable[[ConfigDict], None], text: str) -> NoReturn:
-    """The whole of a command that only takes a config: reads it, runs, exits with the status.
+    """Main function of a command that only takes a config; exits with the status.
 
     Args:
-      run: what it does with the config.
-      text: what ``--help`` prints.
+      run: called with the config.
+      text: printed for ``--help``.
     """
 
-    def whole(arguments: list[str]) -> int:
-        run(check_config(load_config(*take_config(arguments))))
+    def read_and_run(arguments: list[str]) -> int:
+        run(check_config(load_config(*split_config_flag(arguments))))
         return 0
 
-    sys.exit(answered(None, lambda: text, whole))
+    sys.exit(run_or_help(None, lambda: text, read_and_run))
 
 
-# As wide as such texts are written, and as narrow as they are made; characters.
-WRITTEN, NARROWEST = 100, 50
-# Descriptions beside a flag are no narrower; else they stand below it.
-_DESCRIPTION = 24
+# Width of help texts, in characters: as in the source, and the narrowest they are wrapped to.
+MAX_HELP_WIDTH, MIN_HELP_WIDTH = 100, 50
+# A description narrower than this is put below its flag.
+_MIN_DESCRIPTION_WIDTH = 24
 _USAGE = "usage:     "
 
 
 def print_help(text: str) -> None:
-    """Print a text of flags and sentences, its lines folded where the terminal is narrower."""
-    columns = shutil.get_terminal_size((WRITTEN, 24)).columns
-    print(folded(text, min(max(columns, NARROWEST), WRITTEN)), end="")
+    """Print a help text, wrapped to the width of the terminal."""
+    columns = shutil.get_terminal_size((MAX_HELP_WIDTH, 24)).columns
+    print(wrap_help(text, min(max(columns, MIN_HELP_WIDTH), MAX_HELP_WIDTH)), end="")
 
 
-def folded(text: str, width: int) -> str:
-    """A text in lines of so many characters or fewer; what is beside a flag stays in its column.
+def wrap_help(text: str, width: int) -> str:
+    """Wrap a help text to a width; descriptions stay in their column beside the flags.
 
-    A line goes on in those below it that are indented further and name no flag; a sentence in those
-    that begin where it does. Words are not cut.
+    A flag's line is continued by lines that are indented further and start with no flag, a sentence
+    by lines of the same indent. Words are not broken.
     """
-    made: list[str] = []
+    wrapped: list[str] = []
     lines = text.splitlines()
     while lines:
-        taken = [lines.pop(0)]
-        while lines and _goes_on(taken[0], lines[0]):
-            taken.append(lines.pop(0))
-        made += taken if max(map(len, taken)) <= width else _fold(taken, width)
-    return "\n".join(made) + "\n"
+        paragraph = [lines.pop(0)]
+        while lines and _is_continuation(paragraph[0], lines[0]):
+            paragraph.append(lines.pop(0))
+        wrapped += paragraph if max(map(len, paragraph)) <= width else _fold(paragraph, width)
+    return "\n".join(wrapped) + "\n"
 
 
 def _indent(line: str) -> int:
     return len(line) - len(line.lstrip())
 
 
-def _head(line: str) -> str:
-    """A flag and the space behind it, where a description stands beside it; else the indent."""
+def _flag_prefix(line: str) -> str:
+    """A flag and the space before its description; the indent of a line without a flag."""
     flag = re.match(r"\s+-\S.*?\s{2,}(?=\S)|\s*", line)
     return flag[0] if flag else ""
 
@@ -190,28 +191,28 @@ def _is_usage(line: str) -> bool:
     return line.startswith(("usage:", " " * len("usage: ") + "python"))
 
 
-def _goes_on(first: str, line: str) -> bool:
+def _is_continuation(first: str, line: str) -> bool:
     if not first.strip() or not line.strip():
         return False
-    if line.lstrip().startswith("-"):  # a flag, unless a description names one
-        return bool(_head(first).strip()) and _indent(line) == len(_head(first))
+    if line.lstrip().startswith("-"):  # a flag, or a description that begins with one
+        return bool(_flag_prefix(first).strip()) and _indent(line) == len(_flag_prefix(first))
     if _is_usage(first):
         return _indent(line) > len("usage: ")
-    if _head(first).strip() or first.lstrip().startswith("-"):
+    if _flag_prefix(first).strip() or first.lstrip().startswith("-"):
         return _indent(line) > _indent(first)
     return _indent(line) == _indent(first)
 
 
 def _fold(lines: list[str], width: int) -> list[str]:
-    head = _head(lines[0])
+    head = _flag_prefix(lines[0])
     hang = len(_USAGE) if _is_usage(lines[0]) else _indent(lines[1]) if lines[1:] else len(head)
     words = " ".join([lines[0][len(head) :], *(line.strip() for line in lines[1:])])
-    above: list[str] = []
-    if hang > width - _DESCRIPTION or len(head) > width - _DESCRIPTION:
+    flag_line: list[str] = []
+    if hang > width - _MIN_DESCRIPTION_WIDTH or len(head) > width - _MIN_DESCRIPTION_WIDTH:
         hang = min(hang, _indent(lines[0]) + 4)
         if head.strip():
-            above, head = [head.rstrip()], " " * hang
-    return above + textwrap.wrap(
+            flag_line, head = [head.rstrip()], " " * hang
+    return flag_line + textwrap.wrap(
         words,
         width,
         initial_indent=head,

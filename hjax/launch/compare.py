@@ -12,25 +12,25 @@ Exit status: 0 written; 1 failed; 2 wrong input, nothing written.
 
 from collections.abc import Sequence
 
-from hjax.launch.command import answered, define, parse_flags
-from hjax.launch.process_exit import run_and_leave
+from hjax.launch.command import define_flags, parse_flags, run_or_help
+from hjax.launch.process_exit import run_and_exit
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    return answered(arguments, lambda: str(__doc__), _run)
+    return run_or_help(arguments, lambda: str(__doc__), _run)
 
 
 def _run(arguments: Sequence[str]) -> int:
-    own = define(output="compare.html")
+    args = define_flags(output="compare.html")
     workdirs = [a for a in arguments if not a.startswith("-")]
-    parse_flags(own, [a for a in arguments if a.startswith("-")])
+    parse_flags(args, [a for a in arguments if a.startswith("-")])
 
     from hjax.show.compare import write_comparison
 
-    print(f"{write_comparison(workdirs, own.output)}: {len(workdirs)} runs")
+    print(f"{write_comparison(workdirs, args.output)}: {len(workdirs)} runs")
     return 0
 
 
 if __name__ == "__main__":
-    run_and_leave(main)
+    run_and_exit(main)

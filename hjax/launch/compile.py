@@ -28,8 +28,8 @@ from typing import Any
 from hjax.dryrun.topologies import GPU_MEMORY, TPU_KINDS, prepare_environment
 from hjax.errors import ConfigError
 from hjax.files import cache_folder, json_line
-from hjax.launch.command import ROOFLINE, answered, define, take_config
-from hjax.launch.process_exit import run_and_leave
+from hjax.launch.command import ROOFLINE_MESSAGE, define_flags, run_or_help, split_config_flag
+from hjax.launch.process_exit import run_and_exit
 from hjax.settings.config_loading import check_config, config_names, load_config
 from hjax.show.format import flop_count, size
 from hjax.show.tables import wide_console
@@ -40,42 +40,41 @@ LEVELS = ("O0", "O1", "O2", "O3")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
 
-    def run(given: list[str]) -> int:
+    def run(flags: list[str]) -> int:
         prepare_environment()  # before JAX is imported
-        asked, as_json = parse(given)
+        request, as_json = parse(flags)
         from hjax.dryrun.step import compile_step
 
         console = wide_console()
-        return report(asked, compile_step(asked, console), as_json, console)
+        return report(request, compile_step(request, console), as_json, console)
 
     names = {"configs": config_names(), "tpus": TPU_KINDS, "gpus": GPU_MEMORY}
     listed = {name: ", ".join(each) for name, each in names.items()}
-    return answered(arguments, lambda: str(__doc__).format(**listed), run)
+    return run_or_help(arguments, lambda: str(__doc__).format(**listed), run)
 
 
 def parse(arguments: Sequence[str]) -> tuple[Any, bool]:
-    """What is to be compiled, and whether as JSON too: the command line and the config it names.
+    """Read the command line and its config; returns the request, and whether to print JSON.
 
     Raises:
       ConfigError: a wrong flag, file, key or value.
     """
-    name, rest = take_config(arguments)
-    own = define(topology="", optimization="", cache=True, roofline=False, json=False)
-    config = check_config(load_config(name, rest, own))
-    if own.roofline:
-        raise ConfigError(ROOFLINE)
-    if not own.topology:
+    name, rest = split_config_flag(arguments)
+    args = define_flags(topology="", optimization="", cache=True, roofline=False, json=False)
+    config = check_config(load_config(name, rest, args))
+    if args.roofline:
+        raise ConfigError(ROOFLINE_MESSAGE)
+    if not args.topology:
         raise ConfigError("--topology= is missing; such as v5p:4x4x4, v5e:2x2 or h100:2x8")
-    if own.optimization and own.optimization not in LEVELS:
-        raise ConfigError(f"--optimization={own.optimization}: one of {', '.join(LEVELS)}")
-    cache = cache_folder("compile") if own.cache else None
+    if args.optimization and args.optimization not in LEVELS:
+        raise ConfigError(f"--optimization={args.optimization}: one of {', '.join(LEVELS)}")
+    cache = cache_folder("compile") if args.cache else None
     from hjax.dryrun.step import CompileRequest
 
-    asked = CompileRequest(name, config, own.topology, own.optimization, cache)
-    return asked, own.json
+    return CompileRequest(name, config, args.topology, args.optimization, cache), args.json
 
 
-def report(asked: Any, description: dict[str, Any], as_json: bool, console: Any) -> int:
+def report(request: Any, description: dict[str, Any], as_json: bool, console: Any) -> int:
     """Show a compiled step; returns 0.
 
     Raises:
@@ -88,7 +87,7 @@ def report(asked: Any, description: dict[str, Any], as_json: bool, console: Any)
     if description["fits"]:
         return 0
     raise ConfigError(
-        f"{asked.name} does not fit on {asked.topology}: {description['step']['verdict']}; "
+        f"{request.name} does not fit on {request.topology}: {description['step']['verdict']}; "
         "take more devices, split more (layout.*), or lower rollout.prompts or micro_batch"
     )
 
@@ -112,7 +111,7 @@ def show(description: dict[str, Any], console: Any) -> None:
         console.print(ring_table(rings))
     if moved := description.get("transition"):
         received, formula = moved["received_bytes"], moved["formula_bytes"]
-        # Where both layouts split the weights alike, neither has anything to move.
+        # Both are 0 where the two layouts shard the weights alike.
         ratio = f" (ratio {received / formula:.4f})" if formula else ""
         console.print(
             f"the transition receives {size(received)} per device; HybridFlow's formula says "
@@ -131,4 +130,4 @@ def show(description: dict[str, Any], console: Any) -> None:
 
 
 if __name__ == "__main__":
-    run_and_leave(main)
+    run_and_exit(main)

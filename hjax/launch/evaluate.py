@@ -43,13 +43,13 @@ from typing import TYPE_CHECKING, Any
 
 from hjax.errors import ConfigError, RunError
 from hjax.files import json_line, read_json
-from hjax.launch.command import answered, stopped_by_ctrl_c
-from hjax.launch.process_exit import run_and_leave
+from hjax.launch.command import run_or_help, status_on_ctrl_c
+from hjax.launch.process_exit import run_and_exit
 from hjax.launch.sampling_flags import (
     ModelInfo,
-    described,
+    all_options,
     existing_file,
-    options_of,
+    generate_options,
     read_flags,
     sampling_help,
 )
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from hjax.run.grading import GradedResponse
 
 LENGTH = 256
-# Held-out prompts of a task where --limit is not given: as many as a run evaluates with.
+# Held-out prompts of a task without --limit: as many as a run evaluates on.
 TASK_PROMPTS = 128
 
 
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sizes = {"task_prompts": TASK_PROMPTS, "length": LENGTH}
         return str(__doc__).format(sampling=sampling, tasks=", ".join(TASKS), **sizes)
 
-    return stopped_by_ctrl_c(lambda: answered(arguments, text, _run))
+    return status_on_ctrl_c(lambda: run_or_help(arguments, text, _run))
 
 
 def parse(arguments: Sequence[str]) -> Any:
@@ -90,39 +90,38 @@ def parse(arguments: Sequence[str]) -> Any:
     """
     rules = {"samples": at_least(1), "limit": at_least(0), "timeout_seconds": above(0)}
     texts = dict(data="", reward="", task="", instruction="", output="")
-    own = read_flags(arguments, rules, samples=1, limit=0, timeout_seconds=60.0, **texts)
-    if bool(own.data) == bool(own.task):
+    args = read_flags(arguments, rules, samples=1, limit=0, timeout_seconds=60.0, **texts)
+    if bool(args.data) == bool(args.task):
         raise ConfigError("give --data=FILE with --reward=GRADER, or --task=NAME; see --help")
-    if own.data and not own.reward:
+    if args.data and not args.reward:
         raise ConfigError("--reward is missing: path.py:name, or math; see --help")
-    if own.samples > 1 and own.temperature == 0:
+    if args.samples > 1 and args.temperature == 0:
         raise ConfigError(
-            f"--temperature=0 gives the same answer {own.samples} times; set it above 0, or leave "
+            f"--temperature=0 gives the same answer {args.samples} times; set it above 0, or leave "
             "--samples out"
         )
-    return own
+    return args
 
 
 def _run(arguments: Sequence[str]) -> int:
-    own = parse(arguments)
-    output = _new_file(own.output) if own.output else None
-    data = existing_file("data", own.data) if own.data else None
-    task = _task(own.task, own.model) if own.task else None
-    grader = _grader(own, task)
-    front = ModelInfo.read(own.model)
-    options = options_of(own, front, temperature=0.0 if own.samples == 1 else 1.0)
-    questions = _questions(own, data, task, front)
+    args = parse(arguments)
+    output = _new_file(args.output) if args.output else None
+    data = existing_file("data", args.data) if args.data else None
+    task = _task(args.task, args.model) if args.task else None
+    grader = _grader(args, task)
+    info = ModelInfo.read(args.model)
+    options = generate_options(args, info, temperature=0.0 if args.samples == 1 else 1.0)
+    questions = _questions(args, data, task, info)
     if grader.check is not None:
         grader.check(questions.columns)
     from hjax.run.batched_generation import length_limit
 
     usual = (task.response_length if task is not None else None) or LENGTH
-    limit = length_limit(questions, front.config, own.max_new_tokens, usual)
+    limit = length_limit(questions, info.config, args.max_new_tokens, usual)
     options["max_new_tokens"] = limit
-    began = time.monotonic()
-    judged = _ask(own, front, questions, grader, options, output)
-    seconds = time.monotonic() - began
-    _report(own, task, grader, judged, options, seconds)
+    start = time.monotonic()
+    graded = _generate_and_grade(args, info, questions, grader, options, output)
+    _report(args, task, grader, graded, options, time.monotonic() - start)
     return 0
 
 
@@ -138,61 +137,61 @@ def _new_file(name: str) -> Path:
 
 
 def _task(text: str, model: str) -> Task:
-    """The task that --task names, with its options or those of the run that trained on it."""
+    """The task of --task, with its options or those of the run that trained on it."""
     from hjax.data.tasks import get_task
     from hjax.models.weights import is_workdir
 
-    name, _, given = text.partition(":")
+    name, _, settings = text.partition(":")
     options: dict[str, Any] = {}
     if is_workdir(model):
         data = read_json(Path(model) / "config.json")["data"]
         if data["task"] == name and not data["path"]:
             options |= data["task_options"]
-    for part in filter(None, given.split(",")):
+    for part in filter(None, settings.split(",")):
         key, equals, value = part.partition("=")
         if not equals:
             raise ConfigError(f"--task={text}: {part!r}; options are NAME:OPTION=VALUE,...")
         try:
             options[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
-            options[key] = value  # the task says what it may be
+            options[key] = value  # a string; the task validates it
     return get_task(name, **options)
 
 
-def _grader(own: Any, task: Task | None) -> Grader:
+def _grader(args: Any, task: Task | None) -> Grader:
     from hjax.rewards.graders import load_grader, task_grader
 
-    given = load_grader(own.reward, own.timeout_seconds, "--reward") if own.reward else None
+    grader = load_grader(args.reward, args.timeout_seconds, "--reward") if args.reward else None
     if task is not None:
-        return task_grader(task, own.timeout_seconds, given)
-    assert given is not None
-    return given
+        return task_grader(task, args.timeout_seconds, grader)
+    assert grader is not None
+    return grader
 
 
-def _questions(own: Any, data: Path | None, task: Task | None, front: ModelInfo) -> Dataset:
+def _questions(args: Any, data: Path | None, task: Task | None, info: ModelInfo) -> Dataset:
     from hjax.data.dataset import Dataset
 
-    wording = front.wording(own.chat, own.instruction)
+    wording = info.wording(args.chat, args.instruction)
     if data is not None:
-        options: dict[str, Any] = {"vocab_size": front.vocab_size, "format_prompt": wording}
-        found = Dataset.from_file(data, front.tokenizer, **options)
-        return found.select(range(min(own.limit or len(found), len(found))))
+        options: dict[str, Any] = {"vocab_size": info.vocab_size, "format_prompt": wording}
+        found = Dataset.from_file(data, info.tokenizer, **options)
+        return found.select(range(min(args.limit or len(found), len(found))))
     assert task is not None
-    if front.tokenizer is None:
+    if info.tokenizer is None:
         raise ConfigError(
-            f"--task={own.task} is text, and {front.path} has no tokenizer; give ids by --data"
+            f"--task={args.task} is text, and {info.path} has no tokenizer; give ids by --data"
         )
     largest = task.largest_count("eval")
-    count = own.limit or TASK_PROMPTS
+    count = args.limit or TASK_PROMPTS
     count = count if largest is None else min(count, largest)
     if wording is None:
-        return Dataset.from_task(task, "eval", own.seed, count, front.tokenizer)
+        return Dataset.from_task(task, "eval", args.seed, count, info.tokenizer)
     raise ConfigError("--chat and --instruction are for --data; a task has its own form")
 
 
-def _ask(
-    own: Any,
-    front: ModelInfo,
+def _generate_and_grade(
+    args: Any,
+    info: ModelInfo,
     questions: Dataset,
     grader: Grader,
     options: dict[str, Any],
@@ -201,18 +200,18 @@ def _ask(
     from hjax.run.grading import sample_and_grade
     from hjax.show.progress_bar import PartsDisplay
 
-    model = front.load(own, own.copies)
-    several = len(questions) * own.samples > own.batch and sys.stderr.isatty()
+    model = info.load(args, args.copies)
+    several = len(questions) * args.samples > args.batch and sys.stderr.isatty()
     with PartsDisplay("answering", several, sys.stderr) as progress:
         write = _writer(output, grader)
-        samples, batch, seed = own.samples, own.batch, own.seed
+        samples, batch, seed = args.samples, args.batch, args.seed
         return sample_and_grade(
             model, questions, grader, samples, batch, seed, progress, write, **options
         )
 
 
 def _writer(output: Path | None, grader: Grader) -> Callable[[Sequence[GradedResponse]], None]:
-    """Adds rows to a file; to none where there is none."""
+    """A function that appends rows to the output file, if there is one."""
 
     def write(rows: Sequence[GradedResponse]) -> None:
         if output is None:
@@ -236,48 +235,48 @@ def _row(row: GradedResponse, grader: Grader) -> dict[str, Any]:
 
 
 def _report(
-    own: Any,
+    args: Any,
     task: Task | None,
     grader: Grader,
-    judged: Sequence[GradedResponse],
+    graded: Sequence[GradedResponse],
     options: dict[str, Any],
     seconds: float,
 ) -> None:
-    """Print what was found, as a table or as JSON."""
+    """Print the results as a table or as JSON."""
     from hjax.run.grading import estimate_metrics, estimates_json
     from hjax.show.answers import print_measures
     from hjax.show.format import duration
     from hjax.show.tables import wide_console
 
-    found = estimate_metrics(judged, own.samples, grader)
-    questions = len(judged) // own.samples
-    tokens = sum(row.tokens for row in judged)
-    truncated = sum(row.truncated for row in judged) / len(judged)
-    unscored = sum(row.reward is None for row in judged) / len(judged)
-    if own.json:
-        asked: dict[str, Any] = {"data": own.data}
+    found = estimate_metrics(graded, args.samples, grader)
+    questions = len(graded) // args.samples
+    tokens = sum(row.tokens for row in graded)
+    truncated = sum(row.truncated for row in graded) / len(graded)
+    unscored = sum(row.reward is None for row in graded) / len(graded)
+    if args.json:
+        source: dict[str, Any] = {"data": args.data}
         if task is not None:
-            asked = {"task": task.name, "task_options": dataclasses.asdict(task)}
-        said = {
-            "model": own.model,
-            **asked,
+            source = {"task": task.name, "task_options": dataclasses.asdict(task)}
+        result = {
+            "model": args.model,
+            **source,
             "questions": questions,
-            "samples": own.samples,
-            **described(options),
+            "samples": args.samples,
+            **all_options(options),
             "max_new_tokens": options["max_new_tokens"],
-            "seed": own.seed,
+            "seed": args.seed,
             **estimates_json(found),
             "unscored": unscored,
             "truncated": truncated,
             "tokens": tokens,
             "seconds": seconds,
         }
-        print(json_line(said))
+        print(json_line(result))
         return
     console = wide_console()
-    how = "greedy" if options["temperature"] == 0 else f"temperature {options['temperature']:g}"
-    each = "one answer each" if own.samples == 1 else f"{own.samples} answers each"
-    print(f"{own.data or own.task}: {questions} questions, {each}, {how}")
+    method = "greedy" if options["temperature"] == 0 else f"temperature {options['temperature']:g}"
+    each = "one answer each" if args.samples == 1 else f"{args.samples} answers each"
+    print(f"{args.data or args.task}: {questions} questions, {each}, {method}")
     print_measures(console, found)
     left_out = f"; {unscored:.1%} unscored, left out" if unscored else ""
     print(
@@ -287,4 +286,4 @@ def _report(
 
 
 if __name__ == "__main__":
-    run_and_leave(main)
+    run_and_exit(main)

@@ -19,34 +19,34 @@ from collections.abc import Sequence
 
 from hjax.errors import ConfigError
 from hjax.files import json_line
-from hjax.launch.command import answered, define, parse_flags, settle
-from hjax.launch.process_exit import run_and_leave
+from hjax.launch.command import check_model_flags, define_flags, parse_flags, run_or_help
+from hjax.launch.process_exit import run_and_exit
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    return answered(arguments, lambda: str(__doc__), _run)
+    return run_or_help(arguments, lambda: str(__doc__), _run)
 
 
 def _run(arguments: Sequence[str]) -> int:
-    own = define(model="", family="", output="", adapter=False, json=False)
-    parse_flags(own, arguments)
-    settle(own, {})
-    if not own.output:
+    args = define_flags(model="", family="", output="", adapter=False, json=False)
+    parse_flags(args, arguments)
+    check_model_flags(args, {})
+    if not args.output:
         raise ConfigError("--output is missing; see --help")
 
     from hjax.models import parameter_counts
     from hjax.models.export import export_model
 
-    config, dtypes = export_model(own.model, own.output, own.adapter)
+    config, dtypes = export_model(args.model, args.output, args.adapter)
     count, dtype = parameter_counts.learned_parameters(config), " and ".join(sorted(dtypes))
-    what = f"adapters of a {config.family} model" if own.adapter else config.family
-    print(f"{own.output}: {what}, {count:,} parameters in {dtype}")
-    if own.json:
-        said = {"output": own.output, "family": config.family, "parameters": count}
-        print(json_line({**said, "dtype": dtype, "adapter": own.adapter}))
+    what = f"adapters of a {config.family} model" if args.adapter else config.family
+    print(f"{args.output}: {what}, {count:,} parameters in {dtype}")
+    if args.json:
+        result = {"output": args.output, "family": config.family, "parameters": count}
+        print(json_line({**result, "dtype": dtype, "adapter": args.adapter}))
     return 0
 
 
 if __name__ == "__main__":
-    run_and_leave(main)
+    run_and_exit(main)

@@ -36,13 +36,13 @@ from typing import TYPE_CHECKING, Any
 
 from hjax.errors import ConfigError
 from hjax.files import json_line
-from hjax.launch.command import answered, stopped_by_ctrl_c
-from hjax.launch.process_exit import run_and_leave
+from hjax.launch.command import run_or_help, status_on_ctrl_c
+from hjax.launch.process_exit import run_and_exit
 from hjax.launch.sampling_flags import (
     ModelInfo,
-    described,
+    all_options,
     existing_file,
-    options_of,
+    generate_options,
     read_flags,
     sampling_help,
     token_ids,
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from hjax.rollout.language_model import Completion, LanguageModel
 
 LENGTH = 64
-# Of a completion in the JSON; a row's other keys stand beside them.
+# Fields of a completion in the JSON output; a row's other keys are kept with them.
 FIELDS = ("text", "tokens", "logprobs", "finish_reason")
 
 
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     sampling = sampling_help("logits are divided by it; 0 is greedy (1)")
     text = str(__doc__).format(sampling=sampling, length=LENGTH)
-    return stopped_by_ctrl_c(lambda: answered(arguments, lambda: text, _run))
+    return status_on_ctrl_c(lambda: run_or_help(arguments, lambda: text, _run))
 
 
 def parse(arguments: Sequence[str]) -> Any:
@@ -74,121 +74,123 @@ def parse(arguments: Sequence[str]) -> Any:
       ConfigError: a wrong flag or value.
     """
     constraints = dict(regex=str, json_schema=str, grammar=str, choice=list)
-    own = read_flags(arguments, {}, prompt=str, prompts=str, **constraints)
-    if own.prompt is not None and own.prompts is not None:
+    args = read_flags(arguments, {}, prompt=str, prompts=str, **constraints)
+    if args.prompt is not None and args.prompts is not None:
         raise ConfigError("--prompt and --prompts: give one of them")
-    if own.prompt is None and own.prompts is None:
-        if own.json:
+    if args.prompt is None and args.prompts is None:
+        if args.json:
             raise ConfigError("--json needs --prompt=TEXT or --prompts=FILE")
         if not sys.stdin.isatty():
             raise ConfigError(
                 "--prompt=TEXT or --prompts=FILE is missing, and a chat needs a terminal"
             )
-    return own
+    return args
 
 
 def _run(arguments: Sequence[str]) -> int:
-    own = parse(arguments)
-    if own.prompts is not None:
-        existing_file("prompts", own.prompts)
-    front = ModelInfo.read(own.model)
-    options = options_of(own, front, temperature=1.0) | {"constraint": _constraint(own, front)}
-    if own.prompt is None and own.prompts is None:
-        if own.chat:
-            front.check_chat()
-        limit = own.max_new_tokens or LENGTH
-        return Chat(front.load(own, own.copies), own.seed, limit, options).run()
-    prompts = _prompts(own, front)
+    args = parse(arguments)
+    if args.prompts is not None:
+        existing_file("prompts", args.prompts)
+    info = ModelInfo.read(args.model)
+    options = generate_options(args, info, temperature=1.0) | {
+        "constraint": _constraint(args, info)
+    }
+    if args.prompt is None and args.prompts is None:
+        if args.chat:
+            info.check_chat()
+        limit = args.max_new_tokens or LENGTH
+        return Chat(info.load(args, args.copies), args.seed, limit, options).run()
+    prompts = _prompts(args, info)
     from hjax.run.batched_generation import length_limit
 
-    limit = length_limit(prompts, front.config, own.max_new_tokens, LENGTH)
+    limit = length_limit(prompts, info.config, args.max_new_tokens, LENGTH)
     options["max_new_tokens"] = limit
-    if len(prompts) == 1 and not own.json:
-        _stream(front.load(own, own.copies), prompts, own.seed, options)
+    if len(prompts) == 1 and not args.json:
+        _stream(info.load(args, args.copies), prompts, args.seed, options)
         return 0
-    began = time.monotonic()
-    completions = _complete(front.load(own, own.copies), prompts, own, options)
-    seconds = time.monotonic() - began
-    if own.json:
-        print(json_line(_described(own, prompts, completions, options, seconds)))
+    start = time.monotonic()
+    completions = _complete(info.load(args, args.copies), prompts, args, options)
+    seconds = time.monotonic() - start
+    if args.json:
+        print(json_line(_json_result(args, prompts, completions, options, seconds)))
     else:
         _show(prompts, completions)
     return 0
 
 
-def _constraint(own: Any, front: ModelInfo) -> Constraint | None:
-    """What a response must match, by the flags; checked before the weights are read."""
+def _constraint(args: Any, info: ModelInfo) -> Constraint | None:
+    """The constraint of constrained decoding, from the flags; checked before loading weights."""
     from hjax.rollout.constrained_decoding import ConstraintCompiler
     from hjax.rollout.constraint import Constraint
     from hjax.rollout.sampling_params import SamplingParams
 
     names = "regex", "json_schema", "grammar", "choice"
-    given = [name for name in names if getattr(own, name) is not None]
-    if not given:
+    present = [name for name in names if getattr(args, name) is not None]
+    if not present:
         return None
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(f'--{name}' for name in given)}: give one of them")
-    [name] = given
+    if len(present) > 1:
+        raise ConfigError(f"{' and '.join(f'--{name}' for name in present)}: give one of them")
+    [name] = present
     try:
-        if own.choice is not None:
-            found = Constraint.of_choice(own.choice)
-        elif own.regex is not None:
-            found = Constraint(regex=own.regex)
+        if args.choice is not None:
+            found = Constraint.of_choice(args.choice)
+        elif args.regex is not None:
+            found = Constraint(regex=args.regex)
         else:
-            text = existing_file(name, getattr(own, name)).read_text(encoding="utf-8")
+            text = existing_file(name, getattr(args, name)).read_text(encoding="utf-8")
             found = Constraint(**{name: text})
-        ConstraintCompiler(front.tokenizer, front.vocab_size).matcher(found, SamplingParams(), ())
+        ConstraintCompiler(info.tokenizer, info.vocab_size).matcher(found, SamplingParams(), ())
     except (ConfigError, UnicodeDecodeError) as error:
-        said = str(error)
-        raise ConfigError(said if said.startswith("--") else f"--{given[0]}: {said}") from error
+        text = str(error)
+        raise ConfigError(text if text.startswith("--") else f"--{name}: {text}") from error
     return found
 
 
-def _prompts(own: Any, front: ModelInfo) -> Dataset:
+def _prompts(args: Any, info: ModelInfo) -> Dataset:
     from hjax.data.dataset import Dataset
 
-    wording = front.wording(own.chat)
-    if own.prompts is not None:
-        path = existing_file("prompts", own.prompts)
+    wording = info.wording(args.chat)
+    if args.prompts is not None:
+        path = existing_file("prompts", args.prompts)
         if path.suffix not in (".txt", ".jsonl"):
-            raise ConfigError(f"--prompts={own.prompts}: its name must end in .txt or .jsonl")
+            raise ConfigError(f"--prompts={args.prompts}: its name must end in .txt or .jsonl")
         found = Dataset.from_file(
-            path, front.tokenizer, vocab_size=front.vocab_size, format_prompt=wording
+            path, info.tokenizer, vocab_size=info.vocab_size, format_prompt=wording
         )
         hidden = next((name for name in FIELDS if name in found.columns), None)
         if hidden is not None:
             raise ConfigError(
-                f"--prompts={own.prompts}: the response's {hidden!r} would hide a key of that "
+                f"--prompts={args.prompts}: the response's {hidden!r} would hide a key of that "
                 "name; rename the key"
             )
         return found
-    if front.tokenizer is None:
-        return Dataset([token_ids(own.prompt, front.vocab_size)], None, {"prompt": [own.prompt]})
-    text = own.prompt
-    tokens = front.tokenizer.encode(text)
+    if info.tokenizer is None:
+        return Dataset([token_ids(args.prompt, info.vocab_size)], None, {"prompt": [args.prompt]})
+    text = args.prompt
+    tokens = info.tokenizer.encode(text)
     if wording is not None:
-        text = front.tokenizer.chat(wording(own.prompt))
-        tokens = front.tokenizer.encode(text, add_special=False)
+        text = info.tokenizer.chat(wording(args.prompt))
+        tokens = info.tokenizer.encode(text, add_special=False)
     if not tokens:
         raise ConfigError("--prompt= is empty, and the model has no token to begin with")
-    return Dataset([tokens], [text], {"prompt": [own.prompt]})
+    return Dataset([tokens], [text], {"prompt": [args.prompt]})
 
 
 def _complete(
-    model: LanguageModel, prompts: Dataset, own: Any, options: dict[str, Any]
+    model: LanguageModel, prompts: Dataset, args: Any, options: dict[str, Any]
 ) -> list[Completion]:
     from hjax.run.batched_generation import generate_in_batches
     from hjax.show.progress_bar import PartsDisplay
 
-    several = len(prompts) > own.batch and sys.stderr.isatty()
+    several = len(prompts) > args.batch and sys.stderr.isatty()
     with PartsDisplay("generating", several, sys.stderr) as progress:
         tokens = prompts.prompt_tokens
-        calls = generate_in_batches(model, tokens, own.batch, own.seed, progress, **options)
+        calls = generate_in_batches(model, tokens, args.batch, args.seed, progress, **options)
         return [completion for call in calls for completion in call]
 
 
 def _stream(model: LanguageModel, prompts: Dataset, seed: int, options: dict[str, Any]) -> None:
-    """Print a prompt and what follows it, as it comes."""
+    """Print a prompt and stream the response."""
     console = wide_console()
     [tokens] = prompts.prompt_tokens
     _say_prompt(console, prompts.prompt_text[0] if prompts.prompt_text else tokens)
@@ -197,12 +199,12 @@ def _stream(model: LanguageModel, prompts: Dataset, seed: int, options: dict[str
 
 def _say_prompt(console: Any, prompt: Any) -> None:
     print_piece(console, prompt, "dim")
-    # A response goes on where its text ends; ids need a mark.
+    # A response continues the prompt's text; after token ids comes an arrow.
     print_piece(console, "" if isinstance(prompt, str) else " → ")
 
 
-def _described(
-    own: Any,
+def _json_result(
+    args: Any,
     prompts: Dataset,
     completions: Sequence[Completion],
     options: dict[str, Any],
@@ -210,10 +212,10 @@ def _described(
 ) -> dict[str, Any]:
     rows = [dict(zip(prompts.columns, values)) for values in zip(*prompts.columns.values())]
     return {
-        "model": own.model,
+        "model": args.model,
         "max_new_tokens": options["max_new_tokens"],
-        **described(options),
-        "seed": own.seed,
+        **all_options(options),
+        "seed": args.seed,
         "completions": [
             row | {field: getattr(completion, field) for field in FIELDS}
             for row, completion in zip(rows, completions, strict=True)
@@ -223,10 +225,10 @@ def _described(
 
 
 def _show(prompts: Dataset, completions: Sequence[Completion]) -> None:
-    """Print each prompt and what follows it."""
+    """Print each prompt and its response."""
     console = wide_console()
-    asked = prompts.prompt_text or prompts.prompt_tokens
-    for i, (prompt, completion) in enumerate(zip(asked, completions, strict=True)):
+    shown = prompts.prompt_text or prompts.prompt_tokens
+    for i, (prompt, completion) in enumerate(zip(shown, completions, strict=True)):
         print_piece(console, f"{i + 1} of {len(prompts)}\n", "bold")
         _say_prompt(console, prompt)
         print_response(console, [completion])
@@ -234,18 +236,18 @@ def _show(prompts: Dataset, completions: Sequence[Completion]) -> None:
             print_piece(console, "\n")
 
 
-# As long as it is, a line is a command.
+# Lines that are commands of the chat.
 _NEW, _END = "/new", "/exit"
 
 
 class Chat:
-    """A conversation with a model, by its chat template; without one every line stands alone.
+    """Chat by the model's chat template; without a template every line is a separate prompt.
 
     Args:
       model: with or without a tokenizer.
-      seed: of the first answer; those of others follow from it.
-      limit: tokens of an answer at most; fewer where the model's positions leave fewer.
-      options: of ``model.generate``.
+      seed: of the first answer; the seeds of later answers are derived from it.
+      limit: maximum tokens of an answer; fewer where the model's context is shorter.
+      options: arguments of ``model.generate``.
     """
 
     def __init__(self, model: LanguageModel, seed: int, limit: int, options: dict[str, Any]):
@@ -260,16 +262,16 @@ class Chat:
         self._console = wide_console(sys.stdout)
 
     def run(self) -> int:
-        """Until the input ends; the command's exit status."""
+        """Chat until the input ends; returns the command's exit status."""
         if self.model.tokenizer is None:
-            how = "no tokenizer: a line is token ids, as 3,4,5"
+            mode = "no tokenizer: a line is token ids, as 3,4,5"
         elif self._templated:
-            how = "by its chat template"
+            mode = "by its chat template"
         else:
-            how = "no chat template: it goes on with each line by itself"
-        with contextlib.suppress(ImportError):  # lines can then be edited
+            mode = "no chat template: it goes on with each line by itself"
+        with contextlib.suppress(ImportError):  # line editing for `input`
             import readline  # noqa: F401
-        print_piece(self._console, f"{how}; {_NEW} begins anew, Ctrl-D ends\n", "dim")
+        print_piece(self._console, f"{mode}; {_NEW} begins anew, Ctrl-D ends\n", "dim")
         while True:
             try:
                 line = input("> ")
@@ -283,14 +285,14 @@ class Chat:
             elif line.strip():
                 try:
                     self.answer(line)
-                except ConfigError as error:  # of this line; the next may do
+                except ConfigError as error:  # this line is invalid; the chat goes on
                     print_piece(self._console, f"{error}\n", "red")
 
     def answer(self, line: str) -> None:
         """Answer a line and print the answer.
 
         Raises:
-          ConfigError: a line that the model cannot take; what was said before stays.
+          ConfigError: the model cannot take the line; the conversation is unchanged.
         """
         from hjax.run.batched_generation import call_seed
 
@@ -314,4 +316,4 @@ class Chat:
 
 
 if __name__ == "__main__":
-    run_and_leave(main)
+    run_and_exit(main)

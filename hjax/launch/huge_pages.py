@@ -1,6 +1,6 @@
-"""Huge pages, and such as stay, for the memory that programs on CPUs take anew in each run.
+"""Huge pages for temporary memory on CPUs: re-executes the command with glibc tunables.
 
-Imports nothing that takes long: a command calls this first, and may start anew.
+Has no slow imports: a command calls this first, and it may re-execute the command.
 """
 
 import os
@@ -9,39 +9,37 @@ from pathlib import Path
 
 from hjax.machine import only_cpus
 
-# Which memory gets huge pages: [always], [madvise]: what programs ask them for, or [never].
+# Which memory gets huge pages: [always], [madvise] (where a program requests them), or [never].
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-# Huge pages; and what is freed is kept for the next run instead of going back to the kernel. One
-# arena for all threads: other threads' own have no room for large blocks, which are then mapped
-# anew each time.
+# Use huge pages, and keep freed memory instead of returning it to the kernel. One arena for all
+# threads: large blocks do not fit into the arenas of other threads and would be mapped each time.
 TUNABLES = (
     "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1000000000000:"
     "glibc.malloc.arena_max=1"
 )
-# By these users set malloc's ways themselves.
+# If one of these is set, the user has configured malloc.
 _MALLOC_VARIABLES = ("GLIBC_TUNABLES", "MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_")
 
 
 def use_huge_pages() -> None:
-    """Start this process anew with glibc told to ask for huge pages and to keep them, where that is
-    of use.
+    """Re-execute this process with glibc tunables for huge pages, where that helps.
 
-    A program on the CPU takes its temporary memory anew in each run, which the kernel then maps
-    page by page: a fifth of a small model's step in pages of 4 KiB, little in those of 2 MiB. Where
-    many simulated devices do so at a time they wait for each other, up to half of an update's time,
-    unless the pages of the run before are still there: so the process keeps what it has had at its
-    peak. glibc (2.35 on) reads the setting once, as a process starts; the command, its process id
-    and its output stay the same. Nothing is done where it would change nothing (another C library,
-    a kernel that gives huge pages to all or to none), where JAX may find an accelerator, and where
-    the environment sets malloc's ways.
+    A compiled program on the CPU allocates its temporary memory in each run, and the kernel maps it
+    page by page. That takes a fifth of a small model's step with pages of 4 KiB, and little with
+    pages of 2 MiB. Many simulated devices that map memory at the same time wait for each other, for
+    up to half of an update, unless the pages of the previous run are still mapped; so the process
+    keeps its peak memory. glibc (from 2.35) reads the tunables only when a process starts, hence
+    the re-execution; the process id and the output stay the same. Nothing is done with another C
+    library, with a kernel that gives huge pages to all or no memory, where JAX may find an
+    accelerator, or where the environment configures malloc.
     """
-    if huge_pages_wait():
+    if huge_pages_available():
         environment = {**os.environ, "GLIBC_TUNABLES": TUNABLES}
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 
-def huge_pages_wait() -> bool:
-    """Whether glibc could give this process huge pages, and has not been told to."""
+def huge_pages_available() -> bool:
+    """Whether glibc could use huge pages in this process and is not configured to."""
     if not only_cpus() or any(name in os.environ for name in _MALLOC_VARIABLES):
         return False
     try:

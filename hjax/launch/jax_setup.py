@@ -1,10 +1,9 @@
-"""What must be set before JAX starts a backend: the number of CPU devices, the program cache.
+"""JAX setup before a backend starts: number of CPU devices, persistent compilation cache.
 
-Only the command does this; a `Trainer` uses the devices it finds.
+Only commands do this; a `Trainer` uses the devices it finds.
 
-Of the kept programs what a kill or a full disk has torn is dropped: JAX writes an entry of its
-cache in place, warns of one that it cannot read in every run, compiles the program anew, and never
-replaces it.
+Corrupt entries of the compilation cache (after a kill or on a full disk) are deleted: JAX writes
+entries in place and never replaces a corrupt one, but warns and recompiles in every run.
 """
 
 import contextlib
@@ -33,21 +32,21 @@ from hjax.settings.config_checks import on_cluster
 
 
 def prepare_jax(config: ConfigDict, simulates: bool = False) -> str:
-    """Set JAX's options for a run; returns a remark for the user, mostly empty.
+    """Set JAX's options for a run; returns a remark for the user, usually empty.
 
-    Where a cluster has the devices this process has one, or, if it ``simulates`` the cluster's, as
-    many.
+    If the devices are in a cluster, this process has one CPU device, or, if it ``simulates`` the
+    cluster, as many as the cluster.
 
-    On a CPU there is one simulated device per core; a number that the user has set (in XLA_FLAGS
-    or JAX_NUM_CPU_DEVICES) stays. Compiled programs are kept on disk, so that a second start is
-    quick (JAX_COMPILATION_CACHE_DIR moves the place).
+    On a CPU there is one simulated device per core, unless the user has set a number (in XLA_FLAGS
+    or JAX_NUM_CPU_DEVICES). Compiled programs are cached on disk, so that a second start is fast
+    (JAX_COMPILATION_CACHE_DIR sets the directory).
     """
     import jax
 
     options: Any = jax.config
     cluster = on_cluster(config)
     if cluster:
-        # The devices are other processes'; this one must not take one of its host's.
+        # The cluster's processes use the devices; this one must not occupy its host's.
         options.update("jax_platforms", "cpu")
         every = config.cluster.processes * config.cluster.devices_per_process
         simulates = simulates or config.placement == "auto"
@@ -62,7 +61,7 @@ def prepare_jax(config: ConfigDict, simulates: bool = False) -> str:
         pin_platform()
     _keep_compiled_programs(options)
     compile_quickly()
-    # Without a named platform JAX may find an accelerator; then this number has no effect.
+    # Without a configured platform JAX may find an accelerator; then this number has no effect.
     if cluster or (options.jax_platforms or "cpu").split(",")[0] != "cpu":
         return ""
     if requested_devices() != -1:
@@ -81,9 +80,9 @@ def prepare_jax(config: ConfigDict, simulates: bool = False) -> str:
 
 
 def prepare_devices(count: int) -> None:
-    """Set JAX's options for a command that uses the first so many devices; programs are kept.
+    """Set JAX's options for a command that uses the first ``count`` devices.
 
-    On a CPU they are simulated, unless the user has set a number of them.
+    On a CPU they are simulated, unless the user has set their number. Compiled programs are cached.
     """
     import jax
 
@@ -98,24 +97,21 @@ def prepare_devices(count: int) -> None:
 
 
 def dividing_devices(config: ConfigDict, cores: int) -> int:
-    """The largest number of devices up to ``cores`` over which all batches split evenly.
+    """The largest number of devices up to ``cores`` that divides all batch sizes.
 
-    With a layout or placement of the user's own it is all cores: then sizes are theirs to match.
+    If the user has set a layout or placement it is ``cores``, and the sizes are theirs to match.
     """
     from hjax.algorithms import get_algorithm
 
-    layout = flatten(config.layout)
-    own = any(size not in (-1, 1) for size in layout.values())
-    if own or config.placement != "colocate":
+    custom = any(size not in (-1, 1) for size in flatten(config.layout).values())
+    if custom or config.placement != "colocate":
         return cores
-    sizes = [config.rollout.prompts]
-    sizes += [config.algorithm.get("minibatch", 0)]
-    sizes += [config.actor.micro_batch, config.critic.micro_batch]
     algorithm = get_algorithm(config.algorithm.name)
-    rollouts = algorithm.generates
-    if not rollouts:
-        sizes = []
-    if not rollouts or config.warm_start.steps:
+    sizes = []
+    if algorithm.generates:
+        sizes = [config.rollout.prompts, config.algorithm.get("minibatch", 0)]
+        sizes += [config.actor.micro_batch, config.critic.micro_batch]
+    if not algorithm.generates or config.warm_start.steps:
         sizes += [config.warm_start.batch // algorithm.unit]
     common = math.gcd(*sizes)
     return max(n for n in range(1, cores + 1) if common % n == 0)
@@ -126,7 +122,7 @@ def _keep_compiled_programs(options: Any) -> None:
 
     if options.jax_compilation_cache_dir is None:
         folder = cache_folder("programs", f"jax-{jax.__version__}")
-        drop_torn(folder)
+        drop_corrupt_entries(folder)
         options.update("jax_compilation_cache_dir", str(folder))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         options.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -134,26 +130,26 @@ def _keep_compiled_programs(options: Any) -> None:
         options.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-# The time of this file says up to when entries have been looked at.
+# Entries older than this file's modification time have been checked.
 _CHECKED = ".hjax-checked"
-# An entry that was written to so shortly before is looked at again: it may not have been whole.
+# Entries written this shortly before a check are checked again: they may have been incomplete.
 _WRITING_SECONDS = 600.0
 _ZSTANDARD = b"\x28\xb5\x2f\xfd"
 
 
-def drop_torn(folder: Path) -> int:
-    """Delete torn entries of JAX's cache among those written since the last look; how many."""
+def drop_corrupt_entries(folder: Path) -> int:
+    """Delete corrupt entries of JAX's cache written since the last check; returns how many."""
     marker, now = folder / _CHECKED, time.time()
     try:
         checked = marker.stat().st_mtime
     except OSError:
         checked = 0.0
     dropped = 0
-    with contextlib.suppress(OSError):  # there is none yet, or it is not ours to clean
+    with contextlib.suppress(OSError):  # the folder is missing or not writable
         for entry in os.scandir(folder):
             if not entry.name.endswith("-cache") or entry.stat().st_mtime < checked:
                 continue
-            if not _whole(Path(entry.path).read_bytes()):
+            if not _is_intact(Path(entry.path).read_bytes()):
                 Path(entry.path).unlink(missing_ok=True)
                 dropped += 1
         marker.touch()
@@ -161,8 +157,8 @@ def drop_torn(folder: Path) -> int:
     return dropped
 
 
-def _whole(data: bytes) -> bool:
-    """Whether an entry, compressed, can be read to its end."""
+def _is_intact(data: bytes) -> bool:
+    """Whether a compressed entry can be decompressed to its end."""
     if not data.startswith(_ZSTANDARD):
         try:
             return len(zlib.decompress(data)) > 0
@@ -170,7 +166,7 @@ def _whole(data: bytes) -> bool:
             return False
     try:
         zstandard = importlib.import_module("zstandard")
-    except ImportError:  # then JAX cannot read it either, and says so
+    except ImportError:  # JAX cannot read it either, and says so
         return True
     try:
         return len(zstandard.ZstdDecompressor().decompress(data)) > 0

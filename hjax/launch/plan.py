@@ -56,11 +56,11 @@ from typing import Any
 from hjax.devices import DEVICES
 from hjax.errors import ConfigError
 from hjax.files import json_line, replace_file
-from hjax.launch.command import answered
+from hjax.launch.command import run_or_help
 from hjax.launch.huge_pages import use_huge_pages
 from hjax.launch.plan_flags import PlanCommand, parse
-from hjax.launch.process_exit import run_and_leave
-from hjax.launch.signals import started_as
+from hjax.launch.process_exit import run_and_exit
+from hjax.launch.signals import is_main_module
 from hjax.planning.result import config_text, describe_candidate, describe_result
 from hjax.planning.search import SearchResult
 from hjax.planning.strategies import STRATEGIES, search_runnable
@@ -72,13 +72,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     names = {"devices": ", ".join(DEVICES), "strategies": ", ".join(STRATEGIES)}
     text = str(__doc__).format(**names, algorithms="ppo, grpo, remax, safe_rlhf")
-    return answered(arguments, lambda: text, _run)
+    return run_or_help(arguments, lambda: text, _run)
 
 
 def _run(arguments: Sequence[str]) -> int:
-    explained = [a.partition("=")[2] for a in arguments if re.match(r"--?explain=", a)]
-    if explained:
-        return _explain(Path(explained[-1]), "--json" in arguments)
+    workdirs = [a.partition("=")[2] for a in arguments if re.match(r"--?explain=", a)]
+    if workdirs:
+        return _explain(Path(workdirs[-1]), "--json" in arguments)
     request = parse(arguments)
     if request is None:
         return _calibrate("--json" in arguments)
@@ -111,7 +111,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _explain(workdir: Path, as_json: bool) -> int:
-    """Show what a run's end says of its plan."""
+    """Show predicted and measured times of a finished run."""
     from hjax.planning.profile_correction import read_record, summary
     from hjax.show.plan_rows import seconds_table
 
@@ -127,7 +127,7 @@ def _explain(workdir: Path, as_json: bool) -> int:
 
 
 def _write(request: PlanCommand, found: SearchResult, described: dict[str, Any]) -> list[str]:
-    """The plan, its page, the runners-up and the run's config; returns the files' names."""
+    """Write the plan, its page, the runners-up and the run's config; returns the file names."""
     assert request.output is not None
     request.output.mkdir(parents=True, exist_ok=True)
     files = {"plan.json": json_line(described) + "\n", "plan.html": plan_page(described)}
@@ -145,7 +145,7 @@ def _write(request: PlanCommand, found: SearchResult, described: dict[str, Any])
 
 
 def _calibrate(as_json: bool) -> int:
-    """Measure the devices of this process, store the profile and show it."""
+    """Measure this process's devices, store the profile and show it."""
     import jax
 
     from hjax.machine import compile_quickly, pin_platform
@@ -178,6 +178,6 @@ def _calibrate(as_json: bool) -> int:
 
 
 if __name__ == "__main__":
-    if "--calibrate" in sys.argv and started_as("hjax.launch.plan"):
+    if "--calibrate" in sys.argv and is_main_module("hjax.launch.plan"):
         use_huge_pages()
-    run_and_leave(main)
+    run_and_exit(main)

@@ -1,4 +1,4 @@
-"""What `hjax.launch.plan` is asked: its flags read, and the problem that they pose."""
+"""Flags of `hjax.launch.plan`, and the planning problem that they describe."""
 
 import dataclasses
 import re
@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from hjax.algorithms import get_algorithm
 from hjax.devices import device_of_kind
 from hjax.errors import ConfigError
-from hjax.launch.command import ROOFLINE, define, parse_flags, take_config
+from hjax.launch.command import ROOFLINE_MESSAGE, define_flags, parse_flags, split_config_flag
 from hjax.models.cost_inputs import Workload
 from hjax.planning import hardware
 from hjax.planning.constants import Constants
@@ -24,7 +24,7 @@ from hjax.planning.strategies import STRATEGIES
 from hjax.settings.config_loading import check_config, load_config
 from hjax.user_input import user_path
 
-# What a config says itself.
+# Flags that --config replaces.
 FROM_CONFIG = ("algorithm", "models", "numerics", "prompt_length", "response_length", "batch",
                "samples", "updates", "even", "offload")  # fmt: skip
 
@@ -34,7 +34,7 @@ class PlanCommand:
     """The parsed command line.
 
     Attributes:
-      keys: of a run's config, dotted: that which was named, or one for the models.
+      keys: dotted config keys of a run: of the config, or of one made for the models.
     """
 
     problem: PlanProblem
@@ -50,65 +50,67 @@ class PlanCommand:
 
 def plan_flags() -> flags.FlagValues:
     """The command's flags."""
-    own = define(algorithm="ppo", models="", cluster="", strategy="auto", numerics="masters")
-    define(own, constants="", profile="", output="", offload="")
-    define(own, prompt_length=1024, response_length=1024, batch=1024, samples=1)
-    define(own, updates=8, candidates=5)
-    return define(own, json=False, calibrate=False, even=False, compile=False, roofline=False)
+    args = define_flags(algorithm="ppo", models="", cluster="", strategy="auto", numerics="masters")
+    define_flags(args, constants="", profile="", output="", offload="")
+    define_flags(args, prompt_length=1024, response_length=1024, batch=1024, samples=1)
+    define_flags(args, updates=8, candidates=5)
+    return define_flags(
+        args, json=False, calibrate=False, even=False, compile=False, roofline=False
+    )
 
 
 def parse(arguments: Sequence[str]) -> PlanCommand | None:
-    """Read the command line; None where only a calibration is asked for.
+    """Read the command line; None for a calibration alone.
 
     Raises:
       ConfigError: a wrong flag or value.
     """
-    own = plan_flags()
+    args = plan_flags()
     config, name = None, ""
     if any(re.match(r"--?config\b", a) for a in arguments):
-        name, rest = take_config(arguments)
-        config = check_config(load_config(name, rest, own))
+        name, rest = split_config_flag(arguments)
+        config = check_config(load_config(name, rest, args))
     else:
-        parse_flags(own, arguments)
-    if own.strategy not in STRATEGIES:
-        raise ConfigError(f"--strategy={own.strategy}: one of {', '.join(STRATEGIES)}")
-    if own.numerics not in NUMERICS:
-        raise ConfigError(f"--numerics={own.numerics}: one of {', '.join(NUMERICS)}")
-    if own.calibrate and not own.cluster:
+        parse_flags(args, arguments)
+    if args.strategy not in STRATEGIES:
+        raise ConfigError(f"--strategy={args.strategy}: one of {', '.join(STRATEGIES)}")
+    if args.numerics not in NUMERICS:
+        raise ConfigError(f"--numerics={args.numerics}: one of {', '.join(NUMERICS)}")
+    if args.calibrate and not args.cluster:
         return None
-    if own.compile and config is None:
+    if args.compile and config is None:
         raise ConfigError("--compile needs --config=NAME.py: it compiles a run's own programs")
-    if own.roofline:
-        raise ConfigError(ROOFLINE)
-    problem = models_problem(own) if config is None else config_problem(own, config)
+    if args.roofline:
+        raise ConfigError(ROOFLINE_MESSAGE)
+    problem = models_problem(args) if config is None else config_problem(args, config)
     return PlanCommand(
         problem,
-        strategy=own.strategy,
-        candidates=max(1, own.candidates),
-        output=user_path(own.output, "--output=") if own.output else None,
-        json=own.json,
-        compile=own.compile,
+        strategy=args.strategy,
+        candidates=max(1, args.candidates),
+        output=user_path(args.output, "--output=") if args.output else None,
+        json=args.json,
+        compile=args.compile,
         config_name=name,
         config=config,
-        keys=models_keys(own, problem) if config is None else keys_of_config(config),
+        keys=models_keys(args, problem) if config is None else keys_of_config(config),
     )
 
 
-def config_problem(own: Any, config: ConfigDict) -> PlanProblem:
-    """A run's own problem on the cluster that the flags name.
+def config_problem(args: Any, config: ConfigDict) -> PlanProblem:
+    """The planning problem of a config, on the cluster of the flags.
 
     Raises:
-      ConfigError: a flag that says what the config says, or whatever is wrong with either.
+      ConfigError: a flag that the config replaces, or an invalid flag or config.
     """
     from hjax.dryrun.shape_inputs import read_shape, shape_inputs
     from hjax.planning.auto import run_problem
     from hjax.run.role_groups import is_float32, planned_models
 
     for name in FROM_CONFIG:
-        if own[name].present:
-            raise ConfigError(f"--{name}: with --config it comes from there; leave it out")
+        if args[name].present:
+            raise ConfigError(f"--{name}: the config sets it; leave it out with --config")
     algorithm = get_algorithm(config.algorithm.name)
-    cluster, constants = _measured(own, _cluster(own))
+    cluster, constants = _apply_profile(args, _cluster(args))
     platform = "tpu" if any(pool.shape for pool in cluster.pools) else "gpu"
     inputs = shape_inputs(config, algorithm.source)
     models = planned_models(config, algorithm, inputs, read_shape)
@@ -123,63 +125,62 @@ def config_problem(own: Any, config: ConfigDict) -> PlanProblem:
     )
 
 
-def _cluster(own: Any) -> Cluster:
-    if not own.cluster:
+def _cluster(args: Any) -> Cluster:
+    if not args.cluster:
         raise ConfigError("--cluster is missing; such as 16x8:a100-80g or v5p:4x4x4")
-    return hardware.parse_cluster(own.cluster)
+    return hardware.parse_cluster(args.cluster)
 
 
-def models_problem(own: Any) -> PlanProblem:
-    """The problem of the models, cluster and work that the flags name.
+def models_problem(args: Any) -> PlanProblem:
+    """The planning problem of the models, cluster and workload of the flags.
 
     Raises:
-      ConfigError: an unknown device, model or algorithm, a workload of zero, batches that do not
-        divide.
+      ConfigError: an unknown device, model or algorithm, a workload of zero, or batches that do
+        not divide.
     """
     for name in ("prompt_length", "response_length", "batch", "samples", "updates"):
-        if getattr(own, name) < 1:
-            raise ConfigError(f"--{name}={getattr(own, name)}: a whole number of 1 or more")
-    if own.batch % (own.samples * own.updates):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name}={getattr(args, name)}: a whole number of 1 or more")
+    if args.batch % (args.samples * args.updates):
         raise ConfigError(
-            f"--batch={own.batch} does not divide into {own.updates} updates (--updates) of whole "
-            f"groups of {own.samples} (--samples)"
+            f"--batch={args.batch} does not divide into {args.updates} updates (--updates) of "
+            f"whole groups of {args.samples} (--samples)"
         )
-    cluster, constants = _measured(own, _cluster(own))
-    algorithm = find_algorithm(own.algorithm)
+    cluster, constants = _apply_profile(args, _cluster(args))
+    algorithm = find_algorithm(args.algorithm)
     settings = algorithm.default_config()
     return build_problem(
         algorithm,
         settings,
-        read_models(own.models, algorithm.needed_roles(settings)),
-        Workload(own.prompt_length, own.response_length, own.batch, own.samples),
-        own.updates,
+        read_models(args.models, algorithm.needed_roles(settings)),
+        Workload(args.prompt_length, args.response_length, args.batch, args.samples),
+        args.updates,
         cluster,
         constants,
-        own.numerics,
-        read_offload(own.offload) if own.offload else None,
-        own.even,
+        args.numerics,
+        read_offload(args.offload) if args.offload else None,
+        args.even,
     )
 
 
-def models_keys(own: Any, problem: PlanProblem) -> dict[str, Any]:
-    """The config's keys, dotted, of a run of what ``models_problem`` poses; none where hjax does
-    not do what is asked."""
+def models_keys(args: Any, problem: PlanProblem) -> dict[str, Any]:
+    """Dotted config keys of a run of ``models_problem``; none where hjax cannot run it."""
     if not problem.numerics.hjax_programs:
         return {}
-    algorithm = find_algorithm(own.algorithm)
+    algorithm = find_algorithm(args.algorithm)
     settings = algorithm.default_config()
     table = algorithm.role_table(settings)
-    models, _ = complete_models(read_models(own.models, algorithm.needed_roles(settings)), table)
-    name = own.algorithm if ":" in own.algorithm else algorithm.__name__
+    models, _ = complete_models(read_models(args.models, algorithm.needed_roles(settings)), table)
+    name = args.algorithm if ":" in args.algorithm else algorithm.__name__
     work = problem.work
-    return keys_of_models(name, table, models, work, own.updates, problem.numerics)
+    return keys_of_models(name, table, models, work, args.updates, problem.numerics)
 
 
 def read_models(text: str, roles: Sequence[str]) -> dict[str, str]:
-    """Model name by role: of ``actor=NAME,critic=NAME,...``, or of one name for all ``roles``.
+    """Parse ``actor=NAME,critic=NAME,...``, or one name for all ``roles``, into names by role.
 
     Raises:
-      ConfigError: nothing, another form, or a role twice.
+      ConfigError: it is empty, has another form, or names a role twice.
     """
     if not text:
         raise ConfigError("--models is missing; such as actor=llama-7b,critic=llama-7b,...")
@@ -195,32 +196,33 @@ def read_models(text: str, roles: Sequence[str]) -> dict[str, str]:
 
 
 def read_offload(text: str) -> dict[str, str]:
-    """What waits in the host's memory, by role: ``reference=all,critic=optimizer``; ``none``."""
+    """Parse what is offloaded to host memory: ``reference=all,critic=optimizer``, or ``none``."""
     if text.strip() == "none":
         return {}
     parts = (part.partition("=") for part in filter(None, text.split(",")))
     return {role.strip(): what.strip() for role, _, what in parts}
 
 
-def _measured(own: Any, cluster: Cluster) -> tuple[Cluster, Constants]:
-    """The cluster and the cost model's constants: with ``--profile`` its devices do what was
-    measured, by which the constants are counted; the network is the catalogue's.
+def _apply_profile(args: Any, cluster: Cluster) -> tuple[Cluster, Constants]:
+    """The cluster and the cost model's constants, with measured device rates from ``--profile``.
+
+    Network rates are from the data sheet in either case.
 
     Raises:
-      ConfigError: a profile of other devices, or constants that there are not.
+      ConfigError: a profile of other devices, or unknown constants.
     """
-    if not own.profile:
-        return cluster, _asked(own, Constants())
+    if not args.profile:
+        return cluster, _override_constants(args, Constants())
     from hjax.planning.profile import CALIBRATE_COMMAND, CALIBRATION_VERSION, read_profile
 
-    profile = read_profile(Path(own.profile))
+    profile = read_profile(Path(args.profile))
     made_on, measured = profile.made_on, profile.device
     assert made_on is not None, "a stored profile says what was measured"
     listed = device_of_kind(made_on.kind, measured.memory)
     names = sorted({pool.device.name for pool in cluster.pools})
     if listed is None or names != [listed.name]:
         raise ConfigError(
-            f"--profile={own.profile} was measured on {made_on.devices} x {made_on.kind} "
+            f"--profile={args.profile} was measured on {made_on.devices} x {made_on.kind} "
             f"({made_on.cpu}), not on {' and '.join(names)}; make one there with "
             f"{CALIBRATE_COMMAND}, or leave "
             "--profile out"
@@ -228,8 +230,8 @@ def _measured(own: Any, cluster: Cluster) -> tuple[Cluster, Constants]:
     method = dict(made_on.versions).get("calibration", "none")
     if method != CALIBRATION_VERSION:
         raise ConfigError(
-            f"--profile={own.profile} is of calibration {method}, not {CALIBRATION_VERSION}, which "
-            f"this hjax counts by; make it again with {CALIBRATE_COMMAND}"
+            f"--profile={args.profile} is of calibration {method}, not {CALIBRATION_VERSION}, "
+            f"which this hjax reads; make it again with {CALIBRATE_COMMAND}"
         )
     device = dataclasses.replace(
         cluster.pools[0].device,
@@ -240,13 +242,13 @@ def _measured(own: Any, cluster: Cluster) -> tuple[Cluster, Constants]:
         source=f"measured on {made_on.summary}; network: data sheet",
     )
     pools = tuple(dataclasses.replace(pool, device=device) for pool in cluster.pools)
-    return Cluster(pools), _asked(own, profile.constants)
+    return Cluster(pools), _override_constants(args, profile.constants)
 
 
-def _asked(own: Any, constants: Constants) -> Constants:
-    """Constants with those of ``--constants``."""
+def _override_constants(args: Any, constants: Constants) -> Constants:
+    """The constants, overridden by ``--constants``."""
     values = {}
-    for part in filter(None, own.constants.split(",")):
+    for part in filter(None, args.constants.split(",")):
         name, _, value = part.partition("=")
         try:
             values[name.strip()] = float(value)

@@ -1,4 +1,4 @@
-"""What commands that sample have in common: a model, how tokens are drawn, how many at a time."""
+"""Flags of the commands that sample: model, sampling parameters, batch size and devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hjax.errors import ConfigError
-from hjax.launch.command import define, parse_flags, settle
+from hjax.launch.command import check_model_flags, define_flags, parse_flags
 from hjax.rollout.sampling_params import OPTIONS, SamplingParams
 from hjax.rules import Rule, at_least, between
 from hjax.user_input import user_path
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hjax.models.model_config import ModelConfig
     from hjax.rollout.language_model import LanguageModel
 
-# Sequences at a time.
+# Sequences per batch.
 BATCH = 32
 HELP = """\
 {options}\
@@ -44,46 +44,48 @@ _RULES: Mapping[str, Rule] = {
     "tensor": at_least(1),
     "copies": at_least(1),
 }
-# Of commands that read a model, as of ``define``; ``OPTIONS`` are None where they are not given.
+# Flags of commands that read a model, for ``define_flags``; those of ``OPTIONS`` default to None.
 DTYPES = {"dtype": ("float32", "bfloat16"), "cache_dtype": ("auto", "int8")}
 UNSET: Mapping[str, type] = {name: type(key.default) for name, key in OPTIONS.items()}
 
 
 def read_flags(arguments: Sequence[str], rules: Mapping[str, Rule], **own: object) -> Any:
-    """The flags of a command that samples; a length or option that is not given is None.
+    """Parse the flags of a command that samples; an unset length or option is None.
 
     Args:
-      rules: of flags of its own.
-      own: these, as of ``define``.
+      rules: for the command's additional flags.
+      own: these flags with their defaults, see ``define_flags``.
 
     Raises:
       ConfigError: a wrong flag or value.
     """
-    shared = define(model="", family="", max_new_tokens=int, json=False, seed=0)
-    define(shared, stop=[], chat=False, batch=BATCH, tensor=1, copies=1, **DTYPES, **UNSET, **own)
-    parse_flags(shared, arguments)
-    settle(shared, {**_RULES, **rules})
-    return shared
+    args = define_flags(model="", family="", max_new_tokens=int, json=False, seed=0)
+    define_flags(
+        args, stop=[], chat=False, batch=BATCH, tensor=1, copies=1, **DTYPES, **UNSET, **own
+    )
+    parse_flags(args, arguments)
+    check_model_flags(args, {**_RULES, **rules})
+    return args
 
 
 def sampling_help(temperature: str) -> str:
-    """Lines of a command's help for the flags of ``read_flags``; ``temperature`` as below."""
+    """Help text for the flags of ``read_flags``; ``temperature`` as in ``options_help``."""
     return HELP.format(options=options_help(temperature), batch=BATCH)
 
 
 def options_help(temperature: str) -> str:
-    """Lines of a command's help for ``OPTIONS``.
+    """Help text for the sampling options, ``OPTIONS``.
 
     Args:
-      temperature: what is said of it.
+      temperature: description of the temperature.
     """
     lines = []
     for name, key in OPTIONS.items():
-        said = temperature if name == "temperature" else key.doc
+        description = temperature if name == "temperature" else key.doc
         head, indent = f"  --{name}={key.default}".removesuffix(".0").ljust(22), " " * 24
         if name == "temperature":
             head = f"  --{name}=T".ljust(22)
-        body = textwrap.wrap(said, 100, initial_indent=indent, subsequent_indent=indent)
+        body = textwrap.wrap(description, 100, initial_indent=indent, subsequent_indent=indent)
         if len(head) > 22:
             lines.append(head)
         else:
@@ -92,36 +94,36 @@ def options_help(temperature: str) -> str:
     return "".join(line + "\n" for line in lines)
 
 
-def sampling_of(own: Any, vocab_size: int, temperature: float) -> dict[str, Any]:
-    """Options that the flags give, by name, checked.
+def sampling_options(args: Any, vocab_size: int, temperature: float) -> dict[str, Any]:
+    """Validated sampling options that the flags set, by name.
 
     Args:
-      own: the flags.
-      vocab_size: tokens of the model.
-      temperature: where the flag is not given.
+      args: the flags.
+      vocab_size: the model's.
+      temperature: default for --temperature.
 
     Raises:
-      ConfigError: a value out of range, its flag named.
+      ConfigError: a value out of range; the message names its flag.
     """
-    given = {name: own[name].value for name in OPTIONS if own[name].value is not None}
-    given = {"temperature": temperature} | given
+    options = {name: args[name].value for name in OPTIONS if args[name].value is not None}
+    options = {"temperature": temperature} | options
     try:
-        SamplingParams(**given).check_vocabulary(vocab_size)
+        SamplingParams(**options).check_vocabulary(vocab_size)
     except ConfigError as error:
         raise ConfigError(f"--{error}") from error
-    return given
+    return options
 
 
-def described(options: Mapping[str, Any]) -> dict[str, Any]:
-    """For the JSON that a command prints: every option, given or not."""
+def all_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Every sampling option with its value or default, for a command's JSON."""
     return {name: options.get(name, key.default) for name, key in OPTIONS.items()}
 
 
 def existing_file(flag: str, name: str) -> Path:
-    """The file that a flag names.
+    """The path of a flag's file.
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: there is no such file.
     """
     path = user_path(name, f"--{flag}=")
     if not path.is_file():
@@ -131,12 +133,12 @@ def existing_file(flag: str, name: str) -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class ModelInfo:
-    """What is known of a model before its weights are read.
+    """Path, config and tokenizer of a model, before its weights are read.
 
     Attributes:
-      path: as it was given.
-      config: shapes.
-      tokenizer: or None.
+      path: of --model.
+      config: the model's shapes.
+      tokenizer: None without one.
     """
 
     path: str
@@ -155,12 +157,12 @@ class ModelInfo:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
-        own = self.config.vocab_size
-        return own if self.tokenizer is None else min(own, self.tokenizer.vocab_size)
+        """Upper bound of token ids."""
+        size = self.config.vocab_size
+        return size if self.tokenizer is None else min(size, self.tokenizer.vocab_size)
 
-    def stops(self, texts: list[str]) -> tuple[int | str, ...]:
-        """What --stop says: texts as they are, without a tokenizer ids of tokens."""
+    def parse_stops(self, texts: list[str]) -> tuple[int | str, ...]:
+        """Stop strings of --stop; token ids for a model without tokenizer."""
         if self.tokenizer is not None:
             if "" in texts:
                 raise ConfigError("--stop= is empty; give the text that ends a response")
@@ -174,14 +176,14 @@ class ModelInfo:
         return tuple(map(int, texts))
 
     def wording(self, chat: bool, instruction: str = "") -> Callable[[str], Any] | None:
-        """How a prompt that is text is put to the model; None: as it is.
+        """Function that formats a text prompt for the model; None: prompts are used as they are.
 
         Args:
-          chat: as a message of the user's, for the chat template.
-          instruction: a line added behind it.
+          chat: format it as a user message, for the chat template.
+          instruction: a line that is appended to it.
 
         Raises:
-          ConfigError: no tokenizer, or one without a template.
+          ConfigError: no tokenizer, or one without a chat template.
         """
         if chat:
             self.check_chat()
@@ -195,47 +197,46 @@ class ModelInfo:
         return worded
 
     def check_chat(self) -> None:
-        """Whether there is a chat template; ConfigError if not."""
+        """Raise ConfigError without a chat template."""
         if self.tokenizer is None or not self.tokenizer.chat_template:
-            lacks = "tokenizer" if self.tokenizer is None else "chat template"
-            raise ConfigError(f"--chat: {self.path} has no {lacks}; leave --chat out")
+            missing = "tokenizer" if self.tokenizer is None else "chat template"
+            raise ConfigError(f"--chat: {self.path} has no {missing}; leave --chat out")
 
-    def load(self, own: Any, copies: int = 1) -> LanguageModel:
-        """The model with its weights: on so many devices and in the dtypes that flags say, and so
-        many times."""
+    def load(self, args: Any, copies: int = 1) -> LanguageModel:
+        """Load the model in the dtypes and on the devices of the flags, ``copies`` times."""
         import hjax
         from hjax.launch.jax_setup import prepare_devices
         from hjax.progress import progress_listener
         from hjax.show.progress_bar import PartsDisplay
 
-        prepare_devices(own.tensor * copies)
+        prepare_devices(args.tensor * copies)
         with PartsDisplay("loading", sys.stderr.isatty(), sys.stderr) as display:
 
             def percent(what: str, done: int, total: int) -> None:
                 display(100 * done // max(total, 1), 100, what.removeprefix("loading "))
 
             with progress_listener(percent):
-                return hjax.load_model(self.path, own.dtype, own.tensor, copies, own.cache_dtype)
+                return hjax.load_model(self.path, args.dtype, args.tensor, copies, args.cache_dtype)
 
 
-def options_of(own: Any, front: ModelInfo, temperature: float) -> dict[str, Any]:
-    """What ``LanguageModel.generate`` takes, of the flags.
+def generate_options(args: Any, info: ModelInfo, temperature: float) -> dict[str, Any]:
+    """Arguments of ``LanguageModel.generate`` from the flags.
 
     Args:
-      temperature: where the flag is not given.
+      temperature: default for --temperature.
 
     Raises:
       ConfigError: a value out of range.
     """
-    given = sampling_of(own, front.config.vocab_size, temperature)
-    return given | {"stop": front.stops(own.stop)}
+    options = sampling_options(args, info.config.vocab_size, temperature)
+    return options | {"stop": info.parse_stops(args.stop)}
 
 
 def token_ids(text: str, vocab_size: int) -> list[int]:
-    """Token ids as they are typed for a model without tokenizer, with commas or blanks between.
+    """Parse token ids, separated by commas or spaces, for a model without tokenizer.
 
     Raises:
-      ConfigError: something else.
+      ConfigError: the text is not a list of token ids.
     """
     parts = text.strip("[] ").replace(",", " ").split()
     ids = [int(part) for part in parts if part.isdecimal()]

@@ -57,9 +57,22 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from hjax.errors import ConfigError
-from hjax.launch.command import answered, define, parse_flags, settle, stopped_by_ctrl_c
-from hjax.launch.process_exit import run_and_leave
-from hjax.launch.sampling_flags import DTYPES, SEEDS, UNSET, ModelInfo, options_help, sampling_of
+from hjax.launch.command import (
+    check_model_flags,
+    define_flags,
+    parse_flags,
+    run_or_help,
+    status_on_ctrl_c,
+)
+from hjax.launch.process_exit import run_and_exit
+from hjax.launch.sampling_flags import (
+    DTYPES,
+    SEEDS,
+    UNSET,
+    ModelInfo,
+    options_help,
+    sampling_options,
+)
 from hjax.rollout.sampling_params import OPTIONS, SamplingParams
 from hjax.rules import Rule, above, at_least, between
 from hjax.serving.address import address_of, bind
@@ -70,7 +83,7 @@ if TYPE_CHECKING:
     from hjax.rollout.service import GenerationService
 _PROTOCOLS = ("openai", "jetstream")
 _USUAL = ServerLimits()
-# Flags that one protocol alone has, and what they are where they are not given.
+# Flags of one protocol alone, with their defaults.
 _OPENAI = {
     "admin": False,
     "max_connections": _USUAL.connections,
@@ -78,7 +91,7 @@ _OPENAI = {
     "idle_seconds": _USUAL.idle_seconds,
 }
 _JETSTREAM = ("seed", *OPTIONS)
-# Tokens of a prompt and its response, if nobody says how many.
+# Default of --context with jetstream.
 _JETSTREAM_CONTEXT = 2048
 _RULES: Mapping[str, Rule] = {
     "port": between(0, 65535),
@@ -100,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     options = options_help("logits are divided by it; 0 is greedy (0)")
     text = str(__doc__).format(options=options, **dataclasses.asdict(_USUAL))
-    return stopped_by_ctrl_c(lambda: answered(arguments, lambda: text, _run))
+    return status_on_ctrl_c(lambda: run_or_help(arguments, lambda: text, _run))
 
 
 def parse(arguments: Sequence[str]) -> flags.FlagValues:
@@ -109,81 +122,81 @@ def parse(arguments: Sequence[str]) -> flags.FlagValues:
     Raises:
       ConfigError: a wrong flag or value.
     """
-    own = define(model="", family="", host="127.0.0.1", port=8000, api_key_env="", tensor=1)
-    define(own, **DTYPES, slots=0, prefix_tokens=-1, lookup=0, max_queue=1024, context=0)
-    define(own, warm_up=bool, max_body_bytes=_USUAL.body_bytes, seed=int, **UNSET)
-    define(own, **{name: type(value) for name, value in _OPENAI.items()})
-    flags.DEFINE_enum("protocol", None, _PROTOCOLS, "see --help", flag_values=own)
-    parse_flags(own, arguments)
-    protocol = own["protocol"].value
+    args = define_flags(model="", family="", host="127.0.0.1", port=8000, api_key_env="", tensor=1)
+    define_flags(args, **DTYPES, slots=0, prefix_tokens=-1, lookup=0, max_queue=1024, context=0)
+    define_flags(args, warm_up=bool, max_body_bytes=_USUAL.body_bytes, seed=int, **UNSET)
+    define_flags(args, **{name: type(value) for name, value in _OPENAI.items()})
+    flags.DEFINE_enum("protocol", None, _PROTOCOLS, "see --help", flag_values=args)
+    parse_flags(args, arguments)
+    protocol = args["protocol"].value
     if protocol is None:
         raise ConfigError(f"--protocol is missing; allowed: {', '.join(_PROTOCOLS)}")
     for name in _JETSTREAM if protocol == "openai" else _OPENAI:
-        if own[name].value is not None:
-            says = "its requests say it" if protocol == "openai" else "only openai has it"
-            raise ConfigError(f"--{name}: not with --protocol={protocol}; {says}, see --help")
+        if args[name].value is not None:
+            reason = "requests set it" if protocol == "openai" else "only openai has it"
+            raise ConfigError(f"--{name}: not with --protocol={protocol}; {reason}, see --help")
     for name, value in {**_OPENAI, "warm_up": protocol == "jetstream"}.items():
-        if own[name].value is None:
-            own[name].value = value
-    settle(own, _RULES)
-    return own
+        if args[name].value is None:
+            args[name].value = value
+    check_model_flags(args, _RULES)
+    return args
 
 
 def _run(arguments: Sequence[str]) -> int:
-    own: Any = parse(arguments)
-    key = _key(own.api_key_env)
-    front = ModelInfo.read(own.model)
-    serve = _jetstream if own.protocol == "jetstream" else _openai
-    return serve(own, key, front)
+    args: Any = parse(arguments)
+    key = _key(args.api_key_env)
+    info = ModelInfo.read(args.model)
+    serve = _jetstream if args.protocol == "jetstream" else _openai
+    return serve(args, key, info)
 
 
-def _openai(own: Any, key: str, front: ModelInfo) -> int:
+def _openai(args: Any, key: str, info: ModelInfo) -> int:
     try:
         from hjax.serving.reload import WeightReload
         from hjax.serving.server import Server, run
     except ModuleNotFoundError as error:
         raise _missing(error, "serve") from error
-    allow_connections(own.max_connections)
+    allow_connections(args.max_connections)
     from hjax.serving.served_model import ServedModel
 
-    with _bind(own, key) as bound:
-        model, service = _service(own, front)
-        reload = WeightReload(model, service) if own.admin else None
-        size, limits = model.config.vocab_size, _limits(own)
-        served = ServedModel(own.model, service, model.tokenizer, size, model.eos_ids)
-        started = _started(own, "http", bound)
+    with _bind(args, key) as bound:
+        model, service = _service(args, info)
+        reload = WeightReload(model, service) if args.admin else None
+        size, limits = model.config.vocab_size, _limits(args)
+        served = ServedModel(args.model, service, model.tokenizer, size, model.eos_ids)
+        started = _started(args, "http", bound)
         return run(Server(served, bound, limits, key, started, reload), limits)
 
 
-def _jetstream(own: Any, key: str, front: ModelInfo) -> int:
-    options = sampling_of(own, front.config.vocab_size, temperature=0.0)
-    own["context"].value = own.context or min(front.config.max_length, _JETSTREAM_CONTEXT)
+def _jetstream(args: Any, key: str, info: ModelInfo) -> int:
+    options = sampling_options(args, info.config.vocab_size, temperature=0.0)
+    args["context"].value = args.context or min(info.config.max_length, _JETSTREAM_CONTEXT)
     try:
         from hjax.serving.jetstream_server import run
     except ModuleNotFoundError as error:
         raise _missing(error, "jetstream") from error
-    bound = _bind(own, key)
-    model, service = _service(own, front)
-    started = _started(own, "grpc", bound)
+    bound = _bind(args, key)
+    model, service = _service(args, info)
+    started = _started(args, "grpc", bound)
     address = address_of(bound)
-    bound.close()  # gRPC binds by itself
+    bound.close()  # gRPC binds the port itself
     sampling = SamplingParams(**options)
-    return run(model, service, sampling, own.seed, address, _limits(own), key, started)
+    return run(model, service, sampling, args.seed, address, _limits(args), key, started)
 
 
-def _service(own: Any, front: ModelInfo) -> tuple[LanguageModel, GenerationService]:
-    """The model, read, and what answers with it."""
+def _service(args: Any, info: ModelInfo) -> tuple[LanguageModel, GenerationService]:
+    """Load the model and start the generation service."""
     from hjax.rollout.service import GenerationService
 
-    model = front.load(own)
-    prefix_tokens = None if own.prefix_tokens < 0 else own.prefix_tokens
+    model = info.load(args)
+    prefix_tokens = None if args.prefix_tokens < 0 else args.prefix_tokens
     try:
         service = GenerationService(
-            model, own.slots, own.max_queue, prefix_tokens, own.lookup, own.context
+            model, args.slots, args.max_queue, prefix_tokens, args.lookup, args.context
         )
     except ConfigError as error:
         raise ConfigError(f"--{error}") from error
-    if own.warm_up:
+    if args.warm_up:
         service.warm_up(lambda what: print(f"compiling: {what}", file=sys.stderr, flush=True))
     return model, service
 
@@ -195,9 +208,9 @@ def _missing(error: ModuleNotFoundError, extra: str) -> ConfigError:
     )
 
 
-def _bind(own: Any, key: str) -> socket.socket:
-    """Before the weights: a port that is taken should not cost their reading."""
-    bound = bind(own.host, own.port)
+def _bind(args: Any, key: str) -> socket.socket:
+    """Bind the port, before loading weights: a port in use is reported at once."""
+    bound = bind(args.host, args.port)
     host = bound.getsockname()[0]
     if not key and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
         print(
@@ -208,17 +221,17 @@ def _bind(own: Any, key: str) -> socket.socket:
     return bound
 
 
-def _started(own: Any, scheme: str, bound: socket.socket) -> Callable[[], None]:
-    line = f"serving {own.model} on {scheme}://{address_of(bound)}"
+def _started(args: Any, scheme: str, bound: socket.socket) -> Callable[[], None]:
+    line = f"serving {args.model} on {scheme}://{address_of(bound)}"
     return lambda: print(line, flush=True)
 
 
-def _limits(own: Any) -> ServerLimits:
+def _limits(args: Any) -> ServerLimits:
     return ServerLimits(
-        body_bytes=own.max_body_bytes,
-        connections=own.max_connections,
-        header_seconds=own.header_seconds,
-        idle_seconds=own.idle_seconds,
+        body_bytes=args.max_body_bytes,
+        connections=args.max_connections,
+        header_seconds=args.header_seconds,
+        idle_seconds=args.idle_seconds,
     )
 
 
@@ -232,4 +245,4 @@ def _key(name: str) -> str:
 
 
 if __name__ == "__main__":
-    run_and_leave(main)
+    run_and_exit(main)

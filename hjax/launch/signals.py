@@ -1,6 +1,6 @@
-"""Ctrl-C, SIGTERM and a terminal that goes away: a run is saved, and before there is one all ends.
+"""Signal handling of commands: Ctrl-C, SIGTERM and SIGHUP save a run, or end the command.
 
-Imports nothing that takes long: with its first line the command holds signals back.
+Has no slow imports, because commands block signals with their first line.
 """
 
 import contextlib
@@ -14,23 +14,23 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-# Those that are asked for together are one request: a wrapper that passes a Ctrl-C on, which the
-# terminal has sent to both.
-TOGETHER_SECONDS = 1.0
-STOPPING = "stopping after this step, and saving; once more to stop at once"
+# Signals within this time are one request: the terminal sends a Ctrl-C to a command and to its
+# wrapper, which forwards it.
+SAME_REQUEST_SECONDS = 1.0
+STOPPING_MESSAGE = "stopping after this step, and saving; once more to stop at once"
 
 
-def started_as(module: str) -> bool:
-    """Whether this process was started as ``python -m MODULE ...``, to run that and nothing else.
+def is_main_module(module: str) -> bool:
+    """Whether this process was started as ``python -m MODULE ...``.
 
-    What runs under the name ``__main__`` may be a guest: ``%run -m MODULE`` is one of a notebook's
-    kernel.
+    A module named ``__main__`` may also run inside another process: ``%run -m MODULE`` runs it in a
+    notebook's kernel.
     """
     before = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
     return before[-2:] == ["-m", module] or before[-1] == f"-m{module}"
 
 
-def _watched() -> list[int]:
+def _watched_signals() -> list[int]:
     """Signals that stop a run; one that was ignored from the start (``nohup``) stays ignored."""
     found: list[int] = [signal.SIGINT, signal.SIGTERM]
     hangup = getattr(signal, "SIGHUP", None)
@@ -39,16 +39,16 @@ def _watched() -> list[int]:
     return found
 
 
-def begin(module: str) -> None:
-    """The first thing that a command does, where it has the process for itself.
+def prepare_process(module: str) -> None:
+    """Block signals, re-execute with huge pages if that helps, and install signal handlers.
 
-    From here on no signal is lost. The command may be started anew (``use_huge_pages``); what comes
-    in between waits.
+    A command calls it first; it does nothing in a process that belongs to another program. Signals
+    that arrive during the re-execution (``use_huge_pages``) stay pending.
     """
-    if not started_as(module):
+    if not is_main_module(module):
         return
     if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_BLOCK, _watched())
+        signal.pthread_sigmask(signal.SIG_BLOCK, _watched_signals())
     from hjax.launch.huge_pages import use_huge_pages
 
     use_huge_pages()
@@ -56,16 +56,16 @@ def begin(module: str) -> None:
 
 
 class Signals:
-    """What becomes of a command that is signalled.
+    """Signal handlers of a command.
 
-    The first signal asks a trainer to save and return; another one later than ``TOGETHER_SECONDS``
-    ends everything at once. Before there is a trainer the first one does, since nothing is lost
-    then. Signals are waited for in a thread of their own, which neither interrupts the main one
-    where it stands nor waits until it is done with a call of a library.
+    The first signal asks the trainer to save and return. A second one, more than
+    ``SAME_REQUEST_SECONDS`` later, ends the process at once. Before there is a trainer the first
+    signal ends it, since nothing is lost then. A thread of its own waits for signals: it neither
+    interrupts the main thread nor waits for a library call there to return.
 
     Attributes:
-      received: the first signal's number; 0: none came.
-      own: whether the process is the command's own; a notebook's is not.
+      received: the first signal's number; 0: none.
+      own: whether the process belongs to the command; a notebook's does not.
     """
 
     def __init__(self) -> None:
@@ -79,59 +79,58 @@ class Signals:
         self._lock = threading.Lock()
 
     def install(self) -> None:
-        """From here on signals are handled; only in a process that is the command's own."""
+        """Install the handlers; only in a process that belongs to the command."""
         self.own = True
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        watched = self._watched = _watched()
+        watched = self._watched = _watched_signals()
         threading.Thread(target=self._listen, args=(reader, watched), daemon=True).start()
         for number in watched:
-            signal.signal(number, lambda number, frame: None)  # the thread that listens has it
-        os.register_at_fork(after_in_child=lambda: _forget(watched))
+            signal.signal(number, lambda number, frame: None)  # `_listen` handles it
+        os.register_at_fork(after_in_child=lambda: _restore_default_handlers(watched))
         if hasattr(signal, "pthread_sigmask"):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
 
     @contextlib.contextmanager
     def watching(self, trainer: Any, display: Any) -> Iterator[None]:
-        """There is something to save in this block.
+        """Within this block signals save the trainer's run.
 
-        In a process that is somebody else's (a notebook's) Ctrl-C is handled in it alone, and once
-        more means there what it did before.
+        In a notebook only Ctrl-C is handled, and a second one has its previous meaning there.
         """
         with self._lock:
             self._trainer, self._display, self._ran = trainer, display, True
         main = threading.current_thread() is threading.main_thread()
         try:
-            with contextlib.nullcontext() if self.own or not main else self._as_guest():
+            with contextlib.nullcontext() if self.own or not main else self._in_notebook():
                 yield
         finally:
             with self._lock:
                 self._trainer = self._display = None
 
     @contextlib.contextmanager
-    def _as_guest(self) -> Iterator[None]:
+    def _in_notebook(self) -> Iterator[None]:
         before = signal.getsignal(signal.SIGINT)
-        said: queue.SimpleQueue[str] = queue.SimpleQueue()  # a handler may put at any moment
+        messages: queue.SimpleQueue[str] = queue.SimpleQueue()  # reentrant, for use in a handler
 
         def handle(number: int, frame: FrameType | None) -> None:
             if self._is_first(number):
-                said.put(STOPPING)
-            elif not self._is_same() and callable(before):
+                messages.put(STOPPING_MESSAGE)
+            elif not self._is_repeat() and callable(before):
                 before(number, frame)
 
-        threading.Thread(target=lambda: self._tell(said.get()), daemon=True).start()
+        threading.Thread(target=lambda: self._show(messages.get()), daemon=True).start()
         signal.signal(signal.SIGINT, handle)
         try:
             yield
         finally:
             signal.signal(signal.SIGINT, before)
-            said.put("")
+            messages.put("")
 
-    def done(self) -> None:
-        """The command is over: a signal changes nothing any more, its exit status neither.
+    def ignore_further(self) -> None:
+        """Ignore signals at the end of the command, so that they do not change its exit status.
 
-        Python gives up its handlers before its process ends; who is ignored by then stays so.
+        Python removes its handlers before the process ends, but an ignored signal stays ignored.
         """
         for number in self._watched:
             signal.signal(number, signal.SIG_IGN)
@@ -139,53 +138,53 @@ class Signals:
     def _listen(self, reader: int, watched: list[int]) -> None:
         while numbers := os.read(reader, 1):
             if numbers[0] in watched:
-                self.came(numbers[0])
+                self.handle(numbers[0])
 
-    def came(self, number: int) -> None:
-        """A signal has come, in a process of the command's own."""
+    def handle(self, number: int) -> None:
+        """Handle a signal, in a process that belongs to the command."""
         with self._lock:
             if self._trainer is None:
                 name = signal.Signals(number).name
                 when = "between two runs" if self._ran else "before the run began"
-                _end(128 + number, f"hjax: stopped by {name} {when}\n")
+                _exit_now(128 + number, f"hjax: stopped by {name} {when}\n")
             first = self._is_first(number)
         if first:
-            self._tell(STOPPING)
-        elif not self._is_same():
-            _end(128 + number)
+            self._show(STOPPING_MESSAGE)
+        elif not self._is_repeat():
+            _exit_now(128 + number)
 
     def _is_first(self, number: int) -> bool:
-        """Whether it is; then the trainer is asked to stop."""
+        """Whether it is the first signal; if so, ask the trainer to stop."""
         if self.received:
             return False
         self.received, self._since = number, time.monotonic()
         self._trainer.stop_requested = number
         return True
 
-    def _is_same(self) -> bool:
-        """Whether a further signal means no more than the first."""
-        return time.monotonic() - self._since < TOGETHER_SECONDS
+    def _is_repeat(self) -> bool:
+        """Whether a further signal is part of the same request as the first."""
+        return time.monotonic() - self._since < SAME_REQUEST_SECONDS
 
-    def _tell(self, text: str) -> None:
+    def _show(self, text: str) -> None:
         display = self._display
-        with contextlib.suppress(Exception):  # a terminal that is no more
+        with contextlib.suppress(Exception):  # the terminal may be closed
             if text and display is not None:
                 display.message(text)
 
 
-SIGNALS = Signals()  # of a process that is the command's own
+SIGNALS = Signals()  # of a process that belongs to the command
 
 
-def _forget(watched: list[int]) -> None:
-    """In a fork, whose signals are its own: they mean what they do in any process."""
+def _restore_default_handlers(watched: list[int]) -> None:
+    """Restore Python's default signal handling, in a forked child."""
     signal.set_wakeup_fd(-1)
     for number in watched:
-        usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-        signal.signal(number, usual)
+        default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, default)
 
 
-def _end(status: int, line: str = "") -> None:
-    """End this process and its children, now."""
+def _exit_now(status: int, line: str = "") -> None:
+    """Kill this process and its children at once."""
     with contextlib.suppress(Exception):
         if sys.stdout.isatty():
             os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # the live view hid the cursor
@@ -193,6 +192,6 @@ def _end(status: int, line: str = "") -> None:
         os.write(2, line.encode())
     from hjax.machine import descendants, kill_all
 
-    for _ in range(3):  # they may have children while they are ended
+    for _ in range(3):  # children may fork while they are killed
         kill_all(descendants(os.getpid()))
     os._exit(status)

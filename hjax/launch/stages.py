@@ -1,8 +1,8 @@
-"""A run in stages: configs one after another, which may start from what earlier ones made.
+"""Multi-stage runs: configs that run in sequence, later ones from the checkpoints of earlier ones.
 
-Each stage is a run of its own in a folder of the workdir, with everything a run has; a stage that
-is finished is left as it is, and one that was stopped goes on. `{workdir}` in a stage's values
-stands for the workdir, so `{workdir}/sft` is what the stage `sft` trained.
+Each stage is a complete run in a folder of the workdir. A finished stage is skipped, and a stopped
+stage resumes. `{workdir}` in a stage's values is replaced by the workdir, so `{workdir}/sft` holds
+what the stage `sft` trained.
 """
 
 import contextlib
@@ -28,39 +28,39 @@ _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)(=?)", re.DOTALL)
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """A file's stages as a command line asks for them.
+    """The stages of a config file, with the overrides of the command line.
 
     Attributes:
-      name: as it was given.
-      module: of the file; its `prepare(workdir)`, if it has one, writes what the stages read.
-      argument: what stands after the file's name and a colon, handed to it; empty: nothing.
-      given: by stage what the file says.
-      overrides: by stage the arguments that change it.
+      name: of --config.
+      module: of the file; its optional `prepare(workdir)` writes the data that the stages read.
+      argument: passed to the file, from `--config=FILE.py:ARGUMENT`; empty: none.
+      declared: config of each stage in the file.
+      overrides: `--config.` arguments by stage.
     """
 
     name: str
     module: types.ModuleType
     argument: str
-    given: Mapping[str, Any]
+    declared: Mapping[str, Any]
     overrides: Mapping[str, Sequence[str]]
 
     def configs(self, workdir: Path) -> dict[str, ConfigDict]:
         """The complete configs of all stages.
 
         Raises:
-          ConfigError: whatever is wrong with one of them, with the stage's name.
+          ConfigError: a config is invalid; the message names its stage.
         """
-        made = {}
-        for stage, given in self.given.items():
+        configs = {}
+        for stage, declared in self.declared.items():
             try:
-                config = apply_overrides(given, self.overrides[stage])
-                made[stage] = check_config(_placed(flatten(config), workdir))
+                config = apply_overrides(declared, self.overrides[stage])
+                configs[stage] = check_config(_with_workdir(flatten(config), workdir))
             except ConfigError as error:
                 raise ConfigError(f"stage {stage}: {error}") from error
-        return made
+        return configs
 
     def prepare(self, workdir: Path) -> None:
-        """Have the file write what its stages read; if it refuses, no folder is left behind."""
+        """Call the file's `prepare`; if it raises, new folders that are empty are removed."""
         if not hasattr(self.module, "prepare"):
             return
         new = [folder for folder in (workdir, *workdir.parents) if not folder.exists()]
@@ -69,46 +69,45 @@ class Stages:
             self.module.prepare(workdir, *filter(None, [self.argument]))
         except BaseException:
             for folder in new:
-                with contextlib.suppress(OSError):  # what it wrote stays
+                with contextlib.suppress(OSError):  # a folder with files is kept
                     folder.rmdir()
             raise
 
 
 def read_stages(name: str, arguments: Sequence[str]) -> tuple[Stages | None, list[str]]:
-    """The stages that a `--config` names, and the arguments that change none of them.
+    """Read the stages of a config file, and split their overrides from the other arguments.
 
     Args:
       name: of the file.
-      arguments: `--config.STAGE.a.b=VALUE` changes a stage, `--config.a.b=VALUE` all of them; what
-        else there is comes back.
+      arguments: `--config.STAGE.a.b=VALUE` changes a stage, `--config.a.b=VALUE` all stages.
 
     Returns:
-      None and all arguments where the file has one config.
+      (stages, other arguments); (None, all arguments) for a file with a single config.
     """
     found = get_stages(name)
     if found is None:
         return None, list(arguments)
-    module, given = found
-    overrides: dict[str, list[str]] = {stage: [] for stage in given}
+    module, declared = found
+    overrides: dict[str, list[str]] = {stage: [] for stage in declared}
     rest: list[str] = []
-    waiting: Sequence[str] = ()  # stages whose key's value is the next argument
+    pending: Sequence[str] = ()  # stages whose key's value is the next argument
     for argument in arguments:
         match = _OVERRIDE.match(argument)
         if match is None:
-            for stage in waiting:
+            for stage in pending:
                 overrides[stage].append(argument)
-            if not waiting:
+            if not pending:
                 rest.append(argument)
-            waiting = ()
+            pending = ()
             continue
         stage, dot, _ = match[1].partition(".")
-        named = bool(dot) and stage in given
-        for each in (stage,) if named else tuple(given):
-            cut = argument.replace(f"config.{stage}.", "config.", 1) if named else argument
-            overrides[each].append(cut)
-        waiting = () if match[2] or argument.lstrip("-").startswith("no") else tuple(given)
-        waiting = (stage,) if waiting and named else waiting
-    return Stages(name, module, name.partition(":")[2], given, overrides), rest
+        targets: Sequence[str] = tuple(declared)
+        if dot and stage in declared:
+            targets, argument = (stage,), argument.replace(f"config.{stage}.", "config.", 1)
+        for target in targets:
+            overrides[target].append(argument)
+        pending = () if match[2] or argument.lstrip("-").startswith("no") else targets
+    return Stages(name, module, name.partition(":")[2], declared, overrides), rest
 
 
 def run_stages(
@@ -117,19 +116,19 @@ def run_stages(
     run: Callable[[str, ConfigDict, Path], int],
     as_json: bool = False,
 ) -> int:
-    """Run all stages, one after another; returns the exit status of the last that ran.
+    """Run all stages in sequence; returns the exit status of the last one that ran.
 
     Args:
-      stages: see there.
-      workdir: of all of them.
-      run: takes a title, a config and a workdir; gives an exit status.
+      stages: their configs.
+      workdir: of all stages.
+      run: takes a title, a config and a workdir; returns an exit status.
       as_json: print one line of JSON at the end.
     """
     from hjax.show.report import write_stages
 
     configs = stages.configs(workdir)
     for stage, config in configs.items():
-        Workdir(workdir / stage).check(config)  # all of them, before one runs
+        Workdir(workdir / stage).check(config)  # check all stages before the first runs
     stages.prepare(workdir)
     status = 0
     for number, (stage, config) in enumerate(configs.items(), 1):
@@ -150,13 +149,13 @@ def run_stages(
 def dry_run_stages(
     stages: Stages, workdir: Path | None, run: Callable[[str, ConfigDict], None]
 ) -> int:
-    """Say what each stage would do, where what it starts from is there."""
+    """Dry run of each stage whose starting checkpoints exist."""
     with tempfile.TemporaryDirectory() as folder:
         base = workdir if workdir is not None and workdir.is_dir() else Path(folder)
         stages.prepare(base)
         for stage, config in stages.configs(base).items():
-            begins = {other for other in stages.given if _names(config, f"{base}/{other}")}
-            missing = [other for other in begins if not (base / other / "checkpoints").is_dir()]
+            needed = {other for other in stages.declared if _mentions(config, f"{base}/{other}")}
+            missing = [other for other in needed if not (base / other / "checkpoints").is_dir()]
             if missing:
                 print(f"{stage}: starts from {', '.join(missing)}, yet to be trained")
             else:
@@ -164,12 +163,12 @@ def dry_run_stages(
     return 0
 
 
-def _names(config: ConfigDict, path: str) -> bool:
+def _mentions(config: ConfigDict, path: str) -> bool:
     return any(value == path for value in flatten(config).values())
 
 
-def _placed(values: Mapping[str, Any], workdir: Path) -> dict[str, Any]:
-    """Dotted keys, their texts with the workdir in them."""
+def _with_workdir(values: Mapping[str, Any], workdir: Path) -> dict[str, Any]:
+    """Values of dotted keys, with `{workdir}` replaced."""
     return {
         key: value.replace(WORKDIR, str(workdir)) if isinstance(value, str) else value
         for key, value in values.items()

@@ -34,8 +34,8 @@ from typing import Any
 
 from hjax.errors import ConfigError
 from hjax.files import json_line
-from hjax.launch.command import answered, define, parse_flags
-from hjax.launch.process_exit import run_and_leave
+from hjax.launch.command import define_flags, parse_flags, run_or_help
+from hjax.launch.process_exit import run_and_exit
 from hjax.machine import simulated_devices
 from hjax.show.format import size
 from hjax.show.tables import rows_table, wide_console
@@ -45,8 +45,8 @@ METHOD_NAMES = {
     "vanilla": "HybridFlow-V: consecutive ranks, gathered in the training group",
     "gather_all": "DeepSpeed-Chat: ZeRO-3 over all devices, gathered over all",
 }
-# Devices that are simulated at most, and those whose moves are counted at most.
-COMPILED, MOST = 128, 1 << 18
+# Limits on devices: for simulation and compilation, and for counting the planned moves.
+MAX_COMPILED_DEVICES, MAX_DEVICES = 128, 1 << 18
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -65,8 +65,8 @@ class TransitionCommand:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    text = str(__doc__).format(compiled=COMPILED, most=MOST)
-    return answered(arguments, lambda: text, lambda given: _run(parse(given)))
+    text = str(__doc__).format(compiled=MAX_COMPILED_DEVICES, most=MAX_DEVICES)
+    return run_or_help(arguments, lambda: text, lambda given: _run(parse(given)))
 
 
 def parse(arguments: Sequence[str]) -> TransitionCommand:
@@ -75,43 +75,45 @@ def parse(arguments: Sequence[str]) -> TransitionCommand:
     Raises:
       ConfigError: a wrong flag or value.
     """
-    own = define(train="", generate="", method="hybridflow", model="", json=False)
-    define(own, dtype="float32", topology="")
-    parse_flags(own, arguments)
-    if own.dtype not in DTYPES:
-        raise ConfigError(f"--dtype={own.dtype}: one of {', '.join(DTYPES)}")
-    if own.dtype != "float32" and own.method != "hybridflow":
-        raise ConfigError(f"--dtype={own.dtype} is of --method=hybridflow, the others keep float32")
-    if own.method not in METHOD_NAMES:
-        raise ConfigError(f"--method={own.method}: one of {', '.join(METHOD_NAMES)}")
-    train = _sizes("train", own.train, "P,T,D", "1,4,2")
-    generate = _sizes("generate", own.generate, "PG,TG", "1,2")
-    if math.prod(train) > MOST:
+    args = define_flags(train="", generate="", method="hybridflow", model="", json=False)
+    define_flags(args, dtype="float32", topology="")
+    parse_flags(args, arguments)
+    if args.dtype not in DTYPES:
+        raise ConfigError(f"--dtype={args.dtype}: one of {', '.join(DTYPES)}")
+    if args.dtype != "float32" and args.method != "hybridflow":
         raise ConfigError(
-            f"--train={own.train}: {math.prod(train)} devices; at most {MOST}, more than any "
-            "cluster has"
+            f"--dtype={args.dtype} is of --method=hybridflow, the others keep float32"
+        )
+    if args.method not in METHOD_NAMES:
+        raise ConfigError(f"--method={args.method}: one of {', '.join(METHOD_NAMES)}")
+    train = _sizes("train", args.train, "P,T,D", "1,4,2")
+    generate = _sizes("generate", args.generate, "PG,TG", "1,2")
+    if math.prod(train) > MAX_DEVICES:
+        raise ConfigError(
+            f"--train={args.train}: {math.prod(train)} devices; at most {MAX_DEVICES}, more than "
+            "any cluster has"
         )
     return TransitionCommand(
         train,
         generate,
-        method=own.method,
-        model=own.model,
-        json=own.json,
-        dtype=own.dtype,
-        topology=own.topology,
+        method=args.method,
+        model=args.model,
+        json=args.json,
+        dtype=args.dtype,
+        topology=args.topology,
     )
 
 
 def _sizes(flag: str, text: str, form: str, example: str) -> tuple[int, ...]:
     parts = text.split(",")
     if len(parts) != len(form.split(",")) or not all(re.fullmatch(r"\d+", p) for p in parts):
-        given = f"--{flag}={text}" if text else f"--{flag} is missing"
-        raise ConfigError(f"{given}: give --{flag}={form}, such as {example}")
+        problem = f"--{flag}={text}" if text else f"--{flag} is missing"
+        raise ConfigError(f"{problem}: give --{flag}={form}, such as {example}")
     return tuple(map(int, parts))
 
 
 def _run(command: TransitionCommand) -> int:
-    # Of a plain program's detours the compiler warns; the table has their bytes.
+    # Silences the compiler's warnings about inefficient resharding; the table has its bytes.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     from hjax.dryrun.shape_inputs import read_shape
     from hjax.dryrun.transition_cost import built_in, describe, describe_counted
@@ -122,7 +124,7 @@ def _run(command: TransitionCommand) -> int:
     model = read_shape(command.model)[0] if command.model else built_in(case)
     name = command.model or "built-in"
     console = wide_console()
-    if case.devices > COMPILED:
+    if case.devices > MAX_COMPILED_DEVICES:
         found = describe_counted(case, command.method, model, name, command.dtype)
         show_counted(found, str(case), console)
     else:
@@ -142,7 +144,7 @@ def _run(command: TransitionCommand) -> int:
 
 
 def _rings(case: Any, topology: str) -> dict[str, dict[str, float]]:
-    """How far apart the devices of each mesh axis stand on hardware that is not here."""
+    """Distances between the devices of each mesh axis in a topology, without the hardware."""
     from hjax.dryrun.topologies import list_devices
     from hjax.sharding.device_mesh import place_devices, ring_table
 
@@ -157,14 +159,15 @@ def _rings(case: Any, topology: str) -> dict[str, dict[str, float]]:
 
 
 def show_counted(found: Mapping[str, Any], case: str, console: Any) -> None:
-    """Print what was counted of devices that are too many to simulate."""
+    """Print the counted bytes, for more devices than can be simulated."""
     from rich.text import Text
 
     console.print(Text(f"{case}   {METHOD_NAMES[found['method']]}", style="bold"))
     console.print(
         f"{found['devices']} devices, model {found['model']}: {size(found['model_bytes'])} float32 "
         "split over all training shards; all figures per device. Above "
-        f"{COMPILED} devices nothing is compiled: bytes are counted on the planned moves"
+        f"{MAX_COMPILED_DEVICES} devices nothing is compiled: "
+        "bytes are counted on the planned moves"
     )
     if found["measured"] is None:
         console.print(f"--method={found['method']}: the paper's formulas alone")
@@ -196,9 +199,9 @@ def show(found: Mapping[str, Any], case: str, platform: str, console: Any) -> No
         formula, measured = found["analytic"][key], found["measured"][key]
         rows.append((key, f"{formula:.4f}", f"{measured:.4f}", size(measured * total), note))
     if found["masters_bytes"]:
-        beside = f"float32 masters beside the {found['dtype']} copy: optimizer state, never moved"
+        note = f"float32 masters beside the {found['dtype']} copy: optimizer state, never moved"
         share = found["masters_bytes"] / total
-        rows.append(("masters", "", f"{share:.4f}", size(found["masters_bytes"]), beside))
+        rows.append(("masters", "", f"{share:.4f}", size(found["masters_bytes"]), note))
     for key, value in found.get("resharded", {}).items():
         note = "by a plain program: the compiler's own way between the same shards"
         rows.append((f"  {key}", "", f"{value:.4f}", size(value * total), note))
@@ -226,4 +229,4 @@ def _short(text: str, limit: int = 120) -> str:
 
 
 if __name__ == "__main__":
-    run_and_leave(main)
+    run_and_exit(main)

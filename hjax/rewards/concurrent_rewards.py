@@ -1,4 +1,4 @@
-"""Rewards while others are still generated: ``reward.while_generating``."""
+"""Concurrent rewards: score responses during generation (``reward.while_generating``)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hjax.sharded_values import PendingValue
 
 @dataclasses.dataclass(frozen=True)
 class PromptResponses:
-    """One prompt's, as ``RewardFunction`` takes them."""
+    """The responses to one prompt, as the arguments of ``RewardFunction``."""
 
     prompts: Sequence[Any]
     responses: Sequence[Any]
@@ -25,39 +25,39 @@ class PromptResponses:
     response_tokens: Sequence[Sequence[int]]
 
     @classmethod
-    def joined(cls, some: Sequence[PromptResponses]) -> PromptResponses:
-        """Of several prompts, with the same columns."""
-        names = some[0].columns
-        columns = {name: [x for each in some for x in each.columns[name]] for name in names}
+    def concatenated(cls, parts: Sequence[PromptResponses]) -> PromptResponses:
+        """The responses to several prompts with the same columns."""
+        names = parts[0].columns
+        columns = {name: [x for each in parts for x in each.columns[name]] for name in names}
         others = [field.name for field in dataclasses.fields(cls) if field.name != "columns"]
-        lists = {name: [x for each in some for x in getattr(each, name)] for name in others}
+        lists = {name: [x for each in parts for x in getattr(each, name)] for name in others}
         return cls(columns=columns, **lists)
 
 
 class PendingReward(PendingValue):
-    """What a function will have said of one response.
+    """The future reward of one response.
 
-    Written down it is what the function has said: that waits. Of several processes one judges a
-    response, the others have an empty verdict of it.
+    Pickling waits for the reward. Each response is scored by one process; the other processes hold
+    an empty ``PendingReward`` for it.
 
     Args:
-      call: gives the result of a call, and where in it the first of a prompt's answers is; None:
-        another process judges it.
-      number: which of the prompt's answers it is.
+      call: future of a call's result and of the row in it of the prompt's first response; None:
+        another process scores this response.
+      number: index of the response among those to its prompt.
     """
 
     def __init__(self, call: concurrent.futures.Future | None = None, number: int = 0):
         self.future, self._number = call, number
 
     def result(self) -> RewardResult:
-        """Of this response; waits until it is judged."""
+        """The reward of this response; waits until it is scored."""
         if self.future is None:
-            raise RunError("nobody has judged a response that another process was to judge")
+            raise RunError("no process has scored this response")
         result, first = self.future.result()
         return result.row(first + self._number)
 
     def merged(self, others: Sequence[PendingReward]) -> PendingReward:
-        """The one that is not empty."""
+        """The one that is not empty, of the same response in several processes."""
         return next((x for x in (self, *others) if x.future is not None), self)
 
     def whole(self) -> PendingReward:
@@ -68,16 +68,16 @@ class PendingReward(PendingValue):
         if self.future is None:
             return PendingReward, ()
         error = self.future.exception()
-        return _said, ((None, error) if error is not None else (self.result(), None))
+        return _completed, ((None, error) if error is not None else (self.result(), None))
 
     @staticmethod
-    def gathered(verdicts: Sequence[PendingReward]) -> RewardResult:
-        """The result for these responses; waits until all are judged."""
-        return RewardResult.joined([verdict.result() for verdict in verdicts])
+    def gathered(rewards: Sequence[PendingReward]) -> RewardResult:
+        """The rewards of these responses; waits until all are scored."""
+        return RewardResult.concatenated([reward.result() for reward in rewards])
 
 
-def _said(result: RewardResult | None, error: BaseException | None) -> PendingReward:
-    """A verdict that was written down."""
+def _completed(result: RewardResult | None, error: BaseException | None) -> PendingReward:
+    """Unpickle a reward."""
     call: concurrent.futures.Future = concurrent.futures.Future()
     if error is not None:
         call.set_exception(error)
@@ -87,9 +87,9 @@ def _said(result: RewardResult | None, error: BaseException | None) -> PendingRe
 
 
 class ConcurrentScorer:
-    """Calls a reward function in a thread of its own, with all that wait at once.
+    """Calls a reward function in a background thread, on all queued responses at once.
 
-    Calls do not overlap, as they do not elsewhere.
+    Calls do not overlap: reward functions need not be thread-safe.
     """
 
     def __init__(self, function: RewardFunction):
@@ -99,7 +99,7 @@ class ConcurrentScorer:
         self._thread: threading.Thread | None = None
 
     def submit(self, answers: PromptResponses) -> list[PendingReward]:
-        """Returns at once, with a verdict for each response."""
+        """Queue responses; returns a future reward for each, without waiting."""
         call: concurrent.futures.Future = concurrent.futures.Future()
         with self._lock:
             self._waiting.append((answers, call))
@@ -114,18 +114,18 @@ class ConcurrentScorer:
                 if not self._waiting:
                     self._thread = None
                     return
-                # Those of another data set have other columns, and wait for the next call.
+                # Prompts of another dataset have other columns and wait for the next call.
                 names = set(self._waiting[0][0].columns)
-                some = [x for x in self._waiting if set(x[0].columns) == names]
+                batch = [x for x in self._waiting if set(x[0].columns) == names]
                 self._waiting = [x for x in self._waiting if set(x[0].columns) != names]
             try:
-                whole = PromptResponses.joined([answers for answers, _ in some])
-                result = self._function(**vars(whole))
-            except BaseException as error:  # whoever waits is told
-                for _, call in some:
+                arguments = PromptResponses.concatenated([answers for answers, _ in batch])
+                result = self._function(**vars(arguments))
+            except BaseException as error:  # raised again by `result`
+                for _, call in batch:
                     call.set_exception(error)
                 continue
             first = 0
-            for answers, call in some:
+            for answers, call in batch:
                 call.set_result((result, first))
                 first += len(answers.responses)

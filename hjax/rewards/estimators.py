@@ -1,8 +1,7 @@
-"""What the samples of some questions say: pass@k, majority votes, standard errors over questions.
+"""Evaluation estimators: pass@k, majority voting (maj@k), standard errors over questions.
 
-A measure has one value per question, which follows from that question's samples alone; the mean
-and its standard error are over questions. So the samples of one question, which are alike, do not
-count as so many independent ones.
+A measure has one value per question, computed from that question's samples alone. Mean and standard
+error are over questions, because the samples of one question are not independent.
 """
 
 import dataclasses
@@ -15,10 +14,10 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A measure over questions.
+    """Mean and standard error of a measure over questions.
 
     Attributes:
-      mean: of the questions' values; NaN without any.
+      mean: of the questions' values; NaN without questions.
       stderr: standard deviation of the values (n - 1 below) / sqrt(n); NaN with fewer than two.
     """
 
@@ -26,7 +25,7 @@ class Estimate:
     stderr: float
 
 
-def over_questions(values: Sequence[float]) -> Estimate:
+def mean_over_questions(values: Sequence[float]) -> Estimate:
     """Mean and standard error of one value per question; NaN ones are left out."""
     known = np.asarray(values, np.float64)
     known = known[~np.isnan(known)]
@@ -40,70 +39,68 @@ def powers_of_two(limit: int) -> list[int]:
     return [2**i for i in range(limit.bit_length())]
 
 
-def pass_at_k(right: int, samples: int, k: int) -> float:
-    """The probability that of ``k`` of a question's samples at least one is right.
+def pass_at_k(correct: int, samples: int, k: int) -> float:
+    """pass@k: the probability that at least one of ``k`` samples of a question is correct.
 
     Unbiased, 1 - C(n - c, k) / C(n, k): Chen et al. 2021 (arXiv:2107.03374), section 2.1.
 
     Args:
-      right: how many of the samples are right, c.
-      samples: n; NaN is returned where it is below ``k``.
-      k: how many are drawn, without putting back.
+      correct: number of correct samples, c.
+      samples: number of samples, n; the result is NaN where it is below ``k``.
+      k: number of samples drawn, without replacement.
     """
     if samples < k:
         return math.nan
-    return float(1 - Fraction(math.comb(samples - right, k), math.comb(samples, k)))
+    return float(1 - Fraction(math.comb(samples - correct, k), math.comb(samples, k)))
 
 
-def majority_at_k(answers: Sequence[Hashable | None], right: Sequence[bool], k: int) -> float:
-    """The probability that the commonest answer of ``k`` of a question's samples is right.
+def majority_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool], k: int) -> float:
+    """maj@k: the probability that the most common answer of ``k`` samples is correct.
 
-    The mean over all subsets of ``k`` samples, counted and not drawn (with k = n the vote of all,
-    "maj@n" of Wang et al. 2023, arXiv:2203.11171). Of answers that are equally common in a subset
-    one is taken at random: their expected value counts. None casts no vote, and a subset of such
-    samples alone is wrong. An answer counts as right by the share of its samples that are.
+    The exact mean over all subsets of ``k`` samples (with k = n the vote of all, "maj@n" of Wang et
+    al. 2023, arXiv:2203.11171). Ties in a subset are broken at random, in expectation. None casts
+    no vote, and a subset without votes is wrong. An answer is correct to the degree of the share of
+    its samples that are.
 
     Args:
-      answers: of the samples, one each.
-      right: whether each is right.
-      k: how many are drawn, without putting back; NaN is returned with fewer samples.
+      answers: one per sample.
+      correct: whether each sample is correct.
+      k: number of samples drawn, without replacement; the result is NaN with fewer samples.
     """
     if len(answers) < k:
         return math.nan
     votes: dict[Hashable, list[bool]] = {}
-    for answer, is_right in zip(answers, right, strict=True):
+    for answer, is_correct in zip(answers, correct, strict=True):
         if answer is not None:
-            votes.setdefault(answer, []).append(bool(is_right))
-    silent = sum(answer is None for answer in answers)
+            votes.setdefault(answer, []).append(bool(is_correct))
+    abstentions = sum(answer is None for answer in answers)
     total = Fraction(0)
-    for answer, verdicts in votes.items():
-        worth = Fraction(sum(verdicts), len(verdicts))
-        if not worth:
+    for answer, outcomes in votes.items():
+        accuracy = Fraction(sum(outcomes), len(outcomes))
+        if not accuracy:
             continue
         others = [len(v) for other, v in votes.items() if other != answer]
-        for drawn in range(1, min(len(verdicts), k) + 1):
-            ways = _ways_beside(others, silent, drawn, k - drawn)
-            total += math.comb(len(verdicts), drawn) * worth * ways
+        for drawn in range(1, min(len(outcomes), k) + 1):
+            subsets = _count_other_draws(others, abstentions, drawn, k - drawn)
+            total += math.comb(len(outcomes), drawn) * accuracy * subsets
     return float(total / math.comb(len(answers), k))
 
 
-def _ways_beside(others: Sequence[int], silent: int, drawn: int, rest: int) -> Fraction:
-    """Ways to draw ``rest`` more samples of which no answer comes more than ``drawn`` times.
+def _count_other_draws(others: Sequence[int], abstentions: int, drawn: int, rest: int) -> Fraction:
+    """Number of ways to draw ``rest`` further samples with no answer more than ``drawn`` times.
 
-    A way in which j others come as often counts 1 / (j + 1).
+    A way with j ties (other answers that occur ``drawn`` times) counts 1 / (j + 1).
     """
-    ways = {(0, 0): 1}  # (samples, answers that come as often): ways
+    ways = {(0, 0): 1}  # (samples, ties) -> number of ways
     for size in others:
-        after: dict[tuple[int, int], int] = {}
-        for (taken, ties), count in ways.items():
-            for more in range(min(size, drawn, rest - taken) + 1):
-                key = taken + more, ties + (more == drawn)
-                after[key] = after.get(key, 0) + count * math.comb(size, more)
-        ways = after
-    return sum(
-        (
-            Fraction(count * math.comb(silent, rest - taken), ties + 1)
-            for (taken, ties), count in ways.items()
-        ),
-        Fraction(0),
+        extended: dict[tuple[int, int], int] = {}
+        for (used, ties), count in ways.items():
+            for more in range(min(size, drawn, rest - used) + 1):
+                key = used + more, ties + (more == drawn)
+                extended[key] = extended.get(key, 0) + count * math.comb(size, more)
+        ways = extended
+    terms = (
+        Fraction(count * math.comb(abstentions, rest - used), ties + 1)
+        for (used, ties), count in ways.items()
     )
+    return sum(terms, Fraction(0))

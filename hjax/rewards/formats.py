@@ -1,4 +1,4 @@
-"""Does a response have the form that was asked for? Objects to be used as reward functions.
+"""Format rewards: tags, regular expressions, JSON. Objects to be used as reward functions.
 
     from hjax.rewards.formats import Tags
 
@@ -15,7 +15,7 @@ from typing import Any
 from hjax.errors import ConfigError
 
 
-class _OfEach:
+class _PerResponse:
     def __call__(
         self, prompts: Sequence[Any], responses: Sequence[str], **columns: Sequence[Any]
     ) -> list[float]:
@@ -26,20 +26,20 @@ class _OfEach:
         raise NotImplementedError
 
 
-class Tags(_OfEach):
-    """1.0 where a response is the given tags in their order, each opened and closed once.
+class Tags(_PerResponse):
+    """1.0 where a response consists of these tags in order, each opened and closed once.
 
-    Between and around them there may be white space alone; inside anything but the tags. The form
-    of DeepSeek-R1's answers (arXiv:2501.12948) is `Tags("think", "answer")`.
+    Only white space may be between and around them; inside may be anything but the tags. The format
+    of DeepSeek-R1 (arXiv:2501.12948) is `Tags("think", "answer")`.
 
     Args:
       names: of the tags, without brackets.
-      begun: what the prompt ends with already, such as "<think>".
-      partial: what a response with some of the brackets gets: this times their share of those that
-        stand there exactly once, in the right order.
+      begun: beginning of the response that is part of the prompt, such as "<think>".
+      partial: partial credit: a response without the format gets this times the share of brackets
+        that occur exactly once and in the right order.
 
     Raises:
-      ConfigError: no names, or one that is no name.
+      ConfigError: no names, or an invalid one.
     """
 
     def __init__(self, *names: str, begun: str = "", partial: float = 0.0):
@@ -69,14 +69,14 @@ class Tags(_OfEach):
         return self._partial * right / len(self._brackets)
 
 
-class Pattern(_OfEach):
+class Pattern(_PerResponse):
     """1.0 where the whole response matches a regular expression (Python's, dots match all), else 0.
 
     Args:
       regex: such as `r".*Answer: -?[0-9]+"`.
 
     Raises:
-      ConfigError: it is none.
+      ConfigError: it is not a regular expression.
     """
 
     def __init__(self, regex: str):
@@ -89,11 +89,11 @@ class Pattern(_OfEach):
         return self._regex.fullmatch(text.strip()) is not None
 
 
-class Json(_OfEach):
-    """1.0 where a response is a JSON object that has certain keys, in a fence or without, else 0.
+class Json(_PerResponse):
+    """1.0 where a response is a JSON object with certain keys, in a code fence or not, else 0.
 
     Args:
-      keys: that it must have; it may have others.
+      keys: required keys; others are allowed.
     """
 
     def __init__(self, *keys: str):

@@ -1,4 +1,4 @@
-"""Reward functions from users' files: found by `path.py:name`, called under a deadline, judged.
+"""Reward functions of users: loaded by `path.py:name`, called with a timeout, results validated.
 
 The contract is `reward(prompts, responses, **columns) -> list of float or None`, sync or async; an
 entry may be a list of float, one per response token, and several lists come as a dict by name.
@@ -15,19 +15,19 @@ from typing import Any
 from hjax.errors import ConfigError, RunError
 from hjax.isolated_process import DeadlineExceeded, IsolatedProcess, ProcessDied, TaskFailed
 from hjax.rewards import reward_serialization
-from hjax.rewards.reward_results import RewardResult, whole
-from hjax.rewards.reward_serialization import called, late
+from hjax.rewards.reward_results import RewardResult, uniform_result
+from hjax.rewards.reward_serialization import call_reward_function, deadline_message
 from hjax.user_code import load_object
 
-# Where a function may run.
-PROCESS, THREAD = PLACES = ("process", "thread")
-# The accelerators are taken by the run: JAX in a reward function's process has the CPU.
+# In an isolated process, or in a thread of this one.
+PROCESS, THREAD = RUN_MODES = ("process", "thread")
+# The run occupies the accelerators, so JAX in a reward function's process uses the CPU.
 _ENVIRONMENT = {"JAX_PLATFORMS": "cpu"}
 _LOG = logging.getLogger(__name__)
 _TRACEBACK = "Traceback (most recent call last):"
 _thread_numbers = itertools.count(1)
 
-# Files that one may look for here, and why they are not there.
+# Files that users may expect here, and why they do not exist.
 _NOT_BUILT = {
     "code_tests.py": "rewards for code by its tests need a sandbox, which hjax does not have yet: "
     "run the tests in one of yours, from a function in a file of yours (docs/rewards.md)"
@@ -35,15 +35,15 @@ _NOT_BUILT = {
 
 
 def load_function(spec: str, key: str = "reward.function") -> Callable[..., Any]:
-    """The function `name` of the file `path.py`, given as "path.py:name".
+    """Load the function `name` from the file `path.py`, specified as "path.py:name".
 
-    A path that doesn't exist as given is looked up beside this file, where the examples are.
-    `key` names the setting in messages. Raises ConfigError, one line, when there is no such file
-    or name, the name can't be called, or the file fails on import (with the line that failed).
+    A path that does not exist is looked up in this directory, where the examples are. `key` is the
+    setting that messages name. Raises ConfigError, one line, when there is no such file or name,
+    the object is not callable, or the import fails (with the line that failed).
     """
-    where = spec.rpartition(":")[0]
-    if where in _NOT_BUILT and not Path(where).is_file():
-        raise ConfigError(f"{key}={spec!r}: {_NOT_BUILT[where]}")
+    path = spec.rpartition(":")[0]
+    if path in _NOT_BUILT and not Path(path).is_file():
+        raise ConfigError(f"{key}={spec!r}: {_NOT_BUILT[path]}")
     function = load_object(spec, key, beside=Path(__file__).parent)
     if not callable(function):
         name = spec.rpartition(":")[2]
@@ -54,15 +54,15 @@ def load_function(spec: str, key: str = "reward.function") -> Callable[..., Any]
 
 
 class RewardFunction:
-    """Calls a reward function on a batch, and turns whatever happens into a RewardResult.
+    """Calls a reward function with a timeout and turns every outcome into a RewardResult.
 
-    Nothing that the function does raises: a whole call that fails (it raises, takes too long,
-    returns no list or one of the wrong length) leaves every sequence unscored, a single odd entry
-    that sequence alone. `check_unscored` decides when that is too much.
+    Errors of the function do not propagate. A call that fails (exception, timeout, no list or one
+    of the wrong length) leaves all its sequences unscored; an invalid entry leaves its sequence
+    unscored. `check_unscored` decides when that is too much.
 
-    It runs in a process of its own, one call after another, which ends with all it has started when
-    a call is late. What no other process could find by its name (a lambda, a closure, what a
-    notebook defines) runs in a thread, and the log says so; so do hjax's own functions.
+    Calls run one after another in an isolated process, which is killed with its children when a
+    call exceeds the timeout. hjax's own functions run in a thread. So do functions that another
+    process cannot import (lambdas, closures, those of a notebook), with a warning in the log.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class RewardFunction:
 
         Args:
           function: the reward function; another may take its place at any time.
-          timeout_seconds: for a call, what is read of its values included.
-          runs_in: a `process` of its own, or a `thread` here. Nothing can end a thread: one that is
-            late is left behind.
+          timeout_seconds: for one call, including the validation of its values.
+          runs_in: `process` (isolated) or `thread`. A thread cannot be killed: after a timeout it
+            is abandoned.
         """
         self.function = function
         self.timeout_seconds = timeout_seconds
@@ -82,23 +82,23 @@ class RewardFunction:
         self.name = getattr(function, "__name__", type(function).__name__)
         if timeout_seconds <= 0:
             raise ConfigError(f"reward.timeout_seconds={timeout_seconds}: it must be positive")
-        if runs_in not in PLACES:
-            raise ConfigError(f"reward.runs_in={runs_in!r}: it must be {' or '.join(PLACES)}")
+        if runs_in not in RUN_MODES:
+            raise ConfigError(f"reward.runs_in={runs_in!r}: it must be {' or '.join(RUN_MODES)}")
         _check_signature(function, self.name)
-        self._apart: IsolatedProcess | None = None
-        self._of: Any = None  # the function for which that is, or was found to be none
+        self._isolated: IsolatedProcess | None = None
+        self._isolated_for: Any = None  # the function that `_isolated` belongs to
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Start its process, so that it is ready by the first call."""
-        if (apart := self._process()) is not None:
-            apart.start()
+        """Start the isolated process, so that it is ready by the first call."""
+        if (isolated := self._process()) is not None:
+            isolated.start()
 
     def close(self) -> None:
-        """End its process; another call would start one."""
+        """End the isolated process; a later call starts a new one."""
         with self._lock:
-            if self._apart is not None:
-                self._apart.close()
+            if self._isolated is not None:
+                self._isolated.close()
 
     def __call__(
         self,
@@ -108,32 +108,32 @@ class RewardFunction:
         prompt_tokens: Sequence[Sequence[int]],
         response_tokens: Sequence[Sequence[int]],
     ) -> RewardResult:
-        """Judges N sequences.
+        """Score N sequences.
 
         Args:
           prompts, responses: N strings each, or without a tokenizer N lists of token ids.
           columns: dataset columns, N entries each.
-          prompt_tokens, response_tokens: N lists of ids, without padding; the function gets them
-            as further columns.
+          prompt_tokens, response_tokens: N lists of ids without padding, passed to the function as
+            further columns.
         """
         count = len(responses)
         if count == 0:
-            return whole("ok", 0, None)
-        beside = {"prompt_tokens": list(prompt_tokens), "response_tokens": list(response_tokens)}
-        arguments = list(prompts), list(responses), {**columns, **beside}
-        apart = self._process()
-        if apart is not None:
+            return uniform_result("ok", 0, None)
+        tokens = {"prompt_tokens": list(prompt_tokens), "response_tokens": list(response_tokens)}
+        arguments = list(prompts), list(responses), {**columns, **tokens}
+        isolated = self._process()
+        if isolated is not None:
             try:
-                return self._in_process(apart, reward_serialization.written(arguments), count)
+                return self._in_process(isolated, reward_serialization.serialize(arguments), count)
             except reward_serialization.NotSerializable as error:
-                self._stay_here(f"a call of it cannot be written down ({error})")
+                self._fall_back_to_thread(f"a call of it cannot be serialized ({error})")
         return self._in_thread(arguments, count)
 
-    def _in_process(self, apart: IsolatedProcess, request: bytes, count: int) -> RewardResult:
+    def _in_process(self, isolated: IsolatedProcess, request: bytes, count: int) -> RewardResult:
         try:
-            return reward_serialization.from_bytes(apart.call(request, self.timeout_seconds))
+            return reward_serialization.from_bytes(isolated.call(request, self.timeout_seconds))
         except DeadlineExceeded:
-            problem = f"{late(self.name, self.timeout_seconds)}; its process was ended"
+            problem = f"{deadline_message(self.name, self.timeout_seconds)}; its process was ended"
             outcome = "timeout"
         except ProcessDied as error:
             outcome, problem = "killed", f"reward function {self.name}: {error}"
@@ -141,15 +141,15 @@ class RewardFunction:
             if error.at_start:
                 raise reward_serialization.NotSerializable(str(error)) from error
             outcome, problem = "exception", f"reward function {self.name}: {error}"
-        apart.start()  # for the next call
-        return whole(outcome, count, problem)
+        isolated.start()  # for the next call
+        return uniform_result(outcome, count, problem)
 
     def _in_thread(self, arguments: tuple[list, list, dict], count: int) -> RewardResult:
         done: list[RewardResult] = []
         seconds, function = self.timeout_seconds, self.function
 
         def work() -> None:
-            done.append(called(function, *arguments, self.name, seconds))
+            done.append(call_reward_function(function, *arguments, self.name, seconds))
 
         label = f"hjax-reward-{next(_thread_numbers)}"
         thread = threading.Thread(target=work, name=label, daemon=True)
@@ -157,44 +157,44 @@ class RewardFunction:
         thread.join(seconds)
         if done:
             return done[0]
-        problem = f"{late(self.name, seconds)}; its thread {label} was left behind"
-        return whole("timeout", count, problem)
+        problem = f"{deadline_message(self.name, seconds)}; its thread {label} was left behind"
+        return uniform_result("timeout", count, problem)
 
     def _process(self) -> IsolatedProcess | None:
-        """Where the function runs; None: in a thread here."""
+        """The isolated process of the function; None: it runs in a thread."""
         if self.runs_in == THREAD:
             return None
         with self._lock:
-            if self._of is not self.function:
-                if self._apart is not None:
-                    self._apart.close()
-                self._apart, self._of = None, self.function
-                if not _is_ours(self.function):
+            if self._isolated_for is not self.function:
+                if self._isolated is not None:
+                    self._isolated.close()
+                self._isolated, self._isolated_for = None, self.function
+                if not _is_builtin(self.function):
                     try:
-                        given = reward_serialization.given(
+                        payload = reward_serialization.worker_payload(
                             self.function, self.name, self.timeout_seconds
                         )
-                        self._apart = IsolatedProcess(
-                            "hjax.rewards.reward_serialization:answers", given, _ENVIRONMENT
+                        self._isolated = IsolatedProcess(
+                            "hjax.rewards.reward_serialization:make_handler", payload, _ENVIRONMENT
                         )
                     except reward_serialization.NotSerializable as error:
-                        self._say_thread(str(error))
-            return self._apart
+                        self._warn_runs_in_thread(str(error))
+            return self._isolated
 
-    def _stay_here(self, why: str) -> None:
-        """From now on in a thread."""
+    def _fall_back_to_thread(self, reason: str) -> None:
+        """Run later calls in a thread."""
         with self._lock:
-            if self._apart is not None:
-                self._apart.close()
-                self._apart = None
-                self._say_thread(why)
+            if self._isolated is not None:
+                self._isolated.close()
+                self._isolated = None
+                self._warn_runs_in_thread(reason)
 
-    def _say_thread(self, why: str) -> None:
+    def _warn_runs_in_thread(self, reason: str) -> None:
         _LOG.warning(
-            "reward function %s runs in a thread, where it cannot be ended, and not in a process "
-            "of its own: %s; a function of a file of its own, as path.py:name, can",
+            "reward function %s runs in a thread, where it cannot be killed, not in an isolated "
+            "process: %s; a function in a file, as path.py:name, can",
             self.name,
-            why,
+            reason,
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -202,42 +202,42 @@ class RewardFunction:
         return {name: vars(self)[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _apart=None, _of=None, _lock=threading.Lock())
+        vars(self).update(state, _isolated=None, _isolated_for=None, _lock=threading.Lock())
 
 
-def _is_ours(function: Any) -> bool:
-    """Whether a function, or the object whose method it is, is hjax's own: the verifier of a
-    built-in task."""
+def _is_builtin(function: Any) -> bool:
+    """Whether a function, or the object it is a method of, is hjax's own, such as the verifier of
+    a built-in task."""
     inner = getattr(function, "func", function)  # of a functools.partial
-    of = getattr(inner, "__self__", inner)
-    module = getattr(of, "__module__", None) or type(of).__module__
+    owner = getattr(inner, "__self__", inner)
+    module = getattr(owner, "__module__", None) or type(owner).__module__
     return module.partition(".")[0] == __name__.partition(".")[0]
 
 
 def check_unscored(result: RewardResult, max_share: float) -> None:
-    """Raises RunError, with the outcomes and first traceback, above a share of unscored ones."""
+    """Raise RunError, with outcomes and first traceback, above a share of unscored sequences."""
     if result.unscored <= max_share:
         return
     total = sum(result.outcomes.values())
     missing = total - result.outcomes["ok"]
     causes = ", ".join(f"{k} {v}" for k, v in result.outcomes.items() if v and k != "ok")
-    said, details = failure(result)
+    cause, details = first_failure(result)
     raise RunError(
         f"{missing} of {total} sequences have no reward ({causes}); the share "
-        f"{result.unscored:.3g} is above reward.max_unscored={max_share:g}: mend the reward "
-        f"function, or raise that key{said}",
+        f"{result.unscored:.3g} is above reward.max_unscored={max_share:g}: fix the reward "
+        f"function, or raise that key{cause}",
         details=details,
     )
 
 
-def failure(result: RewardResult) -> tuple[str, str]:
-    """What went wrong first, as the end of a message, and its traceback; both may be empty."""
-    found = result.first_traceback or ""
-    if not found:
+def first_failure(result: RewardResult) -> tuple[str, str]:
+    """The first failure as the end of a message, and its traceback; both may be empty."""
+    text = result.first_traceback or ""
+    if not text:
         return "", ""
-    if not found.startswith(_TRACEBACK):
-        return f". The first failure: {found}", ""
-    return f". The first failure: {found.splitlines()[-1]}", found
+    if not text.startswith(_TRACEBACK):
+        return f". The first failure: {text}", ""
+    return f". The first failure: {text.splitlines()[-1]}", text
 
 
 def _check_signature(function: Callable[..., Any], name: str) -> None:

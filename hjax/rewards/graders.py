@@ -1,7 +1,7 @@
-"""Graders: a reward function, and what it knows beyond the reward.
+"""Graders of evaluation: a reward function, and optionally correctness and extracted answers.
 
-A reward function may bring `answers(responses) -> list`, as an attribute: what each response
-answers (a string or a number; None: nothing), so that majority votes can be taken.
+A reward function may have an attribute `answers(responses) -> list`: the answer of each response (a
+string or a number; None: no answer), for majority voting.
 """
 
 import dataclasses
@@ -15,25 +15,25 @@ from hjax.errors import ConfigError, RunError
 from hjax.rewards import math_answers
 from hjax.rewards.function import RewardFunction, load_function
 
-# Graders with a name of their own.
+# Graders that are selected by name.
 BUILT_IN = ("math",)
-# Outcomes that leave a sequence unscored although nothing failed.
-_UNSCORED = ("ok", "none", "nan")
+# Outcomes that are not failures.
+_UNSCORED_OUTCOMES = ("ok", "none", "nan")
 
 
 @dataclasses.dataclass(frozen=True)
 class Grader:
-    """How responses are judged.
+    """How responses are graded.
 
     Attributes:
-      judge: the reward function under its deadline.
-      answers: of a list of responses what each answers; None: not known.
-      correct: of prompts, responses and columns which responses are right, or None where there is
-        no right and wrong. Without it rewards say so, where all of them are 0 or 1.
-      check: refuses columns that cannot be graded, before anything is generated.
+      reward_function: called with its timeout.
+      answers: maps responses to their answers; None: not available.
+      correct: maps prompts, responses and columns to correctness, or to None where responses are
+        neither right nor wrong. Without it, rewards that are all 0 or 1 are correctness.
+      check: raises for columns that cannot be graded, before anything is generated.
     """
 
-    judge: RewardFunction
+    reward_function: RewardFunction
     answers: Callable[[Sequence[Any]], Sequence[Hashable | None]] | None = None
     correct: Callable[..., Sequence[bool] | None] | None = None
     check: Callable[[Mapping[str, Sequence[Any]]], Any] | None = None
@@ -41,12 +41,12 @@ class Grader:
 
 @dataclasses.dataclass(frozen=True)
 class Grades:
-    """What a grader says of N responses.
+    """Grades of N responses.
 
     Attributes:
       rewards: float32 [N], NaN where unscored.
-      right: bools, or None where `Grader.correct` does not know them.
-      answers: hashable, None where there is none; or None where a grader gives none.
+      right: correctness of each, or None where `Grader.correct` does not give it.
+      answers: each response's answer or None; or None without `Grader.answers`.
     """
 
     rewards: np.ndarray
@@ -55,15 +55,15 @@ class Grades:
 
 
 def load_grader(spec: str, timeout_seconds: float, setting: str) -> Grader:
-    """A grader by its name, or a reward function as `path.py:name`.
+    """Load a grader by its name, or from a reward function `path.py:name`.
 
     Args:
-      spec: one of BUILT_IN, or a function of a file.
+      spec: one of BUILT_IN, or a function in a file.
       timeout_seconds: for one call.
-      setting: names it in messages: `--reward`.
+      setting: the flag that messages name, `--reward`.
 
     Raises:
-      ConfigError: there is none of that name, or it cannot be called.
+      ConfigError: no such grader, or it is not callable.
     """
     if spec == "math":
         judge = RewardFunction(math_answers.reward, timeout_seconds)
@@ -74,17 +74,17 @@ def load_grader(spec: str, timeout_seconds: float, setting: str) -> Grader:
     function = load_function(spec, setting)
     answers = getattr(function, "answers", None)
     if answers is not None and not callable(answers):
-        raise ConfigError(f"{setting}={spec}: its attribute answers is {answers!r}, no function")
+        raise ConfigError(f"{setting}={spec}: its attribute answers is {answers!r}, not a function")
     return Grader(RewardFunction(function, timeout_seconds), answers)
 
 
 def task_grader(task: Task, timeout_seconds: float, judge: Grader | None = None) -> Grader:
-    """The verifier of a built-in task; its answers are the responses without blanks around.
+    """The verifier of a built-in task as a grader; answers are the stripped responses.
 
     Args:
-      judge: whose rewards replace the verifier's; right and wrong stay the task's.
+      judge: a grader whose rewards replace the verifier's; correctness stays the task's.
     """
-    reward = RewardFunction(task.reward, timeout_seconds) if judge is None else judge.judge
+    reward = judge.reward_function if judge else RewardFunction(task.reward, timeout_seconds)
 
     def correct(prompts: Any, responses: Any, **columns: Any) -> list[bool] | None:
         return task.correct(prompts, responses, **columns)
@@ -104,39 +104,39 @@ def grade(
     prompt_tokens: Sequence[Sequence[int]],
     response_tokens: Sequence[Sequence[int]],
 ) -> Grades:
-    """Judge N responses; the arguments are those of `RewardFunction`.
+    """Grade N responses; the arguments are those of `RewardFunction`.
 
     Raises:
-      RunError: the function failed, by itself or for one response; it said nothing of a response
-        is no failure.
+      RunError: the function failed, as a whole or for one response. Returning None or NaN for a
+        response is not a failure.
     """
-    result = grader.judge(prompts, responses, columns, prompt_tokens, response_tokens)
-    failed = {k: n for k, n in result.outcomes.items() if n and k not in _UNSCORED}
+    result = grader.reward_function(prompts, responses, columns, prompt_tokens, response_tokens)
+    failed = {k: n for k, n in result.outcomes.items() if n and k not in _UNSCORED_OUTCOMES}
     if failed:
         causes = ", ".join(f"{kind} {count}" for kind, count in failed.items())
         raise RunError(
-            f"the reward function {grader.judge.name} failed for {sum(failed.values())} of "
-            f"{len(responses)} responses ({causes}); mend it. The first failure: "
-            f"{result.first_traceback}"
+            f"the reward function {grader.reward_function.name} failed for "
+            f"{sum(failed.values())} of {len(responses)} responses ({causes}); fix it. The first "
+            f"failure: {result.first_traceback}"
         )
     right = None
     if grader.correct is not None:
         found = grader.correct(prompts, responses, **columns)
-        right = None if found is None else [bool(verdict) for verdict in found]
-    said = None if grader.answers is None else _answers(grader, responses)
-    return Grades(result.rewards, right, said)
+        right = None if found is None else [bool(correct) for correct in found]
+    answers = None if grader.answers is None else _answers(grader, responses)
+    return Grades(result.rewards, right, answers)
 
 
 def _answers(grader: Grader, responses: Sequence[Any]) -> list[Hashable | None]:
     assert grader.answers is not None
-    name = f"answers of the reward function {grader.judge.name}"
+    name = f"answers of the reward function {grader.reward_function.name}"
     try:
-        said = list(grader.answers(responses))
+        answers = list(grader.answers(responses))
     except Exception as error:
         raise RunError(f"{name} failed: {type(error).__name__}: {error}") from error
-    if len(said) != len(responses):
-        raise RunError(f"{name} gave {len(said)} for {len(responses)} responses; it must give each")
-    odd = next((a for a in said if not isinstance(a, str | int | float | None)), None)
-    if odd is not None:
-        raise RunError(f"{name} gave {odd!r}; allowed: a string, a number, None")
-    return said
+    if len(answers) != (count := len(responses)):
+        raise RunError(f"{name} returned {len(answers)} for {count} responses; one each is needed")
+    invalid = next((a for a in answers if not isinstance(a, str | int | float | None)), None)
+    if invalid is not None:
+        raise RunError(f"{name} returned {invalid!r}; allowed: a string, a number, None")
+    return answers

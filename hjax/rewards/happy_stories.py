@@ -1,13 +1,13 @@
 """An example of a reward function, in a file of its own: happier stories are better.
 
-A run uses it by `--config.reward.function=happy_stories.py:reward`. The contract: the function is
-called with the step's prompts and responses (strings, one entry per sequence) and, by name, every
-column of the dataset and `prompt_tokens` and `response_tokens`; it returns one number per
-sequence, or None for one that it cannot judge. Copy this file and write your own.
+A run uses it by `--config.reward.function=happy_stories.py:reward`. The function is called with the
+step's prompts and responses (strings, one entry per sequence) and, by name, every column of the
+dataset and `prompt_tokens` and `response_tokens`. It returns one number per sequence, or None for
+one that it cannot score. Copy this file and write your own.
 
 The score is between 0 and 1. Different happy words raise it and sad ones lower it ("not happy" is
-sad); saying a word again earns nothing, and a story that repeats itself, lists feelings or stops
-after a few words is marked down. Ordinary story continuations of 50 tokens get 0.3 to 0.5.
+sad). A repeated word earns nothing, and stories that repeat themselves, list feelings or stop after
+a few words are penalised. Ordinary story continuations of 50 tokens get 0.3 to 0.5.
 """
 
 import math
@@ -56,9 +56,9 @@ def happiness(story: str) -> float:
         elif word in _HAPPY:
             happy.add(word)
     mood = 1 / (1 + math.exp(1.0 - 0.5 * len(happy) + 0.7 * len(sad)))
-    # A third of the words may be happy ones; beyond, it is a list and not a story.
+    # A third of the words may be happy ones; above that it is a list and not a story.
     listing = max(0.0, len(happy) / len(words) - 1 / 3)
-    # Two neighbouring words that come again: ordinary text of this length has few such pairs.
+    # Repeated bigrams: ordinary text of this length has few of them.
     pairs = list(zip(words, words[1:]))
     repeated = 1 - len(set(pairs)) / max(len(pairs), 1)
     brevity = min(1.0, len(words) / 12)

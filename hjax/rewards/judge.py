@@ -1,4 +1,4 @@
-"""A judge: a language model behind OpenAI's API says how good a response is.
+"""LLM as a judge: a language model behind OpenAI's API scores responses.
 
     from hjax.rewards.judge import Judge
 
@@ -9,9 +9,9 @@
         cache="judge.sqlite", budget=20_000,
     )
 
-in a file of yours, `--config.reward.function=mine.py:reward`. The key is read from the environment.
-hjax's own server is such an endpoint (`python -m hjax.launch.serve --protocol=openai`).
-What a judge has said is kept in a file, and how often it was asked.
+in a file of yours, `--config.reward.function=mine.py:reward`. The API key is read from the
+environment. hjax's server has that API (`python -m hjax.launch.serve --protocol=openai`).
+Answers and the number of requests are cached in a file.
 """
 
 import asyncio
@@ -30,46 +30,44 @@ from typing import Any
 
 from hjax.errors import ConfigError, RunError
 
-# Statuses after which another try may do: busy, over its rate, or down.
-_AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
-_LONGEST_WAIT = 60.0
+# HTTP statuses that are retried: busy, over the rate limit, or down.
+_RETRY_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+_MAX_WAIT_SECONDS = 60.0
 
 
 class _Failed:
-    """A request that got no answer."""
+    """A request without an answer."""
 
-    def __init__(self, why: str):
-        self.why = why
+    def __init__(self, reason: str):
+        self.reason = reason
 
 
 class Judge:
     """Asks a model behind OpenAI's chat API about each response; an async reward function.
 
-    A response is unscored (None) where the answer has no score or all tries failed; where that is
-    so of all of a call's, the call raises. What was answered is kept and never asked again, and a
-    request that stands in a batch several times is sent once.
+    A response is unscored (None) if the answer contains no score or all tries failed. A call raises
+    if all its requests failed. Answers are cached and never requested again, and duplicate requests
+    in a batch are sent once.
 
     Args:
       url: of the API, up to `/v1`.
       model: the model's name there.
-      question: what is asked, with `{prompt}`, `{response}` and the data's columns in braces
-        (braces of its own doubled).
-      scores: worst and best score; the reward is 0 at the worst and 1 at the best, scores beyond
-        count as these.
-      pattern: regular expression whose last match in the answer has the score as group 1.
-      system: a message ahead of the question; empty: none.
-      cache: path of the file that keeps answers and the count of requests; None: both are kept in
-        memory.
-      budget: requests that may be sent at all, retries too, by all that share the cache.
-      retries: further tries of a request, after waits that double (or as long as the server asks).
-      first_wait_seconds: before the first of them.
-      timeout_seconds: of a try. `reward.timeout_seconds` is for the whole batch: set it too.
-      at_once: requests on their way at a time.
-      key_env: environment variable with the key; without it none is sent.
+      question: prompt template, with `{prompt}`, `{response}` and dataset columns in braces (double
+        other braces).
+      scores: worst and best score, mapped to rewards 0 and 1; scores outside are clipped.
+      pattern: regular expression; group 1 of its last match in the answer is the score.
+      system: system message; empty: none.
+      cache: path of the file that caches answers and the number of requests; None: in memory.
+      budget: maximum number of requests, including retries, of all that share the cache.
+      retries: further tries of a request, with exponential backoff (or as the server asks).
+      first_wait_seconds: wait before the first retry.
+      timeout_seconds: for one try. `reward.timeout_seconds` is for the whole batch: set it too.
+      at_once: maximum number of concurrent requests.
+      key_env: environment variable with the API key; if it is not set, none is sent.
       options: further fields of the request, such as `max_tokens`.
 
     Raises:
-      ConfigError: a value that cannot be, or httpx is not installed.
+      ConfigError: an invalid value, or httpx is not installed.
     """
 
     def __init__(
@@ -104,11 +102,11 @@ class Judge:
             raise ConfigError(f"Judge(question={question!r}): it must have {{response}} in it")
         if not scores[0] < scores[1]:
             raise ConfigError(f"Judge(scores={scores}): the worst must be below the best")
-        least = {"budget": 1, "retries": 0, "at_once": 1, "timeout_seconds": 0}
-        given = {"budget": budget, "retries": retries, "at_once": at_once}
-        for name, value in (given | {"timeout_seconds": timeout_seconds}).items():
-            if value < least[name] or (name == "timeout_seconds" and not value):
-                raise ConfigError(f"Judge({name}={value}): must be above {least[name] or 0}")
+        minimum = {"budget": 1, "retries": 0, "at_once": 1, "timeout_seconds": 0}
+        limits = {"budget": budget, "retries": retries, "at_once": at_once}
+        for name, value in (limits | {"timeout_seconds": timeout_seconds}).items():
+            if value < minimum[name] or (name == "timeout_seconds" and not value):
+                raise ConfigError(f"Judge({name}={value}): must be above {minimum[name] or 0}")
         self._pattern = re.compile(pattern)
         if self._pattern.groups < 1:
             raise ConfigError(f"Judge(pattern={pattern!r}): it needs a group, the score")
@@ -116,44 +114,44 @@ class Judge:
         self._scores, self._system, self._options = scores, system, dict(options or {})
         self._budget, self._retries, self._at_once = budget, retries, at_once
         self._wait, self._timeout, self._key_env = first_wait_seconds, timeout_seconds, key_env
-        self.record = JudgeCache(None if cache is None else Path(cache))
+        self.cache = JudgeCache(None if cache is None else Path(cache))
 
     async def __call__(
         self, prompts: Sequence[Any], responses: Sequence[Any], **columns: Sequence[Any]
     ) -> list[float | None]:
-        """A reward per response, 0 to 1; None where there is no verdict.
+        """A reward per response, 0 to 1; None where there is no score.
 
         Raises:
-          RunError: the endpoint refuses requests as they are, the budget is used up, or none of
-            the batch's requests got an answer.
+          RunError: the endpoint rejects the requests, the budget is exhausted, or no request of the
+            batch got an answer.
         """
         rows = [{key: values[i] for key, values in columns.items()} for i in range(len(responses))]
-        asked_for = list(zip(prompts, responses, rows, strict=True))
-        requests = [self._request(*each) for each in asked_for]
-        names = [self.name_of(*each) for each in asked_for]
-        waiting = asyncio.Semaphore(self._at_once)
+        cases = list(zip(prompts, responses, rows, strict=True))
+        requests = [self._request(*case) for case in cases]
+        names = [self.request_key(*case) for case in cases]
+        semaphore = asyncio.Semaphore(self._at_once)
         key = os.environ.get(self._key_env, "")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         async with self._http.AsyncClient(timeout=self._timeout, headers=headers) as client:
-            once = dict(zip(names, requests, strict=True))
-            trouble: list[Exception] = []
-            asked = (self._answer(client, waiting, trouble, *each) for each in once.items())
-            said = dict(zip(once, await asyncio.gather(*asked), strict=True))
-        if trouble:
-            raise trouble[0]
-        failed = [text for text in said.values() if isinstance(text, _Failed)]
-        if failed and len(failed) == len(said):
-            raise RunError(f"the judge at {self._url} gave no answer: {failed[0].why}")
-        return [self._score(said[name]) for name in names]
+            unique = dict(zip(names, requests, strict=True))
+            errors: list[Exception] = []
+            calls = (self._answer(client, semaphore, errors, *each) for each in unique.items())
+            answers = dict(zip(unique, await asyncio.gather(*calls), strict=True))
+        if errors:
+            raise errors[0]
+        failed = [text for text in answers.values() if isinstance(text, _Failed)]
+        if failed and len(failed) == len(answers):
+            raise RunError(f"the judge at {self._url} gave no answer: {failed[0].reason}")
+        return [self._score(answers[name]) for name in names]
 
-    def name_of(self, prompt: Any, response: Any, row: Mapping[str, Any]) -> str:
-        """Under what name the answer about a response is kept in ``record``.
+    def request_key(self, prompt: Any, response: Any, row: Mapping[str, Any]) -> str:
+        """The key of a response's answer in ``cache``.
 
         Args:
-          prompt, response: as the function gets them.
-          row: the columns' entries of this response.
+          prompt, response: as the reward function receives them.
+          row: this response's entry of each column.
         """
-        return JudgeCache.name_of({"url": self._url, **self._request(prompt, response, row)})
+        return JudgeCache.request_key({"url": self._url, **self._request(prompt, response, row)})
 
     def _request(self, prompt: Any, response: Any, row: Mapping[str, Any]) -> dict[str, Any]:
         try:
@@ -168,46 +166,46 @@ class Judge:
     async def _answer(
         self,
         client: Any,
-        waiting: asyncio.Semaphore,
-        trouble: list[Exception],
+        semaphore: asyncio.Semaphore,
+        errors: list[Exception],
         name: str,
         request: dict[str, Any],
     ) -> str | _Failed:
-        """The answer's text: kept, or asked for. What goes wrong for all is added to trouble."""
-        if (kept := self.record.said(name)) is not None:
-            return kept
-        async with waiting:
-            if trouble:  # nothing more is sent; what is on its way is kept
+        """The answer's text, from the cache or the API. Fatal errors are added to ``errors``."""
+        if (cached := self.cache.get(name)) is not None:
+            return cached
+        async with semaphore:
+            if errors:  # nothing more is sent; answers to requests in flight are cached
                 return _Failed("not sent")
             try:
                 found = await self._ask(client, request)
             except RunError as error:
-                trouble.append(error)
+                errors.append(error)
                 return _Failed(str(error))
         if isinstance(found, str):
-            self.record.keep(name, found)
+            self.cache.put(name, found)
         return found
 
     async def _ask(self, client: Any, request: dict[str, Any]) -> str | _Failed:
-        why, wait = "", self._wait
+        reason, wait = "", self._wait
         for attempt in range(self._retries + 1):
             if attempt:
-                # Not all that failed together come again together.
-                await asyncio.sleep(min(wait, _LONGEST_WAIT) * random.uniform(0.75, 1.25))
+                # Jitter, so that requests that failed together are not retried together.
+                await asyncio.sleep(min(wait, _MAX_WAIT_SECONDS) * random.uniform(0.75, 1.25))
                 wait *= 2
-            if not self.record.take(self._budget):
+            if not self.cache.count_request(self._budget):
                 raise RunError(
-                    f"the judge has been asked {self.record.calls} times, its budget: give "
-                    "Judge(budget=...) a higher one and go on"
+                    f"the judge has been asked {self.cache.calls} times, its budget: set a "
+                    "higher Judge(budget=...) to go on"
                 )
             try:
                 answer = await client.post(f"{self._url}/chat/completions", json=request)
             except self._http.TransportError as error:
-                why = f"{type(error).__name__}: {error}".rstrip(": ")
+                reason = f"{type(error).__name__}: {error}".rstrip(": ")
                 continue
-            if answer.status_code in _AGAIN:
-                why = f"status {answer.status_code}: {_first_line(answer.text)}"
-                wait = max(wait, _asked_to_wait(answer.headers.get("retry-after")))
+            if answer.status_code in _RETRY_STATUSES:
+                reason = f"status {answer.status_code}: {_first_line(answer.text)}"
+                wait = max(wait, _retry_after_seconds(answer.headers.get("retry-after")))
                 continue
             if answer.status_code != 200:
                 raise RunError(
@@ -221,7 +219,7 @@ class Judge:
                     f"the judge at {self._url} gives no chat completions: "
                     f"{_first_line(answer.text)}"
                 ) from None
-        return _Failed(f"{self._retries + 1} tries, the last: {why}")
+        return _Failed(f"{self._retries + 1} tries, the last: {reason}")
 
     def _score(self, text: str | _Failed) -> float | None:
         found = [] if isinstance(text, _Failed) else list(self._pattern.finditer(text))
@@ -231,7 +229,7 @@ class Judge:
         return min(max((float(found[-1][1]) - worst) / (best - worst), 0.0), 1.0)
 
 
-def _asked_to_wait(text: str | None) -> float:
+def _retry_after_seconds(text: str | None) -> float:
     """Seconds of a Retry-After header; 0 where it is a date or absent."""
     try:
         return max(float(text or 0), 0.0)
@@ -244,19 +242,19 @@ def _first_line(text: str) -> str:
 
 
 class JudgeCache:
-    """Answers by request, and a count of requests; several processes may share one file.
+    """Cache of answers by request, and a count of requests; processes may share a file.
 
     Args:
-      path: of an SQLite file, which is made; None: in memory, for as long as the process lives.
+      path: of an SQLite file, created if missing; None: in memory, for the process's lifetime.
 
     Raises:
-      ConfigError: the file cannot be opened or is no such file.
+      ConfigError: the file cannot be opened or is not an SQLite file.
     """
 
     def __init__(self, path: Path | None):
         self._path = path
         self._lock = threading.Lock()
-        # In memory there is one connection; of a file each use has its own.
+        # One connection in memory; a file is opened for each use.
         self._kept = sqlite3.connect(":memory:", check_same_thread=False) if path is None else None
         try:
             if path is not None:
@@ -279,29 +277,29 @@ class JudgeCache:
             yield database
 
     @staticmethod
-    def name_of(request: Mapping[str, Any]) -> str:
-        """What a request is called here: the same for the same content."""
+    def request_key(request: Mapping[str, Any]) -> str:
+        """The cache key of a request, a hash of its content."""
         return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
-    def said(self, request: str) -> str | None:
-        """The answer to a request, None where there is none yet."""
+    def get(self, request: str) -> str | None:
+        """The cached answer to a request; None if there is none."""
         with self._open() as database:
             row = database.execute("SELECT text FROM said WHERE request = ?", [request]).fetchone()
         return None if row is None else row[0]
 
-    def keep(self, request: str, text: str) -> None:
-        """Keep an answer."""
+    def put(self, request: str, text: str) -> None:
+        """Cache an answer."""
         with self._open() as database:
             database.execute("INSERT OR REPLACE INTO said VALUES (?, ?)", [request, text])
 
-    def take(self, budget: int) -> bool:
-        """Count a request that is about to be sent; False if there have been as many as allowed."""
+    def count_request(self, budget: int) -> bool:
+        """Count a request that is about to be sent; False if the budget is exhausted."""
         with self._open() as database:
             done = database.execute("UPDATE spent SET calls = calls + 1 WHERE calls < ?", [budget])
             return done.rowcount == 1
 
     @property
     def calls(self) -> int:
-        """Requests that were sent."""
+        """Number of requests sent."""
         with self._open() as database:
             return int(database.execute("SELECT calls FROM spent").fetchone()[0])

@@ -1,10 +1,10 @@
-"""Is a response as long as it should be? An object to be used as a reward function.
+"""Length reward: is a response as long as it should be? An object to use as a reward function.
 
     from hjax.rewards.lengths import Length
 
     reward = Length(50, 100, unit="words")
 
-(A penalty near the length limit beside another reward is `algorithm.overlong_buffer`.)
+(`algorithm.overlong_buffer` adds a penalty near the length limit to another reward.)
 """
 
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ UNITS = ("tokens", "words", "characters")
 
 
 class Length:
-    """1.0 within bounds, falling to 0 beside them.
+    """1.0 within bounds, falling linearly to 0 outside them.
 
     Args:
-      low, high: shortest and longest length that is right.
-      over: how far from there the reward has fallen to 0; linear on the way.
-      unit: "tokens" (the end-of-sequence token among them), "words" (by white space) or
+      low, high: bounds of the length.
+      over: distance from the bounds at which the reward reaches 0.
+      unit: "tokens" (including the end-of-sequence token), "words" (by white space) or
         "characters".
 
     Raises:

@@ -1,15 +1,15 @@
-"""Answers to mathematical questions: found in a text, and compared with the data's.
+"""Verifier of mathematical answers: extracts them from text and compares them with the dataset's.
 
-`--reward=math` of the commands, and `reward.function=math_answers.py:reward` of a run. An answer
-is what stands in the last `\\boxed{...}` of a text, or after its last `####`, whichever is later:
-so end the solutions of MATH (Hendrycks et al. 2021, arXiv:2103.03874) and those of GSM8K (Cobbe et
-al. 2021, arXiv:2110.14168).
+`--reward=math` of the commands, and `reward.function=math_answers.py:reward` of a run. The answer
+is the content of the last `\\boxed{...}` or the text after the last `####`, whichever comes later:
+the formats of MATH (Hendrycks et al. 2021, arXiv:2103.03874) and GSM8K (Cobbe et al. 2021,
+arXiv:2110.14168).
 
-Where the data's answer is a number, the response's must be one, of the same value: whole, decimal,
-with an exponent, or a fraction (`3/4`, `\\frac{3}{4}`). Commas between thousands, signs of currency
-and percent, a name ahead (`x =`) and units behind are left out. Anything else is compared by
-math-verify (Hugging Face's, the extra `math`), and the answers are refused where it is not
-installed: so a score never depends on what is.
+If the dataset's answer is a number, the response's must be a number of the same value: an integer,
+decimal, with an exponent, or a fraction (`3/4`, `\\frac{3}{4}`). Thousands separators, currency and
+percent signs, a variable before (`x =`) and units after are ignored. Other answers are compared by
+math-verify (Hugging Face's, the extra `math`); they are refused if it is not installed, so that
+scores do not depend on the installation.
 """
 
 import importlib.util
@@ -22,7 +22,7 @@ from typing import Any
 from hjax.errors import DataError
 from hjax.isolated_process import DeadlineExceeded, IsolatedProcess, ProcessDied, TaskFailed
 
-# Columns with the right answer, in order of preference; of verl's the ground truth.
+# Columns with the right answer, in order of preference; verl's `reward_model` has `ground_truth`.
 TARGETS = ("answer", "solution", "reward_model")
 
 _NUMBER = re.compile(
@@ -35,37 +35,37 @@ _NUMBER = re.compile(
     (?:(?<=\s)(?!pi\b|sqrt|sin\b|cos\b|tan\b|log\b|ln\b|exp\b)[A-Za-z]{2,}(?:\s+[A-Za-z]+)*)?\.?""",
     re.VERBOSE,
 )
-# Of LaTeX: its spaces, and the ways to set mathematics in a line.
-_LEFT_OUT = re.compile(r"\\[!,;:()]|\\(?=[%$])|[$£€¥]")
+# LaTeX spaces and inline-math delimiters, escapes, and currency signs.
+_IGNORED = re.compile(r"\\[!,;:()]|\\(?=[%$])|[$£€¥]")
 
-# For one comparison. math-verify itself stops after five seconds, except inside arithmetic of very
-# large numbers; so it runs apart, where it can be ended. Its process starts with the first.
-SECONDS = 12.0
-_comparisons = IsolatedProcess("hjax.rewards.math_answers:comparing", b"")
+# Timeout of one comparison. math-verify's own timeout of five seconds does not interrupt arithmetic
+# of very large numbers, so it runs in an isolated process, which starts with the first comparison.
+COMPARISON_SECONDS = 12.0
+_comparisons = IsolatedProcess("hjax.rewards.math_answers:make_comparer", b"")
 
 
 def reward(
     prompts: Sequence[Any], responses: Sequence[str], **columns: Sequence[Any]
 ) -> list[float]:
-    """1.0 for a response whose answer is the data's, 0.0 for another or none.
+    """1.0 for a response with the right answer, 0.0 for another answer or none.
 
     Raises:
       DataError: no column of TARGETS, a row without an answer, or one that needs math-verify.
     """
-    said = [extract(response) for response in responses]
+    found = [extract_answer(response) for response in responses]
     return [
-        float(answer is not None and same(target, answer))
-        for answer, target in zip(said, targets(columns), strict=True)
+        float(answer is not None and is_equivalent(target, answer))
+        for answer, target in zip(found, targets(columns), strict=True)
     ]
 
 
 def answers(responses: Sequence[str]) -> list[str | None]:
-    """The answer of each response, numbers of one value in one spelling; None without one."""
+    """The answer of each response, equal numbers in one spelling; None without an answer."""
     found = []
     for text in responses:
-        answer = extract(text)
-        value = None if answer is None else number(answer)
-        found.append(re.sub(r"\s+", "", answer) if value is None and answer else _spelled(value))
+        answer = extract_answer(text)
+        value = None if answer is None else parse_number(answer)
+        found.append(re.sub(r"\s+", "", answer) if value is None and answer else _spell(value))
     return found
 
 
@@ -78,14 +78,14 @@ def targets(columns: Mapping[str, Sequence[Any]]) -> list[str]:
     name = next((name for name in TARGETS if name in columns), None)
     if name is None:
         raise DataError(
-            f"math: no column has the right answers; it is one of {', '.join(TARGETS)}, and there "
-            f"are {', '.join(columns) or 'none'}"
+            f"math: no column with right answers, one of {', '.join(TARGETS)}; there are "
+            f"{', '.join(columns) or 'none'}"
         )
     return [_target(value, f"math: {name} of row {i}") for i, value in enumerate(columns[name], 1)]
 
 
-def extract(text: str) -> str | None:
-    """What stands in the last `\\boxed{...}` or after the last `####`; None without either."""
+def extract_answer(text: str) -> str | None:
+    """The content of the last `\\boxed{...}` or the text after the last `####`; else None."""
     marked = text.rfind("####")
     begin = text.rfind(r"\boxed{")
     while begin > marked:
@@ -98,9 +98,9 @@ def extract(text: str) -> str | None:
     return lines[0].strip() if lines else None
 
 
-def number(text: str) -> Fraction | None:
-    """The value of a text that is a number, as the module says; else None."""
-    bare = _LEFT_OUT.sub("", text.replace("{,}", ",").replace("\\ ", " ")).strip("* \t")
+def parse_number(text: str) -> Fraction | None:
+    """The value of a text that is a number in the sense of this module; else None."""
+    bare = _IGNORED.sub("", text.replace("{,}", ",").replace("\\ ", " ")).strip("* \t")
     match = _NUMBER.fullmatch(bare)
     if match is None:
         return None
@@ -114,19 +114,21 @@ def number(text: str) -> Fraction | None:
     return -above / under if match["sign"] == "-" else above / under
 
 
-def same(target: str, answer: str) -> bool:
-    """Whether an answer is the right one, as the module says.
+def is_equivalent(target: str, answer: str) -> bool:
+    """Whether an answer equals the target, in the sense of this module.
 
-    An expression that math-verify fails on, or that takes longer than ``SECONDS``, is not.
+    False for an expression that math-verify fails on, or that takes longer than COMPARISON_SECONDS.
 
     Raises:
       RuntimeError: math-verify does not start.
     """
-    right = number(target)
+    right = parse_number(target)
     if right is not None:
-        return number(answer) == right
+        return parse_number(answer) == right
     try:
-        return _comparisons.call(json.dumps([target, answer]).encode(), SECONDS) == b"true"
+        return (
+            _comparisons.call(json.dumps([target, answer]).encode(), COMPARISON_SECONDS) == b"true"
+        )
     except (DeadlineExceeded, ProcessDied):
         return False
     except TaskFailed as error:
@@ -135,8 +137,8 @@ def same(target: str, answer: str) -> bool:
         return False
 
 
-def comparing(given: bytes) -> Callable[[bytes], bytes]:
-    """What compares in math-verify's process: JSON of two expressions in, of a boolean out."""
+def make_comparer(payload: bytes) -> Callable[[bytes], bytes]:
+    """Handler of the isolated process: JSON of two expressions in, JSON of a boolean out."""
     from math_verify import parse, verify
 
     def compare(request: bytes) -> bytes:
@@ -152,19 +154,19 @@ def _target(value: Any, where: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise DataError(f"{where} is {value!r}; it must be text or a number")
     text = str(value)
-    answer = extract(text) or text.strip()
+    answer = extract_answer(text) or text.strip()
     if not answer:
         raise DataError(f"{where} is empty; it must have the right answer")
-    if number(answer) is None and importlib.util.find_spec("math_verify") is None:
+    if parse_number(answer) is None and importlib.util.find_spec("math_verify") is None:
         raise DataError(
-            f"{where}: {answer[:60]!r} is no plain number, and to compare expressions math-verify "
-            "must be installed: pip install 'hjax[math]'"
+            f"{where}: {answer[:60]!r} is not a plain number; comparing expressions needs "
+            "math-verify: pip install 'hjax[math]'"
         )
     return answer
 
 
 def _braced(text: str, begin: int) -> str | None:
-    """What stands between the brace at ``begin`` and its partner; None without a partner."""
+    """The text between the brace at ``begin`` and the matching one; None without a match."""
     depth = 0
     for i in range(begin, len(text)):
         depth += (text[i] == "{") - (text[i] == "}")
@@ -173,9 +175,9 @@ def _braced(text: str, begin: int) -> str | None:
     return None
 
 
-def _spelled(value: Fraction | None) -> str | None:
+def _spell(value: Fraction | None) -> str | None:
     return None if value is None else str(value)
 
 
-# What a majority is taken over, see ``hjax.rewards.graders``.
+# For majority voting, see ``hjax.rewards.graders``.
 reward.answers = answers  # type: ignore[attr-defined]

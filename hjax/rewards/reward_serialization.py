@@ -1,8 +1,8 @@
-"""A reward function, its calls and its results, written down for another process.
+"""Serialization of reward functions, their calls and results for an isolated process.
 
-Functions travel by name, those of a user's file with its text. Calls are pickled here. Results are
-numbers and JSON: nothing that a reward function's process says is unpickled. Where a function is
-called, whatever happens becomes a RewardResult.
+Functions are sent by name, with the source text of users' files. Calls are pickled. Results are
+numbers and JSON: output of a reward function's process is never unpickled. Every outcome of a call
+becomes a RewardResult.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from hjax.rewards.reward_results import RewardResult, judged, whole
+from hjax.rewards.reward_results import RewardResult, parse_rewards, uniform_result
 from hjax.user_code import (
     find_object,
     imported,
@@ -28,12 +28,12 @@ from hjax.user_code import (
     user_traceback,
 )
 
-# Of a failure's text at most so much is kept, its beginning and its end.
-_MOST_CHARACTERS = 20_000
+# Characters kept at each end of a long traceback.
+_HALF_TRACEBACK = 10_000
 _HERE = str(Path(__file__).parent)
 
 
-def called(
+def call_reward_function(
     function: Callable[..., Any],
     prompts: Sequence[Any],
     responses: Sequence[Any],
@@ -41,35 +41,37 @@ def called(
     name: str,
     seconds: float,
 ) -> RewardResult:
-    """Call a reward function here and now, and read its values.
+    """Call a reward function in this process and validate its values.
 
-    Nothing that it does raises, not even ``sys.exit``. An async one that is late is cancelled; of
-    any other that was late, reading its values included, nothing counts.
+    No error propagates, not even ``sys.exit``. An async function that exceeds the timeout is
+    cancelled; the values of any other function that exceeds it are discarded.
 
     Args:
       function, prompts, responses: see ``hjax.rewards.function``.
-      columns: those of the data set, ``prompt_tokens`` and ``response_tokens``.
+      columns: those of the dataset, ``prompt_tokens`` and ``response_tokens``.
       name: of the function, for messages.
-      seconds: that it has.
+      seconds: the timeout, including validation.
     """
-    count, begun = len(responses), time.monotonic()
+    count, start = len(responses), time.monotonic()
     lengths = [len(tokens) for tokens in columns["response_tokens"]]
     try:
         returned = function(prompts, responses, **columns)
         if inspect.isawaitable(returned):
-            returned = asyncio.run(_within(returned, seconds))
-        result = judged(returned, lengths, name)
+            returned = asyncio.run(_await_with_timeout(returned, seconds))
+        result = parse_rewards(returned, lengths, name)
     except _DeadlineMissed:
-        return whole("timeout", count, f"{late(name, seconds)}; it was cancelled")
+        return uniform_result(
+            "timeout", count, f"{deadline_message(name, seconds)}; it was cancelled"
+        )
     except BaseException as error:
-        result = whole("exception", count, _failure(error))
-    if time.monotonic() - begun > seconds:
-        return whole("timeout", count, late(name, seconds))
+        result = uniform_result("exception", count, _traceback_text(error))
+    if time.monotonic() - start > seconds:
+        return uniform_result("timeout", count, deadline_message(name, seconds))
     return result
 
 
-def late(name: str, seconds: float) -> str:
-    """Of a call that missed its deadline."""
+def deadline_message(name: str, seconds: float) -> str:
+    """Message for a call that exceeded its timeout."""
     return f"reward function {name} took longer than {seconds:g} s"
 
 
@@ -77,8 +79,8 @@ class _DeadlineMissed(Exception):
     pass
 
 
-async def _within(awaitable: Any, seconds: float) -> Any:
-    """Awaits at most so long, then cancels; the function's own TimeoutError stays its own."""
+async def _await_with_timeout(awaitable: Any, seconds: float) -> Any:
+    """Await with a timeout, then cancel; a TimeoutError of the function itself propagates."""
     task = asyncio.ensure_future(awaitable)
     await asyncio.wait({task}, timeout=seconds)
     if not task.done():
@@ -87,14 +89,14 @@ async def _within(awaitable: Any, seconds: float) -> Any:
     return task.result()
 
 
-def _failure(error: BaseException) -> str:
-    """The traceback, from the user's first line on."""
+def _traceback_text(error: BaseException) -> str:
+    """The traceback, from the first line of the user's code."""
     try:
         text = user_traceback(error, _HERE, asyncio.__path__[0])
-    except Exception:  # its text cannot be had either
+    except Exception:  # formatting the error may fail too
         text = type(error).__name__
-    if len(text) > _MOST_CHARACTERS:
-        text = f"{text[: _MOST_CHARACTERS // 2]} ... {text[-_MOST_CHARACTERS // 2 :]}"
+    if len(text) > 2 * _HALF_TRACEBACK:
+        text = f"{text[:_HALF_TRACEBACK]} ... {text[-_HALF_TRACEBACK:]}"
     return text
 
 
@@ -102,7 +104,7 @@ _SIZE = struct.Struct("<Q")
 
 
 class NotSerializable(Exception):
-    """It has no name that another process could find it by; the message says why."""
+    """The object cannot be sent to another process; the message says why."""
 
 
 class _Pickler(pickle.Pickler):
@@ -112,57 +114,53 @@ class _Pickler(pickle.Pickler):
         return reduce_by_name(value)
 
 
-def written(value: Any) -> bytes:
-    """A function, or what it is called with.
-
-    Raises:
-      NotShippable: it cannot be written down.
-    """
+def serialize(value: Any) -> bytes:
+    """Pickle a function or the arguments of a call; raises NotSerializable."""
     out = io.BytesIO()
     try:
         _Pickler(out, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     except NotSerializable:
         raise
-    except Exception as error:  # pickle lets through whatever an object's methods raise
+    except Exception as error:  # pickle propagates any error of an object's methods
         raise NotSerializable(" ".join(f"{type(error).__name__}: {error}".split())[:200]) from error
     return out.getvalue()
 
 
-def given(function: Callable[..., Any], name: str, seconds: float) -> bytes:
-    """What ``answers`` needs; raises NotShippable."""
-    held = find_object(function)
-    if held is not None:  # an object that a file makes is made there too
-        spec = "{}:{}".format(*held)
-        how = pickle.dumps((load_object, (spec, name)))
+def worker_payload(function: Callable[..., Any], name: str, seconds: float) -> bytes:
+    """The argument of ``make_handler`` for a function; raises NotSerializable."""
+    found = find_object(function)
+    if found is not None:  # an object created by a user's file: the file is loaded there again
+        spec = "{}:{}".format(*found)
+        loader = pickle.dumps((load_object, (spec, name)))
     else:
-        how = pickle.dumps((pickle.loads, (written(function),)))
-    return pickle.dumps((imported(), how, name, seconds))
+        loader = pickle.dumps((pickle.loads, (serialize(function),)))
+    return pickle.dumps((imported(), loader, name, seconds))
 
 
-def answers(data: bytes) -> Callable[[bytes], bytes]:
-    """What answers calls of a function, in its process."""
-    files, how, name, seconds = pickle.loads(data)
+def make_handler(data: bytes) -> Callable[[bytes], bytes]:
+    """Handler of a reward function's calls, made in its isolated process."""
+    files, loader, name, seconds = pickle.loads(data)
     provide_files(files)
-    find, arguments = pickle.loads(how)
-    function = find(*arguments)
+    load, arguments = pickle.loads(loader)
+    function = load(*arguments)
 
     def answer(request: bytes) -> bytes:
         prompts, responses, columns = pickle.loads(request)
-        return to_bytes(called(function, prompts, responses, columns, name, seconds))
+        return to_bytes(call_reward_function(function, prompts, responses, columns, name, seconds))
 
     return answer
 
 
 def to_bytes(result: RewardResult) -> bytes:
-    """A result, written down."""
+    """Serialize a result: length of a JSON header, the header, float32 arrays."""
     lengths = [-1 if values is None else len(values) for values in result.tokens]
-    about = {
-        "each": result.each,
+    header = {
+        "each": result.row_outcomes,
         "problem": result.first_traceback,
         "names": list(result.named),
         "lengths": lengths,
     }
-    head = json.dumps(about).encode()
+    head = json.dumps(header).encode()
     rows = [result.rewards, *result.named.values()]
     rows += [values for values in result.tokens if values is not None]
     numbers = b"".join(np.asarray(row, np.float32).tobytes() for row in rows)
@@ -170,15 +168,15 @@ def to_bytes(result: RewardResult) -> bytes:
 
 
 def from_bytes(data: bytes) -> RewardResult:
-    """What ``to_bytes`` wrote down."""
+    """The inverse of ``to_bytes``."""
     start = _SIZE.size + _SIZE.unpack_from(data)[0]
-    about = json.loads(data[_SIZE.size : start])
-    # A copy, for these bytes cannot be written to.
+    header = json.loads(data[_SIZE.size : start])
+    # A copy, because arrays over bytes are read-only.
     numbers = np.frombuffer(data, np.float32, offset=start).copy()
-    count = len(about["each"])
-    sizes = [count, *(count for _ in about["names"]), *(n for n in about["lengths"] if n >= 0)]
+    count = len(header["each"])
+    sizes = [count, *(count for _ in header["names"]), *(n for n in header["lengths"] if n >= 0)]
     rows: Sequence[np.ndarray] = np.split(numbers, np.cumsum(sizes)[:-1])
-    named = dict(zip(about["names"], rows[1:]))
+    named = dict(zip(header["names"], rows[1:]))
     dense = iter(rows[1 + len(named) :])
-    tokens = tuple(None if n < 0 else next(dense) for n in about["lengths"])
-    return RewardResult(rows[0], tuple(about["each"]), about["problem"], named, tokens)
+    tokens = tuple(None if n < 0 else next(dense) for n in header["lengths"])
+    return RewardResult(rows[0], tuple(header["each"]), header["problem"], named, tokens)

@@ -1,4 +1,4 @@
-"""How near is a response to a text of the data's? An object to be used as a reward function.
+"""ROUGE-L: similarity of a response to a reference text. An object to use as a reward function.
 
     from hjax.rewards.similarity import Similarity
 
@@ -19,14 +19,15 @@ _WORD = re.compile(r"\w+")
 
 
 class Similarity:
-    """Twice the longest common subsequence over both lengths, 0 to 1.
+    """Twice the longest common subsequence over the sum of both lengths, 0 to 1.
 
-    Of words that is the F-measure of ROUGE-L (Lin 2004), words being runs of letters, digits and
+    For words it is the F-measure of ROUGE-L (Lin 2004); words are runs of letters, digits and
     underscores in lower case, not stemmed.
 
     Args:
-      unit: "words", or "characters", as they are.
-      column: of the data, with the text, or a list of texts of which the nearest counts.
+      unit: "words", or "characters" (case-sensitive).
+      column: dataset column with the reference text, or with a list of which the most similar
+        counts.
 
     Raises:
       ConfigError: an unknown unit, or rapidfuzz is not installed.
@@ -41,29 +42,29 @@ class Similarity:
             raise ConfigError(
                 "Similarity needs rapidfuzz, which is not installed: pip install 'hjax[rewards]'"
             ) from None
-        self._of, self._unit, self._column = Indel.normalized_similarity, unit, column
+        self._similarity, self._unit, self._column = Indel.normalized_similarity, unit, column
 
     def __call__(
         self, prompts: Sequence[Any], responses: Sequence[str], **columns: Sequence[Any]
     ) -> list[float | None]:
-        """A reward per response, 0 to 1; None where the data has no text.
+        """A reward per response, 0 to 1; None where the dataset has no reference text.
 
         Raises:
-          DataError: the data has no such column.
+          DataError: the dataset has no such column.
         """
         if self._column not in columns:
             raise DataError(
                 f"similarity: no column {self._column!r}; there are {', '.join(columns) or 'none'}"
             )
         return [
-            self._nearest(response, wanted)
-            for response, wanted in zip(responses, columns[self._column], strict=True)
+            self._largest(response, reference)
+            for response, reference in zip(responses, columns[self._column], strict=True)
         ]
 
-    def _nearest(self, response: str, wanted: str | Sequence[str] | None) -> float | None:
-        texts = [wanted] if isinstance(wanted, str) else list(wanted or ())
-        own = self._parts(response)
-        return max((self._of(own, self._parts(text)) for text in texts), default=None)
+    def _largest(self, response: str, reference: str | Sequence[str] | None) -> float | None:
+        texts = [reference] if isinstance(reference, str) else list(reference or ())
+        parts = self._parts(response)
+        return max((self._similarity(parts, self._parts(text)) for text in texts), default=None)
 
     def _parts(self, text: str) -> Sequence[str]:
         return text if self._unit == "characters" else _WORD.findall(text.lower())
@@ -72,5 +73,5 @@ class Similarity:
 def rouge_l(
     prompts: Sequence[Any], responses: Sequence[str], **columns: Sequence[Any]
 ) -> list[float | None]:
-    """`Similarity()`, made when it is called: the module can be read without rapidfuzz."""
+    """`Similarity()`, created on call, so that the module can be imported without rapidfuzz."""
     return Similarity()(prompts, responses, **columns)

@@ -1,13 +1,13 @@
-"""An example of several rewards at once: how well digits are sorted, judged apart.
+"""An example of several named rewards: how well digits are sorted.
 
 A run uses it by `--config.reward.function=sorted_digits.py:reward` (gdpo.py does). A dict of lists
-by name is several rewards: their sum is the response's, each is logged as `reward/<name>`, and GDPO
-normalises each within its group before they are added.
+by name is several rewards: a response's reward is their sum, each is logged as `reward/<name>`, and
+GDPO normalises each within its group before they are summed.
 """
 
 
 def reward(prompts, responses, answer, **columns):
-    """`exact`: 1 for the answer, 0 otherwise; `places`: share of the answer's digits in place."""
+    """`exact`: 1 for the right answer, else 0; `places`: share of digits in the right place."""
     exact = [float(response == right) for response, right in zip(responses, answer)]
     places = [
         sum(a == b for a, b in zip(response, right)) / max(len(right), len(response))

@@ -14,7 +14,7 @@ from hjax.errors import RunError
 from hjax.rewards.estimators import (
     Estimate,
     majority_at_k,
-    over_questions,
+    mean_over_questions,
     pass_at_k,
     powers_of_two,
 )
@@ -89,8 +89,8 @@ def sample_and_grade(
             del ungraded[:whole]
     if all(row.reward is None for row in graded):
         raise RunError(
-            f"the reward function {grader.judge.name} scored none of {len(graded)} responses: it "
-            "returned None or NaN for each"
+            f"the reward function {grader.reward_function.name} scored none of {len(graded)} "
+            "responses: it returned None or NaN for each"
         )
     return graded
 
@@ -137,20 +137,22 @@ def estimate_metrics(
     for i, row in enumerate(graded):
         questions.setdefault(row.question, []).append(i)
     rewards = [[graded[i].reward for i in rows] for rows in questions.values()]
-    found = {"reward": over_questions([_mean([r for r in rs if r is not None]) for rs in rewards])}
+    found = {
+        "reward": mean_over_questions([_mean([r for r in rs if r is not None]) for rs in rewards])
+    }
     if correctness is None:
         return found
     known = [[i for i in rows if correctness[i] is not None] for rows in questions.values()]
     right = [[bool(correctness[i]) for i in rows] for rows in known]
-    found["accuracy"] = over_questions([_mean(of_one) for of_one in right])
+    found["accuracy"] = mean_over_questions([_mean(of_one) for of_one in right])
     for k in powers_of_two(samples):
         passed = [pass_at_k(sum(of_one), len(of_one), k) for of_one in right]
-        found[f"pass@{k}"] = over_questions(passed)
+        found[f"pass@{k}"] = mean_over_questions(passed)
     if grader.answers is not None:
         answers = [[graded[i].answer for i in rows] for rows in known]
         for k in powers_of_two(samples):
             votes = [majority_at_k(said, of_one, k) for said, of_one in zip(answers, right)]
-            found[f"maj@{k}"] = over_questions(votes)
+            found[f"maj@{k}"] = mean_over_questions(votes)
     return found
 
 

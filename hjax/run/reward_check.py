@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm
 from hjax.errors import RunError
-from hjax.rewards.function import RewardFunction, failure
+from hjax.rewards.function import RewardFunction, first_failure
 from hjax.rewards.reward_results import RewardResult
 from hjax.run.examples import demonstration_texts
 from hjax.run.inputs import Inputs
@@ -55,7 +55,7 @@ class RewardTrial:
           ConfigError: the algorithm does not accept rewards of these names.
         """
         if self.failed:
-            what, details = failure(self.result)
+            what, details = first_failure(self.result)
             raise RunError(
                 f"the {self.role} function {self.name} fails on {len(self.responses)} "
                 f"{self.answers}, before training{what}",

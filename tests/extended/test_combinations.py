@@ -285,7 +285,7 @@ def test_what_a_run_with_experts_learned_goes_out(experts, tmp_path, changes):
 @pytest.mark.parametrize(
     ("algorithm", "changes", "said"),
     [
-        ("GDPO", {}, "GDPO adds several rewards, and here is one: set config.reward.function to"),
+        ("GDPO", {}, "GDPO sums several named rewards, and the reward function returns only one"),
         (
             "GDPO",
             {"reward.function": "sorted_digits.py:reward", "algorithm.weights": (1.0, 1.0, 2.0)},

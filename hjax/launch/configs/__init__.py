@@ -1,6 +1,6 @@
 """Shipped configs, one `get_config()` per file; `--config=ppo.py` finds them by name.
 
-`benchmarks/learning.py` runs all of them and looks at whether they learn.
+`benchmarks/learning.py` runs all of them and checks that they learn.
 """
 
 from __future__ import annotations
@@ -8,32 +8,32 @@ from __future__ import annotations
 from hjax.config import Config
 
 
-def pairs(algorithm: str) -> Config:
-    """The task and the model of ppo.py with preference pairs: an answer beside one with a mistake.
+def preference_config(algorithm: str) -> Config:
+    """Task and model of ppo.py with preference pairs: the right answer and one with a mistake.
 
     Args:
-      algorithm: one that learns from pairs.
+      algorithm: an algorithm that learns from pairs.
     """
-    config = sorting(algorithm, steps=300)
-    # A policy that knows the form of an answer is to learn which one is right.
+    config = sorting_config(algorithm, steps=300)
+    # Long enough that the policy knows the format of an answer, and learns which one is right.
     config.warm_start.steps = 60
-    # Sequences per update, two of each pair.
+    # Sequences per update, two per pair.
     config.warm_start.batch = 128
     return config
 
 
-def judging(algorithm: str, task: str = "sorting", steps: int = 300) -> Config:
-    """The model of ppo.py with a scalar head, trained from nothing on a task's labelled answers.
+def reward_model_config(algorithm: str, task: str = "sorting", steps: int = 300) -> Config:
+    """The model of ppo.py with a scalar head, trained from scratch on a task's labelled answers.
 
     Args:
-      algorithm: one that trains such a model.
-      task: of which it learns.
-      steps: of the run.
+      algorithm: an algorithm that trains reward or cost models.
+      task: the built-in task with the answers.
+      steps: training steps.
     """
-    config = sorting(algorithm, steps)
+    config = sorting_config(algorithm, steps)
     config.data.task = task
     config.warm_start.steps = 0
-    # Sequences per update, of pairs two each.
+    # Sequences per update, two per pair.
     config.warm_start.batch = 128
     config.actor.learning_rate = 1e-3
     config.actor.warmup_updates = 20
@@ -41,12 +41,12 @@ def judging(algorithm: str, task: str = "sorting", steps: int = 300) -> Config:
     return config
 
 
-def sorting(algorithm: str, steps: int = 450) -> Config:
-    """The task, the model and the rollouts of grpo.py, with an algorithm's keys at its defaults.
+def sorting_config(algorithm: str, steps: int = 450) -> Config:
+    """Task, model and rollouts of grpo.py, with an algorithm's keys at their defaults.
 
     Args:
       algorithm: its name.
-      steps: of the run.
+      steps: training steps.
     """
     import hjax.algorithms
     from hjax.launch.configs import base
@@ -57,7 +57,7 @@ def sorting(algorithm: str, steps: int = 450) -> Config:
 
     config.data.task = "sorting"
     config.data.task_options.length = 5
-    # Graded rewards: a group in which all samples score the same teaches nothing.
+    # Partial credit: a group with equal rewards has no gradient.
     config.data.task_options.partial = 0.5
 
     small_model(config)
@@ -67,7 +67,7 @@ def sorting(algorithm: str, steps: int = 450) -> Config:
     config.rollout.prompts = 32
     config.rollout.samples = 8
     if "entropy_coef" in hjax.algorithms.get_algorithm(algorithm).all_keys():
-        # Without it the policy settles early on orders that are nearly right.
+        # Without the bonus the policy converges early to orders that are nearly right.
         config.algorithm.entropy_coef = 0.02
 
     config.actor.learning_rate = 3e-4
@@ -80,7 +80,7 @@ def sorting(algorithm: str, steps: int = 450) -> Config:
 
 
 def small_model(config: Config) -> None:
-    """Sizes of a model that learns on CPUs: there the time goes into the number of operations."""
+    """Sizes of a model that trains fast on CPUs, where time depends on the number of operations."""
     config.model.hidden_size = 128
     config.model.layers = 2
     config.model.heads = 4

@@ -1,4 +1,4 @@
-"""cDPO: DPO for labels of which a tenth is taken to be wrong, smoothed.
+"""cDPO: DPO with label smoothing, for a tenth of wrong labels.
 
     python -m hjax.launch --config=cdpo.py
 
@@ -7,9 +7,9 @@ On the pairs of dpo.py; docs/algorithms has the formula.
 
 from ml_collections import ConfigDict
 
-from hjax.launch.configs import pairs
+from hjax.launch.configs import preference_config
 
 
 def get_config() -> ConfigDict:
     """The config of `--config=cdpo.py`."""
-    return pairs("CDPO")
+    return preference_config("CDPO")

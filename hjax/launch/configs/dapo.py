@@ -1,4 +1,4 @@
-"""DAPO: groups whose rewards are all equal are drawn anew, the clip is wider upwards.
+"""DAPO: dynamic sampling of groups with equal rewards, clip-higher.
 
     python -m hjax.launch --config=dapo.py
 
@@ -7,17 +7,16 @@ On the task of grpo.py; docs/algorithms has the formula.
 
 from ml_collections import ConfigDict
 
-from hjax.launch.configs import sorting
+from hjax.launch.configs import sorting_config
 
 
 def get_config() -> ConfigDict:
     """The config of `--config=dapo.py`."""
-    config = sorting("DAPO", steps=300)
-    # Learned from in two mini-batches, twice, as grpo.py does.
+    config = sorting_config("DAPO", steps=300)
     config.algorithm.minibatch = 128
     config.algorithm.epochs = 2
-    # Right answers have six tokens; longer ones lose reward, as in the paper, from 6.4 of 8 on.
+    # Right answers have six tokens; the overlong penalty begins at 6.4 of 8, as in the paper.
     config.rollout.max_response_length = 8
-    # Of right or wrong alone nearly all first groups would be wrong: then the penalty of long
-    # answers is all that is learned from. Groups that are all right are drawn anew later on.
+    # Without partial credit nearly all first groups would be wrong, and only the overlong penalty
+    # would be learned.
     return config

@@ -1,4 +1,4 @@
-"""DPO on preference pairs: the answer is preferred to one with a wrong digit.
+"""DPO on preference pairs: the right answer is preferred to one with a wrong digit.
 
     python -m hjax.launch --config=dpo.py
     python -m hjax.launch --config=dpo.py --config.algorithm.name=IPO
@@ -10,9 +10,9 @@ pairs, text or chat messages, with a column `prompt` or without (hh-rlhf);
 
 from ml_collections import ConfigDict
 
-from hjax.launch.configs import pairs
+from hjax.launch.configs import preference_config
 
 
 def get_config() -> ConfigDict:
     """The config of `--config=dpo.py`."""
-    return pairs("DPO")
+    return preference_config("DPO")

@@ -1,4 +1,4 @@
-"""GPG: the plain policy gradient, scaled up for groups that say nothing.
+"""GPG: the plain policy gradient, rescaled for groups without signal.
 
     python -m hjax.launch --config=gpg.py
 
@@ -7,11 +7,11 @@ On the task of grpo.py; docs/algorithms has the formula.
 
 from ml_collections import ConfigDict
 
-from hjax.launch.configs import sorting
+from hjax.launch.configs import sorting_config
 
 
 def get_config() -> ConfigDict:
     """The config of `--config=gpg.py`."""
-    config = sorting("GPG", steps=500)
-    # One update per batch: there is no ratio that would allow more.
+    config = sorting_config("GPG", steps=500)
+    # One update per batch, since there is no ratio.
     return config

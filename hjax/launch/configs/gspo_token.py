@@ -1,4 +1,4 @@
-"""GSPO-token: a response's ratio, each token's own gradient.
+"""GSPO-token: sequence-level ratio with per-token gradients.
 
     python -m hjax.launch --config=gspo_token.py
 
@@ -7,16 +7,15 @@ On the task of grpo.py; docs/algorithms has the formula.
 
 from ml_collections import ConfigDict
 
-from hjax.launch.configs import sorting
+from hjax.launch.configs import sorting_config
 
 
 def get_config() -> ConfigDict:
     """The config of `--config=gspo_token.py`."""
-    config = sorting("GSPOToken")
-    # Learned from in two mini-batches, twice, as grpo.py does.
+    config = sorting_config("GSPOToken")
     config.algorithm.minibatch = 128
     config.algorithm.epochs = 2
-    # The paper's bounds (3e-4, 4e-4) are for long responses and small steps.
+    # Wider than the paper's bounds (3e-4, 4e-4), which are for long responses and small steps.
     config.algorithm.clip_low = 0.1
     config.algorithm.clip_high = 0.1
     return config

@@ -1,4 +1,4 @@
-"""SLiC's hinge: a margin between chosen and rejected that is enough.
+"""SLiC's hinge loss on preference pairs.
 
     python -m hjax.launch --config=hinge_dpo.py
 
@@ -7,9 +7,9 @@ On the pairs of dpo.py; docs/algorithms has the formula.
 
 from ml_collections import ConfigDict
 
-from hjax.launch.configs import pairs
+from hjax.launch.configs import preference_config
 
 
 def get_config() -> ConfigDict:
     """The config of `--config=hinge_dpo.py`."""
-    return pairs("HingeDPO")
+    return preference_config("HingeDPO")

@@ -1,4 +1,4 @@
-"""IPO: a margin between chosen and rejected is aimed at, not pushed on.
+"""IPO: aims the margin between chosen and rejected at a target value.
 
     python -m hjax.launch --config=ipo.py
 
@@ -7,9 +7,9 @@ On the pairs of dpo.py; docs/algorithms has the formula.
 
 from ml_collections import ConfigDict
 
-from hjax.launch.configs import pairs
+from hjax.launch.configs import preference_config
 
 
 def get_config() -> ConfigDict:
     """The config of `--config=ipo.py`."""
-    return pairs("IPO")
+    return preference_config("IPO")

@@ -1,4 +1,4 @@
-"""MaxRL: advantages over the group's mean reward.
+"""MaxRL: advantages divided by the group's mean reward.
 
     python -m hjax.launch --config=max_rl.py
 
@@ -7,13 +7,12 @@ On the task of grpo.py; docs/algorithms has the formula.
 
 from ml_collections import ConfigDict
 
-from hjax.launch.configs import sorting
+from hjax.launch.configs import sorting_config
 
 
 def get_config() -> ConfigDict:
     """The config of `--config=max_rl.py`."""
-    config = sorting("MaxRL")
-    # Learned from in two mini-batches, twice, as grpo.py does.
+    config = sorting_config("MaxRL")
     config.algorithm.minibatch = 128
     config.algorithm.epochs = 2
     return config

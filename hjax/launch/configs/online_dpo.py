@@ -1,4 +1,4 @@
-"""Online DPO: two answers to each prompt, the reward says which is chosen.
+"""Online DPO: two samples per prompt, the reward says which is chosen.
 
     python -m hjax.launch --config=online_dpo.py
 
@@ -7,13 +7,13 @@ On the task of grpo.py; docs/losses.md has the formula.
 
 from ml_collections import ConfigDict
 
-from hjax.launch.configs import sorting
+from hjax.launch.configs import sorting_config
 
 
 def get_config() -> ConfigDict:
     """The config of `--config=online_dpo.py`."""
-    config = sorting("OnlineDPO")
-    # As many sequences a step as grpo.py, in twos.
+    config = sorting_config("OnlineDPO")
+    # As many sequences per step as grpo.py, in pairs.
     config.rollout.prompts = 128
     config.rollout.samples = 2
     config.algorithm.minibatch = 128

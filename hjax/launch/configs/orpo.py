@@ -1,4 +1,4 @@
-"""ORPO: likelihood of the chosen with the odds against the rejected, no reference.
+"""ORPO: likelihood of the chosen response plus an odds ratio, no reference.
 
     python -m hjax.launch --config=orpo.py
 
@@ -7,12 +7,12 @@ On the pairs of dpo.py; docs/algorithms has the formula.
 
 from ml_collections import ConfigDict
 
-from hjax.launch.configs import pairs
+from hjax.launch.configs import preference_config
 
 
 def get_config() -> ConfigDict:
     """The config of `--config=orpo.py`."""
-    config = pairs("ORPO")
-    # Its likelihood of the chosen ones is supervised training: it takes any policy.
+    config = preference_config("ORPO")
+    # The likelihood term is supervised training, so a short warm start suffices.
     config.warm_start.steps = 20
     return config

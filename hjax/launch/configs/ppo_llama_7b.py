@@ -1,12 +1,12 @@
-"""PPO on a 7B Llama, for 16 to 64 accelerators: what a real run looks like.
+"""PPO on a 7B Llama, for 16 to 64 accelerators: an example of a real run.
 
     python -m hjax.launch.compile --config=ppo_llama_7b.py --topology=v5p:4x4x4
     python -m hjax.launch --config=ppo_llama_7b.py --config.actor.path=DIR \\
         --config.reward.path=DIR --config.data.path=FILE
 
-The paths name a published shape: enough to compile every program for hardware that isn't there and
-to see whether it fits. To train, give directories with weights (a language model, and a reward
-model with the same tokenizer or another) and prompts.
+The paths name a preset shape, which is enough to compile every program for other hardware and to
+see whether it fits. To train, set directories with weights (a language model, and a reward model
+with the same tokenizer or another) and prompts.
 """
 
 from ml_collections import ConfigDict
@@ -37,16 +37,16 @@ def get_config() -> ConfigDict:
     config.rollout.max_response_length = 1024
     config.algorithm.minibatch = 128
 
-    # Parameters, gradients and Adam's moments split over all devices; tensor parallelism inside a
-    # group of 4, which share fast links. Generation is split over 2 of the 4, so that the weights
-    # and the cache of its share of the sequences fit beside the rest.
+    # Parameters, gradients and Adam's moments are sharded over all devices (FSDP), with tensor
+    # parallelism in groups of 4 with fast links. Generation splits over 2 of the 4, so that the
+    # weights and its share of the KV cache fit next to the training state.
     for role in ("actor", "critic", "reference", "reward"):
         config.layout[role].train.data = 1
         config.layout[role].train.fsdp = -1
         config.layout[role].train.tensor = 4
     config.layout.actor.generate.tensor = 2
 
-    # Two rows per data-parallel part on 64 devices.
+    # Two rows per data-parallel shard on 64 devices.
     config.actor.micro_batch = 32
     config.critic.micro_batch = 32
 

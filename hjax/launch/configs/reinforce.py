@@ -1,4 +1,4 @@
-"""REINFORCE without a baseline: rewards to go times the gradient.
+"""REINFORCE without a baseline: reward to go times the gradient.
 
     python -m hjax.launch --config=reinforce.py
 
@@ -7,12 +7,12 @@ On the task of grpo.py; docs/algorithms has the formula.
 
 from ml_collections import ConfigDict
 
-from hjax.launch.configs import sorting
+from hjax.launch.configs import sorting_config
 
 
 def get_config() -> ConfigDict:
     """The config of `--config=reinforce.py`."""
-    config = sorting("Reinforce", steps=800)
-    # One update per batch: there is no ratio that would allow more.
+    config = sorting_config("Reinforce", steps=800)
+    # One update per batch, since there is no ratio.
     config.algorithm.kl_coef = 0.01
     return config

@@ -5,20 +5,20 @@ python -m hjax.launch --config=remax.py
 
 from ml_collections import ConfigDict
 
-from hjax.launch.configs import sorting
+from hjax.launch.configs import sorting_config
 
 
 def get_config() -> ConfigDict:
     """The config of `--config=remax.py`."""
-    config = sorting("ReMax", steps=1000)
-    # One update per batch, without a ratio that would allow more, so every batch is new; one
-    # sample per prompt would do as well, since the baseline does not come from the group.
+    config = sorting_config("ReMax", steps=1000)
+    # One update per batch, since there is no ratio. One sample per prompt would also work, because
+    # the baseline does not come from the group.
     config.rollout.prompts = 64
     config.rollout.samples = 4
     config.algorithm.kl_coef = 0.01
-    # Without it the policy settles early on orders that are nearly right.
+    # Without the bonus the policy converges early to orders that are nearly right.
     config.algorithm.entropy_coef = 0.06
-    # Rewards minus the greedy one are small where both are nearly right; their scale is evened out.
+    # Advantages are small where sample and greedy response are both nearly right.
     config.algorithm.whiten = True
 
     config.eval.every = 100

@@ -4,18 +4,18 @@
 
 With data of your own (`--config.data.path=FILE`) the columns `chosen` and `rejected` hold the
 pairs, text or chat messages, with a column `prompt` or without (hh-rlhf), or `text` and `label`
-(1 good, 0 bad) hold texts; `--config.actor.path=DIR` starts from pretrained weights. The workdir is
-what other runs name: `--config=ppo.py --config.reward.path=WORKDIR` (docs/reward_models.md).
+(1 good, 0 bad) hold texts; `--config.actor.path=DIR` starts from pretrained weights. Other runs use
+the workdir: `--config=ppo.py --config.reward.path=WORKDIR` (docs/reward_models.md).
 """
 
 from ml_collections import ConfigDict
 
-from hjax.launch.configs import judging
+from hjax.launch.configs import reward_model_config
 
 
 def get_config() -> ConfigDict:
     """The config of `--config=reward_model.py`."""
-    config = judging("RewardModel")
-    # Pairs say nothing of where 0 is: it is held in the middle of each.
+    config = reward_model_config("RewardModel")
+    # Pairs do not determine the offset of scores; centring puts 0 in the middle of each pair.
     config.algorithm.centring = 0.01
     return config

@@ -1,4 +1,4 @@
-"""Robust DPO: DPO for labels of which a tenth is taken to be wrong, unbiased.
+"""Robust DPO: an unbiased loss for a tenth of wrong labels.
 
     python -m hjax.launch --config=robust_dpo.py
 
@@ -7,9 +7,9 @@ On the pairs of dpo.py; docs/algorithms has the formula.
 
 from ml_collections import ConfigDict
 
-from hjax.launch.configs import pairs
+from hjax.launch.configs import preference_config
 
 
 def get_config() -> ConfigDict:
     """The config of `--config=robust_dpo.py`."""
-    return pairs("RobustDPO")
+    return preference_config("RobustDPO")

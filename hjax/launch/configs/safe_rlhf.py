@@ -1,10 +1,10 @@
-"""Safe-RLHF: earn as much as possible while the mean cost stays below a limit.
+"""Safe-RLHF: maximise the reward while the mean cost stays below a limit.
 
     python -m hjax.launch --config=safe_rlhf.py
 
-The task `harvest` copies digits of the prompt and is paid their sum, but 7, 8 and 9, which pay
-best, are poisonous: a response with one of them costs 1. The multiplier grows while the mean cost
-is above the limit and weighs the cost against the reward; report.html draws its curve.
+In the task `harvest` the response copies digits of the prompt and the reward is their sum. The
+digits 7, 8 and 9 are poisonous: a response with one of them costs 1. The multiplier, which weights
+the cost against the reward, grows while the mean cost is above the limit; report.html plots it.
 """
 
 from ml_collections import ConfigDict
@@ -23,7 +23,7 @@ def get_config() -> ConfigDict:
 
     small_model(config)
 
-    # The demonstrations copy poisonous digits as often as others: the start is unsafe.
+    # Demonstrations copy poisonous digits as often as others, so the initial policy is unsafe.
     config.warm_start.steps = 150
 
     config.rollout.prompts = 64

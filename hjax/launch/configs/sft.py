@@ -1,4 +1,4 @@
-"""Supervised training on demonstrations: what the other configs' warm start does, to its end.
+"""Supervised fine-tuning on demonstrations: the warm start of the other configs, but to the end.
 
     python -m hjax.launch --config=sft.py
 

@@ -1,4 +1,4 @@
-"""SimPO: mean log-probs with a margin, no reference.
+"""SimPO: length-normalised log-probs with a margin, no reference.
 
     python -m hjax.launch --config=sim_po.py
 
@@ -7,11 +7,11 @@ On the pairs of dpo.py; docs/algorithms has the formula.
 
 from ml_collections import ConfigDict
 
-from hjax.launch.configs import pairs
+from hjax.launch.configs import preference_config
 
 
 def get_config() -> ConfigDict:
     """The config of `--config=sim_po.py`."""
-    config = pairs("SimPO")
+    config = preference_config("SimPO")
     config.warm_start.steps = 40
     return config

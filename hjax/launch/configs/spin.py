@@ -1,4 +1,4 @@
-"""SPIN: demonstrations against the policy's own answers, which it learns to tell apart.
+"""SPIN: self-play, demonstrations are preferred to the policy's own samples.
 
     python -m hjax.launch --config=spin.py
 
@@ -8,13 +8,13 @@ the column `response` holds them; docs/losses.md has the formula.
 
 from ml_collections import ConfigDict
 
-from hjax.launch.configs import sorting
+from hjax.launch.configs import sorting_config
 
 
 def get_config() -> ConfigDict:
     """The config of `--config=spin.py`."""
-    config = sorting("SPIN", steps=300)
-    # Demonstrations a step, each beside an answer.
+    config = sorting_config("SPIN", steps=300)
+    # Demonstrations per step, each paired with one sample.
     config.rollout.prompts = 64
     config.rollout.samples = 1
     config.algorithm.epochs = 2

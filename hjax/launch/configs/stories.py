@@ -1,4 +1,4 @@
-"""PPO on real weights: a small story teller learns to tell happier stories.
+"""PPO on real weights: a small language model learns to tell happier stories.
 
     HJAX_TEST_DATA=... python -m hjax.launch --config=stories.py
     python -m hjax.launch --config=stories.py --config.actor.path=DIR
@@ -25,28 +25,27 @@ def get_config() -> ConfigDict:
     config.algorithm.name = "PPO"
     config.steps = 80
 
-    # Overridden by --config.actor.path.
     config.actor.path = _weights()
     config.data.path = str(Path(__file__).with_name("stories_openings.jsonl"))
-    # A fifth of the openings is never trained on; the rise of the reward is measured there.
+    # A fifth of the openings is held out for evaluation.
     config.data.eval_fraction = 0.2
     rewards = Path(hjax.rewards.__file__).parent
     config.reward.function = f"{rewards / 'happy_stories.py'}:reward"
 
-    # Long enough for a feeling to be told, short enough for a CPU.
+    # Long enough to express a feeling, short enough for a CPU.
     config.rollout.max_response_length = 48
     config.rollout.prompts = 16
     config.rollout.samples = 8
     config.algorithm.minibatch = 64
     config.algorithm.epochs = 2
 
-    # Real weights: what they know is kept by the KL, whose coefficient follows its target
-    # (nats per token), so that it stays bounded.
+    # The KL keeps what the pretrained weights know; its coefficient adapts to the target (nats per
+    # token), so that it stays bounded.
     config.algorithm.kl_coef = 0.05
     config.algorithm.kl_target = 0.1
     config.algorithm.kl_horizon = 2000
 
-    # Falling to 0, so that the greedy stories settle at the end.
+    # Decays to 0, so that the greedy stories stabilise at the end.
     config.actor.learning_rate = 1.5e-4
     config.actor.schedule = "cosine"
     config.critic.learning_rate = 5e-4
@@ -59,6 +58,6 @@ def get_config() -> ConfigDict:
 
 
 def _weights() -> str:
-    """In the folder of outside data where that is known, else beside the caller."""
+    """In the folder HJAX_TEST_DATA if that is set, else in the working directory."""
     folder = os.environ.get("HJAX_TEST_DATA")
     return str(Path(folder, "weights", WEIGHTS)) if folder else WEIGHTS

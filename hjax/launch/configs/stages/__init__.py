@@ -1,1 +1,1 @@
-"""Shipped configs of several stages, one `get_stages()` per file."""
+"""Shipped multi-stage configs, one `get_stages()` per file."""

@@ -1,12 +1,12 @@
-"""RLHF whole, on real weights: film reviews learned, judged, and written to please the judge.
+"""The complete RLHF pipeline on real weights: SFT, reward model and PPO on film reviews.
 
     HJAX_TEST_DATA=... python -m hjax.launch --config=rlhf.py --workdir=runs/rlhf
     python -m hjax.launch --config=rlhf.py:sorting --workdir=runs/small
 
-Three stages: supervised training on review sentences, a reward model on which of them praise, and
-PPO that goes on with the beginnings of others. `{workdir}/sft` is what the stage `sft` trained. The
-weights are stories260K of llama2.c, the reviews rt-polarity; both are read from the folder
-HJAX_TEST_DATA. `rlhf.py:sorting` is the same from nothing, on a built-in task.
+Three stages: supervised training on review sentences, a reward model of positive and negative
+reviews, and PPO that completes beginnings of reviews. `{workdir}/sft` is what the stage `sft`
+trained. The weights are stories260K of llama2.c, the reviews rt-polarity; both are read from the
+folder HJAX_TEST_DATA. `rlhf.py:sorting` is the same from scratch, on a built-in task.
 """
 
 import json
@@ -18,12 +18,12 @@ from ml_collections import ConfigDict
 
 import hjax
 from hjax.errors import ConfigError
-from hjax.launch.configs import judging, sorting
+from hjax.launch.configs import reward_model_config, sorting_config
 
 WEIGHTS, REVIEWS = "weights/stories260K-hf", "rt-polarity"
-# Letters of a review that are its prompt, up to the end of a word; of the longest that is taken.
-PROMPT_LETTERS, LETTERS = 24, 160
-# Every so many-th review is only ever seen by an evaluation.
+# In characters: length of the prompt, up to the end of a word; length of the longest review used.
+PROMPT_LETTERS, MAX_LETTERS = 24, 160
+# Every tenth review is held out for evaluation.
 HELD_OUT = 10
 
 
@@ -40,7 +40,7 @@ def get_stages(kind: str = "reviews") -> dict[str, ConfigDict]:
 
 
 def prepare(workdir: Path, kind: str = "reviews") -> None:
-    """Write the reviews as the stages read them, into `workdir/data`."""
+    """Write the reviews in the stages' formats to `workdir/data`."""
     if kind != "reviews" or (workdir / "data").is_dir():
         return
     reviews = _folder() / REVIEWS / "rt-polarity.pos"
@@ -62,7 +62,7 @@ def prepare(workdir: Path, kind: str = "reviews") -> None:
     }
     for split, chosen in splits.items():
         _write(made / f"labelled_{split}.jsonl", chosen)
-        _write(made / f"begun_{split}.jsonl", [_begun(row["text"]) for row in chosen])
+        _write(made / f"begun_{split}.jsonl", [_split_review(row["text"]) for row in chosen])
     made.rename(workdir / "data")
 
 
@@ -85,7 +85,7 @@ def _reward_model() -> ConfigDict:
     config.warm_start.batch = 64
     config.actor.learning_rate = 1e-3
     config.actor.weight_decay = 0.01
-    # Praise scores above 0, blame below.
+    # Positive reviews score above 0, negative ones below.
     config.algorithm.label_coef = 0.5
     config.eval.every = 150
     return config
@@ -103,8 +103,8 @@ def _ppo() -> ConfigDict:
     config.rollout.samples = 4
     config.algorithm.epochs = 2
     config.algorithm.minibatch = 32
-    # What the reviews sound like is kept by the KL, whose coefficient follows its target (nats per
-    # token); what is cut off at the limit is scored as it stands.
+    # The KL keeps the style of reviews; its coefficient adapts to the target (nats per token).
+    # Responses that are cut off at the length limit are scored as they are.
     config.algorithm.kl_coef = 0.05
     config.algorithm.kl_target = 0.1
     config.algorithm.kl_horizon = 1000
@@ -127,9 +127,9 @@ def _common(algorithm: str, steps: int) -> ConfigDict:
 
 
 def _sorting() -> dict[str, ConfigDict]:
-    sft = sorting("SFT", steps=30)
+    sft = sorting_config("SFT", steps=30)
     sft.warm_start.steps = 0
-    ppo = sorting("PPO", steps=150)
+    ppo = sorting_config("PPO", steps=150)
     ppo.warm_start.steps = 0
     ppo.algorithm.minibatch = 128
     ppo.algorithm.epochs = 2
@@ -137,24 +137,23 @@ def _sorting() -> dict[str, ConfigDict]:
     ppo.critic.learning_rate = 1e-3
     ppo.actor.path = "{workdir}/sft"
     ppo.reward.path = "{workdir}/reward_model"
-    reward_model = judging("RewardModel")
-    # PPO's responses are the policy's own: an answer's end is judged as the mistakes are.
+    reward_model = reward_model_config("RewardModel")
     reward_model.algorithm.centring = 0.01
     return {"sft": sft, "reward_model": reward_model, "ppo": ppo}
 
 
 def _folder() -> Path:
-    """The folder of outside data where that is known, else that of the caller."""
+    """HJAX_TEST_DATA if that is set, else the working directory."""
     return Path(os.environ.get("HJAX_TEST_DATA", "."))
 
 
 def _lines(path: Path) -> list[str]:
     lines = (line.strip() for line in path.read_text(encoding="utf-8").split("\n"))
-    return [line for line in lines if PROMPT_LETTERS < len(line) <= LETTERS]
+    return [line for line in lines if PROMPT_LETTERS < len(line) <= MAX_LETTERS]
 
 
-def _begun(text: str) -> dict[str, str]:
-    """A review as a prompt of some words and the response that goes on."""
+def _split_review(text: str) -> dict[str, str]:
+    """Split a review into a prompt of some words and the response that continues it."""
     place = text.find(" ", PROMPT_LETTERS)
     place = len(text) // 2 if place < 0 else place
     return {"prompt": text[:place], "response": text[place:]}
