@@ -13,7 +13,7 @@ from pickling import ObjectStore, PicklingExecutor, StoredFuture
 
 import hjax
 from hjax.errors import ConfigError, RunError
-from hjax.run.async_rollout import BatchQueue, PendingBatch, StalenessSchedule, _Turn
+from hjax.run.async_rollout import BatchQueue, PendingBatch, StalenessSchedule, _VersionSelector
 
 EVENS = pathlib.Path(__file__).parent / "evens_reward.py"
 AHEAD = {
@@ -90,7 +90,7 @@ def test_without_a_schedule_the_newest_weights_generate_and_none_is_too_old():
     rows, versions, _ = run("GRPO", {"rollout.deterministic": False, "rollout.max_staleness": 2})
     for step, found in enumerate(versions):
         assert step - 2 <= found[0] <= found[-1] <= step
-    assert not [t for t in threading.enumerate() if t.name == "rollouts ahead"]  # once it is closed
+    assert not [t for t in threading.enumerate() if t.name == "async rollout"]  # once it is closed
     assert all(0 <= row["rollout/staleness"] <= 2 for row in rows)
 
 
@@ -219,32 +219,32 @@ def test_what_was_on_its_way_is_drawn_again(tmp_path):
 # The queue and the schedule
 
 
-def tickets(*oldest):
+def batches(*oldest):
     return [PendingBatch(number, {}, version, ready=True) for number, version in enumerate(oldest)]
 
 
 def test_a_batch_is_as_old_as_its_first_tokens():
-    ticket = PendingBatch(0, {})
+    pending = PendingBatch(0, {})
     for version in (0, 1):
-        _Turn(None, ticket).used(version)
-    assert ticket.oldest == 0
+        _VersionSelector(None, pending).record_version(version)
+    assert pending.oldest_version == 0
 
 
 @pytest.mark.extended
 def test_what_is_too_old_is_dropped_and_counted():
     queue = BatchQueue(staleness=1)
-    queue.tickets.extend([*tickets(0, 2, 3), PendingBatch(3, {})])
-    assert queue.take(1).oldest == 0  # one behind
-    assert queue.take(4).oldest == 3 and queue.dropped == 1  # two behind: dropped
-    assert queue.take(4) is None and len(queue.tickets) == 1  # not generated yet
+    queue.batches.extend([*batches(0, 2, 3), PendingBatch(3, {})])
+    assert queue.take(1).oldest_version == 0  # one behind
+    assert queue.take(4).oldest_version == 3 and queue.dropped == 1  # two behind: dropped
+    assert queue.take(4) is None and len(queue.batches) == 1  # not generated yet
 
 
 def test_a_run_goes_on_with_the_next_where_a_batch_was_dropped():
     with trainer_of("GRPO", AHEAD | {"steps": 4}) as trainer:
         trainer.step()
         # As if the weights had moved on by more than the batch on its way may lag behind.
-        trainer.ahead.queue.staleness = 0
-        trainer.ahead.schedule = StalenessSchedule(0, fixed=False, steps=9)
+        trainer.async_rollout.queue.staleness = 0
+        trainer.async_rollout.schedule = StalenessSchedule(0, deterministic=False, steps=9)
         rows = [trainer.step() for _ in range(2)]
     assert [row["rollout/dropped"] for row in rows] == [1, 1]
     assert [row["rollout/staleness"] for row in rows] == [0, 0]

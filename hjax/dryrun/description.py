@@ -122,7 +122,7 @@ def _first_calls(trainer: Any) -> dict[str, Any]:
     """
     if not trainer.algorithm_class.generates:
         return {}
-    calls = first_calls(trainer.config, trainer.inputs, trainer.roles.judges)
+    calls = first_calls(trainer.config, trainer.inputs, trainer.roles.reward_functions)
     for call in calls:
         call.check(trainer.algorithm_class, trainer.config)
     return {call.role: call.record() for call in calls}

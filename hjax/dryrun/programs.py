@@ -106,7 +106,7 @@ def step_programs(
             config.algorithm,
             rows // minibatch,
             samples,
-            served=rehearsal.roles.served,
+            shared_workers=rehearsal.roles.shared_workers,
         )
         called = {}
         for each in calls:
@@ -116,7 +116,7 @@ def step_programs(
         remark = f"{error}; so every program that the workers have is counted"
     found = []
     for role, worker in rehearsal.workers.items():
-        number = rehearsal.roles.set_of(role)
+        number = rehearsal.roles.set_index(role)
         made = {rows: {each.name: each for each in worker.programs(rows, prompt_length)}}
         for name, program in made[rows].items():
             # Moving the parameters belongs to generation.
@@ -139,7 +139,7 @@ def step_programs(
 def answering_role(call: StepCall, roles: RoleGroups) -> str:
     """The role whose worker runs a call: a separate rollout worker generates for the actor."""
     answers = call.role == "actor" and call.method == "generate_sequences"
-    return roles.generates if answers else call.role
+    return roles.generating_role if answers else call.role
 
 
 def program_name(call: StepCall) -> str:
@@ -184,7 +184,7 @@ def held_beside(
     offloaded: dict[str, int] = {}
     phase = phase_of(program.name)
     for role, kinds in resident_bytes(rehearsal).items():
-        if rehearsal.roles.set_of(role) != program.set_number:
+        if rehearsal.roles.set_index(role) != program.set_number:
             continue
         worker = rehearsal.workers[role]
         if role == program.role:

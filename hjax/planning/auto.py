@@ -32,10 +32,10 @@ from hjax.planning.search import MAX_SHOWN, PlanProblem, SearchResult
 from hjax.planning.search_space import SearchSpace
 from hjax.planning.strategies import search_strategy
 from hjax.roles import ROLES, STAGES, Role
-from hjax.run.backends import local_devices, look_at_hosts
+from hjax.run.backends import discover_hosts, local_devices
 from hjax.run.inputs import load_inputs
 from hjax.run.memory_check import AUTO, AUTO_SLOTS
-from hjax.run.placement import Plan, make_plan, role_path, roles_with_devices, served_roles
+from hjax.run.placement import Plan, make_plan, role_path, roles_with_devices, shared_worker_roles
 from hjax.run.role_groups import is_float32, planned_models
 from hjax.run.workdir import Workdir
 from hjax.settings.config_checks import check_config, on_cluster
@@ -83,7 +83,7 @@ def plan_run(
     if planned is not None or config.placement != "auto":
         placement = config.placement if planned is None else str(planned)
         if away:
-            every = config.cluster.processes * look_at_hosts(config).each
+            every = config.cluster.processes * discover_hosts(config).each
         else:
             every = len(local_devices(config))
         return make_plan(placement, placed, every)
@@ -110,7 +110,7 @@ def _cluster_of_run(config: ConfigDict, progress: Progress) -> tuple[Cluster, Co
         measured = find_profile(devices, progress)
         cluster = local_cluster(measured.device, devices)
         return cluster, measured.constants, devices[0].platform
-    hosts = look_at_hosts(config)
+    hosts = discover_hosts(config)
     if hosts.platform == "cpu":
         measured = find_profile(local_devices(config), progress)
         known, constants = [measured.device] * len(hosts.groups), measured.constants
@@ -325,7 +325,7 @@ def run_problem(
         rows // minibatch,
         rollout.samples,
         models,
-        served=served_roles(config, algorithm),
+        shared_workers=shared_worker_roles(config, algorithm),
     )
     batches = [rows, minibatch]
     if config.warm_start.steps and not config.actor.path:

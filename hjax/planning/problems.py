@@ -32,7 +32,7 @@ def trace_dataflow(
     samples: int,
     roles: Collection[str],
     absent: Collection[str] = (),
-    served: Mapping[str, str] = {},
+    shared_workers: Mapping[str, str] = {},
 ) -> Dataflow:
     """The dataflow of one step: its calls on the roles that have devices.
 
@@ -42,12 +42,12 @@ def trace_dataflow(
       samples: responses per prompt.
       roles: those with a model; calls on others (reward functions) take no devices.
       absent: roles left out of the step altogether.
-      served: as of ``step_calls``.
+      shared_workers: as of ``step_calls``.
 
     Raises:
       ConfigError: the calls cannot be traced, or one belongs to no phase that can be planned.
     """
-    calls = step_calls(algorithm, config, updates, samples, absent, served)
+    calls = step_calls(algorithm, config, updates, samples, absent, shared_workers)
     table = algorithm.role_table(config)
     called = {call.role for call in calls}
     placed = tuple(name for name in table if name in roles and name in called)

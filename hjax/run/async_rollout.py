@@ -1,8 +1,8 @@
-"""Generation ahead of learning: batches collected with weights of bounded age.
+"""Asynchronous rollout (off-policy generation with bounded staleness).
 
-A thread of the controller calls ``Algorithm.collect`` for the batches to come, while the trainer
-calls ``learn`` for the one whose turn it is. Neither waits for results: their calls run where their
-pools are. A version of the weights is a number of steps learned from.
+A controller thread calls ``Algorithm.collect`` for coming batches while the trainer calls ``learn``
+for the current one. Neither blocks on results, because the calls run in their resource pools.
+A weight version is the number of steps that the weights have learned from.
 """
 
 from __future__ import annotations
@@ -26,104 +26,106 @@ from hjax.run.rollout_policy import RolloutPolicy
 
 @dataclasses.dataclass(frozen=True)
 class StalenessSchedule:
-    """Which weights generate what.
+    """Which weight version generates each part of each batch.
 
     Attributes:
-      staleness: versions by which a batch may lag behind the weights that learn from it.
-      fixed: whether each part of each batch has its version beforehand; else it is the newest.
-      every: steps between checkpoints: in a fixed schedule no batch that is learned from after one
-        is begun before it, so that a run resumed there is the undisturbed one. 0: none.
-      parts: in which a batch is generated, each of ``tokens`` tokens (0: one part, whole).
-      steps: of the run; nothing is generated for more than these.
+      staleness: most versions by which a batch may lag behind the weights that learn from it.
+      deterministic: whether versions are fixed in advance; otherwise the newest one generates.
+      checkpoint_every: steps between checkpoints; 0: none. With a deterministic schedule a batch is
+        started and learned from between the same checkpoints, so a resumed run repeats exactly.
+      parts: calls in which a batch is generated (partial rollouts).
+      part_tokens: response tokens per part; 0: whole responses.
+      steps: steps of the run; no batches are generated beyond them.
     """
 
     staleness: int
-    fixed: bool = False
-    every: int = 0
+    deterministic: bool = False
+    checkpoint_every: int = 0
     parts: int = 1
-    tokens: int = 0
+    part_tokens: int = 0
     steps: int = 0
 
     @classmethod
-    def of(cls, config: ConfigDict) -> StalenessSchedule:
-        """That of a run's config."""
+    def from_config(cls, config: ConfigDict) -> StalenessSchedule:
+        """The schedule of a run's config."""
         rollout, parts = config.rollout, 1
         if rollout.partial_tokens:
             parts = -(-rollout.max_response_length // rollout.partial_tokens)
         return cls(
             rollout.max_staleness,
-            fixed=rollout.deterministic,
-            every=config.checkpoint.every if rollout.deterministic else 0,
+            deterministic=rollout.deterministic,
+            checkpoint_every=config.checkpoint.every if rollout.deterministic else 0,
             parts=parts,
-            tokens=rollout.partial_tokens,
+            part_tokens=rollout.partial_tokens,
             steps=config.steps,
         )
 
     def version(self, number: int, part: int) -> int:
-        """The version that a fixed schedule gives a part of a batch.
+        """The weight version of a part of a batch in a deterministic schedule.
 
         Args:
           number: of the batch, from 0.
-          part: of it, from 0; those of the second half are generated one version later.
+          part: of the batch, from 0; parts of the second half get the next version.
         """
         later = 1 if self.staleness and 2 * part >= self.parts > 1 else 0
-        fence = number // self.every * self.every if self.every else 0
-        return max(number - self.staleness + later, fence)
+        every = self.checkpoint_every
+        last_checkpoint = number // every * every if every else 0
+        return max(number - self.staleness + later, last_checkpoint)
 
 
 @dataclasses.dataclass
 class PendingBatch:
-    """A batch on its way.
+    """A batch that is being generated or waits to be learned from.
 
     Attributes:
       number: of the batch, from 0.
-      prompts: state of the prompts' order before its prompts were drawn.
-      oldest: version of its first tokens; -1 before there are any.
-      ready: whether ``collect`` has made its calls.
-      collected: what it gave.
+      prompts: state of the prompt sampler before this batch's prompts were drawn.
+      oldest_version: of the weights that generated its first tokens; -1 before generation.
+      ready: whether ``collect`` has returned.
+      collected: what ``collect`` returned.
     """
 
     number: int
     prompts: dict[str, int]
-    oldest: int = -1
+    oldest_version: int = -1
     ready: bool = False
     collected: Any = None
 
 
 class BatchQueue:
-    """Batches in their order; those that have become too old are dropped and counted.
+    """First-in, first-out queue of batches; stale ones are dropped and counted.
 
     Args:
-      staleness: the most versions by which a batch's oldest token may lag behind.
+      staleness: most versions by which a batch's oldest token may lag behind the learning weights.
     """
 
     def __init__(self, staleness: int):
         self.staleness = staleness
         self.dropped = 0
-        self.tickets: collections.deque[PendingBatch] = collections.deque()
+        self.batches: collections.deque[PendingBatch] = collections.deque()
 
     def take(self, version: int) -> PendingBatch | None:
-        """The first batch that weights of a version may learn from; None: there is none yet."""
-        while self.tickets and self.tickets[0].ready:
-            ticket = self.tickets.popleft()
-            if version - ticket.oldest <= self.staleness:
-                return ticket
+        """Pop the first batch that is fresh enough to learn from; None if none is ready."""
+        while self.batches and self.batches[0].ready:
+            pending = self.batches.popleft()
+            if version - pending.oldest_version <= self.staleness:
+                return pending
             self.dropped += 1
         return None
 
 
 class AsyncRollout:
-    """Collects batches ahead of learning.
+    """Collects batches in a background thread, ahead of learning.
 
     Args:
-      algorithm: whose ``collect``; it is called in this object's thread.
-      policy: the actor, with a rollout apart.
-      prompts: their order.
-      draw: gives the prompt batch of indices into the data and a number from 1, with which its
-        tokens are drawn.
-      schedule: which weights generate what.
+      algorithm: its ``collect`` is called in the background thread.
+      policy: the actor with its separate rollout.
+      prompts: sampler of the prompts.
+      draw: makes a prompt batch of dataset indices and the batch's number from 1, which seeds its
+        sampling.
+      schedule: which weight version generates what.
       version: steps learned from so far.
-      state: of an earlier object, to go on from.
+      state: of an earlier object, to resume from.
     """
 
     def __init__(
@@ -142,55 +144,57 @@ class AsyncRollout:
         state = state or {"number": version, "dropped": 0}
         self._number, self.queue.dropped = int(state["number"]), int(state["dropped"])
         self._first = self._version = version
-        self._taken: tuple[int, PendingBatch] | None = None  # by learning, at which version
-        self._wanted = -1  # version that the next generation waits for
-        self._resting = False  # nothing more is wanted for now
+        # The batch being learned from, and by which version.
+        self._learning: tuple[int, PendingBatch] | None = None
+        self._next_version = -1  # version that the next generation waits for
+        self._idle = False  # no further batch is needed for now
         self._error: BaseException | None = None
         self._closed = False
         self._changed = threading.Condition()
-        policy.keep, policy.parts, policy.tokens = schedule.fixed, schedule.parts, schedule.tokens
-        policy.announce(version)
-        self._thread = threading.Thread(target=self._serve, name="rollouts ahead", daemon=True)
+        policy.keep_versions = schedule.deterministic
+        policy.parts, policy.part_tokens = schedule.parts, schedule.part_tokens
+        policy.publish_version(version)
+        self._thread = threading.Thread(target=self._run, name="async rollout", daemon=True)
         self._thread.start()
 
     def next(self, version: int) -> Any:
-        """What ``collect`` gave for the next batch that is not too old.
+        """What ``collect`` returned for the next batch that is fresh enough.
 
         Args:
-          version: steps learned from so far; the weights as they are get this number.
+          version: steps learned from so far; the current weights are published as this version.
 
         Raises:
-          RunError: collecting failed with it, or takes longer than calls may.
+          RunError: the wait exceeds the deadline of calls. What failed in the thread is raised too.
         """
-        self._announce(version)
+        self._publish(version)
         found: list[PendingBatch] = []
 
         def ready() -> bool:
             before = self.queue.dropped
-            ticket = self.queue.take(version)
-            found.extend([] if ticket is None else [ticket])
+            pending = self.queue.take(version)
+            found.extend([] if pending is None else [pending])
             if self.queue.dropped > before:
-                self._changed.notify_all()  # there is room for others
+                self._changed.notify_all()  # a dropped batch makes room for another
             return bool(found)
 
         self._wait(ready)
-        self._taken = version, found[0]
+        self._learning = version, found[0]
         return found[0].collected
 
-    def settle(self, version: int) -> None:
-        """Wait until all that older weights are to generate has been asked for.
+    def drain(self, version: int) -> None:
+        """Wait until every generation by older weights has been requested.
 
-        Then others may be put in their place: for an evaluation, between steps.
+        After it the rollout's weights may be replaced, for an evaluation between steps.
         """
-        self._announce(version)
-        if self.schedule.fixed:
-            self._wait(lambda: self._resting or self._wanted >= version)
+        self._publish(version)
+        if self.schedule.deterministic:
+            self._wait(lambda: self._idle or self._next_version >= version)
 
-    def _announce(self, version: int) -> None:
-        self._policy.announce(version)
+    def _publish(self, version: int) -> None:
+        self._policy.publish_version(version)
         with self._changed:
             if version != self._version:
-                self._resting = False  # until the thread has looked again
+                self._idle = False  # until the thread has checked again
             self._version = version
             self._changed.notify_all()
 
@@ -198,14 +202,13 @@ class AsyncRollout:
         with self._changed:
             if not self._changed.wait_for(lambda: self._error or ready(), DEADLINE_SECONDS):
                 raise RunError(
-                    f"generation ahead of learning has not answered within {DEADLINE_SECONDS:g} "
-                    "seconds"
+                    f"the asynchronous rollout has not answered within {DEADLINE_SECONDS:g} seconds"
                 )
             if self._error is not None:
                 raise self._error
 
     def metrics(self, batch: Batch) -> dict[str, float]:
-        """``rollout/dropped``, batches so far; ``rollout/staleness``, mean per token, versions."""
+        """``rollout/dropped``, stale batches so far; ``rollout/staleness``, mean over tokens."""
         metrics = {"rollout/dropped": float(self.queue.dropped)}
         if "versions" in batch:
             mask = np.asarray(batch["response_mask"], bool)
@@ -214,35 +217,35 @@ class AsyncRollout:
         return metrics
 
     def state(self, version: int = -1) -> tuple[dict[str, int], dict[str, int]]:
-        """Where to go on from: the prompts' order, and this object's own; plain JSON.
+        """State for a checkpoint: the prompt sampler's and this object's own, plain JSON.
 
-        What is on its way is not in them: its prompts are drawn again.
+        Batches in flight are not saved: their prompts are drawn again after a resume.
 
         Args:
-          version: steps learned from; a batch that was taken at this version was not. -1: all
-            that were taken were.
+          version: steps learned from. A batch that was taken at this version is in flight too; -1
+            means that every batch taken has been learned from.
         """
         with self._changed:
-            first = self.queue.tickets[0] if self.queue.tickets else None
-            if self._taken is not None and self._taken[0] == version:
-                first = self._taken[1]
+            first = self.queue.batches[0] if self.queue.batches else None
+            if self._learning is not None and self._learning[0] == version:
+                first = self._learning[1]
             prompts = self._prompts.state() if first is None else first.prompts
             number = self._number if first is None else first.number
             return prompts, {"number": number, "dropped": self.queue.dropped}
 
     def close(self) -> None:
-        """Collect no more; waits for what is being asked for."""
+        """Stop the thread; waits for the call in progress."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         self._thread.join()
 
-    # In the thread
+    # In the background thread
 
-    def _serve(self) -> None:
+    def _run(self) -> None:
         try:
             while True:
-                self._collect()
+                self._collect_next()
         except _Closed:
             return
         except BaseException as error:
@@ -250,68 +253,68 @@ class AsyncRollout:
                 self._error = error
                 self._changed.notify_all()
 
-    def _collect(self) -> None:
-        self._pause(self._may_start)
+    def _collect_next(self) -> None:
+        self._wait_in_thread(self._may_start)
         with self._changed:
-            ticket = PendingBatch(self._number, self._prompts.state())
-            self.queue.tickets.append(ticket)
-            prompts = self._draw(self._prompts.next(), ticket.number + 1)
+            pending = PendingBatch(self._number, self._prompts.state())
+            self.queue.batches.append(pending)
+            prompts = self._draw(self._prompts.next(), pending.number + 1)
             self._number += 1
-        with self._policy.choosing(_Turn(self, ticket)):
+        with self._policy.selecting_version(_VersionSelector(self, pending)):
             collected = self._algorithm.collect(prompts)
         with self._changed:
-            ticket.collected, ticket.ready = collected, True
-            if ticket.oldest < 0:  # it generated nothing; then it is as new as can be
-                ticket.oldest = self._version
+            pending.collected, pending.ready = collected, True
+            if pending.oldest_version < 0:  # it generated nothing, so it is not stale
+                pending.oldest_version = self._version
             self._changed.notify_all()
-        if not self.schedule.fixed:
-            self._policy.idle()  # so that the next batch takes the weights that are newest then
+        if not self.schedule.deterministic:
+            self._policy.wait_idle()  # so that the next batch gets the newest weights
 
     def _may_start(self) -> bool:
-        """Whether the next batch is wanted, and would not be too old when its turn comes."""
-        turn = self._number - self.queue.dropped
-        rested, self._resting = self._resting, turn > max(self.schedule.steps - 1, self._version)
-        if self._resting:
-            if not rested:
+        """Whether another batch is needed, and would be fresh enough when it is learned from."""
+        position = self._number - self.queue.dropped
+        was_idle, self._idle = self._idle, position > max(self.schedule.steps - 1, self._version)
+        if self._idle:
+            if not was_idle:
                 self._changed.notify_all()
             return False
-        return self.schedule.fixed or turn <= self._version + self.schedule.staleness
+        return self.schedule.deterministic or position <= self._version + self.schedule.staleness
 
-    def _pause(self, until: Callable[[], bool]) -> None:
+    def _wait_in_thread(self, until: Callable[[], bool]) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._closed or until())
             if self._closed:
                 raise _Closed
 
-    def wanted(self, ticket: PendingBatch, part: int) -> int | None:
-        """The version that is to generate a part of a batch, once it is there; None: the newest."""
-        if not self.schedule.fixed:
-            self._pause(lambda: True)
+    def version_for(self, pending: PendingBatch, part: int) -> int | None:
+        """Wait for the version that generates a part of a batch; None means the newest."""
+        if not self.schedule.deterministic:
+            self._wait_in_thread(lambda: True)
             return None
         with self._changed:
-            fixed = self.schedule.version(ticket.number, part)
-            self._wanted = version = max(fixed, self._first, self._wanted)
+            planned = self.schedule.version(pending.number, part)
+            self._next_version = version = max(planned, self._first, self._next_version)
             self._changed.notify_all()
-        self._pause(lambda: self._version >= version)
+        self._wait_in_thread(lambda: self._version >= version)
         return version
 
 
 @dataclasses.dataclass(frozen=True)
-class _Turn:
-    """Says with which weights a batch is generated, as ``RolloutPolicy.choosing`` takes it."""
+class _VersionSelector:
+    """Selects the weight version of a batch, for ``RolloutPolicy.selecting_version``."""
 
-    ahead: AsyncRollout
-    ticket: PendingBatch
+    rollout: AsyncRollout
+    pending: PendingBatch
 
-    def wanted(self, part: int) -> int | None:
-        """The version for a part of the batch, once there is one; None: the newest."""
-        return self.ahead.wanted(self.ticket, part)
+    def version_for(self, part: int) -> int | None:
+        """Wait for the version that generates a part of the batch; None means the newest."""
+        return self.rollout.version_for(self.pending, part)
 
-    def used(self, version: int) -> None:
-        """Told which it was; the first is that of the batch's oldest tokens: versions rise."""
-        if self.ticket.oldest < 0:
-            self.ticket.oldest = version
+    def record_version(self, version: int) -> None:
+        """Record a version that was used; the first one is the oldest, because versions rise."""
+        if self.pending.oldest_version < 0:
+            self.pending.oldest_version = version
 
 
 class _Closed(Exception):
-    """The run is over."""
+    """Ends the thread: ``close`` was called."""

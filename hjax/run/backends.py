@@ -1,4 +1,4 @@
-"""Where a run's processes are: this one alone, or those of a cluster."""
+"""Execution backends of a run: this process alone, or the processes of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from hjax.run.placement import Plan, set_name
 from hjax.settings.config_checks import on_cluster
 
 LOGS = "logs"
-RAY_SAYS = "A worker died or was killed|Raylet is terminated|has been marked dead"
+RAY_LOG_SKIP = "A worker died or was killed|Raylet is terminated|has been marked dead"
 _EVENT = "/jax/core/compile/backend_compile_duration"
-# The last thing before it.
+# The event right before it: lowering has ended and compilation begins.
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
-# JAX's listeners stay for good, so that there is one, which tells the counters still in use.
-_counters: weakref.WeakSet[ProcessProbe] = weakref.WeakSet()
+# JAX listeners cannot be removed. So there is one, which serves all live probes.
+_probes: weakref.WeakSet[ProcessProbe] = weakref.WeakSet()
 _lock = threading.Lock()
 
 
 class Backend:
-    """What a Trainer asks of the machines it runs on.
+    """The devices and processes that a Trainer runs on.
 
     Attributes:
-      devices: all of them, in rank order; stand-ins where they are other processes'.
+      devices: all devices, in rank order; abstract ones where they belong to other processes.
       platform: of the devices.
-      executor: makes what carries out a pool's calls.
+      executor: makes a pool's executor.
     """
 
     devices: Sequence[Any]
@@ -46,108 +46,107 @@ class Backend:
     executor: ExecutorFactory
 
     def place(self, plan: Plan) -> None:
-        """Told where the sets of a plan are to stand, before their pools are made.
+        """Bind a plan's sets of roles to hosts, before their pools are made.
 
         Raises:
-          ConfigError: on hosts of which there are none.
+          ConfigError: the plan names hosts that the backend does not have.
         """
 
     def read(self) -> dict[str, Any]:
-        """``peak_bytes`` of the largest device, ``compiles`` so far, ``names`` of the new ones."""
+        """``peak_bytes`` of the fullest device, ``compiles`` so far, ``names`` of new programs."""
         raise NotImplementedError
 
-    def lost(self) -> Sequence[Any]:
-        """Executors whose processes are gone."""
+    def lost_executors(self) -> Sequence[Any]:
+        """Executors that have lost a process."""
         return ()
 
     def close(self) -> None:
-        """End what was started."""
+        """Stop the processes that were started."""
 
 
 class ProcessProbe:
-    """Memory of this process, and programs compiled in it since this was made (or loaded from the
-    disk cache).
+    """Measures this process: memory, and programs compiled or loaded from the compilation cache.
 
     Args:
-      tell: is told of each program's name as its compilation begins, with None, and as it ends,
-        with the seconds it took; in whatever thread compiles.
+      on_compile: called with a program's name and None when its compilation begins, and with its
+        name and seconds when it ends; in the thread that compiles.
     """
 
-    def __init__(self, tell: Callable[[str, float | None], None] | None = None) -> None:
+    def __init__(self, on_compile: Callable[[str, float | None], None] | None = None) -> None:
         self.count = 0
         self.seconds = 0.0
-        self._tell = tell
+        self._on_compile = on_compile
         self._names: list[str] = []
         with _lock:
             _listen()
-            _counters.add(self)
+            _probes.add(self)
 
     def take_names(self) -> list[str]:
-        """Names of the programs compiled since last asked."""
+        """Names of the programs compiled since the last call."""
         with _lock:
             names, self._names = self._names, []
         return names
 
     def read(self) -> dict[str, Any]:
-        """``peak_bytes``, ``compiles``, ``names``, see ``Backend``."""
+        """``peak_bytes``, ``compiles`` and ``names``, see ``Backend.read``."""
         names = self.take_names()
         return {"peak_bytes": peak_bytes(), "compiles": self.count, "names": names}
 
     def add(self, name: str, seconds: float) -> None:
-        """One more program."""
+        """Count a compiled program."""
         self.count += 1
         self.seconds += seconds
         self._names.append(name)
 
-    def tell(self, name: str, seconds: float | None) -> None:
-        """Its compilation begins (None), or has ended."""
-        if self._tell is not None:
-            self._tell(name, seconds)
+    def on_compile(self, name: str, seconds: float | None) -> None:
+        """Report that a program's compilation begins (``seconds`` is None) or has ended."""
+        if self._on_compile is not None:
+            self._on_compile(name, seconds)
 
 
 @functools.cache
 def _listen() -> None:
-    jax.monitoring.register_event_duration_secs_listener(_heard)
+    jax.monitoring.register_event_duration_secs_listener(_on_event)
 
 
-def _heard(event: str, duration_secs: float, **details: str | int) -> None:
+def _on_event(event: str, duration_secs: float, **details: str | int) -> None:
     if event not in (_EVENT, _LOWERED):
         return
     name = str(details.get("fun_name", "program"))
     if name.startswith("jit(") and name.endswith(")"):
         name = name[4:-1]
     with _lock:
-        counters = list(_counters)
-        for counter in counters if event == _EVENT else ():
-            counter.add(name, duration_secs)
-    for counter in counters:
-        counter.tell(name, duration_secs if event == _EVENT else None)
+        probes = list(_probes)
+        for probe in probes if event == _EVENT else ():
+            probe.add(name, duration_secs)
+    for probe in probes:
+        probe.on_compile(name, duration_secs if event == _EVENT else None)
 
 
 class LocalBackend(Backend):
-    """All in this process, on the devices that it sees.
+    """A run in this process alone, on the devices that it sees.
 
     Args:
       config: of the run.
-      executor: makes what carries out a pool's calls.
-      tell: of compilations, see ``ProcessProbe``.
+      executor: makes a pool's executor.
+      on_compile: called about compilations, see ``ProcessProbe``.
     """
 
     def __init__(
         self,
         config: ConfigDict,
         executor: ExecutorFactory = ThreadExecutor,
-        tell: Callable[[str, float | None], None] | None = None,
+        on_compile: Callable[[str, float | None], None] | None = None,
     ):
-        self._probe = ProcessProbe(tell)
-        self._rehearses = on_cluster(config)
+        self._probe = ProcessProbe(on_compile)
+        self._dry_run = on_cluster(config)
         self.devices = local_devices(config)
         self.platform = self.devices[0].platform
         self.executor = executor
 
     def place(self, plan: Plan) -> None:
-        """See ``Backend``; a run on a cluster may be tried dry here."""
-        if any(plan.where) and not self._rehearses:
+        """See ``Backend``; the dry run of a cluster's config accepts any hosts."""
+        if any(plan.where) and not self._dry_run:
             raise ConfigError(
                 f"the placement wants hosts with {dict(next(w for w in plan.where if w))}, but "
                 "this run is in one process; set cluster.address, or leave `where` out of the plan"
@@ -159,17 +158,17 @@ class LocalBackend(Backend):
 
 
 class ClusterBackend(Backend):
-    """Processes of a Ray cluster; the controller's own process only conducts.
+    """A run on the processes of a Ray cluster; the controller's process computes nothing.
 
     Args:
       config: of the run.
-      workdir: whose folder ``logs`` takes what the processes print.
-      say: told what a person should see.
+      workdir: its folder ``logs`` receives the processes' output.
+      say: called with messages for the user.
     """
 
     def __init__(self, config: ConfigDict, workdir: str | Path | None, say: Callable[[str], None]):
-        # Ray prints of a lost process what is said here in a line: it reads this as it is imported.
-        os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", RAY_SAYS)
+        # Suppresses Ray's own report of a lost process; Ray reads this variable at import.
+        os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", RAY_LOG_SKIP)
         from hjax.controller.ray_cluster import RayCluster
 
         self._probe = ProcessProbe()
@@ -194,7 +193,7 @@ class ClusterBackend(Backend):
         self.cluster.places = {set_name(plan, i): w for i, w in enumerate(plan.where) if w}
 
     def read(self) -> dict[str, Any]:
-        """Of every pool's first process and this one; the peak is that of the largest of all."""
+        """Compilations of this process and each pool's first; peak memory over all processes."""
         pools = self.cluster.machine()
         firsts = [self._probe.read(), *(pool[0] for pool in pools)]
         return {
@@ -203,21 +202,21 @@ class ClusterBackend(Backend):
             "names": [name for first in firsts for name in first["names"]],
         }
 
-    def lost(self) -> Sequence[Any]:
-        """Executors whose processes died, hang or cannot be reached."""
+    def lost_executors(self) -> Sequence[Any]:
+        """Executors with a process that died, hangs or cannot be reached."""
         return self.cluster.lost()
 
     def close(self) -> None:
-        """End every process, and the cluster if it was started for this run."""
+        """Stop every process, and the cluster if this run started it."""
         self.cluster.close()
 
 
-def look_at_hosts(config: ConfigDict) -> Hosts:
-    """The hosts of the cluster that a config names, for a plan.
+def discover_hosts(config: ConfigDict) -> Hosts:
+    """The hosts of the cluster that a config names, for the planner.
 
     Raises:
-      ConfigError: there is no cluster, none of its hosts takes a process, or they compute on CPUs
-        of which this process cannot simulate as many as the run takes.
+      ConfigError: there is no cluster, none of its hosts takes a process, or it computes on CPUs
+        and this process cannot simulate that many devices.
     """
     settings = config.cluster
     on_cpus = (os.environ.get("JAX_PLATFORMS") or "").split(",")[0] == "cpu"
@@ -234,12 +233,12 @@ def look_at_hosts(config: ConfigDict) -> Hosts:
 
 
 def local_devices(config: ConfigDict) -> list[jax.Device]:
-    """This process's devices, as many of them as the config wants.
+    """The devices of this process that the config uses.
 
-    For a run on a cluster, which is planned or tried dry here, as many simulated ones as it has.
+    To plan or dry-run a cluster's config here, simulated devices stand for the cluster's.
 
     Raises:
-      ConfigError: there are fewer.
+      ConfigError: this process has fewer devices.
     """
     if not on_cluster(config):
         enough_threads(devices_asked_for())  # where JAX has not started
@@ -251,8 +250,8 @@ def local_devices(config: ConfigDict) -> list[jax.Device]:
             raise ConfigError(
                 f"a cluster of {config.cluster.processes} processes with "
                 f"cluster.devices_per_process={limit} cannot be planned or tried dry here: that "
-                "takes CPU devices of a number that is set; for a cluster's hardware use python "
-                "-m hjax.launch.plan and .compile, and give the plan.json as placement"
+                "needs CPU devices and a devices_per_process above 0; for a cluster's hardware use "
+                "python -m hjax.launch.plan and .compile, and give the plan.json as placement"
             )
         return devices[:every]
     if limit > len(devices):
@@ -263,6 +262,6 @@ def local_devices(config: ConfigDict) -> list[jax.Device]:
 
 
 def peak_bytes() -> int:
-    """Largest memory use so far of any local device; of the process where devices keep no count."""
+    """Peak memory of the fullest local device; of this process where devices do not report it."""
     peaks = [(d.memory_stats() or {}).get("peak_bytes_in_use", 0) for d in jax.local_devices()]
     return max(peaks) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -58,7 +58,7 @@ def step_calls(
     updates: int,
     samples: int,
     absent: Collection[str] = (),
-    served: Mapping[str, str] = {},
+    shared_workers: Mapping[str, str] = {},
 ) -> tuple[StepCall, ...]:
     """The calls of one step, in their order.
 
@@ -67,7 +67,8 @@ def step_calls(
       updates: mini-batches that the step's sequences are cut into, for each epoch.
       samples: responses per prompt.
       absent: roles left out of the step altogether.
-      served: roles that another's worker answers for, and whose; calls are noted as that one's.
+      shared_workers: by role without a worker of its own, the role whose worker computes it; its
+        calls are recorded as that role's.
 
     Raises:
       ConfigError: the step needs something that the stand-ins cannot give, named.
@@ -78,11 +79,11 @@ def step_calls(
     # A whole batch may have more rows than those of the prompts, such as pairs made of them.
     settings.minibatch = rows // updates if updates > 1 or config.get("minibatch", 0) else 0
     calls: list[StepCall] = []
-    groups = {
-        name: _StandIn(served.get(name, name), worker_class(role.worker), samples, rows, calls)
-        for name, role in algorithm.role_table(config).items()
-        if name not in absent
-    }
+    groups = {}
+    for name, role in algorithm.role_table(config).items():
+        if name not in absent:
+            owner, worker = shared_workers.get(name, name), worker_class(role.worker)
+            groups[name] = _RecordingGroup(owner, worker, samples, rows, calls)
     every = {**groups, **absent_roles(algorithm, groups)}
     step = algorithm(
         settings,
@@ -93,7 +94,7 @@ def step_calls(
         more_prompts=lambda first: _batch(prompts),
     )
     # The numerics are the controller's, not a call; their results are ones as well.
-    step.compute_advantages = lambda batch: {**join(batch), **_learned(join(batch))}  # type: ignore[method-assign]
+    step.compute_advantages = lambda batch: {**join(batch), **_learned_arrays(join(batch))}  # type: ignore[method-assign]
     step.step_number = 1
     try:
         step.step({**_batch(prompts), "step": 1})
@@ -115,7 +116,7 @@ def absent_roles(algorithm: type[Algorithm], present: Collection[str]) -> dict[s
     }
 
 
-class _StandIn:
+class _RecordingGroup:
     """Notes calls instead of making them."""
 
     def __init__(self, role: str, worker: Any, samples: int, rows: int, calls: list[StepCall]):
@@ -129,19 +130,19 @@ class _StandIn:
 
         signature = inspect.signature(getattr(self._worker, name))
 
-        def call(*arguments: Any, **options: Any) -> _Answer:
+        def call(*arguments: Any, **options: Any) -> _InstantResult:
             given = signature.bind(None, *arguments, **options).arguments
             rows = sum(_rows(value) for value in given.values() if isinstance(value, Mapping))
             greedy = bool(given.get("greedy"))
             if phase == "generate" and not greedy:
                 rows *= given.get("samples") or self._samples
             self._calls.append(StepCall(self._role, name, phase, rows / self._rows, greedy))
-            return _Answer({"loss": 0.0} if phase == "update" else _batch(rows))
+            return _InstantResult({"loss": 0.0} if phase == "update" else _batch(rows))
 
         return call
 
 
-class _Answer(dict):
+class _InstantResult(dict):
     """A result that is there at once, for a step that waits for it."""
 
     def result(self, timeout_seconds: float = 0.0) -> dict[str, Any]:
@@ -174,7 +175,7 @@ def _batch(rows: int) -> dict[str, Any]:
     return batch | {"reward_outcomes": {}, "coefficient": np.float32(1)}
 
 
-def _learned(batch: dict[str, Any]) -> dict[str, Any]:
+def _learned_arrays(batch: dict[str, Any]) -> dict[str, Any]:
     rows = _rows(batch)
     learned: dict[str, Any] = {key: np.ones((rows, 2), np.float32) for key in _LEARNED}
     return learned | {"row_mask": np.ones(rows, bool)}

@@ -46,7 +46,7 @@ def evaluate(
 
 def rows_at_a_time(config: ConfigDict, held_out: int, roles: RoleGroups) -> int:
     """Prompts answered at a time: at most as many as training's rows, evenly split."""
-    generate = roles.layouts[roles.generates].generate
+    generate = roles.layouts[roles.generating_role].generate
     ways = generate.ways("batch") * generate.ways("layers")
     if "reward" in roles.layouts:  # a reward model's
         ways = math.lcm(ways, roles.layouts["reward"].train.ways("batch"))

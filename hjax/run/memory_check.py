@@ -161,7 +161,7 @@ class MemoryCheck:
             role: context for role, context in contexts.items() if context.model is not None
         }
         self._known: dict[str, RoleMemory] = {}
-        self._generates = roles.generates
+        self._generates = roles.generating_role
 
     def _role(self, role: str) -> RoleMemory:
         if role not in self._known:

@@ -276,7 +276,7 @@ def role_path(config: ConfigDict, role: Role) -> str:
     return section.get("path", "") if section is not None else ""
 
 
-def served_roles(config: ConfigDict, algorithm: type[Algorithm]) -> dict[str, str]:
+def shared_worker_roles(config: ConfigDict, algorithm: type[Algorithm]) -> dict[str, str]:
     """Roles without a worker of their own, and whose worker answers for them.
 
     A reference that would start as a copy of an actor with new adapters, which change nothing yet,
@@ -295,7 +295,7 @@ def served_roles(config: ConfigDict, algorithm: type[Algorithm]) -> dict[str, st
 
 def roles_with_devices(config: ConfigDict, algorithm: type[Algorithm]) -> dict[str, Role]:
     """Roles with a model or a worker of a user's own; functions compute on the host."""
-    served = served_roles(config, algorithm)
+    served = shared_worker_roles(config, algorithm)
     return {
         name: role
         for name, role in algorithm.role_table(config.algorithm).items()

@@ -1,4 +1,4 @@
-"""What becomes of a run whose processes are lost: they are replaced, and steps taken again."""
+"""Recovery from lost processes: they are restarted, and steps since the checkpoint are redone."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -9,102 +9,102 @@ from hjax.run.training_run import TrainingRun
 
 
 class RecoveringRun(TrainingRun):
-    """A run that goes on where processes of its machines are lost.
+    """A run that survives the loss of cluster processes.
 
-    A rollout that runs ahead of learning is replaced beside it; after any other loss the run goes
-    back to its last checkpoint.
+    An asynchronous rollout is replaced while learning keeps its weights. After any other loss the
+    run returns to its last checkpoint.
     """
 
     @contextlib.contextmanager
-    def _unbroken(self) -> Iterator[None]:
-        """Refuse to go on from here if the block is broken off, with weights half updated.
+    def _guarded(self) -> Iterator[None]:
+        """Make the Trainer unusable if the block fails with weights half updated.
 
         Raises:
-          RunError: that has happened before.
+          RunError: the Trainer is unusable already.
         """
-        if self._unfit:
-            raise RunError(self._unfit)
+        if self._unusable:
+            raise RunError(self._unusable)
         try:
             yield
         except BaseException as error:
-            if self._updated or not isinstance(error, Exception):
+            if self._weights_updated or not isinstance(error, Exception):
                 cause = "failed" if isinstance(error, Exception) else "was interrupted"
                 where = f"step {self.timeline.step}" if self._prepared else "the start"
                 again = "with the same workdir goes on from the last checkpoint"
-                self._unfit = (
+                self._unusable = (
                     f"{where} {cause}, and weights may be half updated: close() this Trainer; a "
                     f"new one {'starts anew' if self.workdir is None else again}"
                 )
             raise
 
     def _recover(self, error: Exception) -> None:
-        """Replace the processes that an error came from, and go back to the last checkpoint.
+        """Restart lost processes after an error, and return to the last checkpoint.
 
         Raises:
-          Exception: the error, if all processes are there.
-          RunError: they were replaced too often.
+          Exception: the error itself, if no process is lost.
+          RunError: processes were restarted too often.
         """
         while True:
-            lost = self.machines.lost()
+            lost = self.backend.lost_executors()
             if not lost:
                 raise error
-            self._count(lost[0].lost)
+            self._count_restart(lost[0].lost)
             try:
-                # A step that has updated weights, and has no row yet, is not begun again.
-                if self._only_generates(lost) and not self._updated:
+                # A step that has updated weights but has no row yet must not be repeated.
+                if self._only_rollout_lost(lost) and not self._weights_updated:
                     self._restart_rollout()
                     return
-                self._stop_ahead()
-                self._ahead_state = None
+                self._stop_async_rollout()
+                self._async_state = None
                 if self.checkpoints is not None:
                     with contextlib.suppress(RunError):  # of the lost process
                         self.checkpoints.wait()
                 self.roles.restart(lost, fewer=self.elastic)
-                if self.elastic and self.roles.generating in lost:
-                    self._tell_size()
-                self._prepared = self._updated = False
+                if self.elastic and self.roles.generating_executor in lost:
+                    self._report_rollout_size()
+                self._prepared = self._weights_updated = False
                 self.prepare()
                 return
             except Exception as again:
                 error = again
 
-    def _only_generates(self, lost: Sequence[Any]) -> bool:
-        """Whether what was lost is a rollout that runs ahead: the weights that learn are there."""
+    def _only_rollout_lost(self, lost: Sequence[Any]) -> bool:
+        """Whether only an asynchronous rollout was lost, so the learning weights are intact."""
         if not self._prepared or not self.elastic:
             return False
-        return list(lost) == [self.roles.generating]
+        return list(lost) == [self.roles.generating_executor]
 
     @property
     def elastic(self) -> bool:
-        """Whether generation goes on with fewer processes where some are lost."""
+        """Whether generation may continue with fewer processes after a loss."""
         settings = self.config.rollout
         return bool(settings.max_staleness) and not settings.deterministic
 
     def _restart_rollout(self) -> None:
-        """Give the rollout the processes that there is room for; batches on their way are redone.
+        """Restart the rollout on the processes that fit; batches in flight are generated again.
 
-        Learning goes on from the weights as they are.
+        Learning continues from its current weights.
         """
         policy = self.policy
         assert policy is not None
-        if self.ahead is not None:
-            prompts, self._ahead_state = self.ahead.state(self.step_number)
-            self._stop_ahead()
+        if self.async_rollout is not None:
+            prompts, self._async_state = self.async_rollout.state(self.step_number)
+            self._stop_async_rollout()
             self.prompts.restore(prompts)
-        executor = self.roles.generating
+        executor = self.roles.generating_executor
         self.roles.restart([executor], fewer=True)
         policy.reset(self.step_number)
-        self._tell_size()
+        self._report_rollout_size()
 
-    def _tell_size(self) -> None:
-        executor = self.roles.generating
+    def _report_rollout_size(self) -> None:
+        executor = self.roles.generating_executor
         now, planned = executor.processes, executor.planned
         if planned > 1:
             until = "" if now == planned else " until there is room for more"
             size = f"{now} of {planned} processes"
             self.reporter.message(f"{executor.name} goes on with {size}{until}")
 
-    def _grow(self) -> None:
-        """Take processes in that a rollout ahead of learning lost, where there is room again."""
-        if self.ahead is not None and self.elastic and self.roles.could_grow():
+    def _regrow_rollout(self) -> None:
+        """Give an asynchronous rollout its lost processes back once there is room for them."""
+        if self.async_rollout is not None and self.elastic and self.roles.can_grow():
             self._restart_rollout()

@@ -1,4 +1,4 @@
-"""From a config to worker groups: models, layouts, losses and optimizers of every role."""
+"""From a config to worker groups: each role's model, layout, worker and resource pool."""
 
 import contextlib
 import dataclasses
@@ -36,7 +36,7 @@ from hjax.run.placement import (
     make_pools,
     role_path,
     roles_with_devices,
-    served_roles,
+    shared_worker_roles,
 )
 from hjax.run.rollout_policy import RolloutPolicy
 from hjax.run.worker_builder import WorkerBuilder, adapted, as_planned, changed, computing
@@ -45,23 +45,23 @@ from hjax.sharding.layout import RoleLayouts, make_layouts
 
 @dataclasses.dataclass
 class RoleGroups:
-    """The roles of a run, described and, once started, as worker groups.
+    """The roles of a run: described first and, once started, as worker groups.
 
     Attributes:
-      table: what each role is.
-      builds: the message that makes each role's worker.
+      table: role name to ``Role``.
+      builds: by role, the message that builds its worker.
       plan: placement and allocation.
-      layouts: by role with devices; they can be asked, but hold no arrays.
-      models: shapes by role with a model.
-      starts_from: by role that takes another's weights, whose.
-      served: by role that another's worker answers for, whose.
-      remat: with ``model.remat=auto`` what was chosen for each trained role, and why.
-      unrolled: with ``model.unroll_layers=auto`` by role with a model whether its layers are.
-      slots: with ``rollout.slots=-1`` how many sequences are generated at a time, and why.
-      fewer: numbers of devices, falling, on which a rollout apart can do what it does; the first
-        is that of the plan.
+      layouts: by role with devices; meshes and rules only, no arrays.
+      models: model config by role with a model.
+      starts_from: by role that is initialised with another role's weights, that role.
+      shared_workers: by role without a worker of its own, the role whose worker computes it.
+      remat: with ``model.remat=auto``, the choice for each trained role.
+      unrolled: with ``model.unroll_layers=auto``, by role with a model whether layers are unrolled.
+      slots: with ``rollout.slots=-1``, the number of slots.
+      rollout_device_counts: device counts that a separate rollout can run on, falling from the
+        plan's.
       pools: resource pool by role, and the host's.
-      groups: worker group by role; the actor's is a ``RolloutPolicy`` where a rollout stands apart.
+      groups: worker group by role; the actor's is a ``RolloutPolicy`` with a separate rollout.
     """
 
     table: dict[str, Role]
@@ -70,16 +70,16 @@ class RoleGroups:
     layouts: dict[str, RoleLayouts]
     models: dict[str, ModelConfig]
     starts_from: dict[str, str]
-    served: dict[str, str] = dataclasses.field(default_factory=dict)
+    shared_workers: dict[str, str] = dataclasses.field(default_factory=dict)
     remat: dict[str, RematChoice] = dataclasses.field(default_factory=dict)
     unrolled: dict[str, bool] = dataclasses.field(default_factory=dict)
-    fewer: tuple[int, ...] = ()
+    rollout_device_counts: tuple[int, ...] = ()
     slots: SlotBudget | None = None
     pools: dict[str, ResourcePool] = dataclasses.field(default_factory=dict)
     groups: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def start(self, devices: Sequence[jax.Device], executor: ExecutorFactory) -> None:
-        """Make the pools and the workers; waits until these stand.
+        """Make the pools and the workers; waits until all workers are built.
 
         Raises:
           ConfigError: a layout that does not fit its model.
@@ -92,7 +92,7 @@ class RoleGroups:
                 group = WorkerGroup(pool, build.worker, *arguments, role=role, **options)
                 self.groups[role] = group
             for group in self.groups.values():
-                group.built.result()  # what does not fit is an error of the set-up
+                group.built.result()  # errors of a worker's constructor surface here
             if ROLLOUT in self.groups:
                 calls = calls_of(self.table["actor"].worker)
                 updates = [name for name, phase in calls.items() if phase == "update"]
@@ -104,7 +104,10 @@ class RoleGroups:
             raise
 
     def landing(self, role: str, source: str = "actor") -> Any:
-        """How a role has another's weights arrive; None where no other processes send them."""
+        """The layout in which a role receives ``source``'s weights (weight sync between pools).
+
+        None if both are in one pool, or the role's pool is in this process.
+        """
         pool = self.pools[role]
         group = self.groups[role]
         if pool is self.pools[source] or not hasattr(pool.executor, "processes"):
@@ -112,15 +115,15 @@ class RoleGroups:
         return group.landing().result() if group.has("landing") else None
 
     def restart(self, lost: Sequence[Any], fewer: bool = False) -> None:
-        """Start the executors that lost their processes again, and make their workers anew.
+        """Restart executors that lost processes, and rebuild their workers.
 
         Args:
           lost: those executors.
-          fewer: whether a rollout may do with fewer processes, if there is room for no more.
+          fewer: whether a separate rollout may restart with fewer processes.
         """
         for executor in lost:
-            smaller = fewer and executor is self.generating
-            executor.restart(self._counts() if smaller else ())
+            smaller = fewer and executor is self.generating_executor
+            executor.restart(self._process_counts() if smaller else ())
         groups = [group for group in self.groups.values() if group.pool.executor in lost]
         for group in groups:
             group.rebuild()
@@ -129,55 +132,56 @@ class RoleGroups:
 
     @property
     def timeline(self) -> Timeline:
-        """Of all pools."""
+        """The timeline of all pools."""
         return next(iter(self.pools.values())).timeline
 
     @property
-    def generating(self) -> Any:
-        """The executor of the pool that answers prompts; one of a cluster knows its processes."""
-        return self.pools[self.generates].executor
+    def generating_executor(self) -> Any:
+        """The executor of the pool that generates."""
+        return self.pools[self.generating_role].executor
 
-    def _counts(self) -> tuple[int, ...]:
-        """Processes with which the rollout can do what it does, falling."""
-        executor = self.generating
+    def _process_counts(self) -> tuple[int, ...]:
+        """Process counts that the rollout can run on, falling."""
+        executor = self.generating_executor
         planned = range(executor.planned, 0, -1)
-        return tuple(n for n in planned if n * executor.devices in self.fewer)
+        return tuple(n for n in planned if n * executor.devices in self.rollout_device_counts)
 
-    def could_grow(self) -> bool:
-        """Whether there is room for processes that the rollout lost, and it can use them."""
-        executor = self.generating
-        room = getattr(executor, "room", 0)
-        return bool(room) and any(executor.processes < n <= room for n in self._counts())
+    def can_grow(self) -> bool:
+        """Whether the cluster has room for lost rollout processes, in a number it can use."""
+        executor = self.generating_executor
+        limit = getattr(executor, "room", 0)
+        counts = self._process_counts() if limit else ()
+        return any(executor.processes < n <= limit for n in counts)
 
     @property
-    def bases(self) -> dict[str, BaseCheckpoint]:
-        """The checkpoints of other runs beside which adapters learn, by path."""
+    def base_checkpoints(self) -> dict[str, BaseCheckpoint]:
+        """By path, the checkpoints of other runs that are the base of LoRA adapters."""
         contexts = (build.arguments[0] for build in self.builds.values())
         beside = (c for c in contexts if c.model is not None and c.model.lora is not None)
         return {context.path: context.base for context in beside if context.base is not None}
 
     @property
-    def generates(self) -> str:
-        """The role that answers prompts: the rollout where it stands apart, else the actor."""
+    def generating_role(self) -> str:
+        """The role that generates: the separate rollout if there is one, else the actor."""
         return ROLLOUT if ROLLOUT in self.layouts else "actor"
 
     @property
-    def judges(self) -> dict[str, RewardFunction]:
-        """The functions that score, by role."""
+    def reward_functions(self) -> dict[str, RewardFunction]:
+        """Reward and cost functions, by role."""
         made = {role: build.options.get("function") for role, build in self.builds.items()}
         return {role: f for role, f in made.items() if isinstance(f, RewardFunction)}
 
-    def set_of(self, role: str) -> int:
-        """Number of the set of roles that a role with devices shares them with."""
+    def set_index(self, role: str) -> int:
+        """Index of a role's set in the plan's placement (roles that share devices)."""
         return next(i for i, roles in enumerate(self.plan.placement) if role in roles)
 
     def close(self) -> None:
         """Stop every pool."""
-        with contextlib.ExitStack() as ends:  # all of them, whichever fails
-            for function in self.judges.values():
-                ends.callback(function.close)
+        with contextlib.ExitStack() as closing:  # runs every callback even if one fails
+            for function in self.reward_functions.values():
+                closing.callback(function.close)
             for pool in {id(p): p for p in self.pools.values()}.values():
-                ends.callback(pool.close)
+                closing.callback(pool.close)
 
 
 def default_dtype(platform: str) -> Any:
@@ -186,7 +190,7 @@ def default_dtype(platform: str) -> Any:
 
 
 def read_model(path: str) -> tuple[ModelConfig, Tokenizer | None]:
-    """Shapes and tokenizer of the model at a path, whose weights are there to be loaded.
+    """Model config and tokenizer of a path, after checking that its weights can be loaded.
 
     Raises:
       ConfigError: missing or damaged files, by name.
@@ -205,18 +209,18 @@ def describe_roles(
     memory: int = 0,
     bases: Mapping[str, BaseCheckpoint] = {},
 ) -> RoleGroups:
-    """Check everything that can be checked without devices, and describe the workers.
+    """Check everything that needs no devices, and describe the workers.
 
     Args:
-      config: the run's.
+      config: of the run.
       algorithm: its class.
-      inputs: what it reads.
-      plan: where the roles stand.
-      platform: of the devices; it decides what ``model.dtype=auto`` means.
-      read: gives shapes and tokenizer of a role's path.
-      memory: bytes of a device that programs may use, for ``model.remat=auto``; 0: not known.
-      bases: checkpoints of other runs, by path, that this run has read before; of a path that it
-        has not, the newest.
+      inputs: what the run reads.
+      plan: placement of the roles.
+      platform: of the devices; it resolves ``model.dtype=auto``.
+      read: returns the model config and tokenizer of a role's path.
+      memory: bytes of a device that programs may use, for ``model.remat=auto``; 0: unknown.
+      bases: by path, checkpoints of other runs that this run started from; for other paths the
+        newest checkpoint is taken.
 
     Raises:
       ConfigError: shapes, batches, layouts or paths that do not fit, by name.
@@ -230,12 +234,12 @@ def describe_roles(
         for role, count in devices.items()
     }
     check_together(config, algorithm, inputs, table, layouts, plan)
-    fewer: tuple[int, ...] = ()
+    rollout_device_counts: tuple[int, ...] = ()
     if ROLLOUT in layouts:
-        # What stands on fewer devices has fewer data-parallel parts.
+        # On fewer devices the rollout has fewer data-parallel parts.
         sizes[ROLLOUT]["train"] = sizes[ROLLOUT]["train"] | {"data": -1}
         counts = range(devices[ROLLOUT], 0, -1)
-        fewer = tuple(n for n in counts if can_generate(config, sizes[ROLLOUT], n))
+        rollout_device_counts = tuple(n for n in counts if can_generate(config, sizes[ROLLOUT], n))
     builder = WorkerBuilder(
         config,
         algorithm,
@@ -249,7 +253,7 @@ def describe_roles(
         bases=bases,
     )
     builds = {role: as_planned(builder.build(role), plan) for role in table}
-    if read is read_model:  # others know shapes, perhaps of no weights
+    if read is read_model:  # another reader may know shapes of models without weights
         check_judges(config, table)
     models = {role: b.arguments[0].model for role, b in builds.items() if b.arguments[0].model}
     unrolled = {role: builds[role].arguments[0].compute.unroll_layers for role in models}
@@ -260,9 +264,9 @@ def describe_roles(
         layouts=layouts,
         models=models,
         starts_from=_starts_from(table, builds),
-        served=served_roles(config, algorithm),
+        shared_workers=shared_worker_roles(config, algorithm),
         unrolled=unrolled if config.model.unroll_layers == AUTO else {},
-        fewer=fewer,
+        rollout_device_counts=rollout_device_counts,
     )
     _choose(
         roles, MemoryCheck(config, algorithm, roles, inputs.prompt_length, platform, memory), config
@@ -273,10 +277,10 @@ def describe_roles(
 def _table(
     config: ConfigDict, algorithm: type[Algorithm], inputs: Inputs, plan: Plan
 ) -> dict[str, Role]:
-    """What each role is that has a worker."""
-    served = served_roles(config, algorithm)
+    """The roles that have a worker, checked."""
+    shared_workers = shared_worker_roles(config, algorithm)
     table = algorithm.role_table(config.algorithm)
-    table = {name: role for name, role in table.items() if name not in served}
+    table = {name: role for name, role in table.items() if name not in shared_workers}
     if any(ROLLOUT in roles for roles in plan.placement):
         check_rollout(table, algorithm)
         table[ROLLOUT] = ROLES[ROLLOUT]
@@ -302,34 +306,34 @@ def _table(
 
 
 def _sizes(config: ConfigDict, plan: Plan, role: str, entry: Role) -> dict[str, dict[str, int]]:
-    """Of the mesh axes under ``train``, and under ``generate`` where the role has that."""
+    """Mesh axis sizes of a role's ``train`` layout and, if it generates, ``generate`` layout."""
     sizes = {"train": layout_sizes(plan, config.layout, role, "train")}
     if entry.apart:
-        sizes["generate"] = {"tensor": -1, "pipe": -1}  # as its mesh says
+        sizes["generate"] = {"tensor": -1, "pipe": -1}  # as its train layout
     elif entry.generates:
         sizes["generate"] = layout_sizes(plan, config.layout, role, "generate")
     return sizes
 
 
-def _choose(roles: RoleGroups, room: MemoryCheck, config: ConfigDict) -> None:
-    """Put what ``model.remat=auto`` and ``rollout.slots=-1`` are into the workers' contexts."""
+def _choose(roles: RoleGroups, memory_check: MemoryCheck, config: ConfigDict) -> None:
+    """Resolve ``model.remat=auto`` and ``rollout.slots=-1`` in the workers' contexts."""
     builds = roles.builds
     if config.model.remat == AUTO:
-        roles.remat = room.remat()
+        roles.remat = memory_check.remat()
         for role, chosen in roles.remat.items():
             builds[role] = computing(builds[role], remat=chosen.policy)
     fixed = any("slots" in settings for settings in roles.plan.settings.values())
     if config.rollout.slots == AUTO_SLOTS and not fixed:
-        roles.slots = room.slots()
+        roles.slots = memory_check.slots()
         for role in (r for r in builds if r in roles.layouts):
             builds[role] = changed(builds[role], slots=roles.slots.slots)
 
 
 def _starts_from(table: Mapping[str, Role], builds: Mapping[str, BuildWorker]) -> dict[str, str]:
-    """Whose weights roles take, every role after the one that it takes them from.
+    """By role the role whose weights it starts from, in an order in which sources come first.
 
     Raises:
-      ConfigError: roles that start from each other.
+      ConfigError: roles that start from each other in a circle.
     """
     starts_from = {
         role: entry.starts_from
@@ -358,10 +362,10 @@ def planned_models(
     inputs: Inputs,
     read: Callable[[str], tuple[ModelConfig, Tokenizer | None]] = read_model,
 ) -> dict[str, ModelConfig]:
-    """Shapes of the roles with devices, for a planner.
+    """Model configs of the roles with devices, for the planner.
 
     Raises:
-      ConfigError: a worker class of a user's own, whose model nobody here knows.
+      ConfigError: a user's worker class, whose model is unknown.
     """
     models = {}
     for name, role in roles_with_devices(config, algorithm).items():

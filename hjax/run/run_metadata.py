@@ -68,7 +68,7 @@ def offloaded_bytes(roles: RoleGroups) -> int:
         group = roles.groups[role]
         if group.has("offloaded_bytes"):
             size = group.offloaded_bytes("generate", roles.table[role].generates).result()
-            number = roles.set_of(role)
+            number = roles.set_index(role)
             sets[number] = sets.get(number, 0) + size
     return max(sets.values(), default=0)
 
@@ -92,7 +92,7 @@ def export_actor(
             "weights; leave adapter out"
         )
     if path:
-        began = roles.bases.get(path)
+        began = roles.base_checkpoints.get(path)
         step = None if began is None else began.check(path)
         base, own = adapter_base(base_model_path(path), step)
     else:

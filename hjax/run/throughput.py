@@ -29,7 +29,7 @@ class StepCosts:
       config: of the run.
       algorithm: its class.
       roles: of the run, started.
-      machines: it runs on.
+      backend: the run's devices and processes.
 
     Attributes:
       token_seconds: see ``token_seconds``; 0 where nothing is generated.
@@ -37,10 +37,10 @@ class StepCosts:
     """
 
     def __init__(
-        self, config: ConfigDict, algorithm: type[Algorithm], roles: RoleGroups, machines: Backend
+        self, config: ConfigDict, algorithm: type[Algorithm], roles: RoleGroups, backend: Backend
     ):
-        devices, float32 = machines.devices, is_float32(config, machines.platform)
-        self._roles, self._machines, self._generates = roles, machines, algorithm.generates
+        devices, float32 = backend.devices, is_float32(config, backend.platform)
+        self._roles, self._backend, self._generates = roles, backend, algorithm.generates
         self._offloaded: int | None = None
         self.compiled: list[str] = []
         self.token_seconds = token_seconds(roles, devices, float32) if algorithm.generates else 0.0
@@ -50,7 +50,11 @@ class StepCosts:
             updates = rows // (config.algorithm.get("minibatch", 0) or rows)
             with contextlib.suppress(ConfigError):  # of a step that cannot be read off nothing
                 self._calls = step_calls(
-                    algorithm, config.algorithm, updates, config.rollout.samples, (), roles.served
+                    algorithm,
+                    config.algorithm,
+                    updates,
+                    config.rollout.samples,
+                    shared_workers=roles.shared_workers,
                 )
         self._models = {r: (m, roles.table[r].scalar) for r, m in roles.models.items()}
         self._peak = peak_flops(devices, float32)
@@ -71,7 +75,7 @@ class StepCosts:
           batch: it trained on.
           waits: generation does not run ahead, which is not waited for to be asked.
         """
-        machine = self._machines.read()
+        machine = self._backend.read()
         self.compiled = sorted(set(machine["names"]))
         metrics = {"time/step": seconds}
         if waits:

@@ -1,4 +1,4 @@
-"""The trainer: builds a run from its config, takes steps, evaluates, saves and resumes."""
+"""The Trainer: builds a run from its config, trains, evaluates, saves and resumes."""
 
 import functools
 import os
@@ -19,24 +19,24 @@ Metrics = dict[str, float]
 
 
 class Trainer(RecoveringRun):
-    """A run: the same object that the command builds.
+    """A training run; the command builds the same object.
 
     Args:
       config: what to do, see docs/config.md.
-      workdir: where the run is written and resumed from; None writes nothing.
+      workdir: directory that the run is written to and resumed from; None writes nothing.
       display: shows progress; None shows nothing.
-      plan: where the roles stand (``hjax.plan(config)``); None: as ``config.placement`` says,
+      plan: placement of the roles (``hjax.plan(config)``); None: as ``config.placement`` says,
         which may not be ``auto`` then.
-      executor: makes what carries out a pool's calls; by default threads of this process, or
-        where ``config.cluster`` asks for them processes of a cluster.
+      executor: makes a pool's executor; by default threads of this process or, if
+        ``config.cluster`` asks for it, processes of a cluster.
       debug: a role whose calls stop in a debugger, in this process; empty: none.
-      overwrite: start anew where ``workdir`` has a run.
-      repair: set checkpoints that are damaged aside, and go on from the last sound one.
+      overwrite: start anew if ``workdir`` holds a run.
+      repair: set damaged checkpoints aside, and resume from the last sound one.
 
     Attributes:
-      batch: the last step's batch, to look inside.
+      batch: the last step's batch, for inspection.
       history: the metrics of the steps taken by this object.
-      restarts: times that lost processes were replaced.
+      restarts: how often lost processes were restarted.
       stop_requested: set it to a signal number (or any true value) and ``run`` saves and returns
         after the step in progress.
 
@@ -50,12 +50,12 @@ class Trainer(RecoveringRun):
     def run(self, steps: int | None = None) -> list[Metrics]:
         """Take steps until ``config.steps`` (or so many more); returns their metrics.
 
-        A set ``stop_requested`` ends it early, after a checkpoint. In a notebook, without a display
-        of the caller's, a table and curves are drawn as it goes.
+        ``stop_requested`` ends it early, after a checkpoint. In a notebook without a display of the
+        caller's, a table and curves are drawn as it goes.
         """
         total = self.config.steps if steps is None else self.step_number + steps
         with self.reporter.in_notebook(total):
-            with self._unbroken():
+            with self._guarded():
                 rows = self._run(self.config.steps if steps is None else None, steps or 0)
             self.reporter.end(self.timeline)
         return rows
@@ -82,27 +82,28 @@ class Trainer(RecoveringRun):
                         self.checkpoints.wait()
                 return list(rows.values())
             except Exception as error:
-                self._recover(error)  # to a step that is saved, from which the rest is taken again
+                self._recover(error)  # to the last checkpoint; the steps after it are redone
                 rows = {step: row for step, row in rows.items() if step <= self.step_number}
 
     def step(self) -> Metrics:
         """Take one step; returns its metrics (the row of metrics.jsonl).
 
-        Where a process of a cluster is lost it is replaced, and what came after the last checkpoint
-        is done again. After one that was interrupted, or failed with weights updated, it refuses.
+        If a cluster process is lost, it is restarted and the steps since the last checkpoint are
+        redone. After a step that was interrupted, or that failed after an update, it raises
+        RunError.
         """
-        with self._unbroken():
+        with self._guarded():
             rows = self._run(None, steps=1, saves=False)
             if not rows:
                 raise RunError("stopped before the first step")
             return rows[-1]
 
     def _step(self) -> Metrics:
-        self._grow()
+        self._regrow_rollout()
         step = self.step_number + 1
         before = self.evaluate(step) if step == 1 and self.config.eval.every else {}
         self.timeline.step = step
-        # An evaluation's transitions are not this step's.
+        # Resets the counter: an evaluation's transitions do not count for this step.
         self.roles.groups["actor"].take_seconds()
         start = time.perf_counter()
         try:
@@ -110,12 +111,12 @@ class Trainer(RecoveringRun):
                 self.batch, metrics = self._take_step(step)
                 self.reporter.sampled(metrics, step)
         except RunError:
-            self.batch = self.recorder.batch  # empty if the failure came before it was whole
+            self.batch = self.recorder.batch  # empty if it failed before the batch was complete
             self.reporter.keep_batch(self.batch, step)
             raise
         seconds = time.perf_counter() - start
-        costs = self.costs.metrics(step, seconds, self.batch, waits=self.ahead is None)
-        if len(self.history) >= 2 and self.costs.compiled:  # the first two of a start compile
+        costs = self.costs.metrics(step, seconds, self.batch, waits=self.async_rollout is None)
+        if len(self.history) >= 2 and self.costs.compiled:  # the first two steps always compile
             self.reporter.message(f"step {step} compiled {', '.join(self.costs.compiled)}")
         metrics = {"step": step, **metrics, **costs}
         self.step_number = step
@@ -128,10 +129,10 @@ class Trainer(RecoveringRun):
         return metrics
 
     def _take_step(self, step: int) -> tuple[dict[str, Any], Metrics]:
-        """Collect and learn, one after the other or the one ahead of the other."""
+        """Collect and learn, in sequence or with an asynchronous rollout."""
         ahead = None
         if self.config.rollout.max_staleness:
-            ahead = self._started_ahead()
+            ahead = self._start_async_rollout()
             learn = functools.partial(self.algorithm.learn, ahead.next(step - 1))
             take = functools.partial(self.recorder.record, learn, step)
         else:
@@ -142,36 +143,40 @@ class Trainer(RecoveringRun):
         except Exception:
             policy = self.policy
             changed = policy is not None and policy.changed
-            self._updated = changed or bool(self.algorithm.logged)
+            self._weights_updated = changed or bool(self.algorithm.logged)
             raise
-        self._updated = True
+        self._weights_updated = True
         return batch, metrics | ({} if ahead is None else ahead.metrics(batch))
 
-    def _started_ahead(self) -> AsyncRollout:
-        if self.ahead is None:
-            policy, schedule = self.policy, StalenessSchedule.of(self.config)
-            assert policy is not None  # or the config would have been refused
-            self.ahead = AsyncRollout(
+    def _start_async_rollout(self) -> AsyncRollout:
+        if self.async_rollout is None:
+            policy, schedule = self.policy, StalenessSchedule.from_config(self.config)
+            assert policy is not None  # `check_async_rollout` requires a separate rollout
+            self.async_rollout = AsyncRollout(
                 self.algorithm,
                 policy,
                 self.prompts,
                 draw=self._draw,
                 schedule=schedule,
                 version=self.step_number,
-                state=self._ahead_state,
+                state=self._async_state,
             )
-        return self.ahead
+        return self.async_rollout
 
     def evaluate(self, step: int | None = None) -> Metrics:
-        """Greedy answers to the held-out prompts: ``eval/reward`` and, with a verifier of right
-        and wrong, ``eval/accuracy``; what is said of held-out pairs or steps, where these are
-        learned from; empty without held-out rows."""
+        """Evaluate on held-out data; empty without any.
+
+        Greedy responses to held-out prompts give ``eval/reward`` and, with a verifier of right and
+        wrong, ``eval/accuracy``. Algorithms that learn from pairs or steps are evaluated on
+        held-out ones of these.
+        """
         self.prepare()
         number = step or self.step_number
         answers = self.inputs.held_out is not None and self.roles.table["actor"].generates
-        return (self._answer(number) if answers else {}) | self._predict(number)
+        metrics = self._evaluate_responses(number) if answers else {}
+        return metrics | self._evaluate_predictions(number)
 
-    def _predict(self, step: int) -> Metrics:
+    def _evaluate_predictions(self, step: int) -> Metrics:
         if not self.inputs.held_out_examples:
             return {}
         config, inputs = self.config, self.inputs
@@ -189,33 +194,33 @@ class Trainer(RecoveringRun):
             self.workdir.append(CALIBRATION, rows)
         return metrics
 
-    def _answer(self, step: int) -> Metrics:
+    def _evaluate_responses(self, step: int) -> Metrics:
         while True:
             try:
-                if self.ahead is not None:
-                    self.ahead.settle(self.step_number)
+                if self.async_rollout is not None:
+                    self.async_rollout.drain(self.step_number)
                 with self.reporter.phase("evaluate"):
                     metrics, shown = evaluate(self.config, self.inputs, self.roles)
                 break
             except Exception:
-                # Else the step before it would have to be taken again.
-                if not self._only_generates(lost := self.machines.lost()):
+                # Otherwise the step before this evaluation would have to be redone.
+                if not self._only_rollout_lost(lost := self.backend.lost_executors()):
                     raise
-                self._count(lost[0].lost)
+                self._count_restart(lost[0].lost)
                 self._restart_rollout()
         self.reporter.samples(shown, step, "eval", 1)
         return metrics
 
     def export(self, directory: str | os.PathLike, adapter: bool = False) -> Path:
-        """Write the actor as it is now as a Hugging Face directory, its tokenizer beside it.
+        """Write the current actor and its tokenizer as a Hugging Face directory.
 
         Args:
           directory: new or empty.
-          adapter: write the adapters that it trains alone, as a PEFT directory; else they are added
-            to the weights.
+          adapter: write only the LoRA adapters, as a PEFT directory; otherwise they are merged into
+            the weights.
 
         Raises:
-          ConfigError: it is not, or the run trains no adapters.
+          ConfigError: the directory is not empty, or the run trains no adapters.
         """
         check_output(directory)
         if adapter and not self.config.actor.lora.rank:
@@ -230,7 +235,7 @@ class Trainer(RecoveringRun):
         step, reporter = self.step_number, self.reporter
         self.history.append(metrics)
         reporter.row(metrics)
-        self._updated = False
+        self._weights_updated = False
         generates = self.algorithm_class.generates
         reporter.step(metrics, self.batch, self.algorithm.samples if generates else 0)
         if self.recorder.skipped_this_step:
@@ -242,5 +247,5 @@ class Trainer(RecoveringRun):
             self.checkpoints.check()
 
     def plan_record(self) -> dict[str, Any]:
-        """Where the roles stand, see ``hjax.run.run_metadata.plan_record``."""
+        """The run's placement, see ``hjax.run.run_metadata.plan_record``."""
         return plan_record(self.roles)

@@ -1,4 +1,4 @@
-"""A run up to its steps: set up from a config, begun or resumed, and saved."""
+"""Life cycle of a run: set up from a config, started or resumed, checkpointed, closed."""
 
 import contextlib
 import copy
@@ -42,12 +42,12 @@ Metrics = dict[str, float]
 
 
 class TrainingRun:
-    """What ``hjax.run.trainer.Trainer`` stands on, whose arguments it takes.
+    """Base of ``hjax.run.trainer.Trainer`` (which documents the arguments): all but the steps.
 
     Attributes:
       config, inputs, roles, algorithm_class, algorithm: of the run.
       step_number: of the last step.
-      ahead: what collects ahead of learning, once steps are taken there; else None.
+      async_rollout: the asynchronous rollout, once steps are taken with one; else None.
     """
 
     def __init__(
@@ -65,21 +65,21 @@ class TrainingRun:
         if workdir is not None:
             self.config = Workdir(workdir, overwrite=overwrite).kept(self.config)
         self.reporter = Reporter(self.config, display)
-        self._unfit = ""
+        self._unusable = ""
         self._repair = repair
         self.algorithm_class = get_algorithm(self.config.algorithm.name)
         self.inputs = load_inputs(self.config, self.algorithm_class.source)
         config = self.config
-        self.machines: Backend
+        self.backend: Backend
         if on_cluster(config) and executor is None:
-            self.machines = ClusterBackend(config, workdir, self.reporter.message)
+            self.backend = ClusterBackend(config, workdir, self.reporter.message)
         else:
-            self.machines = LocalBackend(
+            self.backend = LocalBackend(
                 config, executor or ThreadExecutor, self.reporter.compiling
             )
         with contextlib.ExitStack() as undo:
-            undo.callback(self.machines.close)
-            devices, platform = self.machines.devices, self.machines.platform
+            undo.callback(self.backend.close)
+            devices, platform = self.backend.devices, self.backend.platform
             if plan is None:
                 plan = placed(config, self.algorithm_class, len(devices))
             recorded: dict[str, BaseCheckpoint] = {}
@@ -94,24 +94,24 @@ class TrainingRun:
                 memory=min(map(device_memory, devices)),
                 bases=recorded,
             )
-            if workdir is not None:  # else there may be nothing to run but a description
-                self._check_room()
-            self.machines.place(plan)
+            if workdir is not None:  # without one it may be only a dry run
+                self._check_memory()
+            self.backend.place(plan)
             self._start(devices, self._executors(debug))
             undo.callback(self.roles.close)
             check_offloads(config, self.algorithm_class, devices, plan)
             self._set_up(workdir, overwrite)
             undo.pop_all()
 
-    def _check_room(self) -> None:
-        machines, length = self.machines, self.inputs.prompt_length
-        room = MemoryCheck(self.config, self.algorithm_class, self.roles, length, machines.platform)
-        room.check(machines.devices)
+    def _check_memory(self) -> None:
+        backend, length = self.backend, self.inputs.prompt_length
+        room = MemoryCheck(self.config, self.algorithm_class, self.roles, length, backend.platform)
+        room.check(backend.devices)
 
     def _executors(self, debug: str) -> ExecutorFactory:
-        """What makes the pools' executors; that of a role to debug is in this process."""
+        """The executor factory; the pool of a role to debug runs in this process."""
         if not debug:
-            return self.machines.executor
+            return self.backend.executor
         table, plan = self.roles.table, self.roles.plan
         if debug not in table:
             raise ConfigError(f"debug={debug}: no role of this run, which has {', '.join(table)}")
@@ -119,29 +119,28 @@ class TrainingRun:
         on_host = [role for role in table if role not in self.roles.layouts]
         from hjax.controller.executors import debugging
 
-        return debugging(debug, self.machines.executor, lambda name: names.get(name, on_host))
+        return debugging(debug, self.backend.executor, lambda name: names.get(name, on_host))
 
     def _set_up(self, workdir: str | Path | None, overwrite: bool) -> None:
         config, inputs = self.config, self.inputs
         self.timeline = self.roles.timeline
         self.prompts = prompt_order(config, inputs.train)
-        # What collects ahead of learning, once steps are taken.
-        self.ahead: AsyncRollout | None = None
-        self._ahead_state: dict[str, int] | None = None
-        self._shown = demonstrated(config, self.algorithm_class, inputs)
+        self.async_rollout: AsyncRollout | None = None
+        self._async_state: dict[str, int] | None = None
+        self._example_sources = demonstrated(config, self.algorithm_class, inputs)
         groups = self.roles.groups
-        groups = groups | {role: groups[by] for role, by in self.roles.served.items()}
+        groups = groups | {role: groups[by] for role, by in self.roles.shared_workers.items()}
         self.algorithm = self.algorithm_class(
             config.algorithm,
             {**groups, **absent_roles(self.algorithm_class, groups)},
             seed=config.seed,
             samples=config.rollout.samples if self.algorithm_class.generates else 1,
-            demonstrations=self._shown.learned,
+            demonstrations=self._example_sources.learned,
             max_response_length=config.rollout.max_response_length,
             more_prompts=None if config.rollout.max_staleness else self._more_prompts,
         )
         self.recorder = StepRecorder(self.algorithm, config.algorithm.max_skipped)
-        self.costs = StepCosts(config, self.algorithm_class, self.roles, self.machines)
+        self.costs = StepCosts(config, self.algorithm_class, self.roles, self.backend)
         task = inputs.task
         self.reporter.watch(self.costs.token_seconds, task.response_length if task else None)
         self.step_number = 0
@@ -149,8 +148,8 @@ class TrainingRun:
         self.history: list[Metrics] = []
         self.stop_requested: int = 0
         self._prepared = False
-        self._updated = False  # weights, by a step whose row is not written
-        self._at_start = copy.deepcopy(self._controller_state())
+        self._weights_updated = False  # whether a step without a row yet has updated weights
+        self._initial_state = copy.deepcopy(self._controller_state())
         self.workdir: Workdir | None = None
         self.checkpoints: Checkpoints | None = None
         if workdir is not None:
@@ -159,11 +158,11 @@ class TrainingRun:
             self.reporter.workdir = self.workdir
 
     def _draw(self, indices: np.ndarray, number: int) -> dict[str, Any]:
-        """The prompt batch of a number, from 1, with which its tokens are drawn."""
+        """The prompt batch of dataset indices; its number, from 1, seeds the sampling."""
         return prompt_batch(self.inputs.train.rows(indices), self.inputs.prompt_length, number)
 
     def _more_prompts(self, first: int) -> dict[str, Any]:
-        """Further prompts of the step in progress, after so many sequences."""
+        """Further prompts for the step in progress, which has ``first`` sequences already."""
         return self._draw(self.prompts.next(), self.step_number + 1) | {"first": first}
 
     @property
@@ -177,49 +176,49 @@ class TrainingRun:
 
     @property
     def policy(self) -> RolloutPolicy | None:
-        """The actor as algorithms call it where a rollout stands apart, else None."""
+        """The actor's handle if a separate rollout generates, else None."""
         actor = self.roles.groups["actor"]
         return actor if isinstance(actor, RolloutPolicy) else None
 
     def _start(self, devices: Sequence[Any], executor: ExecutorFactory) -> None:
-        """Start the pools; where a process is lost while it starts, once more."""
+        """Start the pools; retried if a process is lost while starting."""
         self.restarts = 0
         while True:
             try:
                 return self.roles.start(devices, executor)
             except ProcessLost as error:
-                self._count(error)
+                self._count_restart(error)
 
-    def _count(self, cause: Exception) -> None:
-        """Something lost is replaced, unless that was done too often."""
+    def _count_restart(self, cause: Exception) -> None:
+        """Count and report a restart of lost processes; RunError above ``cluster.max_restarts``."""
         most = self.config.cluster.max_restarts
         if self.restarts >= most:
             raise RunError(
                 f"lost processes were replaced {most} times (cluster.max_restarts); now {cause}"
             ) from cause
         self.restarts += 1
-        # Its log was shown when it was lost, unless other things came after.
+        # Leaves out the process's log if that was the last message.
         what = str(cause)
         what = what.partition(LOG_FOLLOWS)[0] if what == self.reporter.said else what
         self.reporter.message(f"{what}\nit is replaced ({self.restarts} of at most {most} times)")
 
-    # Beginning
+    # Start
 
     def prepare(self) -> None:
-        """Load or create the weights, resume or warm-start; done by the first step otherwise."""
+        """Initialise, resume or warm-start the run; the first step does it otherwise."""
         if self._prepared:
             return
         if self.workdir is None:
-            self._check_room()
+            self._check_memory()
         elif self.checkpoints is None:
             self.checkpoints = Checkpoints(self.workdir.checkpoints, self.config.checkpoint.keep)
             scalar = self.roles.table["actor"].scalar
             with self.workdir.writing("model"):
                 write_model_files(self.workdir.path, self.inputs, scalar)
             self.workdir.write_json("plan.json", plan_record(self.roles))
-            for remark in record_bases(self.workdir, self.roles.bases):
+            for remark in record_bases(self.workdir, self.roles.base_checkpoints):
                 self.reporter.message(remark)
-        devices = len(self.machines.devices)
+        devices = len(self.backend.devices)
         remarks = first_remarks(self.config, devices, self.roles.plan, self.inputs.held_out)
         for remark in (*self.inputs.remarks, *remarks):
             self.reporter.message(remark)
@@ -228,33 +227,34 @@ class TrainingRun:
                 self.reporter.message(f"{role}: model.remat=auto is {chosen.why}")
         if self.roles.slots is not None and self.roles.slots.cache_bytes:
             self.reporter.message(f"rollout.slots=-1: {self.roles.slots.why}")
-        if (latest := self._sound_checkpoint()) is not None:
+        if (latest := self._latest_checkpoint()) is not None:
             with self.reporter.phase("restore"):
                 self._restore(latest)
-            self._tell_gaps()
+            self._report_missing_rows()
             if latest and not self.restarts:
                 folder = self.checkpoints.folder(latest) if self.checkpoints else ""
                 self.reporter.message(f"going on after step {latest}, from {folder}")
         else:
             try:
                 if not self.restarts:
-                    try_rewards(self.config, self.algorithm_class, self.inputs, self.roles.judges)
+                    functions = self.roles.reward_functions
+                    try_rewards(self.config, self.algorithm_class, self.inputs, functions)
                 with self.reporter.phase("initialise"), shown(self.reporter.loading):
                     self._initialize()
-            except ConfigError as error:  # nothing stays of a run that cannot begin
+            except ConfigError as error:  # a run that cannot start leaves no files
                 if self.workdir is not None:
                     self.workdir.forget()
-                self._unfit = str(error)
+                self._unusable = str(error)
                 raise
         if self.workdir is not None and not self.restarts:
-            start = start_record(self.machines.devices, self.step_number)
+            start = start_record(self.backend.devices, self.step_number)
             self.workdir.append(STARTS, [start])
         self.costs.look_at_offloads()
         self._prepared = not (self.stop_requested and latest is None)
 
     def _initialize(self) -> None:
         if self.restarts:
-            self._restore_controller(self._at_start)
+            self._restore_controller(self._initial_state)
             if self.policy is not None:
                 self.policy.reset(0)
         groups, starts_from = self.roles.groups, self.roles.starts_from
@@ -266,7 +266,7 @@ class TrainingRun:
             self.workdir.truncate(WARM_START, 0)
             self.workdir.truncate_after(0)
         warmed = self.config.warm_start.steps and not self.config.actor.path
-        # What only imitates needs none before.
+        # Supervised training needs no supervised warm start.
         imitates = not self.algorithm_class.generates
         warmed = warmed and not (imitates and self.algorithm_class.source == "demonstrations")
         if warmed:
@@ -281,7 +281,7 @@ class TrainingRun:
             self.save()
 
     def _warm_start(self) -> None:
-        shown, total = self._shown.warm_start, self.config.warm_start.steps
+        shown, total = self._example_sources.warm_start, self.config.warm_start.steps
         assert shown is not None
         actor, shown.sampler.position = self.roles.groups["actor"], 0
         with self.reporter.phase("warm start"):
@@ -298,7 +298,7 @@ class TrainingRun:
 
     def _restore(self, step: int) -> None:
         assert self.checkpoints is not None and self.workdir is not None
-        self._stop_ahead()
+        self._stop_async_rollout()
         controller, folder = self.checkpoints.controller(step), self.checkpoints.folder(step)
         for group in self.roles.groups.values():
             if group.has("load_state"):
@@ -309,7 +309,7 @@ class TrainingRun:
             raise
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise damaged_error(folder, error) from error  # JSON, but not what a run writes
-        self._ahead_state = controller.get("ahead")
+        self._async_state = controller.get("ahead")
         if self.policy is not None:
             self.policy.reset(step)
         self.workdir.truncate_after(step)
@@ -318,8 +318,8 @@ class TrainingRun:
         self.algorithm.restore(state["algorithm"])
         self.recorder.restore(state["updates"])
         self.prompts.restore(state["prompts"])
-        if self._shown.learned is not None:
-            self._shown.learned.sampler.restore(state["demonstrations"])
+        if self._example_sources.learned is not None:
+            self._example_sources.learned.sampler.restore(state["demonstrations"])
         self.step_number = state["step"]
         self.history = [row for row in self.history if row["step"] <= self.step_number]
 
@@ -330,19 +330,19 @@ class TrainingRun:
             "updates": self.recorder.state(),
             "prompts": self.prompts.state(),
         }
-        if self._ahead_state:
-            state["ahead"] = self._ahead_state
-        if self.ahead is not None:
-            state["prompts"], state["ahead"] = self.ahead.state()
-        if self._shown.learned is not None:
-            state["demonstrations"] = self._shown.learned.sampler.state()
+        if self._async_state:
+            state["ahead"] = self._async_state
+        if self.async_rollout is not None:
+            state["prompts"], state["ahead"] = self.async_rollout.state()
+        if self._example_sources.learned is not None:
+            state["demonstrations"] = self._example_sources.learned.sampler.state()
         return state
 
-    def _sound_checkpoint(self) -> int | None:
-        """The step to go on from; None: there is no checkpoint.
+    def _latest_checkpoint(self) -> int | None:
+        """The checkpoint to resume from, as a step; None if there is none.
 
         Raises:
-          DataError: it is damaged, or is to be repaired and none is sound.
+          DataError: it is damaged; with ``repair``, none is sound.
         """
         if self.checkpoints is None:
             return None
@@ -356,25 +356,25 @@ class TrainingRun:
             self.reporter.message(text)
         return latest
 
-    def _tell_gaps(self) -> None:
-        """Tell of which steps metrics.jsonl has no row."""
+    def _report_missing_rows(self) -> None:
+        """Report the steps of which metrics.jsonl has no row."""
         missing = self.workdir.missing(self.step_number) if self.workdir is not None else []
         if missing:
             shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
             self.reporter.message(f"{METRICS} has no row of {len(missing)} steps: {shown}")
 
-    def _stop_ahead(self) -> None:
-        """Collect no more ahead of learning."""
-        ahead, self.ahead = self.ahead, None
+    def _stop_async_rollout(self) -> None:
+        """Stop the asynchronous rollout, if there is one."""
+        ahead, self.async_rollout = self.async_rollout, None
         if ahead is not None:
             ahead.close()
 
     # Saving
 
     def save(self) -> None:
-        """Write a checkpoint of the last step, if a workdir is kept and it is not there yet."""
-        if self._unfit:
-            raise RunError(self._unfit)
+        """Write a checkpoint of the last step, if there is a workdir and it has none of it yet."""
+        if self._unusable:
+            raise RunError(self._unusable)
         if self.checkpoints is None or self.checkpoints.latest() == self.step_number:
             return
         with self.reporter.phase("checkpoint"):
@@ -384,15 +384,15 @@ class TrainingRun:
         return [
             group.save_state(str(folder))
             for role, group in self.roles.groups.items()
-            if group.has("save_state") and not self.roles.table[role].apart  # it has none
+            if group.has("save_state") and not self.roles.table[role].apart  # rollouts have none
         ]
 
     def close(self) -> None:
-        """Finish writing and stop the pools. The trainer cannot be used after."""
-        with contextlib.ExitStack() as ends:  # all of them, whichever fails
-            ends.callback(self.machines.close)
+        """Finish writing and stop the pools. The Trainer cannot be used afterwards."""
+        with contextlib.ExitStack() as ends:  # runs every callback even if one fails
+            ends.callback(self.backend.close)
             ends.callback(self.roles.close)
-            ends.callback(self._stop_ahead)
+            ends.callback(self._stop_async_rollout)
             if self.workdir is not None:
                 ends.callback(self.workdir.close)
             if self.checkpoints is not None:

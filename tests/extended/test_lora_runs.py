@@ -211,7 +211,7 @@ def test_an_update_makes_no_gradient_of_what_is_frozen():
         # Enough rows that what Adam takes of every weight does not count.
         wide = {"model.hidden_size": 128, "model.mlp_size": 512, "rollout.prompts": 256}
         with trainer_of("GRPO", {**wide, "model.unroll_layers": True, **changes}) as trainer:
-            rehearsal = abstract_workers(trainer.roles, trainer.machines.devices)
+            rehearsal = abstract_workers(trainer.roles, trainer.backend.devices)
             of = trainer.config, trainer.algorithm_class, rehearsal, trainer.inputs.prompt_length
             [update] = [p for p in step_programs(*of)[0] if p.name == "update"]
             return update.program.trace().lower().cost_analysis()["flops"]

@@ -236,7 +236,7 @@ CLUSTERS = {
 def plan_on(name, monkeypatch, **changes):
     nodes, platform, processes, each, together = CLUSTERS[name]
     hosts = hosts_of(nodes, platform, processes, each, together)
-    monkeypatch.setattr("hjax.planning.auto.look_at_hosts", lambda config: hosts)
+    monkeypatch.setattr("hjax.planning.auto.discover_hosts", lambda config: hosts)
     keys = {"placement": "auto", "cluster.address": "10.0.0.1:6379", "rollout.prompts": 32,
             "cluster.processes": processes,
             "cluster.colocation_label": together} | changes  # fmt: skip

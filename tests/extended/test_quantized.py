@@ -238,7 +238,7 @@ def test_a_matrix_takes_a_byte_per_element(base):
             trainer.prepare()
             actor = trainer.roles.groups["actor"].worker
             bytes_of = {name: x.nbytes for name, x in actor.params["layers"].items()}
-            rehearsal = abstract_workers(trainer.roles, trainer.machines.devices)
+            rehearsal = abstract_workers(trainer.roles, trainer.backend.devices)
             of = trainer.config, trainer.algorithm_class, rehearsal, trainer.inputs.prompt_length
             [update] = [p for p in step_programs(*of)[0] if p.name == "update"]
             used = update.program.trace().lower().compile().memory_analysis()

@@ -53,7 +53,7 @@ def run(folder, algorithm, changes):
     }  # fmt: skip
     with contextlib.closing(hjax.Trainer(tiny_config(algorithm, keys))) as trainer:
         rows = [computed(row) for row in trainer.run()]
-        executor = trainer.roles.generating
+        executor = trainer.roles.generating_executor
         pids = executor.pids() if hasattr(executor, "pids") else []
     judged = {int(file.stem): file.read_text().splitlines() for file in folder.glob("*.txt")}
     return rows, judged, pids
