@@ -17,7 +17,7 @@ from hjax.errors import RunError
 from hjax.launch import evaluate
 from hjax.rewards.graders import load_grader, task_grader
 from hjax.rollout.language_model import Completion
-from hjax.run.grading import ask, measures
+from hjax.run.grading import estimate_metrics, sample_and_grade
 
 TOKENIZER = Tokenizer.characters("0123456789+=>")
 REWARDS = '''
@@ -180,9 +180,9 @@ def test_measures_by_hand(tmp_path):
     model = Scripted({1: ["#### 7", "#### 7", "#### 8", "#### 7.0"], 2: ["", "#### 2", "3", "no"]})
     questions = Dataset([[1], [2]], ["a", "b"], {"answer": ["#### 7", "2"]})
     grader, written = load_grader("math", 60, "--reward"), []
-    judged = ask(model, questions, grader, 4, 4, 0, lambda *_: None, written.extend)
+    judged = sample_and_grade(model, questions, grader, 4, 4, 0, lambda *_: None, written.extend)
     assert model.rows == [4, 4] and written == judged
-    found = measures(judged, 4, grader)
+    found = estimate_metrics(judged, 4, grader)
     expected = {
         "reward": (3 / 4, 1 / 4),
         "accuracy": (3 / 4, 1 / 4),
@@ -208,7 +208,7 @@ def test_a_batch_has_whole_questions_where_they_fit(batch, calls):
     model = Scripted({n: ["1"] for n in (1, 2, 3)})
     questions = Dataset([[1], [2], [3]], ["a", "b", "c"], {"answer": ["1"] * 3})
     sizes = []
-    ask(
+    sample_and_grade(
         model, questions, load_grader("math", 60, "--reward"), 3, batch, 0,
         lambda *_: None, lambda rows: sizes.append(len(rows)),
     )  # fmt: skip
@@ -278,9 +278,9 @@ def test_a_task_without_right_and_wrong_has_rewards_alone():
     )
     grader = task_grader(task, 60)
     model = Scripted({1: [records[0]["prompt"][:2]], 2: ["x"]})  # all of it, nothing of it
-    judged = ask(model, questions, grader, 1, 2, 0, lambda *_: None, lambda rows: None)
+    judged = sample_and_grade(model, questions, grader, 1, 2, 0, lambda *_: None, lambda rows: None)
     assert [row.reward for row in judged] == [1.0, 0.0]
-    assert list(measures(judged, 1, grader)) == ["reward"]
+    assert list(estimate_metrics(judged, 1, grader)) == ["reward"]
 
 
 def test_a_task_with_a_reward_of_ones_own_keeps_its_right_and_wrong(said):
@@ -361,7 +361,7 @@ def test_rows_before_a_failure_stay(folder, tmp_path):
         written.extend(rows)
 
     with pytest.raises(RunError, match="disk full"):
-        ask(model, questions, grader, 1, 1, 0, lambda *_: None, write)
+        sample_and_grade(model, questions, grader, 1, 1, 0, lambda *_: None, write)
     assert len(written) == 1 and math.isclose(written[0].reward, 0.1, rel_tol=1e-6)
 
 

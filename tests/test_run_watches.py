@@ -7,8 +7,8 @@ from helpers import tiny_config
 from hjax.run.health_checks import (
     HealthChecks,
     equal_groups,
-    held_out_remark,
-    idle_remark,
+    held_out_warning,
+    idle_devices_warning,
 )
 
 
@@ -93,14 +93,15 @@ def test_generation_that_is_far_from_its_bound():
 
 
 def test_before_the_first_step():
-    assert held_out_remark(None) is None and held_out_remark(16) is None
-    assert held_out_remark(5) == (
+    assert held_out_warning(None) is None and held_out_warning(16) is None
+    assert held_out_warning(5) == (
         "warning (few held-out prompts): 5, so that one answer is 20 points of accuracy; raise "
         "data.eval_fraction or data.eval_size, or give data.eval_path"
     )
-    assert idle_remark(8, 8, "split", (4, 4)) is None
-    assert "2 of 6 do nothing: split gives its sets powers of two" in idle_remark(
+    assert idle_devices_warning(8, 8, "split", (4, 4)) is None
+    assert "2 of 6 do nothing: split gives its sets powers of two" in idle_devices_warning(
         6, 4, "split", (2, 2)
     )
-    assert "plan.json allocates 4 + 2; allocate the rest" in idle_remark(8, 6, "plan.json", (4, 2))
-    assert "found no faster plan than sets of 4" in idle_remark(8, 4, "auto", (4,))
+    warning = idle_devices_warning(8, 6, "plan.json", (4, 2))
+    assert "plan.json allocates 4 + 2; allocate the rest" in warning
+    assert "found no faster plan than sets of 4" in idle_devices_warning(8, 4, "auto", (4,))

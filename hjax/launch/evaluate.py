@@ -198,7 +198,7 @@ def _ask(
     options: dict[str, Any],
     output: Path | None,
 ) -> list[GradedResponse]:
-    from hjax.run.grading import ask
+    from hjax.run.grading import sample_and_grade
     from hjax.show.progress_bar import PartsDisplay
 
     model = front.load(own, own.copies)
@@ -206,7 +206,9 @@ def _ask(
     with PartsDisplay("answering", several, sys.stderr) as progress:
         write = _writer(output, grader)
         samples, batch, seed = own.samples, own.batch, own.seed
-        return ask(model, questions, grader, samples, batch, seed, progress, write, **options)
+        return sample_and_grade(
+            model, questions, grader, samples, batch, seed, progress, write, **options
+        )
 
 
 def _writer(output: Path | None, grader: Grader) -> Callable[[Sequence[GradedResponse]], None]:
@@ -242,12 +244,12 @@ def _report(
     seconds: float,
 ) -> None:
     """Print what was found, as a table or as JSON."""
-    from hjax.run.grading import describe, measures
+    from hjax.run.grading import estimate_metrics, estimates_json
     from hjax.show.answers import print_measures
     from hjax.show.format import duration
     from hjax.show.tables import wide_console
 
-    found = measures(judged, own.samples, grader)
+    found = estimate_metrics(judged, own.samples, grader)
     questions = len(judged) // own.samples
     tokens = sum(row.tokens for row in judged)
     truncated = sum(row.truncated for row in judged) / len(judged)
@@ -264,7 +266,7 @@ def _report(
             **described(options),
             "max_new_tokens": options["max_new_tokens"],
             "seed": own.seed,
-            **describe(found),
+            **estimates_json(found),
             "unscored": unscored,
             "truncated": truncated,
             "tokens": tokens,

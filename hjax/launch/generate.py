@@ -177,12 +177,13 @@ def _prompts(own: Any, front: ModelInfo) -> Dataset:
 def _complete(
     model: LanguageModel, prompts: Dataset, own: Any, options: dict[str, Any]
 ) -> list[Completion]:
-    from hjax.run.batched_generation import complete
+    from hjax.run.batched_generation import generate_in_batches
     from hjax.show.progress_bar import PartsDisplay
 
     several = len(prompts) > own.batch and sys.stderr.isatty()
     with PartsDisplay("generating", several, sys.stderr) as progress:
-        calls = complete(model, prompts.prompt_tokens, own.batch, own.seed, progress, **options)
+        tokens = prompts.prompt_tokens
+        calls = generate_in_batches(model, tokens, own.batch, own.seed, progress, **options)
         return [completion for call in calls for completion in call]
 
 

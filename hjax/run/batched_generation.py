@@ -1,4 +1,4 @@
-"""Responses to any number of prompts, so many at a time."""
+"""Batched generation: responses to any number of prompts, in calls of a fixed batch size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hjax.rollout.language_model import Completion, LanguageModel
 
 
-def complete(
+def generate_in_batches(
     model: LanguageModel,
     prompts: Sequence[Sequence[int]],
     batch: int,
@@ -23,60 +23,60 @@ def complete(
     progress: Callable[[int, int, str], None],
     **options: Any,
 ) -> Iterator[list[Completion]]:
-    """Answer prompts in their order, ``batch`` in one call of ``model.generate``.
+    """Generate a response to each prompt, in order, ``batch`` prompts per ``model.generate`` call.
 
-    A last batch that is not full is filled up with its last prompt, whose further answers are
-    dropped: another number of rows would be another program to compile.
+    A partial last batch is padded with copies of its last prompt, because another batch size would
+    compile another program. Their responses are dropped.
 
     Args:
       prompts: token ids.
       batch: prompts per call.
-      seed: of the first call; those of others follow from it (`call_seed`).
-      progress: told (prompts answered, prompts, what for) before each call and at the end.
+      seed: of the first call; the seeds of later calls derive from it (`call_seed`).
+      progress: called with (prompts done, all prompts, text) before each call and at the end.
       **options: of ``model.generate``.
 
     Yields:
       the completions of each call.
     """
-    drawn = 0
+    generated = 0
     for call, start in enumerate(range(0, len(prompts), batch)):
-        progress(start, len(prompts), f"{drawn:,} tokens")
+        progress(start, len(prompts), f"{generated:,} tokens")
         rows = list(prompts[start : start + batch])
         missing = batch - len(rows) if start else 0
-        filled = [*rows, *[rows[-1]] * missing]
-        found = model.generate(filled, seed=call_seed(seed, call), **options)[: len(rows)]
-        drawn += sum(len(completion.tokens) for completion in found)
-        yield found
+        padded = [*rows, *[rows[-1]] * missing]
+        completions = model.generate(padded, seed=call_seed(seed, call), **options)[: len(rows)]
+        generated += sum(len(completion.tokens) for completion in completions)
+        yield completions
     progress(len(prompts), len(prompts), "")
 
 
 def call_seed(seed: int, call: int) -> int:
-    """The seed of a call, from 0: draws follow from it and a prompt's place in the call.
+    """The seed of a call, counted from 0; sampling depends on it and on a prompt's row in the call.
 
-    The first has the seed itself, so one call answers as ``model.generate`` does.
+    The first call has the seed itself, so a single call equals ``model.generate``.
     """
     if call == 0:
         return seed
     return int(np.random.SeedSequence([seed, call]).generate_state(1)[0])
 
 
-def length_limit(prompts: Dataset, config: ModelConfig, asked: int | None, usual: int) -> int:
-    """How many tokens a response may have.
+def length_limit(prompts: Dataset, config: ModelConfig, requested: int | None, default: int) -> int:
+    """Most tokens of a response.
 
     Args:
-      asked: by the user; None: ``usual``, or fewer where the longest prompt leaves fewer.
+      asked: the user's limit; None: ``default``, or what the longest prompt leaves if that is less.
 
     Raises:
-      ConfigError: the first prompt that does not leave so many, by its number and beginning.
+      ConfigError: a prompt leaves fewer positions; names the first such prompt.
     """
-    room = config.max_length - prompts.longest_prompt
-    limit = max(min(usual, room), 1) if asked is None else asked
+    available = config.max_length - prompts.longest_prompt
+    limit = max(min(default, available), 1) if requested is None else requested
     for i, tokens in enumerate(prompts.prompt_tokens):
         left = config.max_length - len(tokens)
         if left < limit:
             text = str(tokens if prompts.prompt_text is None else prompts.prompt_text[i])
             shown = repr(text if len(text) <= 40 else f"{text[:37]}...")
-            lower = f"set it to {room} at most" if room > 0 else "shorten the prompt"
+            lower = f"set it to {available} at most" if available > 0 else "shorten the prompt"
             raise ConfigError(
                 f"prompt {i + 1} ({shown}) has {len(tokens)} tokens, and of the model's "
                 f"{config.max_length} positions that leaves {max(left, 0)} for "

@@ -1,4 +1,4 @@
-"""What of a config goes together: batches over devices, packs, generation apart or ahead."""
+"""Validation across config keys: batch sizes over devices, packing, separate or async rollout."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,7 +23,7 @@ from hjax.sharding.offload import check_offload
 from hjax.workers import GeneratingWorker
 
 
-def check_together(
+def check_compatibility(
     config: ConfigDict,
     algorithm: type[Algorithm],
     inputs: Inputs,
@@ -31,10 +31,9 @@ def check_together(
     layouts: Mapping[str, RoleLayouts],
     plan: Plan,
 ) -> None:
-    """Raise ConfigError where samples cannot be given up, steps are to be scored and no model does,
-    an algorithm wants several rewards and gets one, or batches or packs do not fit the layouts.
+    """Raise ConfigError for keys that exclude each other, or batches that do not fit the layouts.
 
-    Of a user's function it is known how many rewards it gives once it has been called.
+    The number of rewards that a user's function returns is checked later, at its first call.
     """
     if (parts := config.rollout.partial_tokens) and config.rollout.extra_samples:
         raise ConfigError(
@@ -55,8 +54,8 @@ def check_together(
     check_packing(config, inputs, layouts, after=after, unit=algorithm.unit)
 
 
-def check_judges(config: ConfigDict, table: Mapping[str, Role]) -> None:
-    """Raise ConfigError where a model is to score that has no head for it, and learns none."""
+def check_scalar_heads(config: ConfigDict, table: Mapping[str, Role]) -> None:
+    """Raise ConfigError if a scoring model has no scalar head and is not trained."""
     for entry in table.values():
         path = role_path(config, entry) if entry.scalar and not entry.trained else ""
         if path and not has_score_head(path):
@@ -67,8 +66,8 @@ def check_judges(config: ConfigDict, table: Mapping[str, Role]) -> None:
             )
 
 
-def check_rollout(table: Mapping[str, Role], algorithm: type[Algorithm]) -> None:
-    """Raise ConfigError where a rollout apart would not do as the actor does."""
+def check_separate_rollout(table: Mapping[str, Role], algorithm: type[Algorithm]) -> None:
+    """Raise ConfigError if a separate rollout could not generate as the actor does."""
     if not algorithm.generates:
         raise ConfigError(
             f"{algorithm.__name__} generates nothing: use a placement without {ROLLOUT}, such as "
@@ -77,13 +76,14 @@ def check_rollout(table: Mapping[str, Role], algorithm: type[Algorithm]) -> None
     own = getattr(worker_class(table["actor"].worker), "generate_sequences", None)
     if own is not GeneratingWorker.generate_sequences:
         raise ConfigError(
-            f"{algorithm.__name__}.workers: the actor generates in its own way, which a {ROLLOUT} "
-            "apart would not; use a placement without it, such as placement=colocate"
+            f"{algorithm.__name__}.workers: the actor overrides generate_sequences, which a "
+            f"separate {ROLLOUT} would not use; use a placement without it, such as "
+            "placement=colocate"
         )
 
 
-def check_ahead(config: ConfigDict, algorithm: type[Algorithm], plan: Plan) -> None:
-    """Raise ConfigError where generation is to run ahead of learning and cannot."""
+def check_async_rollout(config: ConfigDict, algorithm: type[Algorithm], plan: Plan) -> None:
+    """Raise ConfigError where an asynchronous rollout is requested and impossible."""
     settings = config.rollout
     if not settings.max_staleness:
         for name in ("deterministic", "partial_tokens"):
@@ -93,20 +93,20 @@ def check_ahead(config: ConfigDict, algorithm: type[Algorithm], plan: Plan) -> N
                     "set rollout.max_staleness to 1 or more as well, or leave it out"
                 )
         return
-    asked = f"config.rollout.max_staleness={settings.max_staleness}"
+    requested = f"config.rollout.max_staleness={settings.max_staleness}"
     if (ROLLOUT,) not in plan.placement:
         raise ConfigError(
-            f"{asked} needs a set with {ROLLOUT} alone, so that it can generate while others "
-            "learn; use placement=disaggregate, or rollout.max_staleness=0"
+            f"{requested} needs a {ROLLOUT} with devices of its own, so that it can generate while "
+            "others learn; use placement=disaggregate, or rollout.max_staleness=0"
         )
     if algorithm.source != "prompts":
         raise ConfigError(
-            f"{asked}: {algorithm.__name__} answers the prompts of demonstrations, whose place in "
-            "the data is not kept ahead of learning; use rollout.max_staleness=0"
+            f"{requested}: {algorithm.__name__} answers the prompts of demonstrations, whose place "
+            "in the data is not kept ahead of learning; use rollout.max_staleness=0"
         )
     if algorithm.step is not Algorithm.step:
         raise ConfigError(
-            f"{asked}: {algorithm.__name__} defines step as a whole, of which nothing can run "
+            f"{requested}: {algorithm.__name__} defines step as a whole, of which nothing can run "
             "ahead; let it define collect and learn instead, or use rollout.max_staleness=0"
         )
 
@@ -117,7 +117,7 @@ def check_offloads(
     devices: Sequence[jax.Device],
     plan: Plan,
 ) -> None:
-    """Raise ConfigError where state is to wait in a memory that the devices do not have."""
+    """Raise ConfigError if offload is requested and the devices have no pinned host memory."""
     for role, settings in plan.settings.items():
         if settings.get("offload", "none") != "none":
             check_offload(devices, f"the plan's offload of the {role}")
@@ -134,7 +134,7 @@ def check_batches(
     layouts: Mapping[str, RoleLayouts],
     plan: Plan,
 ) -> None:
-    """Batches must split evenly over each role's data-parallel parts."""
+    """Raise ConfigError if a batch does not split evenly over a role's data-parallel parts."""
     if not algorithm.generates:
         if table["actor"].scalar and config.warm_start.steps and not config.actor.path:
             raise ConfigError(
@@ -161,8 +161,8 @@ def check_batches(
     _check_divides("rollout.prompts", config.rollout.prompts, generate, generator, stages)
     for role, layout in layouts.items():
         if table[role].apart:
-            continue  # it has no rows but those above
-        # Where answers are paired with something else, an update has two rows of each.
+            continue  # a rollout has no other rows than those checked above
+        # An update on pairs of responses has two rows for each response.
         unit = algorithm.unit if algorithm.source == "prompts" else 1
         _check_divides("rollout.prompts * rollout.samples", rows, layout.train, role, unit=unit)
         if not table[role].trained:
@@ -181,7 +181,7 @@ def check_batches(
 
 
 def _check_units(name: str, value: int, algorithm: type[Algorithm]) -> None:
-    """Sequences of which none is cut off from those it belongs to."""
+    """Raise ConfigError if a batch would cut a pair in two."""
     if value % algorithm.unit:
         raise ConfigError(
             f"{name}={value}: sequences of pairs; use an even number, such as {value + 1}"
@@ -195,22 +195,22 @@ def check_packing(
     after: int = 0,
     unit: int = 1,
 ) -> None:
-    """Raise ConfigError where rows are to be packed and cannot.
+    """Raise ConfigError where sequence packing is requested and impossible.
 
     Args:
       config, inputs, layouts: of the run.
-      after: places behind a response's tokens, where scores are read.
-      unit: rows that a pack holds together: 2 of a pair.
+      after: positions after a response's tokens at which scores are read.
+      unit: rows that must share a pack: 2 for pairs.
     """
     if not (packing := number_of(config.data.packing)):
         return
-    asked = f"config.data.packing={packing}"
+    requested = f"config.data.packing={packing}"
     longest = unit * (inputs.prompt_length + config.rollout.max_response_length + after)
     behind = " and a place behind them" if after else ""
     if packing < longest:
         whole = "pairs, and of both sides" if unit > 1 else "sequences, and"
         raise ConfigError(
-            f"{asked}: a pack holds whole {whole} prompts of {inputs.prompt_length} with "
+            f"{requested}: a pack holds whole {whole} prompts of {inputs.prompt_length} with "
             f"responses of {config.rollout.max_response_length}{behind} are {longest} tokens; use "
             f"{longest} or more, or 0 for none"
         )
@@ -218,12 +218,12 @@ def check_packing(
         for name, axis in (("layers", "pipe"), ("length", "context")):
             if role != ROLLOUT and layout.train.ways(name) > 1:
                 raise ConfigError(
-                    f"{asked}: packs do not go with layout.{role}.train.{axis}="
+                    f"{requested}: packs do not go with layout.{role}.train.{axis}="
                     f"{layout.train.ways(name)}; use {axis}=1 there, or data.packing=0"
                 )
 
 
-def attention_of(
+def choose_attention(
     config: ConfigDict,
     role: str,
     model: ModelConfig,
@@ -231,44 +231,47 @@ def attention_of(
     platform: str,
     dtype: Any,
 ) -> str:
-    """What ``model.attention`` is of a role, as of ``hjax.models.compute.Compute``.
+    """Choose a role's attention kernel: ``model.attention`` with ``auto`` resolved.
 
     Args:
       config: of the run.
-      role, model, layouts: whose.
+      role, model, layouts: the role, and its model and layouts.
       platform: of the devices.
       dtype: of compute.
 
+    Returns:
+      a value of ``hjax.models.compute.Compute.attention``.
+
     Raises:
-      ConfigError: it is asked for, and devices, model or layout do not take it.
+      ConfigError: the requested kernel does not support the devices, model or layout.
     """
-    asked: str = config.model.attention
+    requested: str = config.model.attention
     long_packs = number_of(config.data.packing) > WHOLE
-    if asked == AUTO:
+    if requested == AUTO:
         if platform not in cudnn.PLATFORMS or long_packs:
             return AUTO
-        return AUTO if _not_for_cudnn(model, layouts, dtype) else TRIED
-    choose(platform, asked)
-    if asked == CUDNN and long_packs:
+        return AUTO if _cudnn_refusal(model, layouts, dtype) else TRIED
+    choose(platform, requested)
+    if requested == CUDNN and long_packs:
         raise ConfigError(
             f"config.model.attention={CUDNN} has no mask of several sequences in a row, and "
             f"data.packing is {config.data.packing}; use packing=0, or {AUTO}"
         )
-    if asked == CUDNN and (reason := _not_for_cudnn(model, layouts, dtype)):
+    if requested == CUDNN and (reason := _cudnn_refusal(model, layouts, dtype)):
         raise ConfigError(f"config.model.attention={CUDNN} is not for {role}'s model: {reason}")
-    return asked
+    return requested
 
 
-def unrolls(config: ConfigDict, model: ModelConfig, platform: str) -> bool:
-    """Whether ``model.unroll_layers`` unrolls a role's model on the devices of a platform."""
-    asked: str = config.model.unroll_layers
-    if asked != AUTO:
-        return asked == "true"
+def unrolls_layers(config: ConfigDict, model: ModelConfig, platform: str) -> bool:
+    """Whether ``model.unroll_layers`` unrolls a model's layers on this platform."""
+    requested: str = config.model.unroll_layers
+    if requested != AUTO:
+        return requested == "true"
     return platform == "cpu" and model.layers <= SHALLOW
 
 
-def _not_for_cudnn(model: ModelConfig, layouts: RoleLayouts | None, dtype: Any) -> str:
-    """Why a role cannot have cuDNN's attention, and what to use; empty: it can."""
+def _cudnn_refusal(model: ModelConfig, layouts: RoleLayouts | None, dtype: Any) -> str:
+    """Why cuDNN's attention cannot serve a role, and what to use instead; empty if it can."""
     reason = cudnn.refusal(dtype, model.head_dim, model.attention_softcap, model.sinks)
     if layouts is not None and layouts.train.ways("length") > 1:
         return "it does not split a row's length; use context=1, or auto"
@@ -276,7 +279,7 @@ def _not_for_cudnn(model: ModelConfig, layouts: RoleLayouts | None, dtype: Any) 
 
 
 def can_generate(config: ConfigDict, sizes: Mapping[str, Any], devices: int) -> bool:
-    """Whether a rollout apart takes a step's prompts on so many devices."""
+    """Whether a separate rollout on so many devices can split a step's prompts evenly."""
     try:
         generate = make_layouts(devices, sizes["train"], sizes["generate"], "layout").generate
         stages = generate.ways("layers")

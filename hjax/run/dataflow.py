@@ -1,8 +1,7 @@
-"""The calls of an algorithm's step, read off the algorithm itself.
+"""Traces the worker calls of an algorithm's step (for dry runs, the planner and FLOP counts).
 
-``step`` is run once with stand-ins for the worker groups, which note what is called with how many
-rows and answer with arrays of ones. So an algorithm declares nothing for a dry run or a planner, a
-user's own included.
+``step`` runs once on recording worker groups, which record each call with its number of rows and
+return arrays of ones. So no algorithm, a user's included, has to declare its calls.
 """
 
 import dataclasses
@@ -39,10 +38,10 @@ class StepCall:
     """One call of a step.
 
     Attributes:
-      role, method: whose and which.
+      role, method: the worker group and the method that is called.
       phase: ``generate``, ``prepare`` or ``update``.
-      rows: sequences, as a share of the step's.
-      greedy: whether it asks for the likeliest answers.
+      rows: sequences, as a fraction of the step's.
+      greedy: whether it is greedy generation.
     """
 
     role: str
@@ -60,18 +59,18 @@ def step_calls(
     absent: Collection[str] = (),
     shared_workers: Mapping[str, str] = {},
 ) -> tuple[StepCall, ...]:
-    """The calls of one step, in their order.
+    """The calls of one step, in order.
 
     Args:
       config: the section ``algorithm``.
-      updates: mini-batches that the step's sequences are cut into, for each epoch.
+      updates: mini-batches per epoch.
       samples: responses per prompt.
-      absent: roles left out of the step altogether.
+      absent: roles that the step has to do without.
       shared_workers: by role without a worker of its own, the role whose worker computes it; its
         calls are recorded as that role's.
 
     Raises:
-      ConfigError: the step needs something that the stand-ins cannot give, named.
+      ConfigError: the step fails on the recording groups; names the error.
     """
     prompts = updates
     rows = prompts * samples
@@ -93,7 +92,7 @@ def step_calls(
         max_response_length=2,
         more_prompts=lambda first: _batch(prompts),
     )
-    # The numerics are the controller's, not a call; their results are ones as well.
+    # `compute_advantages` runs on the controller and is no call; its results are ones too.
     step.compute_advantages = lambda batch: {**join(batch), **_learned_arrays(join(batch))}  # type: ignore[method-assign]
     step.step_number = 1
     try:
@@ -107,7 +106,7 @@ def step_calls(
 
 
 def absent_roles(algorithm: type[Algorithm], present: Collection[str]) -> dict[str, AbsentRole]:
-    """Stand-ins for the algorithm's roles that are not ``present``, by role."""
+    """By role, an ``AbsentRole`` for each of the algorithm's roles that is not ``present``."""
     table = role_table(algorithm.all_roles(), algorithm.workers, algorithm.__name__)
     return {
         name: AbsentRole(name, calls_of(role.worker))
@@ -117,7 +116,7 @@ def absent_roles(algorithm: type[Algorithm], present: Collection[str]) -> dict[s
 
 
 class _RecordingGroup:
-    """Notes calls instead of making them."""
+    """A worker group that records calls instead of making them."""
 
     def __init__(self, role: str, worker: Any, samples: int, rows: int, calls: list[StepCall]):
         self._role, self._worker, self._methods = role, worker, calls_of(worker)
@@ -143,14 +142,14 @@ class _RecordingGroup:
 
 
 class _InstantResult(dict):
-    """A result that is there at once, for a step that waits for it."""
+    """A result that is also its own future, for a step that waits for it."""
 
     def result(self, timeout_seconds: float = 0.0) -> dict[str, Any]:
         """The result itself."""
         return self
 
     def done(self) -> bool:
-        """Always."""
+        """Always True."""
         return True
 
 
@@ -169,7 +168,7 @@ def _batch(rows: int) -> dict[str, Any]:
     batch |= {key: np.ones((rows, 2), np.float32) for key in _PER_TOKEN}
     batch |= {key: np.ones(rows, np.float32) for key in _PER_ROW}
     batch |= {key: np.ones((rows, 2, 1), np.float32) for key in _PER_TOKENS}
-    # Of each sample another one: no group is drawn anew.
+    # All rewards differ, so that no group is resampled.
     batch["rewards"] = np.arange(rows, dtype=np.float32)
     batch["named_rewards"] = {"reward": batch["rewards"]}
     return batch | {"reward_outcomes": {}, "coefficient": np.float32(1)}

@@ -1,5 +1,5 @@
-"""Evaluation: greedy answers to the held-out prompts, scored; and what is said of held-out examples
-whose outcome is known (pairs, labels, steps)."""
+"""Evaluation on held-out data: rewards and accuracy of greedy responses, and the accuracy of models
+that predict known outcomes (preference pairs, labels, steps)."""
 
 import math
 from collections.abc import Mapping
@@ -20,17 +20,17 @@ from hjax.workers.reward import cut
 def evaluate(
     config: ConfigDict, inputs: Inputs, roles: RoleGroups
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Answer as many held-out prompts as ``eval.prompts`` wants.
+    """Generate greedy responses to up to ``eval.prompts`` held-out prompts, and score them.
 
     Returns:
-      ``eval/reward`` where there is a reward, ``eval/accuracy`` where the task has right and wrong;
-      and the batch of the first answers.
+      ``eval/reward`` where there is a reward, ``eval/accuracy`` where the task has a verifier; and
+      the first batch of responses.
     """
     assert inputs.held_out is not None
     count = min(config.eval.prompts or len(inputs.held_out), len(inputs.held_out))
-    rows = rows_at_a_time(config, len(inputs.held_out), roles)
+    rows = eval_batch_size(config, len(inputs.held_out), roles)
     chunks = [
-        _answer(range(start, min(start + rows, count)), rows, inputs, roles)
+        _greedy_batch(range(start, min(start + rows, count)), rows, inputs, roles)
         for start in range(0, count, rows)
     ]
     metrics: dict[str, float] = {}
@@ -44,31 +44,31 @@ def evaluate(
     return metrics, chunks[0]
 
 
-def rows_at_a_time(config: ConfigDict, held_out: int, roles: RoleGroups) -> int:
-    """Prompts answered at a time: at most as many as training's rows, evenly split."""
+def eval_batch_size(config: ConfigDict, held_out: int, roles: RoleGroups) -> int:
+    """Evaluation's batch size: at most a training step's rows, split evenly over the devices."""
     generate = roles.layouts[roles.generating_role].generate
     ways = generate.ways("batch") * generate.ways("layers")
-    if "reward" in roles.layouts:  # a reward model's
+    if "reward" in roles.layouts:  # a reward model
         ways = math.lcm(ways, roles.layouts["reward"].train.ways("batch"))
     rows = config.rollout.prompts * config.rollout.samples
     wanted = min(rows, config.eval.prompts or rows, held_out)
     return -(-wanted // ways) * ways
 
 
-def _answer(indices: range, rows: int, inputs: Inputs, roles: RoleGroups) -> dict[str, Any]:
-    """The greedy batch of some held-out prompts, with rewards; filled up to ``rows``, cut back."""
+def _greedy_batch(indices: range, rows: int, inputs: Inputs, roles: RoleGroups) -> dict[str, Any]:
+    """The greedy batch of some held-out prompts, with rewards; padded to ``rows`` meanwhile."""
     assert inputs.held_out is not None
-    filled = [*indices, *[indices[-1]] * (rows - len(indices))]
-    prompts = prompt_batch(inputs.held_out.rows(filled), inputs.prompt_length, 0)
+    padded = [*indices, *[indices[-1]] * (rows - len(indices))]
+    prompts = prompt_batch(inputs.held_out.rows(padded), inputs.prompt_length, 0)
     batch = join(roles.groups["actor"].generate_sequences(prompts, greedy=True))
-    reward, asked = roles.groups.get("reward"), slice(len(indices))
+    reward, kept = roles.groups.get("reward"), slice(len(indices))
     if reward is None:
-        return cut(batch, asked)
-    if "reward" in roles.layouts:  # its devices share the rows evenly, those that fill up too
+        return cut(batch, kept)
+    if "reward" in roles.layouts:  # a reward model needs the padded, evenly divisible batch
         batch |= join(reward.compute_reward(batch))
-        batch.pop("reward_outcomes", None)  # they count rows that are cut off now
-        return cut(batch, asked)
-    batch = cut(batch, asked)
+        batch.pop("reward_outcomes", None)  # they count padding rows
+        return cut(batch, kept)
+    batch = cut(batch, kept)
     return batch | join(reward.compute_reward(batch))
 
 
@@ -82,25 +82,25 @@ def _correct(batch: Mapping[str, Any], inputs: Inputs) -> list[bool]:
 def evaluate_predictions(
     config: ConfigDict, algorithm: Algorithm, examples: Demonstrations, step: int
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Ask an algorithm's models about as many held-out examples as ``eval.prompts`` wants.
+    """Evaluate an algorithm's ``predictions`` on up to ``eval.prompts`` held-out examples.
 
     Args:
-      config: of the run; as many sequences go through at a time as in an update.
-      algorithm: whose ``predictions`` are judged.
+      config: of the run; the batch size is that of an update.
+      algorithm: its ``predictions`` are evaluated.
       examples: held-out ones.
       step: of the run, for the rows.
 
     Returns:
-      ``eval/accuracy``, ``eval/loss`` and ``eval/calibration_error`` (with the start of their names
-      that the algorithm gives); and a row of calibration.jsonl for each start.
+      ``eval/accuracy``, ``eval/loss`` and ``eval/calibration_error``, with the name prefixes that
+      the algorithm gives; and one row of calibration.jsonl per prefix.
     """
     count = min(config.eval.prompts or len(examples), len(examples))
     size = config.warm_start.batch // algorithm.unit
     found: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
     for start in range(0, count, size):
         some = range(start, min(start + size, count))
-        filled = [*some, *[some[-1]] * (size - len(some))]
-        for name, both in algorithm.predictions(examples.batch_of(filled)).items():
+        padded = [*some, *[some[-1]] * (size - len(some))]
+        for name, both in algorithm.predictions(examples.batch_of(padded)).items():
             logits, outcomes = (np.asarray(x, np.float64)[: len(some)].ravel() for x in both)
             known = ~np.isnan(outcomes)
             found.setdefault(name, []).append((logits[known], outcomes[known]))

@@ -1,7 +1,7 @@
-"""TensorBoard's event files, written where they are asked for, so that a full disk is an error.
+"""TensorBoard event files, written synchronously so that a full disk raises an error.
 
-tensorboardX's own writer hands events to a thread, which ends unheard when it cannot write; and it
-opens anew what another one made in the same second, or before the clock was set back.
+tensorboardX's own writer uses a thread, which dies silently when it cannot write. It names files by
+the second, so it may open an earlier writer's file after a quick restart or a clock change.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ from tensorboardX.writer import FileWriter
 
 
 class Summaries(SummaryWriter):
-    """A SummaryWriter whose calls raise OSError where they cannot write.
+    """A SummaryWriter whose calls raise OSError if they cannot write.
 
     Args:
-      directory: of all the run's event files; made if need be.
-      purge_step: what earlier files have from this step on does not count.
+      directory: of the run's event files; created if missing.
+      purge_step: events of earlier files from this step on are discarded.
     """
 
     file_writer: Any
@@ -38,7 +38,7 @@ class Summaries(SummaryWriter):
         return self.file_writer
 
     def close(self) -> None:
-        """Close the file; what could not be written has been said."""
+        """Close the file; write errors have been raised before."""
         with contextlib.suppress(OSError):
             super().close()
 

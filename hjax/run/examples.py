@@ -1,5 +1,7 @@
-"""Examples that are learned from: demonstrations, pairs, verdicts and labelled steps, as tokens;
-with what is known of them beside (labels and margins, by place in a response)."""
+"""Tokenised training examples: demonstrations, preference pairs, unpaired responses and steps.
+
+Labels and margins of examples are annotations: values at positions of a response.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,35 +19,35 @@ from hjax.data.unpaired import task_records
 from hjax.errors import ConfigError, DataError
 
 Examples = list[tuple[list[int], ...]]
-# By the name of its array, for each example and each of its rows, values by place: the number of
-# response tokens before it.
-Marks = dict[str, list[tuple[dict[int, float], ...]]]
+# Annotations: array name -> per example -> per row -> values by position. A position is the number
+# of response tokens before it.
+Annotations = dict[str, list[tuple[dict[int, float], ...]]]
 
 
 class LearnedExamples(NamedTuple):
-    """Examples, and what is known of them beside."""
+    """Examples and their annotations."""
 
     examples: Examples = []
-    marks: Marks = {}
+    annotations: Annotations = {}
 
 
-# What stands where nothing is known.
-FILL = {"labels": np.nan, "margins": 0.0}
+# Value of positions without an annotation.
+MISSING = {"labels": np.nan, "margins": 0.0}
 
 
-def pair_marks(
+def pair_annotations(
     config: ConfigDict, columns: Mapping[str, Sequence[Any]] | None, pairs: Examples
-) -> Marks:
-    """Labels of pairs at their responses' ends, and their margins at those of the chosen ones.
+) -> Annotations:
+    """Labels of pairs at the ends of both responses, and margins at the end of the chosen one.
 
     Args:
       config: of the run.
-      columns: of its data; None: a built-in task's, whose chosen responses are good and others bad.
+      columns: of its data; None for a built-in task, whose chosen responses are labelled good.
       pairs: tokens of prompt, chosen and rejected response.
 
     Raises:
-      ConfigError: labels are to be learned, and the data has none.
-      DataError: a label or a margin that is none.
+      ConfigError: the algorithm learns labels, and the data has none.
+      DataError: an invalid label or margin.
     """
     labels = [(True, False)] * len(pairs) if columns is None else pair_labels(columns)
     if labels is None and config.algorithm.get("label_coef"):
@@ -55,15 +57,15 @@ def pair_marks(
             "label_coef=0"
         )
     margins = pair_margins(columns or {}, len(pairs))
-    each = zip(pairs, margins, strict=True)
-    marks: Marks = {"margins": [({len(chosen): margin}, {}) for (_, chosen, _), margin in each]}
-    marks["labels"] = [({}, {})] * len(pairs)
+    ends = (len(chosen) for _, chosen, _ in pairs)
+    of_chosen = [({end: margin}, {}) for end, margin in zip(ends, margins, strict=True)]
+    annotations: Annotations = {"margins": of_chosen, "labels": [({}, {})] * len(pairs)}
     if labels is not None:
-        marks["labels"] = [
+        annotations["labels"] = [
             tuple({len(x): float(label)} for x, label in zip(responses, known, strict=True))
             for (_, *responses), known in zip(pairs, labels, strict=True)
         ]
-    return marks
+    return annotations
 
 
 def step_examples(
@@ -72,15 +74,15 @@ def step_examples(
     prompts: Sequence[tuple[list[int], str]],
     rows: Sequence[tuple[list[str], list[bool]]],
 ) -> LearnedExamples:
-    """A prompt and its response for each row, and a label at the end of each step.
+    """Process supervision: prompt and response per row, with a label at the end of each step.
 
-    Steps are tokenised one by one, with ``algorithm.separator`` after each.
+    Each step is tokenised by itself and followed by ``algorithm.separator``.
 
     Args:
       config: of the run.
       tokenizer: of the actor.
-      prompts: tokens, and how each is called in errors.
-      rows: of each its steps and which are right.
+      prompts: tokens of each prompt, and its name in errors.
+      rows: steps of each response, and which are right.
 
     Raises:
       DataError: a response that is too long.
@@ -89,7 +91,7 @@ def step_examples(
     end = [tokenizer.eos_id] if tokenizer.eos_id is not None else []
     limit = config.rollout.max_response_length
     examples: Examples = []
-    marks: Marks = {"labels": []}
+    annotations: Annotations = {"labels": []}
     for (prompt, shown), (steps, labels) in zip(prompts, rows, strict=True):
         tokens: list[int] = []
         places: dict[int, float] = {}
@@ -103,11 +105,11 @@ def step_examples(
                 f"rollout.max_response_length={limit}; raise it"
             )
         examples.append((prompt, tokens))
-        marks["labels"].append((places,))
-    return LearnedExamples(examples, marks)
+        annotations["labels"].append((places,))
+    return LearnedExamples(examples, annotations)
 
 
-def examples_of(
+def load_examples(
     config: ConfigDict,
     task: Task | None,
     tokenizer: Tokenizer | None,
@@ -115,12 +117,13 @@ def examples_of(
     source: str,
     verdicts: tuple[list[Any], list[bool]] | None = None,
 ) -> LearnedExamples:
-    """Tuples of a prompt's tokens and those of its responses, each with EOS: the demonstration, or
-    where pairs are learned from the chosen and the rejected one; empty where the data has none.
-    And what is known of pairs and of steps beside.
+    """Tokenise the data's examples: the prompt, and each response followed by EOS.
 
-    A row whose response is no text or too long is an error where they are learned from, and left
-    out where they only happen to be there.
+    An example has one response (a demonstration) or two (chosen and rejected) and, for pairs and
+    steps, annotations. There are none if the data has no responses.
+
+    A response that is no text or too long is an error if the run learns from examples; otherwise
+    its row is skipped.
     """
     warm_start = config.warm_start.steps and not config.actor.path
     needed = source != "prompts" or warm_start or config.algorithm.get("pretraining_coef")
@@ -132,7 +135,8 @@ def examples_of(
     if source == "verdicts":
         texts = None if verdicts is None else [(text,) for text in verdicts[0]]
     else:
-        texts = _pairs(config, task, train) if source == "pairs" else _shown(config, task, train)
+        make = _pairs if source == "pairs" else _demonstrations
+        texts = make(config, task, train)
     if texts is None:
         return LearnedExamples()
     end = [tokenizer.eos_id] if tokenizer.eos_id is not None else []
@@ -156,14 +160,16 @@ def examples_of(
                 f"rollout.max_response_length={limit}; raise it"
             )
         found.append((prompt, *tokens))
+    if source != "pairs":
+        return LearnedExamples(found)
     columns = None if task is not None else train.columns
-    return LearnedExamples(found, pair_marks(config, columns, found) if source == "pairs" else {})
+    return LearnedExamples(found, pair_annotations(config, columns, found))
 
 
 def _steps(
     config: ConfigDict, task: Task | None, tokenizer: Tokenizer, train: Dataset
 ) -> LearnedExamples:
-    """Responses in steps, as a task makes them or the data has them."""
+    """Process-supervision examples of a task or of the data's columns."""
     rows = []
     if task is not None:
         rng = np.random.default_rng([config.seed, 4])
@@ -181,12 +187,14 @@ def _steps(
 
 
 def _row(train: Dataset, row: int) -> str:
-    """Rows are those that were not held out, so their numbers would not be the file's."""
+    """Name a row in errors by its prompt; row numbers changed when rows were held out."""
     return f"the prompt {train.prompt_text[row][:60]!r}" if train.prompt_text else "a prompt"
 
 
-def _shown(config: ConfigDict, task: Task | None, train: Dataset) -> list[tuple[Any]] | None:
-    """The demonstration of each row, as it stands; None: there are none."""
+def _demonstrations(
+    config: ConfigDict, task: Task | None, train: Dataset
+) -> list[tuple[Any]] | None:
+    """The demonstration of each row, unchecked; None if the data has none."""
     if task is None:
         for name in RESPONSE_COLUMNS:
             if name in train.columns:
@@ -196,16 +204,16 @@ def _shown(config: ConfigDict, task: Task | None, train: Dataset) -> list[tuple[
     return [(task.demonstration(record, rng),) for record in task_records(train)]
 
 
-def shown_responses(config: ConfigDict, task: Task | None, rows: Dataset) -> list[str] | None:
-    """A demonstration of each row, as text; None: the data has none for all of them."""
-    found = _shown(config, task, rows) if rows.prompt_text is not None else None
+def demonstration_texts(config: ConfigDict, task: Task | None, rows: Dataset) -> list[str] | None:
+    """A demonstration of each row, as text; None unless every row has one."""
+    found = _demonstrations(config, task, rows) if rows.prompt_text is not None else None
     if found is None or any(not isinstance(text, str) for (text,) in found):
         return None
     return [text for (text,) in found]
 
 
 def _pairs(config: ConfigDict, task: Task | None, train: Dataset) -> list[tuple[str, str]] | None:
-    """The chosen and the rejected text of each row; None: there are none."""
+    """The chosen and the rejected text of each row; None if the data has no pairs."""
     if task is None:
         if any(side not in train.columns for side in SIDES):
             return None
@@ -225,12 +233,12 @@ class Demonstrations:
     """Batches of examples of one fixed shape, in a resumable shuffled order.
 
     Args:
-      examples: a prompt's tokens, and those of as many responses in each.
-      batch: sequences; the responses of an example are rows next to each other.
+      examples: tokens of a prompt and of its responses; all have equally many responses.
+      batch: sequences; the responses of an example are adjacent rows.
       prompt_length, response_length: tokens.
       seed: of the order.
-      marks: what is known of the examples beside.
-      labels: of examples with a response each, which stand in the batch as ``positive`` then.
+      annotations: of the examples.
+      labels: of unpaired responses; the batch has them as ``positive``.
     """
 
     def __init__(
@@ -240,10 +248,10 @@ class Demonstrations:
         prompt_length: int,
         response_length: int,
         seed: int,
-        marks: Marks | None = None,
+        annotations: Annotations | None = None,
         labels: Sequence[bool] | None = None,
     ):
-        self._examples, self._marks = examples, marks or {}
+        self._examples, self._annotations = examples, annotations or {}
         self._lengths = prompt_length, response_length
         self._labels = labels
         self.sampler = PromptSampler(len(examples), batch // (len(examples[0]) - 1), seed)
@@ -256,27 +264,28 @@ class Demonstrations:
         return len(self._examples)
 
     def batch_of(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-        """Some examples: ``prompts``, ``prompt_mask``, ``responses``, ``response_mask``, and by
-        name what is known of places, float32 [rows, response length + 1].
+        """A batch of the examples at ``indices``.
 
-        Of labelled examples also ``positive`` float32 [rows, length], 1 on tokens of right ones.
+        It has ``prompts``, ``prompt_mask``, ``responses``, ``response_mask``; each annotation by
+        name, float32 [rows, response length + 1]; with labels ``positive``, float32 [rows, length],
+        1 on tokens of right responses.
         """
         chosen = [self._examples[i] for i in indices]
         rows = [(prompt, response) for prompt, *responses in chosen for response in responses]
         prompts, prompt_mask = pad_left([p for p, _ in rows], self._lengths[0])
         responses, response_mask = pad_right([r for _, r in rows], self._lengths[1])
-        known = {}
-        for name, marks in self._marks.items():
-            places = [of_row for i in indices for of_row in marks[i]]
-            known[name] = np.full((len(rows), self._lengths[1] + 1), FILL[name], np.float32)
-            for row, values in enumerate(places):
-                known[name][row, list(values)] = list(values.values())
+        arrays = {}
+        for name, annotations in self._annotations.items():
+            by_row = [values for i in indices for values in annotations[i]]
+            arrays[name] = np.full((len(rows), self._lengths[1] + 1), MISSING[name], np.float32)
+            for row, values in enumerate(by_row):
+                arrays[name][row, list(values)] = list(values.values())
         batch = {
             "prompts": prompts,
             "prompt_mask": prompt_mask,
             "responses": responses,
             "response_mask": response_mask,
-            **known,
+            **arrays,
         }
         if self._labels is None:
             return batch
@@ -285,22 +294,24 @@ class Demonstrations:
 
 
 class ExampleSources(NamedTuple):
-    """What a run learns from beside rollouts; None: it does not.
+    """What a run learns from besides rollouts.
 
     Attributes:
-      learned: by the algorithm.
-      warm_start: that the warm start imitates.
+      learned: examples of the algorithm; None if it uses none.
+      warm_start: demonstrations of the supervised warm start; None if there are none.
     """
 
     learned: Demonstrations | None = None
     warm_start: Demonstrations | None = None
 
 
-def demonstrated(config: ConfigDict, algorithm: type[Algorithm], inputs: Any) -> ExampleSources:
-    """Of what a run reads (``hjax.run.inputs.Inputs``).
+def make_example_sources(
+    config: ConfigDict, algorithm: type[Algorithm], inputs: Any
+) -> ExampleSources:
+    """The example sources of a run's inputs (``hjax.run.inputs.Inputs``).
 
     Raises:
-      ConfigError: a warm start without any.
+      ConfigError: a warm start without demonstrations.
     """
     lengths = {
         "prompt_length": inputs.prompt_length,
@@ -309,18 +320,18 @@ def demonstrated(config: ConfigDict, algorithm: type[Algorithm], inputs: Any) ->
     found = ExampleSources()
     if examples := inputs.demonstrations:
         batch = config.warm_start.batch
-        # Of demonstrations that are answered as many as of prompts.
+        # On-policy algorithms generate a response to each demonstration's prompt.
         answered = algorithm.generates and algorithm.source != "prompts"
         learned = Demonstrations(
             examples,
             config.rollout.prompts if answered else batch,
             **lengths,
             seed=config.seed + 1,
-            marks=inputs.marks,
+            annotations=inputs.annotations,
             labels=inputs.labels,
         )
-        shown = [example[:2] for example in examples]  # of a pair the chosen one
-        if inputs.labels is not None:  # of verdicts the right ones
+        shown = [example[:2] for example in examples]  # the chosen response of a pair
+        if inputs.labels is not None:  # only the right unpaired responses
             pairs = zip(shown, inputs.labels, strict=True)
             shown = [example for example, right in pairs if right]
         seed = config.seed + 2

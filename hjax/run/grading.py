@@ -1,4 +1,4 @@
-"""Evaluation of a model outside a run: questions, samples of answers, and what a grader says."""
+"""Standalone evaluation of a model: sample responses to questions, grade them, estimate metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hjax.rewards.estimators import (
     powers_of_two,
 )
 from hjax.rewards.graders import Grader, grade
-from hjax.run.batched_generation import complete
+from hjax.run.batched_generation import generate_in_batches
 
 if TYPE_CHECKING:
     from hjax.rollout.language_model import Completion, LanguageModel
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class GradedResponse:
-    """One response, judged.
+    """One graded response.
 
     Attributes:
-      question, sample: counted from 0.
-      prompt, response: text, or token ids where there is no tokenizer.
-      reward: None: unscored.
-      right: None: not known.
-      answer: what a majority is taken over; None: no answer, or the grader gives none.
+      question, sample: indices from 0.
+      prompt, response: text, or token ids without a tokenizer.
+      reward: None if unscored.
+      right: None if unknown.
+      answer: the extracted answer, for majority votes; None if there is none.
       tokens: of the response.
-      truncated: whether it ran into the length limit.
+      truncated: whether it reached the length limit.
     """
 
     question: int
@@ -50,7 +50,7 @@ class GradedResponse:
     truncated: bool
 
 
-def ask(
+def sample_and_grade(
     model: LanguageModel,
     questions: Dataset,
     grader: Grader,
@@ -61,44 +61,44 @@ def ask(
     write: Callable[[Sequence[GradedResponse]], None],
     **options: Any,
 ) -> list[GradedResponse]:
-    """Answer every question ``samples`` times and judge the answers.
+    """Sample ``samples`` responses to every question and grade them.
 
-    The grader gets whole questions, as soon as they are answered, a call of theirs each.
+    The grader is called on all samples of a question together, as soon as they are generated.
 
     Args:
-      batch: sequences at a time; the samples of a question stand side by side.
-      progress: see ``complete``.
-      write: gets the rows of each call of the grader, before the next are generated.
+      batch: sequences per generation call; the samples of a question are adjacent rows.
+      progress: see ``generate_in_batches``.
+      write: called with the rows of each grading call, before more are generated.
       **options: of ``model.generate``.
 
     Raises:
-      RunError: the grader failed, or scored nothing at all.
+      RunError: the grader failed, or scored no response at all.
     """
     rows = [i for i in range(len(questions)) for _ in range(samples)]
     prompts = [questions.prompt_tokens[i] for i in rows]
     at_a_time = batch // samples * samples or batch
-    waiting: list[Completion] = []
-    judged: list[GradedResponse] = []
-    for found in complete(model, prompts, at_a_time, seed, progress, **options):
-        waiting += found
-        whole = len(waiting) // samples * samples
+    ungraded: list[Completion] = []
+    graded: list[GradedResponse] = []
+    for found in generate_in_batches(model, prompts, at_a_time, seed, progress, **options):
+        ungraded += found
+        whole = len(ungraded) // samples * samples
         if whole:
-            first = len(judged) // samples
-            judged += _judge(waiting[:whole], first, samples, questions, grader)
-            write(judged[-whole:])
-            del waiting[:whole]
-    if all(row.reward is None for row in judged):
+            first = len(graded) // samples
+            graded += _grade(ungraded[:whole], first, samples, questions, grader)
+            write(graded[-whole:])
+            del ungraded[:whole]
+    if all(row.reward is None for row in graded):
         raise RunError(
-            f"the reward function {grader.judge.name} scored none of {len(judged)} responses: it "
+            f"the reward function {grader.judge.name} scored none of {len(graded)} responses: it "
             "returned None or NaN for each"
         )
-    return judged
+    return graded
 
 
-def _judge(
+def _grade(
     found: Sequence[Completion], first: int, samples: int, questions: Dataset, grader: Grader
 ) -> list[GradedResponse]:
-    """The samples of whole questions, from the ``first`` on."""
+    """Grade all samples of consecutive questions; ``first`` is the first question's index."""
     numbers = [first + i // samples for i in range(len(found))]
     asked = questions.rows(numbers)
     prompts = asked["prompt_text"] or asked["prompt_tokens"]
@@ -122,50 +122,52 @@ def _judge(
     ]
 
 
-def measures(judged: Sequence[GradedResponse], samples: int, grader: Grader) -> dict[str, Estimate]:
-    """What the judged samples say, each over questions (`hjax.rewards.estimators`).
+def estimate_metrics(
+    graded: Sequence[GradedResponse], samples: int, grader: Grader
+) -> dict[str, Estimate]:
+    """Metrics of the graded samples, averaged over questions (`hjax.rewards.estimators`).
 
     Returns:
-      ``reward``; where there is right and wrong ``accuracy`` and, for k = 1, 2, 4, ... up to
-      ``samples``, ``pass@k``; where the grader gives answers too ``maj@k``. Samples without a
-      reward, or without a verdict, are left out, and so is a question with fewer than k others.
+      ``reward``; if correctness is known, ``accuracy`` and ``pass@k`` for k = 1, 2, 4, ... up to
+      ``samples``; if the grader extracts answers, also ``maj@k``. Samples without a reward or
+      without known correctness are left out, and so are questions with fewer than k of the rest.
     """
-    verdicts = _verdicts(judged, grader)
+    correctness = _correctness(graded, grader)
     questions: dict[int, list[int]] = {}
-    for i, row in enumerate(judged):
+    for i, row in enumerate(graded):
         questions.setdefault(row.question, []).append(i)
-    rewards = [[judged[i].reward for i in rows] for rows in questions.values()]
+    rewards = [[graded[i].reward for i in rows] for rows in questions.values()]
     found = {"reward": over_questions([_mean([r for r in rs if r is not None]) for rs in rewards])}
-    if verdicts is None:
+    if correctness is None:
         return found
-    known = [[i for i in rows if verdicts[i] is not None] for rows in questions.values()]
-    right = [[bool(verdicts[i]) for i in rows] for rows in known]
+    known = [[i for i in rows if correctness[i] is not None] for rows in questions.values()]
+    right = [[bool(correctness[i]) for i in rows] for rows in known]
     found["accuracy"] = over_questions([_mean(of_one) for of_one in right])
     for k in powers_of_two(samples):
         passed = [pass_at_k(sum(of_one), len(of_one), k) for of_one in right]
         found[f"pass@{k}"] = over_questions(passed)
     if grader.answers is not None:
-        answers = [[judged[i].answer for i in rows] for rows in known]
+        answers = [[graded[i].answer for i in rows] for rows in known]
         for k in powers_of_two(samples):
             votes = [majority_at_k(said, of_one, k) for said, of_one in zip(answers, right)]
             found[f"maj@{k}"] = over_questions(votes)
     return found
 
 
-def _verdicts(judged: Sequence[GradedResponse], grader: Grader) -> list[bool | None] | None:
-    """Which samples are right; None where there is no right and wrong."""
+def _correctness(graded: Sequence[GradedResponse], grader: Grader) -> list[bool | None] | None:
+    """Which samples are right; None if correctness is not known for any."""
     if grader.correct is not None:
-        right = [row.right for row in judged]
+        right = [row.right for row in graded]
         return None if all(verdict is None for verdict in right) else right
-    if any(row.reward not in (None, 0.0, 1.0) for row in judged):
+    if any(row.reward not in (None, 0.0, 1.0) for row in graded):
         return None
-    return [None if row.reward is None else row.reward == 1.0 for row in judged]
+    return [None if row.reward is None else row.reward == 1.0 for row in graded]
 
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
-def describe(found: Mapping[str, Estimate]) -> dict[str, dict[str, float]]:
-    """Measures as JSON has them: ``mean`` and ``stderr`` (NaN, and so null, of one question)."""
+def estimates_json(found: Mapping[str, Estimate]) -> dict[str, dict[str, float]]:
+    """Estimates for JSON: ``mean`` and ``stderr`` (NaN, so null, for a single question)."""
     return {name: dataclasses.asdict(estimate) for name, estimate in found.items()}

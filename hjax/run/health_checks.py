@@ -1,7 +1,7 @@
-"""Signs that a run is going wrong: each is told once, by a name, with what to do about it.
+"""Health checks: warnings about a run that is going wrong or is probably set up wrongly.
 
-Every watch is a pure reader of the steps' metrics and batches. Thresholds are for what nobody
-means, not for what is merely unusual. With them what is probably not meant.
+Each check reads the steps' metrics and batches, changes nothing, and warns at most once, with a
+remedy. Thresholds are set for what nobody intends, not for what is merely unusual.
 """
 
 import math
@@ -17,29 +17,31 @@ from hjax.errors import RunError
 from hjax.run.placement import Plan
 
 # Held-out prompts below which an accuracy says little.
-FEW_PROMPTS = 16
-# Steps in a row with mostly equal groups, steps of a recent mean, and of what it is compared with.
-EQUAL_STEPS, RECENT, BEFORE = 3, 5, 20
-# Generation may take so many times what its device needs to read the weights for each token.
-SLOW = 10.0
+MIN_HELD_OUT_PROMPTS = 16
+# Consecutive steps with mostly equal groups before a warning.
+EQUAL_STEPS = 3
+# A metric's mean over the RECENT last steps is compared with that over up to BEFORE steps earlier.
+RECENT_STEPS, EARLIER_STEPS = 5, 20
+# Generation may take so many times the lower bound of reading the weights once per token.
+SLOW_RATIO = 10.0
 
 Metrics = Mapping[str, float]
 
 
-def first_remarks(
+def setup_warnings(
     config: ConfigDict, devices: int, plan: Plan, held_out: Dataset | None
 ) -> list[str]:
-    """What is probably not meant, as far as it is known before the first step."""
+    """Warnings about the set-up, before the first step."""
     allocation, rows = plan.allocation, None if held_out is None else len(held_out)
-    remarks = [idle_remark(devices, sum(allocation), config.placement, allocation)]
+    warnings = [idle_devices_warning(devices, sum(allocation), config.placement, allocation)]
     if config.eval.every:
-        remarks.append(held_out_remark(rows))
-    return [remark for remark in remarks if remark]
+        warnings.append(held_out_warning(rows))
+    return [remark for remark in warnings if remark]
 
 
-def held_out_remark(held_out: int | None) -> str | None:
-    """What to tell of so many held-out prompts (None: there are none) before the first step."""
-    if held_out is None or held_out >= FEW_PROMPTS:
+def held_out_warning(held_out: int | None) -> str | None:
+    """The warning about too few held-out prompts; None for enough, or for no held-out data."""
+    if held_out is None or held_out >= MIN_HELD_OUT_PROMPTS:
         return None
     return (
         f"warning (few held-out prompts): {held_out}, so that one answer is "
@@ -48,13 +50,15 @@ def held_out_remark(held_out: int | None) -> str | None:
     )
 
 
-def idle_remark(devices: int, used: int, placement: str, sets: Sequence[int]) -> str | None:
-    """What to tell of devices that no role stands on.
+def idle_devices_warning(
+    devices: int, used: int, placement: str, sets: Sequence[int]
+) -> str | None:
+    """The warning about devices that no role uses; None if all are used.
 
     Args:
-      devices: that there are.
-      used: of them.
-      placement: the key's value.
+      devices: number of devices.
+      used: devices that the placement uses.
+      placement: the config key's value.
       sets: devices of each set of roles.
     """
     if used >= devices:
@@ -72,7 +76,7 @@ def idle_remark(devices: int, used: int, placement: str, sets: Sequence[int]) ->
 
 
 class EqualGroupsCheck:
-    """Says once when most groups have equal rewards for some steps, where that is all they teach.
+    """Warns once when most groups have equal rewards for some steps, so give no learning signal.
 
     Args:
       config: of the run.
@@ -80,20 +84,20 @@ class EqualGroupsCheck:
 
     def __init__(self, config: ConfigDict):
         self._samples = config.rollout.samples
-        # Only algorithms that compare a group's samples, and do not draw such groups anew.
+        # Only for algorithms that compare a group's samples and do not resample such groups.
         compares = "resample" in config.algorithm and not config.algorithm.resample
-        self._watches = compares and config.rollout.samples > 1
+        self._active = compares and config.rollout.samples > 1
         self._steps = 0
 
     def message(self, metrics: Metrics, batch: Mapping[str, Any]) -> str | None:
-        """What to tell of a step; None: nothing."""
-        if not self._watches or "rewards" not in batch:
+        """The warning after a step, or None."""
+        if not self._active or "rewards" not in batch:
             return None
         share = equal_groups(batch["rewards"], self._samples)
         self._steps = self._steps + 1 if share > 0.5 else 0
         if self._steps < EQUAL_STEPS:
             return None
-        self._watches = False
+        self._active = False
         return (
             f"in {share:.0%} of the groups all {self._samples} rewards are equal (their mean is "
             f"{metrics.get('reward/mean', math.nan):.3g}): they teach nothing. Where that is not "
@@ -103,11 +107,11 @@ class EqualGroupsCheck:
 
 
 def equal_groups(rewards: Any, samples: int) -> float:
-    """The share of groups whose scored rewards are all equal, of those with any.
+    """Fraction of groups whose scored rewards are all equal, among groups with any.
 
     Args:
       rewards: [groups * samples], NaN where unscored.
-      samples: of a group, side by side.
+      samples: per group, adjacent.
     """
     rewards = np.asarray(rewards, np.float64)
     if not rewards.size or rewards.size % samples:
@@ -120,65 +124,66 @@ def equal_groups(rewards: Any, samples: int) -> float:
 
 
 class RunawayCheck:
-    """Says once when a metric leaves, upwards, the range it has had.
+    """Warns once when a metric's recent mean rises far above its earlier range.
 
     Args:
-      metric: of the steps' rows.
-      least: a mean of the last steps below it is no matter.
-      times: how many times the mean of the steps before (of their sizes) it must be.
-      text: what to tell; ``{now}`` and ``{before}`` are the two means.
+      metric: its key.
+      min_mean: recent means below it are ignored.
+      min_ratio: smallest ratio of the recent mean to the earlier mean of absolute values.
+      text: the warning; ``{now}`` and ``{before}`` are the two means.
     """
 
-    def __init__(self, metric: str, least: float, times: float, text: str):
-        self._metric, self._least, self._times, self._text = metric, least, times, text
-        self._seen: deque[float] = deque(maxlen=RECENT + BEFORE)
-        self._said = False
+    def __init__(self, metric: str, min_mean: float, min_ratio: float, text: str):
+        self._metric, self._text = metric, text
+        self._min_mean, self._min_ratio = min_mean, min_ratio
+        self._values: deque[float] = deque(maxlen=RECENT_STEPS + EARLIER_STEPS)
+        self._warned = False
 
     def message(self, metrics: Metrics, batch: Mapping[str, Any]) -> str | None:
-        """What to tell of a step; None: nothing."""
+        """The warning after a step, or None."""
         value = metrics.get(self._metric)
-        if self._said or value is None or not math.isfinite(value):
+        if self._warned or value is None or not math.isfinite(value):
             return None
-        self._seen.append(value)
-        if len(self._seen) < 2 * RECENT:
+        self._values.append(value)
+        if len(self._values) < 2 * RECENT_STEPS:
             return None
-        seen = list(self._seen)
-        now = float(np.mean(seen[-RECENT:]))
-        before = float(np.mean(np.abs(seen[:-RECENT])))
-        if now < self._least or now < self._times * before:
+        values = list(self._values)
+        now = float(np.mean(values[-RECENT_STEPS:]))
+        before = float(np.mean(np.abs(values[:-RECENT_STEPS])))
+        if now < self._min_mean or now < self._min_ratio * before:
             return None
-        self._said = True
+        self._warned = True
         return self._text.format(now=now, before=before)
 
 
 class EntropyCollapseCheck:
-    """Says once when the policy's entropy has all but gone.
+    """Warns once when the policy's entropy has collapsed.
 
     Args:
-      share: of the first steps' entropy below which it has.
-      most: nats per token above which it has not, whatever it was.
+      share: fraction of the first steps' entropy below which it counts as collapsed.
+      max_entropy: nats per token above which it never counts as collapsed.
     """
 
-    def __init__(self, share: float = 0.02, most: float = 0.02):
-        self._share, self._most = share, most
+    def __init__(self, share: float = 0.02, max_entropy: float = 0.02):
+        self._share, self._max_entropy = share, max_entropy
         self._first: list[float] = []
         self._low = 0
-        self._said = False
+        self._warned = False
 
     def message(self, metrics: Metrics, batch: Mapping[str, Any]) -> str | None:
-        """What to tell of a step; None: nothing."""
+        """The warning after a step, or None."""
         entropy = metrics.get("actor/entropy")
-        if self._said or entropy is None or not math.isfinite(entropy):
+        if self._warned or entropy is None or not math.isfinite(entropy):
             return None
-        if len(self._first) < RECENT:
+        if len(self._first) < RECENT_STEPS:
             self._first.append(entropy)
             return None
         first = float(np.mean(self._first))
-        low = entropy < min(self._most, self._share * first)
+        low = entropy < min(self._max_entropy, self._share * first)
         self._low = self._low + 1 if low else 0
-        if self._low < RECENT:
+        if self._low < RECENT_STEPS:
             return None
-        self._said = True
+        self._warned = True
         return (
             f"actor/entropy is {entropy:.2g} nats per token and was {first:.2g}: answers hardly "
             "vary any more, so that rewards have little to compare. Where that is not the end of "
@@ -188,23 +193,23 @@ class EntropyCollapseCheck:
 
 
 class SlowGenerationCheck:
-    """Says once when generation takes far longer than its devices need.
+    """Warns once when generation is far slower than its memory-bandwidth bound.
 
     Args:
-      token_seconds: what reading the weights once takes there, by data sheet; 0: not known.
+      token_seconds: to read the weights once, by data sheet; 0: unknown.
       slots: sequences at a time; 0: all.
     """
 
     def __init__(self, token_seconds: float, slots: int = 0):
         self._token_seconds, self._slots = token_seconds, slots
         self._steps = 0
-        self._said = not token_seconds
+        self._warned = not token_seconds
 
     def message(self, metrics: Metrics, batch: Mapping[str, Any]) -> str | None:
-        """What to tell of a step; None: nothing. The first two compile, and do not count."""
+        """The warning after a step, or None. The first two steps compile and do not count."""
         spent = metrics.get("time/generate")
         self._steps += 1
-        if self._said or spent is None or self._steps <= 2 or "response_mask" not in batch:
+        if self._warned or spent is None or self._steps <= 2 or "response_mask" not in batch:
             return None
         lengths = np.sum(batch["response_mask"], axis=1)
         passes = float(lengths.max()) if len(lengths) else 0.0
@@ -212,9 +217,9 @@ class SlowGenerationCheck:
             passes = max(passes, float(lengths.sum()) / self._slots)
         bound = passes * self._token_seconds
         spent -= metrics.get("time/transition", 0.0)
-        if not bound or spent < SLOW * bound:
+        if not bound or spent < SLOW_RATIO * bound:
             return None
-        self._said = True
+        self._warned = True
         return (
             f"generation took {spent:.1f} s; reading the weights once for each of {passes:.0f} "
             f"tokens takes {bound:.1f} s on these devices. benchmarks/roofline.py in hjax's "
@@ -224,7 +229,7 @@ class SlowGenerationCheck:
 
 
 class HealthChecks:
-    """All of them: what to tell of each step.
+    """All checks of a run's steps.
 
     Args:
       config: of the run.
@@ -252,31 +257,31 @@ class HealthChecks:
         }
 
     def messages(self, metrics: Metrics, batch: Mapping[str, Any]) -> list[str]:
-        """The lines of a step, each with its name."""
+        """The warnings after a step, one line each, with the checks' names."""
         found = {name: message(metrics, batch) for name, message in self._all.items()}
         step = metrics["step"]
         return [f"step {step}: warning ({name}): {text}" for name, text in found.items() if text]
 
 
 class TruncationWarning:
-    """Says once when the length limit cuts most of a step's responses.
+    """Warns once when the length limit truncates most of a step's responses.
 
     Args:
       max_response_length: ``rollout.max_response_length``, in tokens.
-      longest: tokens of the longest right answer, where a built-in task knows it; a limit that
-        leaves room for it is meant, and nothing is said. None: not known.
+      longest: tokens of a built-in task's longest right answer; there is no warning if the limit
+        leaves room for it. None: unknown.
     """
 
     def __init__(self, max_response_length: int, longest: int | None = None):
         self._limit = max_response_length
-        self._said = longest is not None and longest <= max_response_length
+        self._warned = longest is not None and longest <= max_response_length
 
     def message(self, metrics: Metrics) -> str | None:
-        """What to tell of a step's row: once, where more than half was cut; else None."""
+        """The warning after a step, once, if more than half was truncated; else None."""
         share = metrics.get("response/truncated", 0.0)
-        if self._said or not share > 0.5:
+        if self._warned or not share > 0.5:
             return None
-        self._said = True
+        self._warned = True
         return (
             f"step {metrics['step']}: warning (truncated): {share:.0%} of the responses were cut "
             f"at rollout.max_response_length={self._limit} tokens; raise it if they are to end by "
@@ -285,11 +290,11 @@ class TruncationWarning:
 
 
 class SamplerCheck:
-    """Says once, or stops a run, when its sampler's log-probs are not those of learning.
+    """Warns once, or stops the run, when the sampler's log-probs differ from the trainer's.
 
-    ``rollout/token_prob_error`` is the mean of exp|difference| over a step's tokens: 1.00 where
-    both compute in float32, a little more in bfloat16 or with a cache in int8. It is not looked at
-    where older weights sample, or learning drops features of adapters: there it is meant.
+    ``rollout/token_prob_error`` is the mean of exp|difference| over a step's tokens: 1.00 if both
+    compute in float32, a little more in bfloat16 or with an int8 cache. It is ignored if a
+    difference is intended: with older weights sampling, or dropout in adapters.
 
     Args:
       config: of the run.
@@ -297,20 +302,20 @@ class SamplerCheck:
 
     def __init__(self, config: ConfigDict):
         rollout = config.rollout
-        meant = rollout.max_staleness or rollout.partial_tokens or config.actor.lora.dropout
-        self._warn = math.inf if meant else rollout.warn_prob_error or math.inf
-        self._stop = math.inf if meant else rollout.max_prob_error or math.inf
-        self._said = False
+        intended = rollout.max_staleness or rollout.partial_tokens or config.actor.lora.dropout
+        self._warn = math.inf if intended else rollout.warn_prob_error or math.inf
+        self._stop = math.inf if intended else rollout.max_prob_error or math.inf
+        self._warned = False
 
     def message(self, metrics: Metrics) -> str | None:
-        """What to tell of a step's metrics, once; else None.
+        """The warning after a step, once; else None.
 
         Raises:
           RunError: the error is above ``rollout.max_prob_error``.
         """
         error = metrics.get("rollout/token_prob_error", 1.0)
         if error <= min(self._warn, self._stop) or math.isnan(error):
-            return None  # an update that is not finite is skipped and counted
+            return None  # NaN: the update was not finite, so it is skipped and counted elsewhere
         found = f"rollout/token_prob_error is {error:.4g}"
         if error > self._stop:
             raise RunError(
@@ -319,11 +324,11 @@ class SamplerCheck:
                 "never stop) to go on, or start another run with model.dtype=float32 or "
                 "rollout.cache_dtype=auto"
             )
-        if self._said:
+        if self._warned:
             return None
-        self._said = True
+        self._warned = True
         return (
             f"warning (sampler): {found}, above rollout.warn_prob_error={self._warn:g}: the "
-            "sampler's log-probs are "
-            "not quite learning's; algorithm.correction=truncated weighs for it"
+            "sampler's log-probs are not quite learning's; algorithm.correction=truncated corrects "
+            "for it by importance sampling"
         )

@@ -1,4 +1,4 @@
-"""What a run reads: tokenizer, prompts, demonstrations, reward and cost functions."""
+"""Inputs of a run: tokenizer, datasets, examples, model config, reward and cost functions."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -18,17 +18,17 @@ from hjax.models.families import family_config
 from hjax.models.model_config import ModelConfig
 from hjax.models.weights import model_directory, read_config, read_eos_ids
 from hjax.rewards.function import load_function
-from hjax.run.examples import Examples, LearnedExamples, Marks, examples_of
+from hjax.run.examples import Annotations, Examples, LearnedExamples, load_examples
 
-# How many training prompts of a built-in task are kept at most.
+# Most training prompts of a built-in task.
 TASK_PROMPTS = 8192
-# What a model from scratch takes from the section ``model`` as it is.
+# Keys of the section ``model`` that a model from scratch takes unchanged.
 _SIZES = ("hidden_size", "mlp_size", "layers", "heads", "kv_heads", "tie_embeddings")
 
 
 @dataclasses.dataclass
 class Inputs:
-    """Everything read from disk or generated, before any device is touched."""
+    """Everything that a run reads or generates before it uses any device."""
 
     tokenizer: Tokenizer | None
     task: Task | None
@@ -38,25 +38,25 @@ class Inputs:
     prompt_length: int
     reward: Callable[..., Any] | None
     cost: Callable[..., Any] | None
-    demonstrations: Examples  # a prompt and its response, or a pair of them
+    demonstrations: Examples  # tokens of a prompt and one response, or a pair of responses
     eos_ids: tuple[int, ...] = ()
-    remarks: tuple[str, ...] = ()  # what was done to the data, to be told
-    marks: Marks = dataclasses.field(default_factory=dict)
-    # Of the held-out rows, where models are evaluated on them.
+    remarks: tuple[str, ...] = ()  # messages about changes to the data, for the user
+    annotations: Annotations = dataclasses.field(default_factory=dict)
+    # Held-out examples, for algorithms that are evaluated on pairs or steps.
     held_out_examples: Examples = dataclasses.field(default_factory=list)
-    held_out_marks: Marks = dataclasses.field(default_factory=dict)
+    held_out_annotations: Annotations = dataclasses.field(default_factory=dict)
     labels: list[bool] | None = None  # of each demonstration, where verdicts are learned from
 
 
 def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
-    """Read what a config names.
+    """Read everything that a config names.
 
     Args:
-      config: the run's.
+      config: of the run.
       source: what the algorithm learns from, see ``Algorithm.source``.
 
     Raises:
-      ConfigError, DataError: whatever is missing or does not fit, in one line.
+      ConfigError, DataError: something is missing or invalid, in one line.
     """
     if not config.data.path and not config.data.task:
         raise ConfigError(
@@ -69,7 +69,7 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
     train, held_out = _datasets(config, task, tokenizer, remarks.append, source)
     longest = max(d.longest_prompt for d in (train, held_out) if d is not None)
     prompt_length = config.rollout.max_prompt_length or longest
-    if longest > prompt_length:  # of a task
+    if longest > prompt_length:  # only a task's: a file's prompts were checked one by one
         raise DataError(
             f"data.task={config.data.task}: its prompts have up to {longest} tokens, above "
             f"rollout.max_prompt_length={prompt_length}; raise that key (0: the longest prompt)"
@@ -86,10 +86,10 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
             "rollout.max_prompt_length or rollout.max_response_length"
         )
     verdicts = read_unpaired(config.seed, task, train) if source == "verdicts" else None
-    learned = examples_of(config, task, tokenizer, train, source, verdicts)
+    learned = load_examples(config, task, tokenizer, train, source, verdicts)
     judged = LearnedExamples()
     if held_out is not None and source in ("pairs", "steps") and config.eval.every:
-        judged = examples_of(config, task, tokenizer, held_out, source)
+        judged = load_examples(config, task, tokenizer, held_out, source)
     return Inputs(
         tokenizer=tokenizer,
         task=task,
@@ -102,9 +102,9 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
         demonstrations=learned.examples,
         eos_ids=_eos_ids(config, tokenizer),
         remarks=tuple(remarks),
-        marks=learned.marks,
+        annotations=learned.annotations,
         held_out_examples=judged.examples,
-        held_out_marks=judged.marks,
+        held_out_annotations=judged.annotations,
         labels=None if verdicts is None else verdicts[1],
     )
 
@@ -126,7 +126,7 @@ def _tokenizer(config: ConfigDict, task: Task | None) -> Tokenizer | None:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer | None:
-    """The tokenizer beside a model, None where there is none."""
+    """The tokenizer in a model's directory; None if it has none."""
     directory = model_directory(path)
     return Tokenizer.load(directory) if (directory / "tokenizer.json").is_file() else None
 
@@ -141,7 +141,7 @@ def _datasets(
     data, seed = config.data, config.seed
     if task is not None:
         if tokenizer is None:
-            read_config(config.actor.path)  # says so where there is no model at all
+            read_config(config.actor.path)  # raises if there is no model at all
             raise ConfigError(
                 f"data.task={data.task} is text, but {config.actor.path} has no tokenizer.json; "
                 "set tokenizer.path"
@@ -162,7 +162,7 @@ def _datasets(
             f"config.data.overlong={data.overlong} needs config.rollout.max_prompt_length above 0: "
             "with 0 no prompt is too long"
         )
-    # Without a tokenizer or a size, text is refused first, by its line.
+    # Without tokenizer and size, reading the data reports the first text prompt instead.
     sized = config.actor.path or config.model.vocab_size or tokenizer is not None
     vocabulary = _vocabulary(config, tokenizer) if sized else None
     if vocabulary is not None and tokenizer is not None:
@@ -183,10 +183,10 @@ def _datasets(
 
 
 def prompt_order(config: ConfigDict, train: Dataset) -> PromptSampler | MixedSampler:
-    """Which prompts each step takes.
+    """The sampler of each step's prompts.
 
     Raises:
-      ConfigError: `data.weights` without the column `data_source`, or of other sources than it has.
+      ConfigError: `data.weights` without the column `data_source`, or for sources it does not have.
     """
     per_step = config.rollout.prompts
     if not config.data.weights:
@@ -201,7 +201,7 @@ def prompt_order(config: ConfigDict, train: Dataset) -> PromptSampler | MixedSam
 
 
 def _vocabulary(config: ConfigDict, tokenizer: Tokenizer | None) -> int:
-    """How many tokens the actor knows."""
+    """The actor's vocabulary size."""
     if config.actor.path:
         known = read_config(config.actor.path).vocab_size
         if tokenizer is not None:
@@ -260,7 +260,7 @@ def _function(
 
 
 def prompt_batch(rows: Mapping[str, Any], length: int, step: int) -> dict[str, Any]:
-    """What ``generate_sequences`` takes, of a dataset's rows: prompts padded on the left."""
+    """The batch for ``generate_sequences`` of a dataset's rows: prompts, left-padded."""
     prompts, mask = pad_left(rows["prompt_tokens"], length)
     batch = {
         "prompts": prompts,

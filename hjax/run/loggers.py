@@ -1,4 +1,4 @@
-"""Where metrics go beside the workdir: TensorBoard, Weights & Biases, a class of a user's own."""
+"""Loggers besides the workdir: TensorBoard, Weights & Biases, and the users' own."""
 
 import json
 import uuid
@@ -18,28 +18,28 @@ Row = Mapping[str, Any]
 
 
 class Logger:
-    """Receives what a run logs; a user's own subclasses this and overrides what it wants.
+    """Receives what a run logs; subclass it and override what you need.
 
-    ``display.logger=FILE.py:Class`` makes one, without arguments.
+    ``display.logger=FILE.py:Class`` selects a class, which is constructed without arguments.
     """
 
     def start(self, config: Mapping[str, Any], workdir: Path, step: int) -> None:
-        """The run starts, or goes on.
+        """The run starts or resumes.
 
         Args:
-          config: key to value, with dotted keys.
+          config: dotted key to value.
           workdir: the run's directory.
-          step: the last that was logged and stays; 0: none.
+          step: the last logged step that is kept; 0: none.
         """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step's metrics, those without a value left out."""
+        """A step's metrics, without those that have no value."""
 
     def samples(self, step: int, rows: Sequence[Row]) -> None:
-        """Responses of a step: rows as in samples.jsonl."""
+        """Sample responses of a step: rows as in samples.jsonl."""
 
     def histograms(self, step: int, found: Mapping[str, Row]) -> None:
-        """How a step's values are spread, as ``hjax.run.reporter.histogram`` says it, by name."""
+        """Histograms of a step's values by name, as made by ``hjax.run.reporter.histogram``."""
 
     def close(self) -> None:
         """The run ends."""
@@ -71,7 +71,7 @@ class TensorBoard(Logger):
             name = f"samples/{row['kind']}/{row['index']}"
             scored = [k for k in ("reward", "cost") if row.get(k) is not None]
             scores = ", ".join(f"{k} {row[k]:.4g}" for k in scored)
-            # Four spaces: TensorBoard shows it as it is, not as Markdown.
+            # Four spaces make TensorBoard show it verbatim, not as Markdown.
             text = f"{row['prompt']}\n--- {scores}\n{row['response']}".replace("\n", "\n    ")
             self._writer.add_text(name, "    " + text, step)
 
@@ -96,12 +96,12 @@ class TensorBoard(Logger):
 
 
 class Wandb(Logger):
-    """A run of Weights & Biases; the same one when the run is resumed.
+    """A Weights & Biases run; resuming continues the same one.
 
-    Whether it goes online is wandb's own setting (``WANDB_MODE=offline``).
+    ``WANDB_MODE=offline`` (wandb's own setting) keeps it from uploading.
 
     Args:
-      project: its project.
+      project: of Weights & Biases.
     """
 
     def __init__(self, project: str):
@@ -127,10 +127,10 @@ class Wandb(Logger):
             dir=str(workdir),
             config=to_json(dict(config)),
             resume="allow",
-            # One process logs; the terminal is the run's own.
+            # Leaves stdout and stderr alone: the terminal belongs to the run's display.
             settings=self._wandb.Settings(console="off", silent=True),
         )
-        # Its own counter cannot go back to a checkpoint; this axis can.
+        # wandb's own step counter cannot go back to a checkpoint; this axis can.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -156,11 +156,11 @@ class Wandb(Logger):
 
 
 def make_loggers(config: ConfigDict) -> list[Logger]:
-    """The loggers that ``config.display`` asks for, not started.
+    """The loggers that ``config.display`` selects, not started.
 
     Raises:
-      ConfigError: ``display.logger`` names no class that makes a ``Logger``, or wandb is asked for
-        and not installed.
+      ConfigError: ``display.logger`` names no ``Logger`` class, or wandb is selected and not
+        installed.
     """
     made: list[Logger] = [TensorBoard()] if config.display.tensorboard else []
     if config.display.wandb:
@@ -182,7 +182,7 @@ def _own(named: str) -> Logger:
 
 
 class Loggers:
-    """All loggers of a run as one.
+    """Forwards to all loggers of a run.
 
     Args:
       loggers: not started.
@@ -193,14 +193,14 @@ class Loggers:
         self._started: list[Logger] = []
 
     def start(self, config: Any, workdir: Path, step: int) -> None:
-        """Start each, or go on after ``step``; a restart first ends them."""
+        """Start all loggers, after ``step`` on resume; closes started ones first."""
         self.close()
         for logger in self._loggers:
             logger.start(flatten(to_json(config)), workdir, step)
             self._started.append(logger)
 
     def log(self, row: Row) -> None:
-        """A row of metrics.jsonl."""
+        """Log a row of metrics.jsonl."""
         metrics = {
             key: float(value)
             for key, value in to_json(row).items()
@@ -210,18 +210,18 @@ class Loggers:
             logger.log(int(row["step"]), metrics)
 
     def samples(self, rows: Sequence[Row]) -> None:
-        """Rows of samples.jsonl, of one step and kind."""
+        """Log rows of samples.jsonl, all of one step and kind."""
         if rows:
             for logger in self._started:
                 logger.samples(int(rows[0]["step"]), rows)
 
     def histograms(self, row: Row) -> None:
-        """A row of histograms.jsonl."""
+        """Log a row of histograms.jsonl."""
         found = {key: value for key, value in row.items() if key != "step"}
         for logger in self._started:
             logger.histograms(int(row["step"]), found)
 
     def close(self) -> None:
-        """End those that are started."""
+        """Close the started loggers."""
         while self._started:
             self._started.pop().close()

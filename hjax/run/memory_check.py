@@ -1,10 +1,9 @@
-"""What has room in a device's memory, by the estimate of ``hjax.workers.memory``.
+"""Memory budget: device memory checks from estimates (``hjax.workers.memory``), to avoid OOM.
 
-It needs neither devices nor a compiler, so a run and its dry run choose alike, and the programs'
-own figures stand beside it there. It says three things: whether there is room for a run at all,
-asked before anything is allocated; for ``model.remat=auto`` each trained role's first policy whose
-update fits; and for ``rollout.slots=-1`` how many sequences are generated at a time (what has no
-room waits for a slot; nothing is cut).
+The estimates need neither devices nor a compiler, so a run and its dry run decide alike. They
+decide three things: whether a run fits at all, before anything is allocated; with
+``model.remat=auto`` each trained role's remat policy; and with ``rollout.slots=-1`` how many
+sequences are generated at a time (further ones queue for a slot).
 """
 
 import dataclasses
@@ -29,22 +28,22 @@ from hjax.workers import TrainableWorker
 from hjax.workers.memory import USABLE, DecodeBatch, MemoryEstimate, MemoryPass, RoleMemory
 
 AUTO, AUTO_SLOTS = "auto", -1
-# Of groups that enter together many enough that fewer programs are worth it.
+# Slot counts are rounded to this many groups, so that fewer programs are compiled.
 _ROUND = 8
-# Of each token of a step's batch: its id and mask, log-probs, advantages, and those it starts from.
+# Per token of a step's batch: id, mask, log-probs, advantages and old log-probs.
 _TOKEN_BYTES = 4 + 1 + 3 * 4
 
 
 @dataclasses.dataclass(frozen=True)
 class RematChoice:
-    """What ``model.remat=auto`` is for a role, and why.
+    """The remat policy that ``model.remat=auto`` chose for a role, and why.
 
     Attributes:
       policy: of ``hjax.models.remat``.
-      estimated_bytes: of a device's memory while the role is updated, by policy, of those that were
-        looked at; with what else the role's set keeps.
-      usable_bytes: that they may take; 0: not known.
-      reason: where nothing was estimated; else empty.
+      estimated_bytes: by policy that was tried, a device's memory while the role is updated,
+        including what other roles of its set keep there.
+      usable_bytes: budget of the device; 0: unknown.
+      reason: why nothing was estimated; empty if it was.
     """
 
     policy: str
@@ -54,7 +53,7 @@ class RematChoice:
 
     @property
     def why(self) -> str:
-        """In a line."""
+        """The explanation, in a line."""
         if self.reason:
             return f"{self.policy}: {self.reason}"
         (*before, (policy, needed)) = self.estimated_bytes.items()
@@ -67,7 +66,7 @@ class RematChoice:
         return f"{policy}: {found}, by estimate{end}"
 
     def record(self) -> dict[str, Any]:
-        """``policy``, ``why``, and where it was estimated ``estimated_bytes``, ``usable_bytes``."""
+        """``policy``, ``why`` and, if estimated, ``estimated_bytes`` and ``usable_bytes``."""
         found = {"policy": self.policy, "why": self.why.removeprefix(f"{self.policy}: ")}
         if self.reason:
             return found
@@ -76,11 +75,11 @@ class RematChoice:
 
 
 def choose(needed: Mapping[str, float], usable: int) -> RematChoice:
-    """The first policy that fits, or the last.
+    """Choose the first remat policy that fits, or else the last.
 
     Args:
-      needed: bytes by policy, in the order of preference.
-      usable: bytes.
+      needed: bytes by policy, in order of preference.
+      usable: budget in bytes.
     """
     looked: dict[str, int] = {}
     for policy, bytes_ in needed.items():
@@ -92,15 +91,15 @@ def choose(needed: Mapping[str, float], usable: int) -> RematChoice:
 
 @dataclasses.dataclass(frozen=True)
 class SlotBudget:
-    """How many sequences ``rollout.slots=-1`` generates at a time, and why.
+    """The number of slots that ``rollout.slots=-1`` chose from the KV-cache budget, and why.
 
     Attributes:
-      slots: as the key takes them; 0: all.
+      slots: value of the key; 0: all sequences of a step at once.
       sequences: of a step.
-      cache_bytes: of a device's memory for the keys and values of as many; 0: not estimated.
-      reading_bytes: what reading prompts takes beside them meanwhile.
-      usable_bytes: that generation may take beside what is kept.
-      cache_dtype: what keys and values are kept in.
+      cache_bytes: KV cache per device; 0: not estimated.
+      reading_bytes: further bytes per device during prefill.
+      usable_bytes: budget of generation per device, besides what stays in memory.
+      cache_dtype: of the KV cache.
     """
 
     slots: int
@@ -112,7 +111,7 @@ class SlotBudget:
 
     @property
     def why(self) -> str:
-        """In a line."""
+        """The explanation, in a line."""
         if not self.cache_bytes:
             return "all sequences of a step: the devices do not say how much memory they have"
         some = f"{self.slots} of the {self.sequences}" if self.slots else f"all {self.sequences}"
@@ -131,15 +130,15 @@ class SlotBudget:
 
 
 class MemoryCheck:
-    """The memory of a run's roles as they are described.
+    """Memory estimates of a run's roles.
 
     Args:
-      config: the run's.
+      config: of the run.
       algorithm: its class.
-      roles: described (``hjax.run.role_groups.RoleGroups``), not more is asked of them.
+      roles: described ``hjax.run.role_groups.RoleGroups``; they need not be started.
       prompt_length: tokens.
       platform: of the devices.
-      memory: bytes of a device that programs may use; 0: it does not say.
+      memory: bytes of a device that programs may use; 0: unknown.
     """
 
     def __init__(
@@ -173,22 +172,21 @@ class MemoryCheck:
         return self._known[role]
 
     def _kept(self, role: str) -> float:
-        """Bytes of a device that a role keeps between its calls."""
+        """Bytes per device that a role keeps between its calls."""
         memory = self._role(role).memory
-        if role == ROLLOUT:  # nothing but what it generates by, for a while in two versions
+        if role == ROLLOUT:  # only generation weights, of two versions during a weight sync
             return memory.generation_copy()
         return memory.resident(self._table[role].trained, self._contexts[role].offload)
 
     def _together(self, role: str) -> list[str]:
-        """The roles with a model of a role's set, itself among them."""
+        """All roles with a model that share a role's devices, itself included."""
         [members] = [members for members in self._plan.placement if role in members]
         return [member for member in members if member in self._contexts]
 
     # model.remat=auto
 
     def remat(self) -> dict[str, RematChoice]:
-        """What each trained role recomputes, of those whose model hjax builds and of which the plan
-        says nothing."""
+        """Remat choices of trained roles whose model hjax builds, unless the plan fixes them."""
         return {
             role: self._remat(role)
             for members in self._plan.placement
@@ -206,14 +204,16 @@ class MemoryCheck:
             )
         beside = sum(self._kept_in_updates(other, role) for other in self._together(role))
         memory, updates = self._role(role).memory, self._updates(role)
-        # A CPU's memory is the host's.
+        # On a CPU there is no other memory to offload to.
         policies = remat.POLICIES if self._platform != "cpu" else remat.POLICIES[:-1]
         needed = {p: beside + max(memory.update(one, p) for one in updates) for p in policies}
         return choose(needed, int(self._usable))
 
     def _kept_in_updates(self, role: str, updated: str) -> float:
-        """Bytes of parameters and moments while a role is updated: trained roles take turns and
-        stay until all are done."""
+        """Bytes per device that ``role`` keeps during updates of ``updated``.
+
+        Trained roles alternate, so their parameters and moments stay until all are done.
+        """
         trained = self._table[role].trained
         if not trained and self._contexts[role].offload == "all" and role != updated:
             return 0.0
@@ -232,7 +232,7 @@ class MemoryCheck:
     # rollout.slots=-1
 
     def slots(self) -> SlotBudget:
-        """How many sequences have room at a time where the run generates."""
+        """The number of slots that fit where the run generates."""
         rollout, role = self._config.rollout, self._generates
         samples = rollout.samples + rollout.extra_samples
         work = Workload(
@@ -241,7 +241,7 @@ class MemoryCheck:
         if not self._usable:
             return SlotBudget(0, work.sequences)
         beside, memory = sum(map(self._kept, self._together(role))), self._role(role).memory
-        if role != ROLLOUT:  # its parameters are back by then
+        if role != ROLLOUT:  # offloaded parameters of the actor are on the device by then
             beside += memory.fetched(update=False, offload=self._contexts[role].offload)
         found = fitting(memory, work, beside, self._usable)
         kept_dtype = self._contexts[role].cache_dtype
@@ -250,10 +250,10 @@ class MemoryCheck:
     # Before a run
 
     def check(self, devices: Sequence[Any]) -> None:
-        """Raise ConfigError where a run's sizes need more memory than its devices have.
+        """Raise ConfigError if a run needs more memory than its devices have.
 
-        A lower bound, of what stays: what it refuses cannot run. What passes may still not fit,
-        since programs need memory of their own; the dry run tells theirs.
+        It is a lower bound of what stays in memory: what it rejects cannot run. What passes may
+        still be out of memory, because programs need memory too; the dry run reports theirs.
 
         Args:
           devices: all of the run's.
@@ -273,14 +273,14 @@ class MemoryCheck:
                 _compare(kept, cache, has, have, work)
             return
         if on_cluster(config) and config.cluster.address not in ("", "local"):
-            return  # of hosts that are not this one
+            return  # the memory of other hosts is unknown here
         counts, batch = self._plan.allocation, _TOKEN_BYTES * rows * work.length
         models = sum(n * kept for n, kept in zip(counts, weights, strict=True))
         sequences = batch + sum(n * cache for n, cache in zip(counts, caches, strict=True))
         _compare(models, sequences, "this machine has {} left", free_bytes(devices[0]), work)
 
     def _cache(self, work: Workload) -> float:
-        """Bytes of a device for the keys and values of the sequences generated at a time."""
+        """KV-cache bytes per device of the sequences that are generated at a time."""
         if self._generates not in self._contexts:
             return 0.0
         memory, slots = self._role(self._generates).memory, self._contexts[self._generates].slots
@@ -290,19 +290,19 @@ class MemoryCheck:
 
 
 def _parts(memory: MemoryEstimate) -> int:
-    """Replicas that generate."""
+    """Data-parallel replicas of the generate layout."""
     mesh = memory.mesh
     return mesh.devices // (mesh.generate_pipe * mesh.generate_tensor)
 
 
 def fitting(memory: MemoryEstimate, work: Workload, beside: float, usable: float) -> SlotBudget:
-    """As many sequences at a time as have room.
+    """The largest number of slots whose KV cache and decoding fit into memory.
 
     Args:
-      memory: of the model that generates.
+      memory: estimate of the model that generates.
       work: of a step.
-      beside: bytes of a device that other things keep.
-      usable: bytes of a device that programs may take.
+      beside: bytes per device that are in use already.
+      usable: bytes per device that programs may use.
     """
     each, parts = memory.mesh.generate_pipe, _parts(memory)
     most = work.sequences // work.samples // parts
@@ -311,7 +311,7 @@ def fitting(memory: MemoryEstimate, work: Workload, beside: float, usable: float
     def entering(groups: int) -> DecodeBatch:
         return DecodeBatch(groups, work.samples, slots=True, refills=groups < most)
 
-    # With stages as many for each of the micro-batches that take turns.
+    # With pipeline stages a multiple of the stages, for equal micro-batches.
     step = math.lcm(_ROUND, each)
     fewer = [n for n in range(each, most, each) if n <= _ROUND * each or n % step == 0]
     tried = [most, *reversed(fewer)]
@@ -337,5 +337,5 @@ def _compare(weights: float, sequences: float, has: str, have: int, work: Worklo
 
 
 def trains(worker: Any) -> bool:
-    """Whether a role's worker has updates of a model that hjax builds."""
+    """Whether a role's worker trains a model that hjax builds."""
     return isinstance(worker, type) and issubclass(worker, TrainableWorker)

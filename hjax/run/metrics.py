@@ -1,4 +1,4 @@
-"""A step of an algorithm and what its row says: rewards, KL, lengths, updates and those skipped."""
+"""Runs an algorithm's steps and computes their metrics: rewards, KL, lengths, updates, skips."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -17,15 +17,15 @@ _explained_variance = jax.jit(explained_variance)
 
 
 class StepRecorder:
-    """Runs an algorithm's steps, one at a time, and reads off each its metrics.
+    """Runs an algorithm's steps, one at a time, and computes their metrics.
 
     Args:
-      algorithm: whose steps.
-      max_skipped: updates of one role in a row that may be skipped; then the run stops.
+      algorithm: its steps are run.
+      max_skipped: consecutive skipped updates of a role at which the run stops.
 
     Attributes:
-      batch: of the step in progress, to be kept if it fails; empty until it is whole.
-      skipped_this_step: updates of the last step that were skipped for not being finite.
+      batch: of the step in progress, to be saved if it fails; empty until it is complete.
+      skipped_this_step: updates of the last step that were skipped because they were not finite.
     """
 
     def __init__(self, algorithm: Algorithm, max_skipped: int):
@@ -37,7 +37,7 @@ class StepRecorder:
         self._skipped_in_a_row: dict[str, int] = {}
 
     def run(self, prompts: Batch, step: int) -> tuple[Batch, dict[str, float]]:
-        """Run the algorithm's ``step``; waits for its updates.
+        """Run the algorithm's ``step`` and wait for its updates.
 
         Args:
           prompts: of the step, see docs/design.md.
@@ -47,12 +47,12 @@ class StepRecorder:
           (the batch it trained on, arrays on the host; its metrics).
 
         Raises:
-          RunError: too many updates in a row were not finite.
+          RunError: too many consecutive updates were not finite.
         """
         return self.record(lambda: self.algorithm.step(prompts), step)
 
     def record(self, compute: Callable[[], Any], step: int) -> tuple[Batch, dict[str, float]]:
-        """``run`` with another way to take the step: ``compute`` gives the batch it trained on."""
+        """``run`` for a step taken by ``compute``, which returns the batch it trained on."""
         algorithm = self.algorithm
         algorithm.step_number = step
         algorithm.logged = []
@@ -67,7 +67,7 @@ class StepRecorder:
         return self.batch, metrics | algorithm.finish(metrics)
 
     def _update_metrics(self) -> dict[str, float]:
-        """Means over a role's updates of this step, those skipped left out."""
+        """Means over each role's updates of this step, without skipped ones."""
         by_role: dict[str, list[dict[str, float]]] = {}
         for role, logged in self.algorithm.logged:
             by_role.setdefault(role, []).append(
@@ -79,8 +79,8 @@ class StepRecorder:
             for key in dict.fromkeys(key for update in updates for key in update):
                 values = [update[key] for update in updates if key in update]
                 if key == "token_prob_error":
-                    # Only before the first update are the parameters those that generated; 0 where
-                    # no token of it counts.
+                    # Only the first update has the parameters that generated; 0 means that none
+                    # of its tokens counts.
                     if values[0]:
                         metrics["rollout/token_prob_error"] = values[0]
                 elif key != "skipped":
@@ -113,17 +113,17 @@ class StepRecorder:
         return {"skipped": dict(self._skipped), "in_a_row": dict(self._skipped_in_a_row)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a ``state()``."""
+        """Restore a ``state()``."""
         self._skipped = dict(state["skipped"])
         self._skipped_in_a_row = dict(state["in_a_row"])
 
 
 def batch_metrics(batch: Batch, kl_coefficient: float) -> dict[str, float]:
-    """Metrics read off a step's batch: rewards, lengths, KL, the critic's explained variance.
+    """Metrics of a step's batch: rewards, lengths, KL, the critic's explained variance.
 
     Args:
       batch: numpy arrays, as docs/design.md describes it.
-      kl_coefficient: weight of the KL after the step, shown where there is a reference.
+      kl_coefficient: weight of the KL after the step, reported if there is a reference.
     """
     mask = np.asarray(batch["response_mask"], bool)
     metrics = {}

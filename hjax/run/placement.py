@@ -1,4 +1,4 @@
-"""Placements: which roles share which devices."""
+"""Placement of roles on devices: plans, their files, and the resource pools they make."""
 
 import contextlib
 import dataclasses
@@ -22,8 +22,8 @@ from hjax.sharding.interconnect import cut
 from hjax.user_input import given_path, read_object
 
 HOST_POOL = "host"
-# What a plan may fix of a role, named as in its section of the config, and what each may be:
-# ``remat`` as ``model.remat`` and ``slots`` as ``rollout.slots``, for this role.
+# Settings of a role that a plan may fix, with their rules. They are named as in the role's config
+# section; ``remat`` and ``slots`` override ``model.remat`` and ``rollout.slots`` for the role.
 SETTINGS: dict[str, Rule] = {
     "micro_batch": at_least(0),
     "remat": one_of(*POLICIES),
@@ -34,17 +34,16 @@ SETTINGS: dict[str, Rule] = {
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Roles per set, devices per set, and layouts where the plan fixes them.
+    """Which roles share devices, how many devices each set has, and optionally layouts.
 
     Attributes:
       placement: sets of roles; the roles of a set take turns on its devices.
       allocation: number of devices of each set.
-      layouts: by role, mesh axis sizes under ``train`` and ``generate``; roles that are not in it
-        take the config's.
-      predicted: what a planner expects of a step (``seconds``, ``memory_bytes``, ...), if one made
-        it.
-      where: by set the labels that its hosts have on a cluster; empty: any hosts.
-      settings: by role, some of ``SETTINGS``; what is not in it the config says.
+      layouts: by role, mesh axis sizes under ``train`` and ``generate``; other roles use the
+        config's.
+      predicted: a planner's predictions of a step (``seconds``, ``memory_bytes``, ...).
+      where: by set, labels that its cluster hosts must have; empty: any hosts.
+      settings: by role, some of ``SETTINGS``; the config decides the rest.
     """
 
     placement: tuple[tuple[str, ...], ...]
@@ -60,12 +59,12 @@ class Plan:
 
 
 def make_plan(placement: str, roles: Mapping[str, Role] | Sequence[str], devices: int) -> Plan:
-    """The plan of a placement by name, or of a plan.json.
+    """Make the plan of a named placement, or read a plan.json.
 
     Args:
       placement: ``colocate``, ``split``, ``standalone``, ``disaggregate`` or a path.
-      roles: those of the algorithm that need devices; names stand for the standing ones.
-      devices: how many there are.
+      roles: the algorithm's roles that need devices; names mean the built-in roles.
+      devices: number of devices.
 
     Raises:
       ConfigError: too few devices, or a plan that does not fit the roles or devices.
@@ -77,14 +76,14 @@ def make_plan(placement: str, roles: Mapping[str, Role] | Sequence[str], devices
     if placement == "colocate":
         sets = [tuple(table)]
     elif placement == "split":
-        # Those that judge stand apart from those that write.
+        # Scoring models (scalar heads) get a pool of their own.
         second = tuple(name for name, role in table.items() if role.scalar)
         first = tuple(name for name, role in table.items() if not role.scalar)
         sets = [s for s in (first, second) if s]
     elif placement == "standalone":
         sets = [(name,) for name in table]
     elif placement == "disaggregate":
-        # Who generates stands apart from who learns and judges.
+        # Generation gets a pool of its own.
         sets = [tuple(table), (ROLLOUT,)]
     elif placement == "auto":
         raise ConfigError(
@@ -105,7 +104,7 @@ def make_plan(placement: str, roles: Mapping[str, Role] | Sequence[str], devices
 
 
 def _share_out(sets: Sequence[Sequence[str]], devices: int) -> tuple[int, ...]:
-    """Even shares; where that is impossible powers of two, the actor's set taking what is left."""
+    """Devices per set: equal shares, or else powers of two with the actor's set as large as fits."""
     if devices % len(sets) == 0:
         return (devices // len(sets),) * len(sets)
     share = 1 << ((devices // len(sets)).bit_length() - 1)
@@ -157,9 +156,9 @@ def _read_plan(path: Path, roles: Sequence[str], devices: int) -> Plan:
 
 
 def _for_run(plan: Plan, path: Path, roles: Sequence[str], devices: int) -> Plan:
-    """The plan of a file as it is for a run's roles and devices."""
+    """Check a file's plan against a run's roles and devices, and drop roles that it lacks."""
     sets, allocation, where = plan.placement, plan.allocation, plan.where
-    # Roles that compute on the host (reward functions) need no place in a plan.
+    # A separate rollout counts as a role; reward functions, on the host, need no place in a plan.
     apart = [role for s in sets for role in s if role in ROLES and ROLES[role].apart]
     roles = [*roles, *dict.fromkeys(apart)]
     given = [
@@ -198,7 +197,7 @@ def _for_run(plan: Plan, path: Path, roles: Sequence[str], devices: int) -> Plan
 
 
 def _settings(role: str, value: Any) -> dict[str, Any]:
-    """What a plan fixes of a role, of ``SETTINGS``."""
+    """Check a plan's settings of a role against ``SETTINGS``."""
     for name, given in value.items():
         if name not in SETTINGS:
             raise ValueError(f"settings.{role}: no {name!r}; known: {', '.join(SETTINGS)}")
@@ -208,14 +207,14 @@ def _settings(role: str, value: Any) -> dict[str, Any]:
 
 
 def _labels(value: Any) -> dict[str, str]:
-    """Labels of hosts as they stand in a plan."""
+    """Check a plan's host labels."""
     if not all(isinstance(part, str) for item in value.items() for part in item):
         raise TypeError(f"where: {value} are no labels, name and value both strings")
     return dict(value)
 
 
 def _axes(stage: str, value: Any) -> dict[str, int]:
-    """Mesh axes of a plan's entry: a dict of them, or [p, t, d] (generate: [p_g, t_g])."""
+    """Mesh axis sizes of a plan's entry: a dict, or [p, t, d] (generate: [p_g, t_g])."""
     if isinstance(value, Mapping):
         sizes = {axis: int(n) for axis, n in value.items()}
         if stage == "generate":
@@ -228,14 +227,14 @@ def _axes(stage: str, value: Any) -> dict[str, int]:
 
 
 def set_name(plan: Plan, number: int) -> str:
-    """What the resource pool of a plan's set of roles is called."""
+    """Name of the resource pool of a plan's set of roles."""
     return "+".join(plan.placement[number]) if len(plan.placement) > 1 else "all"
 
 
 def make_pools(
     plan: Plan, devices: Sequence[jax.Device], executor: ExecutorFactory = ThreadExecutor
 ) -> dict[str, ResourcePool]:
-    """Resource pool by role; the roles of a set share one. One timeline for all."""
+    """Make the resource pools, by role; the roles of a set share one, and all share a timeline."""
     timeline = Timeline()
     pools: list[ResourcePool] = []
     with contextlib.ExitStack() as undo:
@@ -252,7 +251,7 @@ def make_pools(
 
 
 def layout_sizes(plan: Plan, layouts: Any, role: str, stage: str) -> dict[str, int]:
-    """Mesh axis sizes of a role: the plan's where it has them, else the config's."""
+    """Mesh axis sizes of a role's layout: the plan's if it fixes them, else the config's."""
     if role in plan.layouts and stage in plan.layouts[role]:
         return dict(plan.layouts[role][stage])
     section = layouts.get(role)
@@ -262,7 +261,7 @@ def layout_sizes(plan: Plan, layouts: Any, role: str, stage: str) -> dict[str, i
 
 
 def train_sizes(shape: Mapping[str, int]) -> dict[str, int]:
-    """Mesh axes of the train layout, the micro axes multiplied in; rare ones where they split."""
+    """Mesh axis sizes of a train layout with micro axes folded in; rare axes only if above 1."""
     sizes = {axis: n for axis, n in shape.items() if not axis.endswith("_micro")}
     for axis in ("pipe", "tensor"):
         sizes[axis] *= shape[f"{axis}_micro"]
@@ -271,17 +270,17 @@ def train_sizes(shape: Mapping[str, int]) -> dict[str, int]:
 
 
 def role_path(config: ConfigDict, role: Role) -> str:
-    """Where a role's model is loaded from; empty if it is another's or made from scratch."""
+    """Path of a role's model; empty if it starts from another role's weights or from scratch."""
     section = config.get(role.config_section)
     return section.get("path", "") if section is not None else ""
 
 
 def shared_worker_roles(config: ConfigDict, algorithm: type[Algorithm]) -> dict[str, str]:
-    """Roles without a worker of their own, and whose worker answers for them.
+    """By role without a worker of its own, the role whose worker computes it.
 
-    A reference that would start as a copy of an actor with new adapters, which change nothing yet,
-    is that actor with its adapters left off. An actor that goes on with those of a PEFT directory
-    starts as another policy than its base, and has a reference of its own.
+    It is the reference of an actor with new LoRA adapters, which change nothing yet: the actor
+    computes it with adapters off. An actor that starts from a PEFT directory differs from its base,
+    so its reference has a worker of its own.
     """
     table = algorithm.role_table(config.algorithm)
     served = {}
@@ -294,7 +293,7 @@ def shared_worker_roles(config: ConfigDict, algorithm: type[Algorithm]) -> dict[
 
 
 def roles_with_devices(config: ConfigDict, algorithm: type[Algorithm]) -> dict[str, Role]:
-    """Roles with a model or a worker of a user's own; functions compute on the host."""
+    """Roles with a model or a user's worker class; reward functions run on the host."""
     served = shared_worker_roles(config, algorithm)
     return {
         name: role
@@ -304,5 +303,5 @@ def roles_with_devices(config: ConfigDict, algorithm: type[Algorithm]) -> dict[s
 
 
 def placed(config: ConfigDict, algorithm: type[Algorithm], devices: int) -> Plan:
-    """The plan that ``config.placement`` stands for on so many devices; ``auto`` is refused."""
+    """The plan of ``config.placement`` on so many devices; ``auto`` raises ConfigError."""
     return make_plan(config.placement, roles_with_devices(config, algorithm), devices)

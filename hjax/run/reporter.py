@@ -1,4 +1,4 @@
-"""What a run says: progress and remarks to a person, rows to its workdir, a report at its end."""
+"""Reporting of a run: progress and messages to the user, rows to the workdir, the final report."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,20 +13,20 @@ from hjax.run.health_checks import HealthChecks, SamplerCheck, TruncationWarning
 from hjax.run.run_metadata import keep_for_inspection
 from hjax.run.workdir import Workdir
 
-KEPT_SAMPLES = 8  # rows of each training batch and evaluation that are kept for the report
+KEPT_SAMPLES = 8  # rows of each training batch and evaluation in samples.jsonl
 BINS = 20
 
 
 class Reporter:
-    """Tells what a run does.
+    """Reports what a run does.
 
     Args:
       config: of the run.
       display: shows progress; None shows nothing.
 
     Attributes:
-      display: as given; in a notebook one of its own while ``run`` goes on.
-      workdir: that rows are written to; None: nothing is.
+      display: the argument, or in a notebook a temporary display during ``run``.
+      workdir: receives rows; None writes nothing.
       said: the last message.
     """
 
@@ -38,44 +38,42 @@ class Reporter:
         self._sampler = SamplerCheck(config)
 
     def watch(self, token_seconds: float, longest: int | None) -> None:
-        """Look out for signs that the run goes wrong.
+        """Start the health checks.
 
         Args:
-          token_seconds: as of ``HealthChecks``.
-          longest: as of ``TruncationWarning``.
+          token_seconds: see ``HealthChecks``.
+          longest: see ``TruncationWarning``.
         """
         self._watches = HealthChecks(self._config, token_seconds)
         self._truncation = TruncationWarning(self._config.rollout.max_response_length, longest)
 
-    # To a person
+    # To the user
 
     def message(self, text: str) -> None:
-        """A line."""
+        """Show a line."""
         self.said = text
         if self.display is not None:
             self.display.message(text)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What goes on in the block has this name."""
+        """Show the block under a name while it runs."""
         with contextlib.nullcontext() if self.display is None else self.display.phase(name):
             yield
 
     def compiling(self, name: str, seconds: float | None) -> None:
-        """A program's compilation begins, or has ended; a display of a user's own need not show
-        it."""
+        """A compilation begins (``seconds`` is None) or has ended; displays may ignore it."""
         if show := getattr(self.display, "compiling", None):
             show(name, seconds)
 
     def loading(self, what: str, done: int, total: int) -> None:
-        """So far weights are read; likewise."""
+        """Progress of reading weights; displays may ignore it."""
         if show := getattr(self.display, "loading", None):
             show(what, done, total)
 
     @contextlib.contextmanager
     def in_notebook(self, total: int) -> Iterator[None]:
-        """In the block a notebook draws a table and curves of so many steps, where this is one and
-        nobody gave a display."""
+        """In a notebook without a given display, draw a table and curves during the block."""
         display = self._notebook_s(total)
         yield
         if display is not None:
@@ -98,7 +96,7 @@ class Reporter:
     # Of steps
 
     def warm_start(self, updates: Sequence[tuple[int, Any]], total: int) -> None:
-        """Some of the warm start's updates: number and metrics of each, of ``total``."""
+        """Report updates of the warm start: (number, metrics) of each, out of ``total``."""
         rows = [
             {"step": step, "loss": float(metrics["loss"]), "grad_norm": float(metrics["grad_norm"])}
             for step, metrics in ((step, join(future)) for step, future in updates)
@@ -109,22 +107,24 @@ class Reporter:
             self.display.warm_start(rows[-1]["step"], total, rows[-1]["loss"])
 
     def sampled(self, metrics: Mapping[str, float], step: int) -> None:
-        """Hold a step's sampler against learning, before the step counts.
+        """Check the sampler's log-probs of a step, before the step counts.
 
         Raises:
-          RunError: as of ``SamplerCheck``.
+          RunError: see ``SamplerCheck``.
         """
         if warning := self._sampler.message(metrics):
             self.message(f"step {step}: {warning}")
 
     def row(self, metrics: Mapping[str, float]) -> None:
-        """A step's row."""
+        """Write a step's metrics row."""
         if self.workdir is not None:
             self.workdir.append(METRICS, [metrics])
 
     def step(self, metrics: Mapping[str, float], batch: Mapping[str, Any], samples: int) -> None:
-        """What else a step says: warnings, some of its ``samples`` to each prompt, and how its
-        values are spread; 0: it generated nothing."""
+        """Report a step's warnings, sample responses and histograms.
+
+        ``samples`` is the number of responses per prompt; 0 if the step generated nothing.
+        """
         if self.display is not None:
             self.display.step(metrics)
         if warning := self._truncation.message(metrics):
@@ -138,7 +138,10 @@ class Reporter:
             self.workdir.append(HISTOGRAMS, [histogram_row(batch, step)])
 
     def samples(self, batch: Mapping[str, Any], step: int, kind: str, samples: int) -> None:
-        """Some rows of a batch with so many responses to a prompt; kind ``train`` or ``eval``."""
+        """Report some rows of a batch with ``samples`` responses per prompt.
+
+        ``kind`` is ``train`` or ``eval``.
+        """
         if "responses" not in batch:
             return
         chosen = spread_rows(len(batch["responses"]), samples, KEPT_SAMPLES)
@@ -150,13 +153,13 @@ class Reporter:
             self.display.samples(rows)
 
     def keep_batch(self, batch: Mapping[str, Any], step: int) -> None:
-        """Keep the batch of a step with a skipped update, or that failed; nothing of none."""
+        """Save the batch of a step that failed or skipped an update, unless it is empty."""
         if self.workdir is not None and batch:
             with self.workdir.writing("skipped"):
                 keep_for_inspection(self.workdir.path, step, batch)
 
     def end(self, timeline: Any) -> None:
-        """Write what calls ran when, and the report."""
+        """Write timeline.json and the report."""
         if self.workdir is None:
             return
         self.workdir.write_json("timeline.json", timeline.chrome_trace())
@@ -168,13 +171,13 @@ class Reporter:
 
 
 def histogram(values: Any) -> dict[str, Any] | None:
-    """Counts of values in ``BINS`` bins of one width from the least to the greatest.
+    """Histogram of values, in ``BINS`` equal bins from the smallest to the largest.
 
     Args:
-      values: any shape; NaN counts nowhere.
+      values: any shape; non-finite ones are ignored.
 
     Returns:
-      ``low``, ``high``, ``counts``, and ``sum`` and ``squares`` of the values; None without any.
+      ``low``, ``high``, ``counts``, ``sum`` and ``squares`` (sum of squares); None without values.
     """
     found = np.asarray(values, np.float64).ravel()
     found = found[np.isfinite(found)]
@@ -191,8 +194,8 @@ def histogram(values: Any) -> dict[str, Any] | None:
 
 
 def histogram_row(batch: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """A row of histograms.jsonl: ``reward``, ``cost`` and ``length`` of the step's responses,
-    each as of ``histogram``, where the batch has them."""
+    """A row of histograms.jsonl: ``histogram`` of the step's ``reward``, ``cost`` and ``length``,
+    as far as the batch has them."""
     found: dict[str, Any] = {}
     for name, key in (("reward", "rewards"), ("cost", "costs")):
         if key in batch:
@@ -203,14 +206,14 @@ def histogram_row(batch: Mapping[str, Any], step: int) -> dict[str, Any]:
 
 
 def spread_rows(rows: int, samples: int, count: int) -> list[int]:
-    """Which rows of a batch are shown: of as many prompts as can be, those of one side by side.
+    """Rows of a batch to show, spread over as many prompts as possible.
 
     Args:
-      rows: of the batch, the ``samples`` of a prompt one after the other.
-      count: rows wanted; fewer where there are not so many.
+      rows: of the batch; the ``samples`` rows of a prompt are adjacent.
+      count: most rows to return.
 
     Returns:
-      indices of rows, rising. With more than one sample a prompt shows at least two.
+      row indices, ascending; with more than one sample at least two rows per prompt.
     """
     prompts = max(rows // max(samples, 1), 1)
     each = min(max(2, -(-count // prompts)), samples) if samples > 1 else 1
@@ -218,7 +221,7 @@ def spread_rows(rows: int, samples: int, count: int) -> list[int]:
 
 
 def sample_row(batch: Mapping[str, Any], row: int, step: int, kind: str) -> dict[str, Any]:
-    """A row of samples.jsonl; advantage is the mean over the response."""
+    """A row of samples.jsonl; its advantage is the mean over the response's tokens."""
     mask = np.asarray(batch["response_mask"][row], bool)
     sample: dict[str, Any] = {"step": step, "index": row, "kind": kind}
     if "response_text" in batch:

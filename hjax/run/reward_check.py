@@ -1,4 +1,4 @@
-"""A first call of the reward functions, before anything is trained: what they make of some rows."""
+"""Trial calls of the reward functions on a few rows, before anything is trained."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -11,25 +11,25 @@ from hjax.algorithms import Algorithm
 from hjax.errors import RunError
 from hjax.rewards.function import RewardFunction, failure
 from hjax.rewards.reward_results import RewardResult
-from hjax.run.examples import shown_responses
+from hjax.run.examples import demonstration_texts
 from hjax.run.inputs import Inputs
 from hjax.settings.config_checks import on_cluster
 
 ROWS = 4
-# Outcomes of a function that cannot be meant: whatever the answer, it would be so again.
+# Outcomes that mean a broken function, whatever the response.
 _WRONG = ("exception", "wrong_type", "wrong_length")
 
 
 @dataclasses.dataclass(frozen=True)
 class RewardTrial:
-    """What a reward function said of some rows.
+    """A reward function's result on a few rows.
 
     Attributes:
       role: reward or cost.
       name: of the function.
-      answers: what was judged: `demonstrations`, `empty answers` or `repetitions of prompts`.
-      responses: their texts, or token ids without a tokenizer.
-      result: what it returned.
+      answers: kind of responses: `demonstrations`, `empty answers` or `repetitions of prompts`.
+      responses: texts, or token ids without a tokenizer.
+      result: what the function returned.
     """
 
     role: str
@@ -40,11 +40,11 @@ class RewardTrial:
 
     @property
     def failed(self) -> bool:
-        """Whether the function raised, or returned what no reward is."""
+        """Whether the function raised, or returned something that is no reward."""
         return any(self.result.outcomes[outcome] for outcome in _WRONG)
 
     def check(self, algorithm: type[Algorithm], config: ConfigDict) -> None:
-        """Hold it against what learns from it.
+        """Check the result against the algorithm.
 
         Args:
           algorithm: of the run.
@@ -52,7 +52,7 @@ class RewardTrial:
 
         Raises:
           RunError: the function failed; with its traceback.
-          ConfigError: the algorithm does not take rewards of these names.
+          ConfigError: the algorithm does not accept rewards of these names.
         """
         if self.failed:
             what, details = failure(self.result)
@@ -65,7 +65,7 @@ class RewardTrial:
             algorithm.check_rewards(config.algorithm, tuple(self.result.named))
 
     def record(self) -> dict[str, Any]:
-        """For the dry run."""
+        """The result as JSON, for the dry run."""
         rewards = [None if np.isnan(x) else round(float(x), 4) for x in self.result.rewards]
         named = {
             name: [None if np.isnan(x) else round(float(x), 4) for x in values]
@@ -79,8 +79,9 @@ class RewardTrial:
 def first_calls(
     config: ConfigDict, inputs: Inputs, judges: Mapping[str, RewardFunction]
 ) -> list[RewardTrial]:
-    """Call the functions of some roles once, on the first prompts with demonstrations. Where the
-    data has none, with empty answers, and if that fails with the prompts themselves as answers.
+    """Call reward functions once, on the demonstrations of the first prompts.
+
+    Without demonstrations the responses are empty, or, if that fails, the prompts themselves.
 
     Args:
       config: of the run.
@@ -88,7 +89,7 @@ def first_calls(
       judges: the functions, by role.
     """
     rows = inputs.train.select(range(min(ROWS, len(inputs.train))))
-    texts = shown_responses(config, inputs.task, rows)
+    texts = demonstration_texts(config, inputs.task, rows)
     tokenizer = inputs.tokenizer
     end = list(inputs.eos_ids[:1])
     asked = rows.rows(range(len(rows)))
@@ -106,7 +107,7 @@ def first_calls(
             found.append(call(role, judge, "demonstrations", texts))
             continue
         first = call(role, judge, "empty answers", [type(prompt)() for prompt in prompts])
-        # A mean over no token fails there and nowhere else.
+        # An empty response may fail where no other does, such as a mean over its tokens.
         if first.failed:
             first = call(role, judge, "repetitions of prompts", prompts)
         found.append(first)
@@ -119,9 +120,9 @@ def try_rewards(
     inputs: Inputs,
     judges: Mapping[str, RewardFunction],
 ) -> None:
-    """Call functions of the user's once, so that one that fails does so before the training.
+    """Try the user's reward functions, so that a broken one fails before training.
 
-    On a cluster they run elsewhere, with files and modules that are not here.
+    It is skipped on a cluster, where they run with files and modules that this host may lack.
     """
     if algorithm.generates and not on_cluster(config):
         own = [role for role in ("reward", "cost") if config[role].function and role in judges]

@@ -22,10 +22,10 @@ from hjax.rewards.function import RewardFunction
 from hjax.roles import ROLES, ROLLOUT, Role, calls_of
 from hjax.run.config_validation import (
     can_generate,
-    check_ahead,
-    check_judges,
-    check_rollout,
-    check_together,
+    check_async_rollout,
+    check_compatibility,
+    check_scalar_heads,
+    check_separate_rollout,
 )
 from hjax.run.inputs import Inputs, load_tokenizer
 from hjax.run.memory_check import AUTO, AUTO_SLOTS, MemoryCheck, RematChoice, SlotBudget
@@ -233,7 +233,7 @@ def describe_roles(
         role: make_layouts(count, **sizes[role], what=f"layout.{role}")
         for role, count in devices.items()
     }
-    check_together(config, algorithm, inputs, table, layouts, plan)
+    check_compatibility(config, algorithm, inputs, table, layouts, plan)
     rollout_device_counts: tuple[int, ...] = ()
     if ROLLOUT in layouts:
         # On fewer devices the rollout has fewer data-parallel parts.
@@ -254,7 +254,7 @@ def describe_roles(
     )
     builds = {role: as_planned(builder.build(role), plan) for role in table}
     if read is read_model:  # another reader may know shapes of models without weights
-        check_judges(config, table)
+        check_scalar_heads(config, table)
     models = {role: b.arguments[0].model for role, b in builds.items() if b.arguments[0].model}
     unrolled = {role: builds[role].arguments[0].compute.unroll_layers for role in models}
     roles = RoleGroups(
@@ -282,9 +282,9 @@ def _table(
     table = algorithm.role_table(config.algorithm)
     table = {name: role for name, role in table.items() if name not in shared_workers}
     if any(ROLLOUT in roles for roles in plan.placement):
-        check_rollout(table, algorithm)
+        check_separate_rollout(table, algorithm)
         table[ROLLOUT] = ROLES[ROLLOUT]
-    check_ahead(config, algorithm, plan)
+    check_async_rollout(config, algorithm, plan)
     for name, entry in table.items():
         if entry.trained and config.get(entry.config_section) is None:
             raise ConfigError(

@@ -1,5 +1,5 @@
-"""What a run says of itself beside its metrics: where its roles stand, what it is made from, and by
-which command, versions and hardware."""
+"""Metadata and exports of a run: placement, base checkpoints, model files, provenance (command,
+versions, commits, hardware)."""
 
 import dataclasses
 import importlib.metadata
@@ -34,9 +34,9 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 def plan_record(roles: RoleGroups) -> dict[str, Any]:
-    """Where the roles stand: ``placement``, ``allocation``, ``parallelism``, what the plan fixes of
-    roles beside (``settings``), on a cluster ``hosts``, by set the host of each process, and
-    ``where``, the labels that they must have."""
+    """The content of plan.json: ``placement``, ``allocation``, ``parallelism`` and, where present,
+    ``settings`` and ``predicted`` of the plan; on a cluster ``hosts`` (by set, the host of each
+    process) and ``where`` (labels that hosts must have)."""
     plan = roles.plan
     executors: list[Any] = [roles.pools[names[0]].executor for names in plan.placement]
     hosts = [executor.hosts for executor in executors if hasattr(executor, "hosts")]
@@ -62,7 +62,7 @@ def plan_record(roles: RoleGroups) -> dict[str, Any]:
 
 
 def offloaded_bytes(roles: RoleGroups) -> int:
-    """Bytes per device that wait in the host's memory while a pool generates, at most."""
+    """Bytes per device that are offloaded to host memory during generation, of the largest set."""
     sets: dict[int, int] = {}
     for role in roles.layouts:
         group = roles.groups[role]
@@ -80,7 +80,7 @@ def export_actor(
     roles: RoleGroups,
     adapter: bool,
 ) -> Path:
-    """Write the actor as ``Trainer.export`` does."""
+    """Write the actor, see ``Trainer.export``."""
     actor, path = roles.groups["actor"], config.actor.path
     source = model_directory(path) if path else None
     if not adapter:
@@ -109,11 +109,11 @@ def export_actor(
 
 
 def write_model_files(workdir: Path, inputs: Inputs, scalar: bool = False) -> None:
-    """config.json and tokenizer, so that ``load_model`` reads a workdir.
+    """Write the model's config.json and tokenizer, so that ``load_model`` can read the workdir.
 
     Args:
       workdir: of the run.
-      inputs: its model and tokenizer.
+      inputs: the run's model config and tokenizer.
       scalar: whether the model has a scalar head.
     """
     directory = workdir / MODEL_DIRECTORY
@@ -123,14 +123,14 @@ def write_model_files(workdir: Path, inputs: Inputs, scalar: bool = False) -> No
 
 
 def record_bases(workdir: Workdir, bases: Mapping[str, BaseCheckpoint]) -> list[str]:
-    """Keep which checkpoints of other runs a run's models were read from.
+    """Record the checkpoints of other runs that a run's models were read from.
 
     Args:
       workdir: of the run, opened.
       bases: the checkpoints by path.
 
     Returns:
-      a line on each that a run which goes on did not have in its record.
+      on resume, a message for each checkpoint that was not recorded before.
     """
     if not bases:
         return []
@@ -144,7 +144,7 @@ def record_bases(workdir: Workdir, bases: Mapping[str, BaseCheckpoint]) -> list[
 
 
 def keep_for_inspection(workdir: Path, step: int, batch: Mapping[str, Any]) -> None:
-    """The arrays of a step with a skipped update, as skipped/step-N.npz."""
+    """Save the arrays of a step that failed or skipped an update, as skipped/step-N.npz."""
     directory = workdir / "skipped"
     directory.mkdir(exist_ok=True)
     arrays: dict[str, Any] = {k: v for k, v in batch.items() if isinstance(v, np.ndarray)}
@@ -153,11 +153,11 @@ def keep_for_inspection(workdir: Path, step: int, batch: Mapping[str, Any]) -> N
 
 
 def start_record(devices: Sequence[Any], step: int) -> dict[str, Any]:
-    """A row of starts.jsonl.
+    """A row of starts.jsonl: the provenance of a start or resume.
 
     Args:
-      devices: of the run (``jax.Device``s, or what stands for those of a cluster).
-      step: the last that was taken before this start; 0: the run begins.
+      devices: of the run (``jax.Device``s, or a cluster's abstract ones).
+      step: the last step before this start; 0: a new run.
     """
     kinds = [str(getattr(device, "device_kind", device)) for device in devices]
     return {
@@ -175,7 +175,7 @@ def start_record(devices: Sequence[Any], step: int) -> dict[str, Any]:
 
 
 def _command() -> str:
-    """The command line as one would type it; in a notebook that of its kernel."""
+    """The command line, quoted for a shell; in a notebook that of its kernel."""
     words = sys.orig_argv
     return shlex.join([Path(words[0]).name, *words[1:]]) if words else ""
 
@@ -191,7 +191,7 @@ def _versions() -> dict[str, str]:
 
 
 def _commit(folder: Path) -> str:
-    """The commit that a folder stands at, with ``+`` where files differ; empty outside git."""
+    """The git commit of a folder, with ``+`` for changed files; empty outside git."""
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
         commit, changes = (
@@ -214,7 +214,7 @@ def _commit(folder: Path) -> str:
 
 
 def processor() -> str:
-    """The processor's name as the system tells it."""
+    """The processor's name, as the operating system reports it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.lower().startswith("model name"):

@@ -1,4 +1,4 @@
-"""What a step took, how much it computed and how fast: FLOPs, their share of the devices' peak."""
+"""Throughput of a step: seconds, tokens per second, FLOPs and model FLOPs utilisation (MFU)."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -18,12 +18,12 @@ from hjax.run.run_metadata import offloaded_bytes
 
 
 class StepCosts:
-    """What a step took: seconds, memory, compilations, and the model FLOPs of its tokens.
+    """Costs of a step: seconds, memory, compilations, and the model FLOPs of its tokens.
 
-    FLOPs are 2 per parameter and token of a forward pass and what attention takes, twice as much
-    again of a backward pass, once where weights are frozen. Tokens are those of prompts and
-    responses, padding left out; every row has its prompt, though a forward pass may run once for
-    all rows of one. Nothing that is computed again counts.
+    A forward pass counts 2 FLOPs per parameter and token plus attention; a backward pass twice
+    that, or once with frozen weights. Tokens are those of prompts and responses without padding.
+    Every row counts its prompt, even if a prompt is computed once for all its samples.
+    Recomputation (remat) does not count.
 
     Args:
       config: of the run.
@@ -33,7 +33,7 @@ class StepCosts:
 
     Attributes:
       token_seconds: see ``token_seconds``; 0 where nothing is generated.
-      compiled: names of the programs that the last step compiled.
+      compiled: names of the programs compiled by the last step.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class StepCosts:
         if algorithm.generates:
             rows = config.rollout.prompts * config.rollout.samples
             updates = rows // (config.algorithm.get("minibatch", 0) or rows)
-            with contextlib.suppress(ConfigError):  # of a step that cannot be read off nothing
+            with contextlib.suppress(ConfigError):  # a step that cannot be traced has no FLOPs
                 self._calls = step_calls(
                     algorithm,
                     config.algorithm,
@@ -60,20 +60,20 @@ class StepCosts:
         self._peak = peak_flops(devices, float32)
 
     def look_at_offloads(self) -> None:
-        """Ask the workers, once, how much of them waits in the host's memory."""
+        """Ask the workers, once, for their offloaded bytes."""
         if self._offloaded is None:
             self._offloaded = offloaded_bytes(self._roles)
 
     def metrics(
         self, step: int, seconds: float, batch: Mapping[str, Any], waits: bool
     ) -> dict[str, float]:
-        """A step's figures under ``time``, ``throughput``, ``memory`` and ``compile``.
+        """A step's metrics under ``time``, ``throughput``, ``memory`` and ``compile``.
 
         Args:
           step: its number.
-          seconds: that it took.
+          seconds: its duration.
           batch: it trained on.
-          waits: generation does not run ahead, which is not waited for to be asked.
+          waits: whether the rollout is synchronous; asking an asynchronous one would block.
         """
         machine = self._backend.read()
         self.compiled = sorted(set(machine["names"]))
@@ -94,8 +94,8 @@ class StepCosts:
         return metrics
 
     def flops(self, batch: Mapping[str, Any], seconds: float) -> dict[str, float]:
-        """``throughput/tflops``, per second over all devices, and ``throughput/mfu`` where their
-        peak is known; empty where the step's calls are not."""
+        """``throughput/tflops`` (per second, over all devices) and, if the devices' peak is known,
+        ``throughput/mfu``; empty if the step's calls could not be traced."""
         if not self._calls:
             return {}
         lengths = np.sum(batch["prompt_mask"], axis=1) + np.sum(batch["response_mask"], axis=1)
@@ -115,7 +115,7 @@ class StepCosts:
 
 
 def peak_flops(devices: Sequence[Any], float32: bool) -> float:
-    """FLOP/s of dense products over all devices; 0 where one is not in the catalogue."""
+    """Peak FLOP/s of dense matrix products over all devices; 0 if one is not in the catalogue."""
     total = 0.0
     for device in devices:
         known = device_of_kind(getattr(device, "device_kind", ""))
@@ -126,10 +126,10 @@ def peak_flops(devices: Sequence[Any], float32: bool) -> float:
 
 
 def token_seconds(roles: RoleGroups, devices: Sequence[Any], float32: bool) -> float:
-    """Seconds that a device takes by data sheet to read its share of the weights that generate.
+    """Seconds to read a device's share of the generating weights once, by data-sheet bandwidth.
 
     Returns:
-      0 where there are none, or a device is not in the catalogue.
+      0 if there are no such weights, or the device is not in the catalogue.
     """
     role = next((r for r in ("rollout", "actor") if r in roles.layouts and r in roles.models), "")
     known = device_of_kind(getattr(devices[0], "device_kind", ""))

@@ -186,7 +186,7 @@ class Trainer(RecoveringRun):
             prompt_length=inputs.prompt_length,
             response_length=config.rollout.max_response_length,
             seed=0,
-            marks=inputs.held_out_marks,
+            annotations=inputs.held_out_annotations,
         )
         with self.reporter.phase("evaluate"):
             metrics, rows = evaluate_predictions(config, self.algorithm, examples, step)

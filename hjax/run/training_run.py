@@ -22,8 +22,8 @@ from hjax.run.async_rollout import AsyncRollout
 from hjax.run.backends import Backend, ClusterBackend, LocalBackend
 from hjax.run.config_validation import check_offloads
 from hjax.run.dataflow import absent_roles
-from hjax.run.examples import demonstrated
-from hjax.run.health_checks import first_remarks
+from hjax.run.examples import make_example_sources
+from hjax.run.health_checks import setup_warnings
 from hjax.run.inputs import load_inputs, prompt_batch, prompt_order
 from hjax.run.loggers import make_loggers
 from hjax.run.memory_check import MemoryCheck
@@ -127,7 +127,7 @@ class TrainingRun:
         self.prompts = prompt_order(config, inputs.train)
         self.async_rollout: AsyncRollout | None = None
         self._async_state: dict[str, int] | None = None
-        self._example_sources = demonstrated(config, self.algorithm_class, inputs)
+        self._example_sources = make_example_sources(config, self.algorithm_class, inputs)
         groups = self.roles.groups
         groups = groups | {role: groups[by] for role, by in self.roles.shared_workers.items()}
         self.algorithm = self.algorithm_class(
@@ -219,7 +219,7 @@ class TrainingRun:
             for remark in record_bases(self.workdir, self.roles.base_checkpoints):
                 self.reporter.message(remark)
         devices = len(self.backend.devices)
-        remarks = first_remarks(self.config, devices, self.roles.plan, self.inputs.held_out)
+        remarks = setup_warnings(self.config, devices, self.roles.plan, self.inputs.held_out)
         for remark in (*self.inputs.remarks, *remarks):
             self.reporter.message(remark)
         for role, chosen in self.roles.remat.items():

@@ -1,7 +1,7 @@
-"""The directory of a run: what is written when, and how it survives a kill and a resume.
+"""A run's working directory: its files, its lock, and how they survive a kill and a resume.
 
-Rows are appended as whole lines and synced to disk, other files are replaced atomically, so that a
-run killed at any moment leaves files that can be read and continued.
+Rows are appended as whole lines and synced to disk, and other files are replaced atomically. So a
+run that is killed at any moment leaves files that can be read and resumed.
 """
 
 import contextlib
@@ -37,15 +37,16 @@ from hjax.models.base_checkpoints import BaseCheckpoint, read_bases
 from hjax.run.loggers import Logger, Loggers
 from hjax.settings.keys import default_config
 
-# What a run writes; `.lock` stays, and `logs`, which its processes have open.
+# Files and folders of a run that --overwrite removes. `.lock` and `logs` (open in the run's
+# processes) stay.
 MODEL, TENSORBOARD, LOCK = "model", "tensorboard", ".lock"
 WRITTEN = (
     "config.json", "plan.json", BASES, "timeline.json", "report.html", METRICS, WARM_START, SAMPLES,
     CALIBRATION, HISTOGRAMS, STARTS,
     "checkpoints", MODEL, TENSORBOARD, "skipped",
 )  # fmt: skip
-# What may differ from the first start when a run is resumed: keys, and sections with a dot. Those
-# of rewards, checkpoints and the sampler's error are what an error tells to change before going on.
+# Config keys that may change on resume; a trailing dot means a section. Those of rewards,
+# checkpoints and the sampler's error are here because error messages advise to change them.
 CHANGEABLE = (
     "steps",
     "placement",
@@ -62,19 +63,19 @@ CHANGEABLE = (
 )
 _BUCKETS = "data.length_buckets"  # of older runs
 
-# Directories in which this process trains, by device and inode: the system's locks are between
-# processes, and any of a process's files that is closed gives up its lock.
+# Directories in which this process trains, by device and inode. The file lock alone does not
+# exclude a second Trainer of this process, and closing any handle of the file would release it.
 _HELD: set[tuple[int, int]] = set()
 _HOLDING = threading.Lock()
 
 
 class Workdir:
-    """A run's directory. Nothing is written before `open`.
+    """A run's working directory. Nothing is written before `open`.
 
     Args:
-      path: the directory; it is made by `open` if it is not there.
+      path: the directory; `open` creates it.
       loggers: receive the rows too.
-      overwrite: start anew where a run is: `open` removes what it wrote.
+      overwrite: discard an existing run: `open` removes its files.
     """
 
     def __init__(
@@ -87,8 +88,8 @@ class Workdir:
         self._overwrite = overwrite
         self._loggers = Loggers(loggers)
         self._unlock: weakref.finalize | None = None
-        self._fresh = False  # a new run, of which nothing is worth keeping
-        self._before: frozenset[str] | None = None  # names that were here; None: no directory
+        self._fresh = False  # whether the run is new and may still be discarded
+        self._before: frozenset[str] | None = None  # files before `open`; None: no directory
 
     @property
     def checkpoints(self) -> Path:
@@ -96,9 +97,9 @@ class Workdir:
         return self.path / "checkpoints"
 
     def check(self, config: Mapping[str, Any]) -> bool:
-        """Whether a run is here to go on with; writes nothing.
+        """Whether the directory holds a run to resume; writes nothing.
 
-        One that never took a step, under another config, is none: `open` starts anew.
+        A run with another config that never took a step does not count: `open` replaces it.
 
         Raises:
           ConfigError: a key differs that may not change on resume, named with both values.
@@ -115,45 +116,48 @@ class Workdir:
         return True
 
     def kept(self, config: Config) -> Config:
-        """The config, but where a run is here to go on with the ``data.packing`` that it recorded,
-        if nobody asks for another. Raises ConfigError as ``check`` does."""
+        """The config, with ``data.packing=auto`` replaced by the value of the run to resume.
+
+        Raises ConfigError as ``check`` does.
+        """
         if config.data.packing == AUTO and self.check(config):
             config = copy.deepcopy(config)
             config.data.packing = _recorded(self._read_config() or {})["data.packing"]
         return config
 
     def bases(self, config: Mapping[str, Any]) -> dict[str, BaseCheckpoint]:
-        """By path, the checkpoints of other runs that a run began from that is here to go on with;
-        empty where it has none of its own yet, and begins again.
+        """By path, the base checkpoints of other runs that the run to resume started from.
+
+        Empty if that run has no checkpoint of its own yet, because it then starts again.
 
         Raises:
-          ConfigError: as of ``check``.
+          ConfigError: as ``check`` does.
           DataError: the record is damaged.
         """
         goes_on = self.check(config) and self.checkpoints.is_dir()
         return read_bases(self.path) if goes_on and saved_steps(self.checkpoints) else {}
 
     def stepped(self) -> bool:
-        """Whether the run here, if there is one, took a step."""
+        """Whether the directory holds a run that took a step."""
         saved = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
         return self.last_step() > 0 or any(p.name.isdigit() and int(p.name) for p in saved)
 
     def planned(self, config: Mapping[str, Any]) -> Path | None:
-        """The plan that `placement=auto` made for the run here, which a resumed run keeps; None
-        before there is one, or if what it was made for has changed."""
+        """The plan.json that `placement=auto` made for the run, which a resume keeps; None without
+        one, or if placement, layout or cluster keys have changed."""
         old, new, plan = self._read_config(), to_json(config), self.path / "plan.json"
         keys = ("placement", "layout", "cluster")
         same = old is not None and all(old.get(key) == new[key] for key in keys)
         return plan if same and new["placement"] == "auto" and plan.is_file() else None
 
     def open(self, config: Mapping[str, Any]) -> bool:
-        """Start a run here, or go on with the one that is here.
+        """Start a run in the directory, or resume the one that it holds.
 
         Args:
           config: the complete config (a ConfigDict or nested dicts).
 
         Returns:
-          whether a run was here before.
+          whether a run is resumed.
 
         Raises:
           ConfigError: a key differs that may not change on resume (named with both values),
@@ -182,21 +186,21 @@ class Workdir:
         return resumed
 
     def keep(self) -> None:
-        """There is something to keep now: ``forget`` does nothing any more."""
+        """Mark the run as started: ``forget`` no longer removes anything."""
         self._fresh = False
 
     def forget(self) -> None:
-        """Close, and remove what was written of a new run whose start failed for its input."""
+        """Close, and remove the files of a new run whose start failed."""
         self.close()
         if not self._fresh:
             return
         self._clear({*WRITTEN, LOCK} - (self._before or set()))
         if self._before is None:
-            with contextlib.suppress(OSError):  # something else is in it now
+            with contextlib.suppress(OSError):  # it holds other files now
                 self.path.rmdir()
 
     def _clear(self, names: Iterable[str] = WRITTEN) -> None:
-        """Remove what a run wrote here; other files stay."""
+        """Remove a run's files; other files stay."""
         for name in names:
             path = self.path / name
             if path.is_dir():
@@ -205,7 +209,7 @@ class Workdir:
                 path.unlink(missing_ok=True)
 
     def append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Add whole rows to a `.jsonl` file; they are on disk on return. Non-finite is null.
+        """Append rows to a `.jsonl` file and sync it to disk. Non-finite values become null.
 
         Rows of metrics.jsonl, samples.jsonl and histograms.jsonl go to the loggers too.
 
@@ -229,7 +233,7 @@ class Workdir:
                 self._loggers.samples(rows)
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        """The rows of a `.jsonl` file; none if it is absent. A torn last line is left out.
+        """The rows of a `.jsonl` file; none if it is absent. A partial last line is ignored.
 
         Raises:
           DataError: a line before the last that is not JSON.
@@ -237,7 +241,7 @@ class Workdir:
         return read_rows(self.path / name)
 
     def truncate(self, name: str, step: int) -> None:
-        """Drop the rows of one file with a `step` above this one (atomic)."""
+        """Drop the rows of a file whose `step` is above this one (atomic)."""
         path = self.path / name
         rows = read_rows(path)
         kept = [row for row in rows if row["step"] <= step]
@@ -247,17 +251,17 @@ class Workdir:
                 replace_file(path, "".join(lines))
 
     def truncate_after(self, step: int) -> None:
-        """Drop what was logged after the restored checkpoint, and start the loggers after it."""
+        """Drop rows after the restored checkpoint, and start the loggers after it."""
         for name in (METRICS, SAMPLES, CALIBRATION, HISTOGRAMS):
             self.truncate(name, step)
         with self.writing(TENSORBOARD):
             self._loggers.start(self._read_config(), self.path, step)
 
     def write_json(self, name: str, value: Any) -> None:
-        """Write or replace a JSON file (plan.json, timeline.json) in one go.
+        """Write or replace a JSON file (plan.json, timeline.json) atomically.
 
         Raises:
-          RunError: it cannot be written.
+          RunError: the file cannot be written.
         """
         indent = None if name == "timeline.json" else 2
         text = json.dumps(to_json(value), indent=indent, ensure_ascii=False, allow_nan=False)
@@ -265,7 +269,7 @@ class Workdir:
             replace_file(self.path / name, text + "\n")
 
     def read_json(self, name: str) -> Any:
-        """The content of a JSON file, None if it is absent.
+        """The content of a JSON file; None if it is absent.
 
         Raises:
           DataError: the file is not JSON.
@@ -278,10 +282,10 @@ class Workdir:
         return int(rows[-1]["step"]) if rows else 0
 
     def finished(self, steps: int | None = None) -> bool:
-        """Whether the run here has reached its end: last row written and checkpoint in place.
+        """Whether the run has finished: its last row and checkpoint are written.
 
         Args:
-          steps: the end; None: `steps` of the config.json that is here.
+          steps: of the run; None: `steps` of its config.json.
         """
         if steps is None:
             config = self._read_config()
@@ -295,11 +299,11 @@ class Workdir:
         return max(saved_steps(self.checkpoints), default=0) >= steps
 
     def missing(self, step: int) -> list[int]:
-        """Steps up to this one of which metrics.jsonl has no row."""
+        """Steps up to this one that have no row in metrics.jsonl."""
         return sorted(set(range(1, step + 1)) - {row.get("step") for row in self.rows(METRICS)})
 
     def close(self) -> None:
-        """End the loggers and let others train here."""
+        """Close the loggers and release the lock."""
         try:
             self._loggers.close()
         finally:
@@ -338,7 +342,7 @@ class Workdir:
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[None]:
-        """Raise RunError where a file or folder of this name cannot be written."""
+        """Turn an OSError of the block into a RunError that names the file or folder."""
         try:
             yield
         except OSError as error:
@@ -360,7 +364,7 @@ class Workdir:
             try:
                 import fcntl
 
-                # A record lock: it dies with this process, whatever its children do.
+                # A record lock ends with this process, whatever its children do.
                 fcntl.lockf(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError) as error:
                 os.close(held)
@@ -385,14 +389,14 @@ class Workdir:
 
 
 def _recorded(old: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json by dotted key: what is younger than the run was at its default, but for packs,
-    which nobody chose then, and a number of places is text."""
+    """A config.json by dotted key. Keys that are newer than the run get their defaults, except that
+    packing was off. `data.packing` is text today and was a number once."""
     recorded = flatten(to_json(default_config())) | {"data.packing": "0"} | flatten(old)
     return recorded | {"data.packing": str(recorded["data.packing"])}
 
 
 def _release(held: int, key: tuple[int, int]) -> None:
-    """Let others train in a directory."""
+    """Release a directory's lock."""
     with _HOLDING:
         _HELD.discard(key)
         os.close(held)

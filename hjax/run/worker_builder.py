@@ -1,4 +1,4 @@
-"""The message that makes a role's worker: its model, losses, optimizer and way of generating."""
+"""Makes the build message of each role's worker: model, loss, optimizer and sampling."""
 
 import collections
 import dataclasses
@@ -26,7 +26,7 @@ from hjax.models.weights import is_workdir
 from hjax.rewards.function import RewardFunction
 from hjax.roles import Role, worker_class
 from hjax.rollout.sampling_params import OPTIONS, SamplingParams
-from hjax.run.config_validation import attention_of, unrolls
+from hjax.run.config_validation import choose_attention, unrolls_layers
 from hjax.run.dataflow import step_calls
 from hjax.run.inputs import Inputs
 from hjax.run.placement import Plan, role_path
@@ -34,7 +34,7 @@ from hjax.sharding.layout import RoleLayouts
 from hjax.workers import OptimizerConfig, WorkerContext
 from hjax.workers.optimizer import load_optimizer
 
-# What a worker takes from the sections ``rollout`` and its own as it is.
+# Keys of the section ``rollout`` and of a role's own that a worker takes unchanged.
 _OF_ROLLOUT = (
     "max_response_length", "slots", "speculative_tokens", "cache_dtype", "extra_samples",
     "transition_bucket_bytes",
@@ -43,7 +43,7 @@ _OF_SECTION = ("learning_rate", "schedule", "weight_decay", "beta1", "beta2", "m
 
 
 class WorkerBuilder:
-    """Describes each role's worker."""
+    """Makes the build message and context of each role's worker."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class WorkerBuilder:
         dtype = {"auto": auto_dtype, "float32": jnp.float32, "bfloat16": jnp.bfloat16}
         self.compute = Compute(
             dtype=dtype[config.model.dtype],
-            # What auto means is known once all models of a role's set are.
+            # ``auto`` is resolved later, when all models that share a role's devices are known.
             remat=NONE if config.model.remat == AUTO else config.model.remat,
         )
         stop, self.stop_strings = stops_of(config, inputs)
@@ -74,7 +74,7 @@ class WorkerBuilder:
         self._bases: dict[str, BaseCheckpoint | None] = dict(bases)
 
     def build(self, role: str) -> BuildWorker:
-        """The message that makes a role's worker."""
+        """The message that builds a role's worker."""
         entry, context = self.table[role], self.context(role)
         if not entry.function or context.path:
             return BuildWorker(role, worker_class(entry.worker), (context,))
@@ -83,7 +83,7 @@ class WorkerBuilder:
         return BuildWorker(role, worker_class(entry.function), (context,), options)
 
     def _function(self, role: str) -> RewardFunction:
-        """One of a role, whoever calls it."""
+        """The role's reward function; every caller gets the same object."""
         if role not in self._functions:
             section, function = self.config.reward, getattr(self.inputs, role)
             self._functions[role] = RewardFunction(
@@ -92,21 +92,21 @@ class WorkerBuilder:
         return self._functions[role]
 
     def _judges(self) -> dict[str, RewardFunction]:
-        """The functions that judge answers while others are generated, by role."""
+        """Reward functions that are called during generation, by role."""
         if not self.config.reward.while_generating:
             return {}
         roles = (r for r, e in self.table.items() if e.function and not role_path(self.config, e))
         return {role: self._function(role) for role in roles}
 
     def context(self, role: str) -> WorkerContext:
-        """What the role's worker is built from."""
+        """The context that the role's worker is built from."""
         config, entry = self.config, self.table[role]
         section = config.get(entry.config_section)
         path = role_path(config, entry)
         model, tokenizer = self._model(role, path)
         if model is not None and adapted(model, config, entry) is not model:
             model = adapted(model, config, entry)
-            # What is frozen is read again on resume, also where it is the actor's.
+            # Frozen base weights are read again on resume, even if they are the actor's.
             path = path or config.actor.path
         speaks = role == "actor" and not entry.scalar
         retokenizes = self._retokenizes(role, tokenizer)
@@ -144,18 +144,18 @@ class WorkerBuilder:
         )
 
     def _computing(self, role: str, model: ModelConfig | None) -> Compute:
-        """How the role's model is computed."""
+        """The compute options of a role's model."""
         if model is None:
             return self.compute
         config, platform = self.config, self.platform
-        attention = attention_of(
+        attention = choose_attention(
             config, role, model, self.layouts.get(role), platform=platform, dtype=self.compute.dtype
         )
-        unroll = unrolls(config, model, platform)
+        unroll = unrolls_layers(config, model, platform)
         return dataclasses.replace(self.compute, attention=attention, unroll_layers=unroll)
 
     def _base(self, path: str) -> BaseCheckpoint | None:
-        """The checkpoint of another run that a path means, the same one to every role."""
+        """The checkpoint of another run that a path names; every role gets the same one."""
         if path not in self._bases:
             self._bases[path] = newest_base(path) if path and is_workdir(path) else None
         return self._bases[path]
@@ -180,7 +180,7 @@ class WorkerBuilder:
         return model, tokenizer or ours
 
     def _from_scratch(self, role: str) -> ModelConfig:
-        """Shapes of a role without a path: the actor's, but for the layers of a teacher."""
+        """Model config of a role without a path: the actor's; a teacher may have more layers."""
         entry = self.table[role]
         if not entry.per_token:
             return self.inputs.model
@@ -195,12 +195,13 @@ class WorkerBuilder:
         return dataclasses.replace(self.inputs.model, layers=layers)
 
     def _following(self, role: str, model: ModelConfig | None, retokenizes: bool) -> str:
-        """Why a role's sequences cannot be packed: their rotary positions follow a row's length;
-        empty: they can.
+        """Why a role's sequences cannot be packed; empty if they can.
+
+        They cannot if the rotary scaling depends on a row's length.
 
         Args:
-          role, model: whose.
-          retokenizes: the role reads other tokens than the actor's.
+          role, model: the role and its model.
+          retokenizes: whether the role uses another tokenizer than the actor.
         """
         longest = self.inputs.prompt_length + self.config.rollout.max_response_length
         if retokenizes and model is not None:
@@ -261,7 +262,7 @@ class WorkerBuilder:
 
 
 def as_planned(build: BuildWorker, plan: Plan) -> BuildWorker:
-    """The same worker, with what the plan fixes of its role."""
+    """Apply the plan's settings of a role to its build message."""
     settings = dict(plan.settings.get(build.role, {}))
     if not settings:
         return build
@@ -271,23 +272,25 @@ def as_planned(build: BuildWorker, plan: Plan) -> BuildWorker:
 
 
 def computing(build: BuildWorker, **changes: Any) -> BuildWorker:
-    """The same worker with changes to how it computes."""
+    """A copy of a build message with changed compute options."""
     return changed(build, compute=dataclasses.replace(build.arguments[0].compute, **changes))
 
 
 def changed(build: BuildWorker, **changes: Any) -> BuildWorker:
-    """The same worker with changes to its context."""
+    """A copy of a build message with changes to the worker's context."""
     context, *more = build.arguments
     return dataclasses.replace(build, arguments=(dataclasses.replace(context, **changes), *more))
 
 
 def stops_of(config: ConfigDict, inputs: Inputs) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """What ends a response: ids, the model's end-of-sequence ids and those of ``rollout.stop``'s
-    texts that are a token; and its other texts.
+    """Stop token ids and stop strings of a run.
+
+    The ids are the model's end-of-sequence ids and the texts of ``rollout.stop`` that are a single
+    token; its other texts are the strings.
 
     Raises:
-      ConfigError: a text where there is no tokenizer.
-      DataError: one that the tokenizer cannot write.
+      ConfigError: a stop string without a tokenizer.
+      DataError: a string that the tokenizer cannot encode.
     """
     ends = [i for i in inputs.eos_ids if i < inputs.model.vocab_size]
     longer: list[str] = []
@@ -303,10 +306,10 @@ def stops_of(config: ConfigDict, inputs: Inputs) -> tuple[tuple[int, ...], tuple
 
 
 def sampling_of(config: ConfigDict, stop: tuple[int, ...], vocab_size: int) -> SamplingParams:
-    """How responses are drawn, by the keys of ``rollout``.
+    """Sampling parameters from the section ``rollout``.
 
     Raises:
-      ConfigError: a bias of a token that the model does not have, or none left to draw.
+      ConfigError: a bias for a token outside the vocabulary, or no token left to sample.
     """
     try:
         made = SamplingParams(**{name: config.rollout[name] for name in OPTIONS}, stop=stop)
@@ -317,7 +320,7 @@ def sampling_of(config: ConfigDict, stop: tuple[int, ...], vocab_size: int) -> S
 
 
 def adapted(model: ModelConfig, config: ConfigDict, role: Role) -> ModelConfig:
-    """A role's model with the adapters that its section asks for; the model itself without any.
+    """A role's model config with its section's LoRA adapters; unchanged if it has none.
 
     Raises:
       ConfigError: targets that the model does not have, or a base that cannot be quantized.
@@ -343,10 +346,10 @@ def adapted(model: ModelConfig, config: ConfigDict, role: Role) -> ModelConfig:
 
 
 def router_loss(config: ConfigDict, role: Role, model: ModelConfig | None) -> float:
-    """Weight of the loss that balances a trained role's experts.
+    """Weight of the load-balancing loss of a trained role's experts.
 
     Raises:
-      ConfigError: one is asked for, and the model has no experts.
+      ConfigError: the weight is not 0, and the model has no experts.
     """
     name = role.config_section
     asked = config[name].get("router_loss", 0.0)

@@ -212,7 +212,7 @@ def test_what_cannot_be_apart_is_refused(tmp_path):
         "class Named(hjax.algorithms.GRPO):\n"
         "    roles = ('actor', 'rollout', 'reward')\n"
     )
-    with pytest.raises(ConfigError, match="the actor generates in its own way"):
+    with pytest.raises(ConfigError, match="the actor overrides generate_sequences"):
         hjax.Trainer(tiny_config(f"{tmp_path}/own.py:Own", APART))
     with pytest.raises(ConfigError, match="Named has a role 'rollout'.*choose another name"):
         hjax.Trainer(tiny_config(f"{tmp_path}/own.py:Named"))
