@@ -234,7 +234,7 @@ def compilers() -> dict[str, Any]:
     from hjax.planning.auto import predict_run, run_problem
     from hjax.planning.constants import Constants
     from hjax.planning.hardware import parse_cluster
-    from hjax.run.placement import placed
+    from hjax.run.placement import plan_from_config
     from hjax.run.role_groups import describe_roles, planned_models
     from hjax.settings.config_loading import load_config
     from hjax.show.tables import wide_console
@@ -249,7 +249,7 @@ def compilers() -> dict[str, Any]:
         command = CompileRequest("ppo_llama_7b.py", config, topology, "", cache_folder("compile"))
         compiled = compile_step(command, wide_console())
         algorithm, inputs = get_algorithm(config.algorithm.name), shape_inputs(config)
-        plan = placed(config, algorithm, len(find_topology(topology).devices))
+        plan = plan_from_config(config, algorithm, len(find_topology(topology).devices))
         roles = describe_roles(config, algorithm, inputs, plan, "tpu", read_shape)
         models, length = planned_models(config, algorithm, inputs, read_shape), inputs.prompt_length
         posed = run_problem(

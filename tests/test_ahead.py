@@ -304,7 +304,7 @@ def test_an_error_while_generating_is_the_steps_that_learns_from_it(tmp_path, mo
 @pytest.mark.parametrize(
     "algorithm, changes, message",
     [
-        ("GRPO", {"placement": "colocate"}, "max_staleness=1 needs a rollout with devices of its own"),
+        ("GRPO", {"placement": "colocate"}, "max_staleness=1 needs a rollout with devices of its"),
         ("GRPO", {"rollout.max_staleness": 0}, "deterministic=True is for generation ahead"),
         (
             "GRPO",

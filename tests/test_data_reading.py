@@ -11,7 +11,7 @@ from hjax.data.mixing import MixedSampler
 from hjax.data.read_options import ReadOptions, parse_source_weights
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, DataError
-from hjax.run.inputs import load_inputs, prompt_order
+from hjax.run.inputs import load_inputs, make_prompt_sampler
 from hjax.settings.config_checks import check_config
 from hjax.settings.config_loading import load_config
 
@@ -149,7 +149,7 @@ def test_refused_in_one_line(tmp_path, changes, says):
         changes = {"path": path} | changes
         config = load_config("base.py", {"data": changes, "tokenizer.path": str(tmp_path)})
         config = check_config(config)
-        prompt_order(config, load_inputs(config).train)
+        make_prompt_sampler(config, load_inputs(config).train)
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 

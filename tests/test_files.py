@@ -57,7 +57,7 @@ def test_everything_in_a_workdir_is_written_so(tmp_path, monkeypatch):
     from hjax.data.tasks import get_task
     from hjax.models.huggingface import write_config
     from hjax.models.model_config import ModelConfig
-    from hjax.run.run_metadata import keep_for_inspection
+    from hjax.run.run_metadata import save_skipped_batch
 
     replaced = []
     replace = os.replace
@@ -65,7 +65,7 @@ def test_everything_in_a_workdir_is_written_so(tmp_path, monkeypatch):
     sizes = {"hidden_size": 8, "mlp_size": 8, "layers": 1, "heads": 1, "kv_heads": 1}
     write_config(tmp_path, ModelConfig(head_dim=8, vocab_size=4, max_length=8, **sizes))
     get_task("sorting").tokenizer().save(tmp_path)
-    keep_for_inspection(tmp_path, 3, {"rewards": np.ones(2)})
+    save_skipped_batch(tmp_path, 3, {"rewards": np.ones(2)})
     found = [p.name for p in tmp_path.rglob("*") if p.is_file()]
     assert sorted(replaced) == sorted(found) and "step-3.npz" in found
     assert np.load(tmp_path / "skipped" / "step-3.npz")["rewards"].tolist() == [1, 1]

@@ -99,13 +99,14 @@ def test_an_older_run_goes_on(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(old))
     (tmp_path / METRICS).write_text('{"step": 1}\n')
     assert Workdir(tmp_path).check(default_config())
-    assert Workdir(tmp_path).kept(default_config()).data.packing == "0"
-    assert Workdir(tmp_path, overwrite=True).kept(default_config()).data.packing == "auto"
+    assert Workdir(tmp_path).with_recorded_packing(default_config()).data.packing == "0"
+    overwriting = Workdir(tmp_path, overwrite=True)
+    assert overwriting.with_recorded_packing(default_config()).data.packing == "auto"
     with pytest.raises(ConfigError, match="config.data.packing='0', now '64'"):
         Workdir(tmp_path).check(config_with(data__packing="64"))
     old["data"]["packing"] = 64
     (tmp_path / "config.json").write_text(json.dumps(old))
-    assert Workdir(tmp_path).kept(default_config()).data.packing == "64"
+    assert Workdir(tmp_path).with_recorded_packing(default_config()).data.packing == "64"
     assert Workdir(tmp_path).check(config_with(data__packing=64))
     old["data"]["length_buckets"] = 4
     (tmp_path / "config.json").write_text(json.dumps(old))
@@ -116,7 +117,7 @@ def test_an_older_run_goes_on(tmp_path):
 def test_a_run_that_chose_goes_on_so(tmp_path):
     Workdir(tmp_path).open(default_config())
     (tmp_path / METRICS).write_text('{"step": 1}\n')
-    assert Workdir(tmp_path).kept(default_config()).data.packing == "auto"
+    assert Workdir(tmp_path).with_recorded_packing(default_config()).data.packing == "auto"
     with pytest.raises(ConfigError, match="config.data.packing='auto', now '0'"):
         Workdir(tmp_path).check(config_with(data__packing=0))
 
@@ -160,23 +161,23 @@ def test_a_start_that_failed_leaves_nothing(tmp_path):
     made.write_json("plan.json", {})
     (made.path / "model").mkdir()
     made.checkpoints.mkdir()
-    made.forget()
+    made.discard()
     assert list((tmp_path / "new").iterdir()) == []
     # What somebody else had there stays, and so does a run.
     (tmp_path / "mine" / "model").mkdir(parents=True)
     made = Workdir(tmp_path / "mine")
     made.open(default_config())
-    made.forget()
+    made.discard()
     assert [p.name for p in (tmp_path / "mine").iterdir()] == ["model"]
     made.open(default_config())
-    made.keep()
-    made.forget()
+    made.mark_started()
+    made.discard()
     assert (tmp_path / "mine" / "config.json").is_file()
 
 
 def test_a_gap_is_found(workdir):
     workdir.append(METRICS, [{"step": step} for step in (1, 2, 5)])
-    assert workdir.missing(6) == [3, 4, 6] and workdir.missing(2) == []
+    assert workdir.missing_steps(6) == [3, 4, 6] and workdir.missing_steps(2) == []
 
 
 def test_what_cannot_be_written_is_one_line(workdir):

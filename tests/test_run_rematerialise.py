@@ -13,8 +13,8 @@ from hjax.dryrun.shape_inputs import read_shape, shape_inputs
 from hjax.models.compute import Compute
 from hjax.models.cost_inputs import model_counts
 from hjax.models.model_config import ModelConfig
-from hjax.run.memory_check import choose
-from hjax.run.placement import placed
+from hjax.run.memory_check import choose_remat
+from hjax.run.placement import plan_from_config
 from hjax.run.role_groups import describe_roles
 from hjax.sharding.layout import make_layouts
 from hjax.workers import Actor, OptimizerConfig, WorkerContext
@@ -40,18 +40,18 @@ def chosen(platform="tpu", memory=0, **more):
     config = hjax.get_config("ppo.py", {**PODS, **more})
     algorithm = get_algorithm(config.algorithm.name)
     inputs = shape_inputs(config)
-    plan = placed(config, algorithm, 8)
+    plan = plan_from_config(config, algorithm, 8)
     return describe_roles(config, algorithm, inputs, plan, platform, read_shape, memory)
 
 
 def test_the_first_that_fits_or_else_the_last():
     needed = {"none": 30.0, "attention": 20.0, "full": 10.0}
-    assert choose(needed, 40).policy == "none"
-    assert choose(needed, 25).policy == "attention"
-    assert choose(needed, 10).policy == "full"
-    least = choose(needed, 5)
+    assert choose_remat(needed, 40).policy == "none"
+    assert choose_remat(needed, 25).policy == "attention"
+    assert choose_remat(needed, 10).policy == "full"
+    least = choose_remat(needed, 5)
     assert least.policy == "full" and "none fits" in least.why
-    assert choose(needed, 20).estimated_bytes == {"none": 30, "attention": 20}
+    assert choose_remat(needed, 20).estimated_bytes == {"none": 30, "attention": 20}
 
 
 @pytest.mark.extended
@@ -183,7 +183,7 @@ def test_what_updates_of_experts_keep_under_each_policy():
         },
     )
     algorithm = get_algorithm(config.algorithm.name)
-    inputs, plan = shape_inputs(config), placed(config, algorithm, 64)
+    inputs, plan = shape_inputs(config), plan_from_config(config, algorithm, 64)
     said = {"none": 44.2, "products": 29.2, "attention": 16.5, "full": 14.3}
     for memory, policy in ((95.7, "none"), (36, "products"), (19, "full")):
         given = config, algorithm, inputs, plan, "tpu", read_shape, int(memory * GIB)

@@ -13,7 +13,7 @@ from hjax.dryrun.programs import (
 from hjax.machine import device_memory
 from hjax.models import parameter_counts
 from hjax.run.backends import local_devices
-from hjax.run.reward_check import first_calls
+from hjax.run.reward_check import trial_calls
 
 
 def describe(trainer: Any) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def _first_calls(trainer: Any) -> dict[str, Any]:
     """
     if not trainer.algorithm_class.generates:
         return {}
-    calls = first_calls(trainer.config, trainer.inputs, trainer.roles.reward_functions)
+    calls = trial_calls(trainer.config, trainer.inputs, trainer.roles.reward_functions)
     for call in calls:
         call.check(trainer.algorithm_class, trainer.config)
     return {call.role: call.record() for call in calls}

@@ -18,7 +18,7 @@ from hjax.errors import ConfigError
 from hjax.kernels.int8_cache import INT8
 from hjax.models import parameter_counts
 from hjax.run.dataflow import StepCall, step_calls
-from hjax.run.placement import set_name
+from hjax.run.placement import pool_name
 from hjax.run.role_groups import RoleGroups
 from hjax.sharding.interconnect import cut
 from hjax.sharding.layout import shard_bytes
@@ -257,7 +257,7 @@ def add_held(
     state, and ``sum_bytes``: held bytes and the program's own.
     """
     held, offloaded = held_beside(program, rehearsal)
-    pool = set_name(rehearsal.roles.plan, program.set_number)
+    pool = pool_name(rehearsal.roles.plan, program.set_number)
     total = record["total_bytes"] + sum(held.values())
     beside = {"held_bytes": held, "offloaded_bytes": offloaded}
     return {**record, "pool": pool, **beside, "sum_bytes": total}

@@ -21,7 +21,7 @@ from hjax.dryrun.programs import (
 )
 from hjax.dryrun.shape_inputs import read_shape, shape_inputs
 from hjax.dryrun.topologies import Topology, find_topology
-from hjax.run.placement import Plan, placed
+from hjax.run.placement import Plan, plan_from_config
 from hjax.run.role_groups import RoleGroups, describe_roles
 from hjax.show.format import duration, size
 from hjax.show.memory_table import largest, verdict
@@ -85,7 +85,7 @@ def prepare_step(request: CompileRequest) -> PreparedStep:
     algorithm = get_algorithm(config.algorithm.name)
     inputs = shape_inputs(config, algorithm.source)
     topology = find_topology(request.topology)
-    plan = placed(config, algorithm, len(topology.devices))
+    plan = plan_from_config(config, algorithm, len(topology.devices))
     memory, platform = topology.memory_bytes, topology.platform
     roles = describe_roles(config, algorithm, inputs, plan, platform, read_shape, memory)
     rehearsal = abstract_workers(roles, topology.devices)

@@ -247,7 +247,7 @@ def _measure(command: TrainCommand) -> int:
     display = Display(config, 0)
     display.start(f"{command.name}  {config.algorithm.name}  evaluation only")
     try:
-        if command.workdir is not None and Workdir(command.workdir).stepped():
+        if command.workdir is not None and Workdir(command.workdir).has_steps():
             config = ConfigDict(config).copy_and_resolve_references()
             config.actor.path = str(command.workdir)
         trainer = Trainer(config, display=display, plan=plan_run(config, None))

@@ -79,7 +79,7 @@ def plan_run(
         return None
     inputs = load_inputs(config, algorithm.source)
     placed = roles_with_devices(config, algorithm)
-    planned = Workdir(workdir).planned(config) if workdir is not None else None
+    planned = Workdir(workdir).recorded_plan(config) if workdir is not None else None
     if planned is not None or config.placement != "auto":
         placement = config.placement if planned is None else str(planned)
         if away:

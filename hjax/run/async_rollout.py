@@ -144,8 +144,7 @@ class AsyncRollout:
         state = state or {"number": version, "dropped": 0}
         self._number, self.queue.dropped = int(state["number"]), int(state["dropped"])
         self._first = self._version = version
-        # The batch being learned from, and by which version.
-        self._learning: tuple[int, PendingBatch] | None = None
+        self._learning: tuple[int, PendingBatch] | None = None  # version that learns, its batch
         self._next_version = -1  # version that the next generation waits for
         self._idle = False  # no further batch is needed for now
         self._error: BaseException | None = None

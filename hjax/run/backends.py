@@ -19,7 +19,7 @@ from hjax.controller.executors import ExecutorFactory
 from hjax.controller.hosts import HostGroup, Hosts
 from hjax.errors import ConfigError
 from hjax.machine import devices_asked_for, enough_threads
-from hjax.run.placement import Plan, set_name
+from hjax.run.placement import Plan, pool_name
 from hjax.settings.config_checks import on_cluster
 
 LOGS = "logs"
@@ -190,7 +190,7 @@ class ClusterBackend(Backend):
 
     def place(self, plan: Plan) -> None:
         """See ``Backend``."""
-        self.cluster.places = {set_name(plan, i): w for i, w in enumerate(plan.where) if w}
+        self.cluster.places = {pool_name(plan, i): w for i, w in enumerate(plan.where) if w}
 
     def read(self) -> dict[str, Any]:
         """Compilations of this process and each pool's first; peak memory over all processes."""

@@ -231,16 +231,13 @@ def choose_attention(
     platform: str,
     dtype: Any,
 ) -> str:
-    """Choose a role's attention kernel: ``model.attention`` with ``auto`` resolved.
+    """Choose a role's attention kernel (``Compute.attention``), resolving ``auto``.
 
     Args:
       config: of the run.
       role, model, layouts: the role, and its model and layouts.
       platform: of the devices.
       dtype: of compute.
-
-    Returns:
-      a value of ``hjax.models.compute.Compute.attention``.
 
     Raises:
       ConfigError: the requested kernel does not support the devices, model or layout.

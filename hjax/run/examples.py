@@ -117,10 +117,8 @@ def load_examples(
     source: str,
     verdicts: tuple[list[Any], list[bool]] | None = None,
 ) -> LearnedExamples:
-    """Tokenise the data's examples: the prompt, and each response followed by EOS.
-
-    An example has one response (a demonstration) or two (chosen and rejected) and, for pairs and
-    steps, annotations. There are none if the data has no responses.
+    """Tokenise the data's examples: prompts with one response (a demonstration) or two (chosen and
+    rejected), each ending in EOS, and annotations of pairs and steps. Empty if the data has none.
 
     A response that is no text or too long is an error if the run learns from examples; otherwise
     its row is skipped.
@@ -160,10 +158,9 @@ def load_examples(
                 f"rollout.max_response_length={limit}; raise it"
             )
         found.append((prompt, *tokens))
-    if source != "pairs":
-        return LearnedExamples(found)
     columns = None if task is not None else train.columns
-    return LearnedExamples(found, pair_annotations(config, columns, found))
+    annotations = pair_annotations(config, columns, found) if source == "pairs" else {}
+    return LearnedExamples(found, annotations)
 
 
 def _steps(
@@ -264,11 +261,10 @@ class Demonstrations:
         return len(self._examples)
 
     def batch_of(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-        """A batch of the examples at ``indices``.
+        """The examples at ``indices``: ``prompts``, ``prompt_mask``, ``responses``,
+        ``response_mask``, and each annotation by name, float32 [rows, response length + 1].
 
-        It has ``prompts``, ``prompt_mask``, ``responses``, ``response_mask``; each annotation by
-        name, float32 [rows, response length + 1]; with labels ``positive``, float32 [rows, length],
-        1 on tokens of right responses.
+        With labels also ``positive``, float32 [rows, length], 1 on tokens of right responses.
         """
         chosen = [self._examples[i] for i in indices]
         rows = [(prompt, response) for prompt, *responses in chosen for response in responses]

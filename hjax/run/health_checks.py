@@ -18,9 +18,8 @@ from hjax.run.placement import Plan
 
 # Held-out prompts below which an accuracy says little.
 MIN_HELD_OUT_PROMPTS = 16
-# Consecutive steps with mostly equal groups before a warning.
-EQUAL_STEPS = 3
-# A metric's mean over the RECENT last steps is compared with that over up to BEFORE steps earlier.
+EQUAL_STEPS = 3  # consecutive steps with mostly equal groups before a warning
+# A metric's mean over the recent steps is compared with that over at most so many earlier ones.
 RECENT_STEPS, EARLIER_STEPS = 5, 20
 # Generation may take so many times the lower bound of reading the weights once per token.
 SLOW_RATIO = 10.0

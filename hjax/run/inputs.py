@@ -182,7 +182,7 @@ def _datasets(
     return train, held_out
 
 
-def prompt_order(config: ConfigDict, train: Dataset) -> PromptSampler | MixedSampler:
+def make_prompt_sampler(config: ConfigDict, train: Dataset) -> PromptSampler | MixedSampler:
     """The sampler of each step's prompts.
 
     Raises:

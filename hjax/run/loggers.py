@@ -166,11 +166,11 @@ def make_loggers(config: ConfigDict) -> list[Logger]:
     if config.display.wandb:
         made.append(Wandb(config.display.wandb))
     if named := config.display.logger:
-        made.append(_own(named))
+        made.append(_custom_logger(named))
     return made
 
 
-def _own(named: str) -> Logger:
+def _custom_logger(named: str) -> Logger:
     found = load_object(named, "display.logger")
     made = found() if callable(found) else found
     if not isinstance(made, Logger):

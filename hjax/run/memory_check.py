@@ -29,7 +29,7 @@ from hjax.workers.memory import USABLE, DecodeBatch, MemoryEstimate, MemoryPass,
 
 AUTO, AUTO_SLOTS = "auto", -1
 # Slot counts are rounded to this many groups, so that fewer programs are compiled.
-_ROUND = 8
+_GROUP_MULTIPLE = 8
 # Per token of a step's batch: id, mask, log-probs, advantages and old log-probs.
 _TOKEN_BYTES = 4 + 1 + 3 * 4
 
@@ -74,19 +74,19 @@ class RematChoice:
         return {**found, "estimated_bytes": needed, "usable_bytes": self.usable_bytes}
 
 
-def choose(needed: Mapping[str, float], usable: int) -> RematChoice:
+def choose_remat(needed: Mapping[str, float], usable: int) -> RematChoice:
     """Choose the first remat policy that fits, or else the last.
 
     Args:
       needed: bytes by policy, in order of preference.
       usable: budget in bytes.
     """
-    looked: dict[str, int] = {}
+    tried: dict[str, int] = {}
     for policy, bytes_ in needed.items():
-        looked[policy] = round(bytes_)
+        tried[policy] = round(bytes_)
         if bytes_ <= usable:
             break
-    return RematChoice(policy, looked, usable)
+    return RematChoice(policy, tried, usable)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,19 +171,17 @@ class MemoryCheck:
             self._known[role] = RoleMemory.described(context, scalar, train, tpu)
         return self._known[role]
 
-    def _kept(self, role: str) -> float:
+    def _resident_bytes(self, role: str) -> float:
         """Bytes per device that a role keeps between its calls."""
         memory = self._role(role).memory
         if role == ROLLOUT:  # only generation weights, of two versions during a weight sync
             return memory.generation_copy()
         return memory.resident(self._table[role].trained, self._contexts[role].offload)
 
-    def _together(self, role: str) -> list[str]:
+    def _colocated_roles(self, role: str) -> list[str]:
         """All roles with a model that share a role's devices, itself included."""
         [members] = [members for members in self._plan.placement if role in members]
         return [member for member in members if member in self._contexts]
-
-    # model.remat=auto
 
     def remat(self) -> dict[str, RematChoice]:
         """Remat choices of trained roles whose model hjax builds, unless the plan fixes them."""
@@ -192,24 +190,24 @@ class MemoryCheck:
             for members in self._plan.placement
             for role in members
             if role in self._contexts and "remat" not in self._plan.settings.get(role, {})
-            if trains(self._workers[role])
+            if is_trainable(self._workers[role])
         }
 
     def _remat(self, role: str) -> RematChoice:
         if self._platform == "cpu" and self._contexts[role].compute.unroll_layers:
             return RematChoice(remat.NONE, reason="a CPU's compiler undoes it for unrolled layers")
         if not self._usable:
-            return RematChoice(
-                remat.NONE, reason="the devices do not say how much memory they have"
-            )
-        beside = sum(self._kept_in_updates(other, role) for other in self._together(role))
-        memory, updates = self._role(role).memory, self._updates(role)
+            why = "the devices do not say how much memory they have"
+            return RematChoice(remat.NONE, reason=why)
+        roles, memory = self._colocated_roles(role), self._role(role).memory
+        in_use = sum(self._resident_during_update(other, role) for other in roles)
+        updates = self._updates(role)
         # On a CPU there is no other memory to offload to.
         policies = remat.POLICIES if self._platform != "cpu" else remat.POLICIES[:-1]
-        needed = {p: beside + max(memory.update(one, p) for one in updates) for p in policies}
-        return choose(needed, int(self._usable))
+        needed = {p: in_use + max(memory.update(one, p) for one in updates) for p in policies}
+        return choose_remat(needed, int(self._usable))
 
-    def _kept_in_updates(self, role: str, updated: str) -> float:
+    def _resident_during_update(self, role: str, updated: str) -> float:
         """Bytes per device that ``role`` keeps during updates of ``updated``.
 
         Trained roles alternate, so their parameters and moments stay until all are done.
@@ -221,15 +219,14 @@ class MemoryCheck:
 
     def _updates(self, role: str) -> list[MemoryPass]:
         config, context, prompt = self._config, self._contexts[role], self._prompt_length
-        one, samples = self._role(role), config.rollout.samples
-        shown = one.update_pass(config.warm_start.batch, 1, prompt)
+        role_memory, samples = self._role(role), config.rollout.samples
+        warm_start_pass = role_memory.update_pass(config.warm_start.batch, 1, prompt)
         if not self._algorithm.generates:
-            return [shown]
+            return [warm_start_pass]
         rows = config.algorithm.get("minibatch", 0) or config.rollout.prompts * samples
         warms = context.warm_start is not None and config.warm_start.steps and not context.path
-        return [one.update_pass(rows, samples, prompt), *([shown] if warms else [])]
-
-    # rollout.slots=-1
+        update_pass = role_memory.update_pass(rows, samples, prompt)
+        return [update_pass, warm_start_pass] if warms else [update_pass]
 
     def slots(self) -> SlotBudget:
         """The number of slots that fit where the run generates."""
@@ -240,14 +237,13 @@ class MemoryCheck:
         )
         if not self._usable:
             return SlotBudget(0, work.sequences)
-        beside, memory = sum(map(self._kept, self._together(role))), self._role(role).memory
+        in_use = sum(map(self._resident_bytes, self._colocated_roles(role)))
+        memory = self._role(role).memory
         if role != ROLLOUT:  # offloaded parameters of the actor are on the device by then
-            beside += memory.fetched(update=False, offload=self._contexts[role].offload)
-        found = fitting(memory, work, beside, self._usable)
+            in_use += memory.fetched(update=False, offload=self._contexts[role].offload)
+        found = fit_slots(memory, work, in_use, self._usable)
         kept_dtype = self._contexts[role].cache_dtype
         return dataclasses.replace(found, cache_dtype=INT8 if kept_dtype == INT8 else AUTO_DTYPE)
-
-    # Before a run
 
     def check(self, devices: Sequence[Any]) -> None:
         """Raise ConfigError if a run needs more memory than its devices have.
@@ -262,7 +258,8 @@ class MemoryCheck:
         rows = rollout.prompts * rollout.samples if generates else config.warm_start.batch
         work = Workload(self._prompt_length, rollout.max_response_length, rows, rollout.samples)
         sets = self._plan.placement
-        weights = [sum(self._kept(r) for r in members if r in self._contexts) for members in sets]
+        modelled = [[role for role in members if role in self._contexts] for members in sets]
+        weights = [sum(map(self._resident_bytes, members)) for members in modelled]
         caches = [
             self._cache(work) if generates and self._generates in members else 0.0
             for members in sets
@@ -270,14 +267,14 @@ class MemoryCheck:
         if self._platform != "cpu":
             has, have = "a device has {} for programs", min(map(device_memory, devices))
             for kept, cache in zip(weights, caches, strict=True):
-                _compare(kept, cache, has, have, work)
+                _check_fits(kept, cache, has, have, work)
             return
         if on_cluster(config) and config.cluster.address not in ("", "local"):
             return  # the memory of other hosts is unknown here
         counts, batch = self._plan.allocation, _TOKEN_BYTES * rows * work.length
         models = sum(n * kept for n, kept in zip(counts, weights, strict=True))
         sequences = batch + sum(n * cache for n, cache in zip(counts, caches, strict=True))
-        _compare(models, sequences, "this machine has {} left", free_bytes(devices[0]), work)
+        _check_fits(models, sequences, "this machine has {} left", free_bytes(devices[0]), work)
 
     def _cache(self, work: Workload) -> float:
         """KV-cache bytes per device of the sequences that are generated at a time."""
@@ -285,35 +282,35 @@ class MemoryCheck:
             return 0.0
         memory, slots = self._role(self._generates).memory, self._contexts[self._generates].slots
         at_once = min(work.sequences, slots) if slots > 0 else work.sequences
-        groups = at_once / work.samples / _parts(memory)
+        groups = at_once / work.samples / _replicas(memory)
         return memory.cache(groups, work.prompt_length + work.samples * work.response_length)
 
 
-def _parts(memory: MemoryEstimate) -> int:
+def _replicas(memory: MemoryEstimate) -> int:
     """Data-parallel replicas of the generate layout."""
     mesh = memory.mesh
     return mesh.devices // (mesh.generate_pipe * mesh.generate_tensor)
 
 
-def fitting(memory: MemoryEstimate, work: Workload, beside: float, usable: float) -> SlotBudget:
+def fit_slots(memory: MemoryEstimate, work: Workload, in_use: float, usable: float) -> SlotBudget:
     """The largest number of slots whose KV cache and decoding fit into memory.
 
     Args:
       memory: estimate of the model that generates.
       work: of a step.
-      beside: bytes per device that are in use already.
+      in_use: bytes per device that are in use already.
       usable: bytes per device that programs may use.
     """
-    each, parts = memory.mesh.generate_pipe, _parts(memory)
+    each, parts = memory.mesh.generate_pipe, _replicas(memory)
     most = work.sequences // work.samples // parts
-    usable -= beside
+    usable -= in_use
 
     def entering(groups: int) -> DecodeBatch:
         return DecodeBatch(groups, work.samples, slots=True, refills=groups < most)
 
     # With pipeline stages a multiple of the stages, for equal micro-batches.
-    step = math.lcm(_ROUND, each)
-    fewer = [n for n in range(each, most, each) if n <= _ROUND * each or n % step == 0]
+    step = math.lcm(_GROUP_MULTIPLE, each)
+    fewer = [n for n in range(each, most, each) if n <= _GROUP_MULTIPLE * each or n % step == 0]
     tried = [most, *reversed(fewer)]
     fits = (n for n in tried if memory.generation(entering(n), work) <= usable)
     groups = next(fits, tried[-1])
@@ -325,7 +322,7 @@ def fitting(memory: MemoryEstimate, work: Workload, beside: float, usable: float
     return SlotBudget(slots, work.sequences, round(cache), reading, max(round(usable - others), 0))
 
 
-def _compare(weights: float, sequences: float, has: str, have: int, work: Workload) -> None:
+def _check_fits(weights: float, sequences: float, has: str, have: int, work: Workload) -> None:
     if not have or weights + sequences <= have:
         return
     raise ConfigError(
@@ -336,6 +333,6 @@ def _compare(weights: float, sequences: float, has: str, have: int, work: Worklo
     )
 
 
-def trains(worker: Any) -> bool:
+def is_trainable(worker: Any) -> bool:
     """Whether a role's worker trains a model that hjax builds."""
     return isinstance(worker, type) and issubclass(worker, TrainableWorker)

@@ -100,11 +100,11 @@ def make_plan(placement: str, roles: Mapping[str, Role] | Sequence[str], devices
             f"placement={placement}: {len(sets)} sets of roles need a device each, there are "
             f"{devices}; use placement=colocate, or more devices (cluster.devices_per_process)"
         )
-    return Plan(tuple(sets), _share_out(sets, devices))
+    return Plan(tuple(sets), _allocate_devices(sets, devices))
 
 
-def _share_out(sets: Sequence[Sequence[str]], devices: int) -> tuple[int, ...]:
-    """Devices per set: equal shares, or else powers of two with the actor's set as large as fits."""
+def _allocate_devices(sets: Sequence[Sequence[str]], devices: int) -> tuple[int, ...]:
+    """Devices per set: equal shares, else powers of two, with the actor's set as large as fits."""
     if devices % len(sets) == 0:
         return (devices // len(sets),) * len(sets)
     share = 1 << ((devices // len(sets)).bit_length() - 1)
@@ -152,28 +152,28 @@ def _read_plan(path: Path, roles: Sequence[str], devices: int) -> Plan:
             f'{{"{KIND}": "H100"}} for each of `placement`, or take placement=auto'
         )
     plan = Plan(sets, allocation, layouts, predicted, where, settings)
-    return _for_run(plan, path, roles, devices)
+    return _fit_to_run(plan, path, roles, devices)
 
 
-def _for_run(plan: Plan, path: Path, roles: Sequence[str], devices: int) -> Plan:
+def _fit_to_run(plan: Plan, path: Path, roles: Sequence[str], devices: int) -> Plan:
     """Check a file's plan against a run's roles and devices, and drop roles that it lacks."""
     sets, allocation, where = plan.placement, plan.allocation, plan.where
     # A separate rollout counts as a role; reward functions, on the host, need no place in a plan.
     apart = [role for s in sets for role in s if role in ROLES and ROLES[role].apart]
     roles = [*roles, *dict.fromkeys(apart)]
-    given = [
+    entries = [
         (tuple(r for r in s if r in roles), n, labels)
         for s, n, labels in zip(sets, allocation, where, strict=False)
     ]
-    given = [(s, n, labels) for s, n, labels in given if s]
-    placed = [role for s, _, _ in given for role in s]
+    entries = [(s, n, labels) for s, n, labels in entries if s]
+    placed = [role for s, _, _ in entries for role in s]
     if sorted(placed) != sorted(roles) or not len(sets) == len(allocation) == len(where):
         raise ConfigError(
             f"placement={path}: it places {', '.join(placed) or 'nothing'}, this run has "
             f"{', '.join(roles)}; each role once, one allocation (and, if there are any, one entry "
             "of where) per set"
         )
-    if any({"actor", ROLLOUT} <= set(s) for s, _, _ in given):
+    if any({"actor", ROLLOUT} <= set(s) for s, _, _ in entries):
         raise ConfigError(
             f"placement={path}: {ROLLOUT} shares the actor's devices; give it a set of its own, or "
             "leave it out: then the actor generates itself"
@@ -183,26 +183,26 @@ def _for_run(plan: Plan, path: Path, roles: Sequence[str], devices: int) -> Plan
             f"placement={path}: {ROLLOUT} only generates, its layout is `train`; leave `generate` "
             "out"
         )
-    total = sum(n for _, n, _ in given)
-    if total > devices or min(n for _, n, _ in given) < 1:
+    total = sum(n for _, n, _ in entries)
+    if total > devices or min(n for _, n, _ in entries) < 1:
         raise ConfigError(
             f"placement={path}: it needs {total} devices (at least 1 a set), there are {devices}"
         )
     return dataclasses.replace(
         plan,
-        placement=tuple(s for s, _, _ in given),
-        allocation=tuple(n for _, n, _ in given),
-        where=tuple(labels for _, _, labels in given),
+        placement=tuple(s for s, _, _ in entries),
+        allocation=tuple(n for _, n, _ in entries),
+        where=tuple(labels for _, _, labels in entries),
     )
 
 
 def _settings(role: str, value: Any) -> dict[str, Any]:
     """Check a plan's settings of a role against ``SETTINGS``."""
-    for name, given in value.items():
+    for name, setting in value.items():
         if name not in SETTINGS:
             raise ValueError(f"settings.{role}: no {name!r}; known: {', '.join(SETTINGS)}")
-        if not SETTINGS[name].holds(given):
-            raise ValueError(f"settings.{role}.{name}={given!r}: {SETTINGS[name].text}")
+        if not SETTINGS[name].holds(setting):
+            raise ValueError(f"settings.{role}.{name}={setting!r}: {SETTINGS[name].text}")
     return dict(value)
 
 
@@ -226,7 +226,7 @@ def _axes(stage: str, value: Any) -> dict[str, int]:
     return {"data": data[0] if data else -1, "pipe": pipe, "tensor": tensor}
 
 
-def set_name(plan: Plan, number: int) -> str:
+def pool_name(plan: Plan, number: int) -> str:
     """Name of the resource pool of a plan's set of roles."""
     return "+".join(plan.placement[number]) if len(plan.placement) > 1 else "all"
 
@@ -239,7 +239,7 @@ def make_pools(
     pools: list[ResourcePool] = []
     with contextlib.ExitStack() as undo:
         for number, here in enumerate(cut(devices, plan.allocation)):
-            pools.append(ResourcePool(set_name(plan, number), here, timeline, executor))
+            pools.append(ResourcePool(pool_name(plan, number), here, timeline, executor))
             undo.callback(pools[-1].close)
         check_disjoint(pools)
         host = ResourcePool(HOST_POOL, (), timeline, executor)
@@ -302,6 +302,6 @@ def roles_with_devices(config: ConfigDict, algorithm: type[Algorithm]) -> dict[s
     }
 
 
-def placed(config: ConfigDict, algorithm: type[Algorithm], devices: int) -> Plan:
+def plan_from_config(config: ConfigDict, algorithm: type[Algorithm], devices: int) -> Plan:
     """The plan of ``config.placement`` on so many devices; ``auto`` raises ConfigError."""
     return make_plan(config.placement, roles_with_devices(config, algorithm), devices)

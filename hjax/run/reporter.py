@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from hjax.controller import join
 from hjax.files import HISTOGRAMS, METRICS, SAMPLES, WARM_START
 from hjax.run.health_checks import HealthChecks, SamplerCheck, TruncationWarning
-from hjax.run.run_metadata import keep_for_inspection
+from hjax.run.run_metadata import save_skipped_batch
 from hjax.run.workdir import Workdir
 
 KEPT_SAMPLES = 8  # rows of each training batch and evaluation in samples.jsonl
@@ -27,31 +27,29 @@ class Reporter:
     Attributes:
       display: the argument, or in a notebook a temporary display during ``run``.
       workdir: receives rows; None writes nothing.
-      said: the last message.
+      last_message: the last one shown.
     """
 
     def __init__(self, config: ConfigDict, display: Any):
         self.display = display
         self.workdir: Workdir | None = None
-        self.said = ""
+        self.last_message = ""
         self._config = config
-        self._sampler = SamplerCheck(config)
+        self._sampler_check = SamplerCheck(config)
 
-    def watch(self, token_seconds: float, longest: int | None) -> None:
+    def start_health_checks(self, token_seconds: float, longest: int | None) -> None:
         """Start the health checks.
 
         Args:
           token_seconds: see ``HealthChecks``.
           longest: see ``TruncationWarning``.
         """
-        self._watches = HealthChecks(self._config, token_seconds)
+        self._health_checks = HealthChecks(self._config, token_seconds)
         self._truncation = TruncationWarning(self._config.rollout.max_response_length, longest)
-
-    # To the user
 
     def message(self, text: str) -> None:
         """Show a line."""
-        self.said = text
+        self.last_message = text
         if self.display is not None:
             self.display.message(text)
 
@@ -74,13 +72,13 @@ class Reporter:
     @contextlib.contextmanager
     def in_notebook(self, total: int) -> Iterator[None]:
         """In a notebook without a given display, draw a table and curves during the block."""
-        display = self._notebook_s(total)
+        display = self._start_notebook_display(total)
         yield
         if display is not None:
             display.close()
             self.display = None
 
-    def _notebook_s(self, total: int) -> Any:
+    def _start_notebook_display(self, total: int) -> Any:
         if self.display is not None or not self._config.display.enabled:
             return None
         from hjax.show.live import Display
@@ -93,8 +91,6 @@ class Reporter:
         self.display.start(f"{self._config.algorithm.name}{where}")
         return self.display
 
-    # Of steps
-
     def warm_start(self, updates: Sequence[tuple[int, Any]], total: int) -> None:
         """Report updates of the warm start: (number, metrics) of each, out of ``total``."""
         rows = [
@@ -106,13 +102,13 @@ class Reporter:
         if self.display is not None:
             self.display.warm_start(rows[-1]["step"], total, rows[-1]["loss"])
 
-    def sampled(self, metrics: Mapping[str, float], step: int) -> None:
+    def check_sampler(self, metrics: Mapping[str, float], step: int) -> None:
         """Check the sampler's log-probs of a step, before the step counts.
 
         Raises:
           RunError: see ``SamplerCheck``.
         """
-        if warning := self._sampler.message(metrics):
+        if warning := self._sampler_check.message(metrics):
             self.message(f"step {step}: {warning}")
 
     def row(self, metrics: Mapping[str, float]) -> None:
@@ -121,15 +117,13 @@ class Reporter:
             self.workdir.append(METRICS, [metrics])
 
     def step(self, metrics: Mapping[str, float], batch: Mapping[str, Any], samples: int) -> None:
-        """Report a step's warnings, sample responses and histograms.
-
-        ``samples`` is the number of responses per prompt; 0 if the step generated nothing.
-        """
+        """Report a step's warnings, sample responses and histograms; ``samples`` is the number of
+        responses per prompt, 0 if the step generated nothing."""
         if self.display is not None:
             self.display.step(metrics)
         if warning := self._truncation.message(metrics):
             self.message(warning)
-        for warning in self._watches.messages(metrics, batch):
+        for warning in self._health_checks.messages(metrics, batch):
             self.message(warning)
         step = int(metrics["step"])
         if samples:
@@ -138,10 +132,7 @@ class Reporter:
             self.workdir.append(HISTOGRAMS, [histogram_row(batch, step)])
 
     def samples(self, batch: Mapping[str, Any], step: int, kind: str, samples: int) -> None:
-        """Report some rows of a batch with ``samples`` responses per prompt.
-
-        ``kind`` is ``train`` or ``eval``.
-        """
+        """Report rows of a batch with ``samples`` responses per prompt; kind: train or eval."""
         if "responses" not in batch:
             return
         chosen = spread_rows(len(batch["responses"]), samples, KEPT_SAMPLES)
@@ -156,7 +147,7 @@ class Reporter:
         """Save the batch of a step that failed or skipped an update, unless it is empty."""
         if self.workdir is not None and batch:
             with self.workdir.writing("skipped"):
-                keep_for_inspection(self.workdir.path, step, batch)
+                save_skipped_batch(self.workdir.path, step, batch)
 
     def end(self, timeline: Any) -> None:
         """Write timeline.json and the report."""

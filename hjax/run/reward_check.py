@@ -15,9 +15,9 @@ from hjax.run.examples import demonstration_texts
 from hjax.run.inputs import Inputs
 from hjax.settings.config_checks import on_cluster
 
-ROWS = 4
+TRIAL_ROWS = 4
 # Outcomes that mean a broken function, whatever the response.
-_WRONG = ("exception", "wrong_type", "wrong_length")
+_BROKEN_OUTCOMES = ("exception", "wrong_type", "wrong_length")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class RewardTrial:
     @property
     def failed(self) -> bool:
         """Whether the function raised, or returned something that is no reward."""
-        return any(self.result.outcomes[outcome] for outcome in _WRONG)
+        return any(self.result.outcomes[outcome] for outcome in _BROKEN_OUTCOMES)
 
     def check(self, algorithm: type[Algorithm], config: ConfigDict) -> None:
         """Check the result against the algorithm.
@@ -76,8 +76,8 @@ class RewardTrial:
         return {"function": self.name, **shown, "returned": rewards, **named, "outcomes": outcomes}
 
 
-def first_calls(
-    config: ConfigDict, inputs: Inputs, judges: Mapping[str, RewardFunction]
+def trial_calls(
+    config: ConfigDict, inputs: Inputs, functions: Mapping[str, RewardFunction]
 ) -> list[RewardTrial]:
     """Call reward functions once, on the demonstrations of the first prompts.
 
@@ -86,31 +86,29 @@ def first_calls(
     Args:
       config: of the run.
       inputs: of the run.
-      judges: the functions, by role.
+      functions: reward and cost functions, by role.
     """
-    rows = inputs.train.select(range(min(ROWS, len(inputs.train))))
+    rows = inputs.train.select(range(min(TRIAL_ROWS, len(inputs.train))))
     texts = demonstration_texts(config, inputs.task, rows)
     tokenizer = inputs.tokenizer
     end = list(inputs.eos_ids[:1])
-    asked = rows.rows(range(len(rows)))
-    prompts = asked["prompt_text"] or asked["prompt_tokens"]
+    data = rows.rows(range(len(rows)))
+    prompts = data["prompt_text"] or data["prompt_tokens"]
 
-    def call(role: str, judge: RewardFunction, answers: str, said: Sequence[Any]) -> RewardTrial:
-        tokens = [tokenizer.encode(text, add_special=False) for text in said] if tokenizer else said
-        ended = [list(row) + end for row in tokens]
-        result = judge(prompts, list(said), asked["columns"], asked["prompt_tokens"], ended)
-        return RewardTrial(role, judge.name, answers, said, result)
+    def call(role: str, answers: str, responses: Sequence[Any]) -> RewardTrial:
+        encoded = [tokenizer.encode(x, add_special=False) if tokenizer else x for x in responses]
+        tokens, function = [list(row) + end for row in encoded], functions[role]
+        result = function(prompts, list(responses), data["columns"], data["prompt_tokens"], tokens)
+        return RewardTrial(role, function.name, answers, responses, result)
 
     found = []
-    for role, judge in judges.items():
+    for role in functions:
         if texts:
-            found.append(call(role, judge, "demonstrations", texts))
+            found.append(call(role, "demonstrations", texts))
             continue
-        first = call(role, judge, "empty answers", [type(prompt)() for prompt in prompts])
+        trial = call(role, "empty answers", [type(prompt)() for prompt in prompts])
         # An empty response may fail where no other does, such as a mean over its tokens.
-        if first.failed:
-            first = call(role, judge, "repetitions of prompts", prompts)
-        found.append(first)
+        found.append(call(role, "repetitions of prompts", prompts) if trial.failed else trial)
     return found
 
 
@@ -118,13 +116,13 @@ def try_rewards(
     config: ConfigDict,
     algorithm: type[Algorithm],
     inputs: Inputs,
-    judges: Mapping[str, RewardFunction],
+    functions: Mapping[str, RewardFunction],
 ) -> None:
     """Try the user's reward functions, so that a broken one fails before training.
 
     It is skipped on a cluster, where they run with files and modules that this host may lack.
     """
     if algorithm.generates and not on_cluster(config):
-        own = [role for role in ("reward", "cost") if config[role].function and role in judges]
-        for call in first_calls(config, inputs, {role: judges[role] for role in own}):
+        own = [role for role in ("reward", "cost") if config[role].function and role in functions]
+        for call in trial_calls(config, inputs, {role: functions[role] for role in own}):
             call.check(algorithm, config)

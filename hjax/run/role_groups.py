@@ -39,7 +39,7 @@ from hjax.run.placement import (
     shared_worker_roles,
 )
 from hjax.run.rollout_policy import RolloutPolicy
-from hjax.run.worker_builder import WorkerBuilder, adapted, as_planned, changed, computing
+from hjax.run.worker_builder import WorkerBuilder, with_compute, with_context, with_lora, with_plan
 from hjax.sharding.layout import RoleLayouts, make_layouts
 
 
@@ -58,8 +58,7 @@ class RoleGroups:
       remat: with ``model.remat=auto``, the choice for each trained role.
       unrolled: with ``model.unroll_layers=auto``, by role with a model whether layers are unrolled.
       slots: with ``rollout.slots=-1``, the number of slots.
-      rollout_device_counts: device counts that a separate rollout can run on, falling from the
-        plan's.
+      rollout_device_counts: on which a separate rollout can run, falling from the plan's.
       pools: resource pool by role, and the host's.
       groups: worker group by role; the actor's is a ``RolloutPolicy`` with a separate rollout.
     """
@@ -104,10 +103,7 @@ class RoleGroups:
             raise
 
     def landing(self, role: str, source: str = "actor") -> Any:
-        """The layout in which a role receives ``source``'s weights (weight sync between pools).
-
-        None if both are in one pool, or the role's pool is in this process.
-        """
+        """Layout in which a role receives ``source``'s weights from other processes, else None."""
         pool = self.pools[role]
         group = self.groups[role]
         if pool is self.pools[source] or not hasattr(pool.executor, "processes"):
@@ -252,7 +248,7 @@ def describe_roles(
         read=read,
         bases=bases,
     )
-    builds = {role: as_planned(builder.build(role), plan) for role in table}
+    builds = {role: with_plan(builder.build(role), plan) for role in table}
     if read is read_model:  # another reader may know shapes of models without weights
         check_scalar_heads(config, table)
     models = {role: b.arguments[0].model for role, b in builds.items() if b.arguments[0].model}
@@ -321,12 +317,12 @@ def _choose(roles: RoleGroups, memory_check: MemoryCheck, config: ConfigDict) ->
     if config.model.remat == AUTO:
         roles.remat = memory_check.remat()
         for role, chosen in roles.remat.items():
-            builds[role] = computing(builds[role], remat=chosen.policy)
+            builds[role] = with_compute(builds[role], remat=chosen.policy)
     fixed = any("slots" in settings for settings in roles.plan.settings.values())
     if config.rollout.slots == AUTO_SLOTS and not fixed:
         roles.slots = memory_check.slots()
         for role in (r for r in builds if r in roles.layouts):
-            builds[role] = changed(builds[role], slots=roles.slots.slots)
+            builds[role] = with_context(builds[role], slots=roles.slots.slots)
 
 
 def _starts_from(table: Mapping[str, Role], builds: Mapping[str, BuildWorker]) -> dict[str, str]:
@@ -376,7 +372,7 @@ def planned_models(
             )
         path = role_path(config, role)
         model = read(path)[0] if path else inputs.model
-        models[name] = adapted(model, config, role)
+        models[name] = with_lora(model, config, role)
     return models
 
 

@@ -143,7 +143,7 @@ def record_bases(workdir: Workdir, bases: Mapping[str, BaseCheckpoint]) -> list[
     ]
 
 
-def keep_for_inspection(workdir: Path, step: int, batch: Mapping[str, Any]) -> None:
+def save_skipped_batch(workdir: Path, step: int, batch: Mapping[str, Any]) -> None:
     """Save the arrays of a step that failed or skipped an update, as skipped/step-N.npz."""
     directory = workdir / "skipped"
     directory.mkdir(exist_ok=True)

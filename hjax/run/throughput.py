@@ -21,9 +21,8 @@ class StepCosts:
     """Costs of a step: seconds, memory, compilations, and the model FLOPs of its tokens.
 
     A forward pass counts 2 FLOPs per parameter and token plus attention; a backward pass twice
-    that, or once with frozen weights. Tokens are those of prompts and responses without padding.
-    Every row counts its prompt, even if a prompt is computed once for all its samples.
-    Recomputation (remat) does not count.
+    that, or once with frozen weights. Padding and recomputation (remat) do not count. Every row
+    counts its prompt, even if a prompt is computed once for all its samples.
 
     Args:
       config: of the run.
@@ -46,26 +45,23 @@ class StepCosts:
         self.token_seconds = token_seconds(roles, devices, float32) if algorithm.generates else 0.0
         self._calls: tuple[StepCall, ...] = ()
         if algorithm.generates:
-            rows = config.rollout.prompts * config.rollout.samples
+            samples = config.rollout.samples
+            rows = config.rollout.prompts * samples
             updates = rows // (config.algorithm.get("minibatch", 0) or rows)
             with contextlib.suppress(ConfigError):  # a step that cannot be traced has no FLOPs
                 self._calls = step_calls(
-                    algorithm,
-                    config.algorithm,
-                    updates,
-                    config.rollout.samples,
-                    shared_workers=roles.shared_workers,
+                    algorithm, config.algorithm, updates, samples, (), roles.shared_workers
                 )
         self._models = {r: (m, roles.table[r].scalar) for r, m in roles.models.items()}
         self._peak = peak_flops(devices, float32)
 
-    def look_at_offloads(self) -> None:
+    def measure_offload(self) -> None:
         """Ask the workers, once, for their offloaded bytes."""
         if self._offloaded is None:
             self._offloaded = offloaded_bytes(self._roles)
 
     def metrics(
-        self, step: int, seconds: float, batch: Mapping[str, Any], waits: bool
+        self, step: int, seconds: float, batch: Mapping[str, Any], synchronous: bool
     ) -> dict[str, float]:
         """A step's metrics under ``time``, ``throughput``, ``memory`` and ``compile``.
 
@@ -73,12 +69,12 @@ class StepCosts:
           step: its number.
           seconds: its duration.
           batch: it trained on.
-          waits: whether the rollout is synchronous; asking an asynchronous one would block.
+          synchronous: whether the rollout is synchronous; asking an asynchronous one would block.
         """
         machine = self._backend.read()
         self.compiled = sorted(set(machine["names"]))
         metrics = {"time/step": seconds}
-        if waits:
+        if synchronous:
             spent = self._roles.groups["actor"].take_seconds().result()
             metrics["time/transition"] = spent.get("transition", 0.0)
         phases = self._roles.timeline.phase_seconds(step)

@@ -45,8 +45,6 @@ class Trainer(RecoveringRun):
         written.
     """
 
-    # The run
-
     def run(self, steps: int | None = None) -> list[Metrics]:
         """Take steps until ``config.steps`` (or so many more); returns their metrics.
 
@@ -88,9 +86,8 @@ class Trainer(RecoveringRun):
     def step(self) -> Metrics:
         """Take one step; returns its metrics (the row of metrics.jsonl).
 
-        If a cluster process is lost, it is restarted and the steps since the last checkpoint are
-        redone. After a step that was interrupted, or that failed after an update, it raises
-        RunError.
+        A lost cluster process is restarted, and the steps since the last checkpoint are redone. It
+        raises RunError after a step that was interrupted, or that failed after an update.
         """
         with self._guarded():
             rows = self._run(None, steps=1, saves=False)
@@ -109,13 +106,14 @@ class Trainer(RecoveringRun):
         try:
             with self.reporter.phase("step"):
                 self.batch, metrics = self._take_step(step)
-                self.reporter.sampled(metrics, step)
+                self.reporter.check_sampler(metrics, step)
         except RunError:
             self.batch = self.recorder.batch  # empty if it failed before the batch was complete
             self.reporter.keep_batch(self.batch, step)
             raise
         seconds = time.perf_counter() - start
-        costs = self.costs.metrics(step, seconds, self.batch, waits=self.async_rollout is None)
+        synchronous = self.async_rollout is None
+        costs = self.costs.metrics(step, seconds, self.batch, synchronous=synchronous)
         if len(self.history) >= 2 and self.costs.compiled:  # the first two steps always compile
             self.reporter.message(f"step {step} compiled {', '.join(self.costs.compiled)}")
         metrics = {"step": step, **metrics, **costs}
@@ -164,12 +162,9 @@ class Trainer(RecoveringRun):
         return self.async_rollout
 
     def evaluate(self, step: int | None = None) -> Metrics:
-        """Evaluate on held-out data; empty without any.
-
-        Greedy responses to held-out prompts give ``eval/reward`` and, with a verifier of right and
-        wrong, ``eval/accuracy``. Algorithms that learn from pairs or steps are evaluated on
-        held-out ones of these.
-        """
+        """Evaluate on held-out data: greedy responses to prompts give ``eval/reward`` and, with a
+        verifier of right and wrong, ``eval/accuracy``; held-out pairs or steps are predicted if the
+        algorithm learns from these. Empty without held-out rows."""
         self.prepare()
         number = step or self.step_number
         answers = self.inputs.held_out is not None and self.roles.table["actor"].generates

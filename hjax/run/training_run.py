@@ -24,11 +24,11 @@ from hjax.run.config_validation import check_offloads
 from hjax.run.dataflow import absent_roles
 from hjax.run.examples import make_example_sources
 from hjax.run.health_checks import setup_warnings
-from hjax.run.inputs import load_inputs, prompt_batch, prompt_order
+from hjax.run.inputs import load_inputs, make_prompt_sampler, prompt_batch
 from hjax.run.loggers import make_loggers
 from hjax.run.memory_check import MemoryCheck
 from hjax.run.metrics import StepRecorder
-from hjax.run.placement import Plan, placed, set_name
+from hjax.run.placement import Plan, plan_from_config, pool_name
 from hjax.run.reporter import Reporter
 from hjax.run.reward_check import try_rewards
 from hjax.run.role_groups import describe_roles
@@ -63,7 +63,7 @@ class TrainingRun:
     ):
         self.config = check_config(config)
         if workdir is not None:
-            self.config = Workdir(workdir, overwrite=overwrite).kept(self.config)
+            self.config = Workdir(workdir, overwrite=overwrite).with_recorded_packing(self.config)
         self.reporter = Reporter(self.config, display)
         self._unusable = ""
         self._repair = repair
@@ -81,10 +81,10 @@ class TrainingRun:
             undo.callback(self.backend.close)
             devices, platform = self.backend.devices, self.backend.platform
             if plan is None:
-                plan = placed(config, self.algorithm_class, len(devices))
+                plan = plan_from_config(config, self.algorithm_class, len(devices))
             recorded: dict[str, BaseCheckpoint] = {}
             if workdir is not None:
-                recorded = Workdir(workdir, overwrite=overwrite).bases(config)
+                recorded = Workdir(workdir, overwrite=overwrite).recorded_bases(config)
             self.roles = describe_roles(
                 config,
                 self.algorithm_class,
@@ -115,7 +115,7 @@ class TrainingRun:
         table, plan = self.roles.table, self.roles.plan
         if debug not in table:
             raise ConfigError(f"debug={debug}: no role of this run, which has {', '.join(table)}")
-        names = {set_name(plan, i): members for i, members in enumerate(plan.placement)}
+        names = {pool_name(plan, i): members for i, members in enumerate(plan.placement)}
         on_host = [role for role in table if role not in self.roles.layouts]
         from hjax.controller.executors import debugging
 
@@ -124,7 +124,7 @@ class TrainingRun:
     def _set_up(self, workdir: str | Path | None, overwrite: bool) -> None:
         config, inputs = self.config, self.inputs
         self.timeline = self.roles.timeline
-        self.prompts = prompt_order(config, inputs.train)
+        self.prompts = make_prompt_sampler(config, inputs.train)
         self.async_rollout: AsyncRollout | None = None
         self._async_state: dict[str, int] | None = None
         self._example_sources = make_example_sources(config, self.algorithm_class, inputs)
@@ -141,8 +141,8 @@ class TrainingRun:
         )
         self.recorder = StepRecorder(self.algorithm, config.algorithm.max_skipped)
         self.costs = StepCosts(config, self.algorithm_class, self.roles, self.backend)
-        task = inputs.task
-        self.reporter.watch(self.costs.token_seconds, task.response_length if task else None)
+        longest = inputs.task.response_length if inputs.task else None
+        self.reporter.start_health_checks(self.costs.token_seconds, longest)
         self.step_number = 0
         self.batch: dict[str, Any] = {}
         self.history: list[Metrics] = []
@@ -199,10 +199,8 @@ class TrainingRun:
         self.restarts += 1
         # Leaves out the process's log if that was the last message.
         what = str(cause)
-        what = what.partition(LOG_FOLLOWS)[0] if what == self.reporter.said else what
+        what = what.partition(LOG_FOLLOWS)[0] if what == self.reporter.last_message else what
         self.reporter.message(f"{what}\nit is replaced ({self.restarts} of at most {most} times)")
-
-    # Start
 
     def prepare(self) -> None:
         """Initialise, resume or warm-start the run; the first step does it otherwise."""
@@ -243,13 +241,13 @@ class TrainingRun:
                     self._initialize()
             except ConfigError as error:  # a run that cannot start leaves no files
                 if self.workdir is not None:
-                    self.workdir.forget()
+                    self.workdir.discard()
                 self._unusable = str(error)
                 raise
         if self.workdir is not None and not self.restarts:
             start = start_record(self.backend.devices, self.step_number)
             self.workdir.append(STARTS, [start])
-        self.costs.look_at_offloads()
+        self.costs.measure_offload()
         self._prepared = not (self.stop_requested and latest is None)
 
     def _initialize(self) -> None:
@@ -262,7 +260,7 @@ class TrainingRun:
             if role not in starts_from and group.has("initialize"):
                 group.initialize().result()
         if self.workdir is not None:
-            self.workdir.keep()
+            self.workdir.mark_started()
             self.workdir.truncate(WARM_START, 0)
             self.workdir.truncate_after(0)
         warmed = self.config.warm_start.steps and not self.config.actor.path
@@ -358,7 +356,7 @@ class TrainingRun:
 
     def _report_missing_rows(self) -> None:
         """Report the steps of which metrics.jsonl has no row."""
-        missing = self.workdir.missing(self.step_number) if self.workdir is not None else []
+        missing = self.workdir.missing_steps(self.step_number) if self.workdir is not None else []
         if missing:
             shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
             self.reporter.message(f"{METRICS} has no row of {len(missing)} steps: {shown}")
@@ -368,8 +366,6 @@ class TrainingRun:
         ahead, self.async_rollout = self.async_rollout, None
         if ahead is not None:
             ahead.close()
-
-    # Saving
 
     def save(self) -> None:
         """Write a checkpoint of the last step, if there is a workdir and it has none of it yet."""

@@ -37,10 +37,9 @@ from hjax.models.base_checkpoints import BaseCheckpoint, read_bases
 from hjax.run.loggers import Logger, Loggers
 from hjax.settings.keys import default_config
 
-# Files and folders of a run that --overwrite removes. `.lock` and `logs` (open in the run's
-# processes) stay.
+# Files of a run that --overwrite removes; `.lock` and `logs`, open in its processes, stay.
 MODEL, TENSORBOARD, LOCK = "model", "tensorboard", ".lock"
-WRITTEN = (
+RUN_FILES = (
     "config.json", "plan.json", BASES, "timeline.json", "report.html", METRICS, WARM_START, SAMPLES,
     CALIBRATION, HISTOGRAMS, STARTS,
     "checkpoints", MODEL, TENSORBOARD, "skipped",
@@ -65,8 +64,8 @@ _BUCKETS = "data.length_buckets"  # of older runs
 
 # Directories in which this process trains, by device and inode. The file lock alone does not
 # exclude a second Trainer of this process, and closing any handle of the file would release it.
-_HELD: set[tuple[int, int]] = set()
-_HOLDING = threading.Lock()
+_LOCKED_DIRECTORIES: set[tuple[int, int]] = set()
+_LOCKED_GUARD = threading.Lock()
 
 
 class Workdir:
@@ -89,7 +88,7 @@ class Workdir:
         self._loggers = Loggers(loggers)
         self._unlock: weakref.finalize | None = None
         self._fresh = False  # whether the run is new and may still be discarded
-        self._before: frozenset[str] | None = None  # files before `open`; None: no directory
+        self._existing: frozenset[str] | None = None  # files before `open`; None: no directory
 
     @property
     def checkpoints(self) -> Path:
@@ -108,24 +107,22 @@ class Workdir:
         if old is None or self._overwrite:
             return False
         try:
-            self._check_same(old, to_json(config))
+            self._check_unchanged(old, to_json(config))
         except ConfigError:
-            if self.stepped():
+            if self.has_steps():
                 raise
             return False
         return True
 
-    def kept(self, config: Config) -> Config:
-        """The config, with ``data.packing=auto`` replaced by the value of the run to resume.
-
-        Raises ConfigError as ``check`` does.
-        """
+    def with_recorded_packing(self, config: Config) -> Config:
+        """The config, with ``data.packing=auto`` replaced by that of the run to resume. Raises
+        ConfigError as ``check`` does."""
         if config.data.packing == AUTO and self.check(config):
             config = copy.deepcopy(config)
             config.data.packing = _recorded(self._read_config() or {})["data.packing"]
         return config
 
-    def bases(self, config: Mapping[str, Any]) -> dict[str, BaseCheckpoint]:
+    def recorded_bases(self, config: Mapping[str, Any]) -> dict[str, BaseCheckpoint]:
         """By path, the base checkpoints of other runs that the run to resume started from.
 
         Empty if that run has no checkpoint of its own yet, because it then starts again.
@@ -137,12 +134,12 @@ class Workdir:
         goes_on = self.check(config) and self.checkpoints.is_dir()
         return read_bases(self.path) if goes_on and saved_steps(self.checkpoints) else {}
 
-    def stepped(self) -> bool:
+    def has_steps(self) -> bool:
         """Whether the directory holds a run that took a step."""
         saved = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
         return self.last_step() > 0 or any(p.name.isdigit() and int(p.name) for p in saved)
 
-    def planned(self, config: Mapping[str, Any]) -> Path | None:
+    def recorded_plan(self, config: Mapping[str, Any]) -> Path | None:
         """The plan.json that `placement=auto` made for the run, which a resume keeps; None without
         one, or if placement, layout or cluster keys have changed."""
         old, new, plan = self._read_config(), to_json(config), self.path / "plan.json"
@@ -168,7 +165,7 @@ class Workdir:
         before = frozenset(os.listdir(self.path)) if self.path.is_dir() else None
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._take_lock()
+            self._lock()
             remove_parts(self.path)
             remove_parts(self.path / MODEL)
             if not resumed and before is not None and "config.json" in before:
@@ -177,29 +174,29 @@ class Workdir:
             if self._read_config() != new:
                 self.write_json("config.json", new)
             for name in (METRICS, WARM_START, SAMPLES, CALIBRATION, HISTOGRAMS, STARTS):
-                self._drop_torn_line(name)
+                self._drop_partial_line(name)
         except (OSError, RunError) as error:
             self.close()
             reason = error.strerror if isinstance(error, OSError) else error
             raise ConfigError(f"--workdir={self.path}: {reason}") from error
-        self._fresh, self._before = not resumed, before
+        self._fresh, self._existing = not resumed, before
         return resumed
 
-    def keep(self) -> None:
-        """Mark the run as started: ``forget`` no longer removes anything."""
+    def mark_started(self) -> None:
+        """Mark the run as started: ``discard`` no longer removes anything."""
         self._fresh = False
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Close, and remove the files of a new run whose start failed."""
         self.close()
         if not self._fresh:
             return
-        self._clear({*WRITTEN, LOCK} - (self._before or set()))
-        if self._before is None:
+        self._clear({*RUN_FILES, LOCK} - (self._existing or set()))
+        if self._existing is None:
             with contextlib.suppress(OSError):  # it holds other files now
                 self.path.rmdir()
 
-    def _clear(self, names: Iterable[str] = WRITTEN) -> None:
+    def _clear(self, names: Iterable[str] = RUN_FILES) -> None:
         """Remove a run's files; other files stay."""
         for name in names:
             path = self.path / name
@@ -298,7 +295,7 @@ class Workdir:
             return False
         return max(saved_steps(self.checkpoints), default=0) >= steps
 
-    def missing(self, step: int) -> list[int]:
+    def missing_steps(self, step: int) -> list[int]:
         """Steps up to this one that have no row in metrics.jsonl."""
         return sorted(set(range(1, step + 1)) - {row.get("step") for row in self.rows(METRICS)})
 
@@ -321,22 +318,22 @@ class Workdir:
             raise DataError(f"{file}: not the config of a run; use another --workdir")
         return found and with_current_names(found)
 
-    def _check_same(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    def _check_unchanged(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
         before, now = _recorded(old), flatten(new)
         if (buckets := before.pop(_BUCKETS, 0)) not in (0, 1):
-            held = f"{self.path} holds a run with config.{_BUCKETS}={buckets}"
-            raise ConfigError(f"{held}: {WISHES[_BUCKETS]}; give another --workdir")
+            found = f"{self.path} holds a run with config.{_BUCKETS}={buckets}"
+            raise ConfigError(f"{found}: {WISHES[_BUCKETS]}; give another --workdir")
         if now.get("data.packing") == AUTO:
-            now["data.packing"] = before["data.packing"]  # as of `kept`
+            now["data.packing"] = before["data.packing"]  # as of `with_recorded_packing`
         for key in sorted(before.keys() | now.keys()):
             changeable = any(key.startswith(c) if c.endswith(".") else key == c for c in CHANGEABLE)
             if changeable or (key in before and key in now and before[key] == now[key]):
                 continue
             was = repr(before[key]) if key in before else "absent"
-            asked = repr(now[key]) if key in now else "absent"
+            requested = repr(now[key]) if key in now else "absent"
             *most, last = (name.rstrip(".") for name in CHANGEABLE)
             raise ConfigError(
-                f"{self.path} holds a run with config.{key}={was}, now {asked}; on resume only "
+                f"{self.path} holds a run with config.{key}={was}, now {requested}; on resume only "
                 f"{', '.join(most)} and {last} may change: give the old value, or another --workdir"
             )
 
@@ -349,35 +346,35 @@ class Workdir:
             reason = error.strerror or error
             raise RunError(f"{self.path / name} could not be written: {reason}") from error
 
-    def _take_lock(self) -> None:
+    def _lock(self) -> None:
         if self._unlock is not None:
             return
-        of = os.stat(self.path)
-        key = of.st_dev, of.st_ino
-        with _HOLDING:
-            if key in _HELD:
+        stat = os.stat(self.path)
+        key = stat.st_dev, stat.st_ino
+        with _LOCKED_GUARD:
+            if key in _LOCKED_DIRECTORIES:
                 raise ConfigError(
                     f"--workdir={self.path}: another Trainer of this process is training here; "
                     "close() it first, or give another --workdir"
                 )
-            held = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
             try:
                 import fcntl
 
                 # A record lock ends with this process, whatever its children do.
-                fcntl.lockf(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError) as error:
-                os.close(held)
+                os.close(handle)
                 raise ConfigError(
                     f"--workdir={self.path}: another process is training here; wait for it, or "
                     "give another --workdir"
                 ) from error
             except (ImportError, OSError):  # not a POSIX system, a file system without locks
                 pass
-            _HELD.add(key)
-            self._unlock = weakref.finalize(self, _release, held, key)
+            _LOCKED_DIRECTORIES.add(key)
+            self._unlock = weakref.finalize(self, _release, handle, key)
 
-    def _drop_torn_line(self, name: str) -> None:
+    def _drop_partial_line(self, name: str) -> None:
         path = self.path / name
         if not path.exists():
             return
@@ -395,8 +392,8 @@ def _recorded(old: Mapping[str, Any]) -> dict[str, Any]:
     return recorded | {"data.packing": str(recorded["data.packing"])}
 
 
-def _release(held: int, key: tuple[int, int]) -> None:
+def _release(handle: int, key: tuple[int, int]) -> None:
     """Release a directory's lock."""
-    with _HOLDING:
-        _HELD.discard(key)
-        os.close(held)
+    with _LOCKED_GUARD:
+        _LOCKED_DIRECTORIES.discard(key)
+        os.close(handle)

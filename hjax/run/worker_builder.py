@@ -35,11 +35,11 @@ from hjax.workers import OptimizerConfig, WorkerContext
 from hjax.workers.optimizer import load_optimizer
 
 # Keys of the section ``rollout`` and of a role's own that a worker takes unchanged.
-_OF_ROLLOUT = (
+_ROLLOUT_KEYS = (
     "max_response_length", "slots", "speculative_tokens", "cache_dtype", "extra_samples",
     "transition_bucket_bytes",
 )  # fmt: skip
-_OF_SECTION = ("learning_rate", "schedule", "weight_decay", "beta1", "beta2", "max_grad_norm")
+_SECTION_KEYS = ("learning_rate", "schedule", "weight_decay", "beta1", "beta2", "max_grad_norm")
 
 
 class WorkerBuilder:
@@ -68,8 +68,8 @@ class WorkerBuilder:
             # ``auto`` is resolved later, when all models that share a role's devices are known.
             remat=NONE if config.model.remat == AUTO else config.model.remat,
         )
-        stop, self.stop_strings = stops_of(config, inputs)
-        self.sampling = sampling_of(config, stop, inputs.model.vocab_size)
+        stop, self.stop_strings = stop_conditions(config, inputs)
+        self.sampling = make_sampling_params(config, stop, inputs.model.vocab_size)
         self._functions: dict[str, RewardFunction] = {}
         self._bases: dict[str, BaseCheckpoint | None] = dict(bases)
 
@@ -91,7 +91,7 @@ class WorkerBuilder:
             )
         return self._functions[role]
 
-    def _judges(self) -> dict[str, RewardFunction]:
+    def _concurrent_rewards(self) -> dict[str, RewardFunction]:
         """Reward functions that are called during generation, by role."""
         if not self.config.reward.while_generating:
             return {}
@@ -104,15 +104,15 @@ class WorkerBuilder:
         section = config.get(entry.config_section)
         path = role_path(config, entry)
         model, tokenizer = self._model(role, path)
-        if model is not None and adapted(model, config, entry) is not model:
-            model = adapted(model, config, entry)
+        if model is not None and with_lora(model, config, entry) is not model:
+            model = with_lora(model, config, entry)
             # Frozen base weights are read again on resume, even if they are the actor's.
             path = path or config.actor.path
-        speaks = role == "actor" and not entry.scalar
+        generates_text = role == "actor" and not entry.scalar
         retokenizes = self._retokenizes(role, tokenizer)
         packing = number_of(config.data.packing)
-        if (follows := self._following(role, model, retokenizes)) and packing:
-            raise ConfigError(f"config.data.packing={packing}: {follows}")
+        if (conflict := self._packing_conflict(role, model, retokenizes)) and packing:
+            raise ConfigError(f"config.data.packing={packing}: {conflict}")
         return WorkerContext(
             role=role,
             sizes=self.sizes.get(role),
@@ -121,29 +121,29 @@ class WorkerBuilder:
             model=model,
             path=path,
             base=self._base(path) if model is not None else None,
-            compute=self._computing(role, model),
+            compute=self._compute_options(role, model),
             samples=config.rollout.samples if self.algorithm.generates else 1,
             unit=self.algorithm.unit,
             sampling=self.sampling,
             stop_strings=self.stop_strings,
             loss=self.losses.get(role),
             optimizer=self._optimizer(role, entry.config_section) if entry.trained else None,
-            supervised_loss=SupervisedLoss() if speaks else None,
-            warm_start=self._warm_start() if speaks else None,
-            router_loss=router_loss(config, entry, model) if entry.trained else 0.0,
+            supervised_loss=SupervisedLoss() if generates_text else None,
+            warm_start=self._warm_start() if generates_text else None,
+            router_loss=router_loss_weight(config, entry, model) if entry.trained else 0.0,
             micro_batch=(section if entry.trained else config.actor).micro_batch,
             in_parts=config.rollout.partial_tokens > 0,
-            judges=self._judges() if entry.generates or entry.apart else {},
+            judges=self._concurrent_rewards() if entry.generates or entry.apart else {},
             packing=packing,
-            chooses=config.data.packing == AUTO and not follows,
+            chooses=config.data.packing == AUTO and not conflict,
             steps=config.reward.step_separator if role == "reward" else "",
             offload=section.get("offload", "none") if section is not None else "none",
             retokenize=retokenizes,
-            **{name: config.rollout[name] for name in _OF_ROLLOUT},
+            **{name: config.rollout[name] for name in _ROLLOUT_KEYS},
             options=config,
         )
 
-    def _computing(self, role: str, model: ModelConfig | None) -> Compute:
+    def _compute_options(self, role: str, model: ModelConfig | None) -> Compute:
         """The compute options of a role's model."""
         if model is None:
             return self.compute
@@ -194,10 +194,8 @@ class WorkerBuilder:
         layers = section.layers or self.inputs.model.layers
         return dataclasses.replace(self.inputs.model, layers=layers)
 
-    def _following(self, role: str, model: ModelConfig | None, retokenizes: bool) -> str:
-        """Why a role's sequences cannot be packed; empty if they can.
-
-        They cannot if the rotary scaling depends on a row's length.
+    def _packing_conflict(self, role: str, model: ModelConfig | None, retokenizes: bool) -> str:
+        """Why a role's sequences cannot be packed: rotary scaling by row length; empty if they can.
 
         Args:
           role, model: the role and its model.
@@ -238,7 +236,7 @@ class WorkerBuilder:
         # Where the rate follows a schedule, its end is that of the updates that a run takes.
         constant = section.schedule == "constant"
         return OptimizerConfig(
-            **{name: section[name] for name in _OF_SECTION},
+            **{name: section[name] for name in _SECTION_KEYS},
             frozen_updates=section.frozen_updates,
             warmup_updates=section.warmup_updates,
             total_updates=0 if constant else self.config.steps * self._updates_per_step[role],
@@ -261,32 +259,30 @@ class WorkerBuilder:
         )
 
 
-def as_planned(build: BuildWorker, plan: Plan) -> BuildWorker:
+def with_plan(build: BuildWorker, plan: Plan) -> BuildWorker:
     """Apply the plan's settings of a role to its build message."""
     settings = dict(plan.settings.get(build.role, {}))
     if not settings:
         return build
     if (policy := settings.pop("remat", None)) is not None:
-        build = computing(build, remat=policy)
-    return changed(build, **settings)
+        build = with_compute(build, remat=policy)
+    return with_context(build, **settings)
 
 
-def computing(build: BuildWorker, **changes: Any) -> BuildWorker:
+def with_compute(build: BuildWorker, **changes: Any) -> BuildWorker:
     """A copy of a build message with changed compute options."""
-    return changed(build, compute=dataclasses.replace(build.arguments[0].compute, **changes))
+    return with_context(build, compute=dataclasses.replace(build.arguments[0].compute, **changes))
 
 
-def changed(build: BuildWorker, **changes: Any) -> BuildWorker:
+def with_context(build: BuildWorker, **changes: Any) -> BuildWorker:
     """A copy of a build message with changes to the worker's context."""
     context, *more = build.arguments
     return dataclasses.replace(build, arguments=(dataclasses.replace(context, **changes), *more))
 
 
-def stops_of(config: ConfigDict, inputs: Inputs) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Stop token ids and stop strings of a run.
-
-    The ids are the model's end-of-sequence ids and the texts of ``rollout.stop`` that are a single
-    token; its other texts are the strings.
+def stop_conditions(config: ConfigDict, inputs: Inputs) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Stop token ids (end-of-sequence ids, and texts of ``rollout.stop`` that are a single token)
+    and stop strings (its other texts).
 
     Raises:
       ConfigError: a stop string without a tokenizer.
@@ -305,7 +301,9 @@ def stops_of(config: ConfigDict, inputs: Inputs) -> tuple[tuple[int, ...], tuple
     return tuple(dict.fromkeys(ends)), tuple(longer)
 
 
-def sampling_of(config: ConfigDict, stop: tuple[int, ...], vocab_size: int) -> SamplingParams:
+def make_sampling_params(
+    config: ConfigDict, stop: tuple[int, ...], vocab_size: int
+) -> SamplingParams:
     """Sampling parameters from the section ``rollout``.
 
     Raises:
@@ -319,7 +317,7 @@ def sampling_of(config: ConfigDict, stop: tuple[int, ...], vocab_size: int) -> S
     return made
 
 
-def adapted(model: ModelConfig, config: ConfigDict, role: Role) -> ModelConfig:
+def with_lora(model: ModelConfig, config: ConfigDict, role: Role) -> ModelConfig:
     """A role's model config with its section's LoRA adapters; unchanged if it has none.
 
     Raises:
@@ -345,19 +343,19 @@ def adapted(model: ModelConfig, config: ConfigDict, role: Role) -> ModelConfig:
     return dataclasses.replace(model, lora=lora, quantized=quantized)
 
 
-def router_loss(config: ConfigDict, role: Role, model: ModelConfig | None) -> float:
+def router_loss_weight(config: ConfigDict, role: Role, model: ModelConfig | None) -> float:
     """Weight of the load-balancing loss of a trained role's experts.
 
     Raises:
       ConfigError: the weight is not 0, and the model has no experts.
     """
     name = role.config_section
-    asked = config[name].get("router_loss", 0.0)
-    if not asked:
+    weight = config[name].get("router_loss", 0.0)
+    if not weight:
         return 0.0
     if model is None or not model.experts:
         raise ConfigError(
-            f"config.{name}.router_loss={asked:g} balances experts, and the {name}'s model has "
+            f"config.{name}.router_loss={weight:g} balances experts, and the {name}'s model has "
             "none; use 0"
         )
-    return asked if asked > 0 else model.router_loss
+    return weight if weight > 0 else model.router_loss

@@ -47,7 +47,7 @@ from hjax.models.weights import check_weights
 from hjax.planning.hardware import parse_cluster
 from hjax.planning.profile import read_profile
 from hjax.run.inputs import load_inputs
-from hjax.run.placement import make_plan, placed
+from hjax.run.placement import make_plan, plan_from_config
 from hjax.run.role_groups import describe_roles
 from hjax.run.workdir import Workdir
 from hjax.settings.config_loading import load_config
@@ -118,7 +118,7 @@ def test_what_a_dry_run_checks(values):
         config = hjax.get_config("ppo.py", TINY | {"algorithm.minibatch": 8} | values)
         algorithm = hjax.algorithms.get_algorithm(config.algorithm.name)
         inputs = load_inputs(config, algorithm.source)
-        plan = placed(config, algorithm, 2)
+        plan = plan_from_config(config, algorithm, 2)
         describe_roles(config, algorithm, inputs, plan, "cpu")
 
 

@@ -28,7 +28,7 @@ from hjax.kernels import attention, blockwise, cudnn
 from hjax.kernels.attention import MaskSpec, PackedPrompts, ScoreOptions
 from hjax.kernels.registry import TRIED, choose, kernels_of
 from hjax.models.compute import Compute
-from hjax.run.placement import placed
+from hjax.run.placement import plan_from_config
 from hjax.run.role_groups import describe_roles
 
 by_xla = functools.partial(cudnn.attend, implementation="xla")
@@ -230,7 +230,7 @@ PODS = {
 def described(platform="cuda", devices=8, **changes):
     config = hjax.get_config("grpo.py", PODS | changes)
     algorithm = get_algorithm(config.algorithm.name)
-    plan = placed(config, algorithm, devices)
+    plan = plan_from_config(config, algorithm, devices)
     return describe_roles(config, algorithm, shape_inputs(config), plan, platform, read_shape)
 
 

@@ -25,7 +25,7 @@ from hjax.planning.result import describe_candidate
 from hjax.planning.search import search
 from hjax.planning.search_space import SearchSpace, sequences_divide
 from hjax.run.inputs import load_inputs
-from hjax.run.placement import placed
+from hjax.run.placement import plan_from_config
 from hjax.run.role_groups import describe_roles, planned_models
 from hjax.settings.config_loading import load_config
 from hjax.sharding.layout import check_shapes, make_layouts, without
@@ -53,10 +53,10 @@ def test_every_candidate_written_as_a_config_reaches_the_workers_as_planned(
         config = load_config(str(tmp_path / "config.py"), {"placement": str(file)})
         algorithm = get_algorithm(config.algorithm.name)
         every = sum(plan["allocation"])
+        placed = plan_from_config(config, algorithm, every)
         roles = describe_roles(
-            config, algorithm, shape_inputs(config), placed(config, algorithm, every), "gpu",
-            read_shape, 64 * GIB,
-        )  # fmt: skip
+            config, algorithm, shape_inputs(config), placed, "gpu", read_shape, 64 * GIB
+        )
         assert not roles.remat and roles.slots is None  # nothing is left for the run to choose
         assert [list(s) for s in roles.plan.placement] == plan["placement"]
         for role, build in roles.builds.items():

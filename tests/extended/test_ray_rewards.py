@@ -11,7 +11,7 @@ from helpers import computed, tiny_config
 
 import hjax
 from hjax.controller import ray_calls
-from hjax.run.reward_check import ROWS as FIRST_CALL
+from hjax.run.reward_check import TRIAL_ROWS as FIRST_CALL
 
 STEPS, PROMPTS, SAMPLES, EVALUATED = 2, 8, 2, 16
 KEYS = {

@@ -10,7 +10,7 @@ from helpers import computed, trainer_of
 from hjax.errors import RunError
 from hjax.rewards.concurrent_rewards import ConcurrentScorer, PendingReward, PromptResponses
 from hjax.rewards.function import RewardFunction
-from hjax.run.reward_check import ROWS as FIRST_CALL
+from hjax.run.reward_check import TRIAL_ROWS as FIRST_CALL
 
 LONG = {"rollout.max_response_length": 90, "steps": 2, "eval.every": 2, "warm_start.steps": 0}
 CASES = {
