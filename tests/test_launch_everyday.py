@@ -15,7 +15,7 @@ from hjax.settings.config_loading import (
     default_config,
     load_config,
     origins,
-    without_effect,
+    settings_without_effect,
 )
 from hjax.show.live import Display
 from hjax.show.memory_table import DROP_ORDER, memory_table
@@ -93,7 +93,7 @@ def test_what_won_over_what(tmp_path):
     said = {row["key"]: row["instead of"] for row in rows if row["set by"] == "the command"}
     assert said["critic.lora.rank"] == "no effect: DAPO has no critic here"
     assert said["teacher.path"] == "no effect: DAPO has no teacher here"
-    assert without_effect(name, check_config(load_config(name, given))) == []
+    assert settings_without_effect(name, check_config(load_config(name, given))) == []
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])

@@ -63,8 +63,8 @@ from hjax.settings.config_loading import (
     config_names,
     find_config,
     load_config,
-    origins,
-    without_effect,
+    setting_origins,
+    settings_without_effect,
 )
 from hjax.user_input import given_path
 
@@ -215,7 +215,7 @@ def _run(command: TrainCommand, signals: Signals) -> int:
             if remark:
                 display.message(remark)
             if command.whole is None:  # a stage's come from a file of several
-                for line in without_effect(command.name, config):
+                for line in settings_without_effect(command.name, config):
                     display.message(line)
             trainer.run()
             seconds = None if signals.received else _compare_seconds(trainer, path)
@@ -331,7 +331,7 @@ def _dry_run(trainer: Any, command: TrainCommand) -> int:
     finally:
         trainer.close()
     if command.whole is None:  # a stage's come from a file of several
-        description["settings"] = origins(command.name, trainer.config)
+        description["settings"] = setting_origins(command.name, trainer.config)
     if not command.json:
         from hjax.show.memory_table import print_memory
         from hjax.show.tables import print_description

@@ -20,7 +20,7 @@ from hjax.config import flatten
 from hjax.errors import ConfigError
 from hjax.files import METRICS, json_line
 from hjax.run.workdir import Workdir
-from hjax.settings.config_loading import check_config, get_stages, load_given
+from hjax.settings.config_loading import apply_overrides, check_config, get_stages
 
 WORKDIR = "{workdir}"
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)(=?)", re.DOTALL)
@@ -53,7 +53,7 @@ class Stages:
         made = {}
         for stage, given in self.given.items():
             try:
-                config = load_given(given, self.overrides[stage])
+                config = apply_overrides(given, self.overrides[stage])
                 made[stage] = check_config(_placed(flatten(config), workdir))
             except ConfigError as error:
                 raise ConfigError(f"stage {stage}: {error}") from error

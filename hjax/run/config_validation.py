@@ -17,7 +17,7 @@ from hjax.models.weights import has_score_head
 from hjax.roles import ROLLOUT, Role, worker_class
 from hjax.run.inputs import Inputs
 from hjax.run.placement import Plan, role_path
-from hjax.settings.keys import SHALLOW
+from hjax.settings.keys import MAX_UNROLLED_LAYERS
 from hjax.sharding.layout import RoleLayouts, make_layouts
 from hjax.sharding.offload import check_offload
 from hjax.workers import GeneratingWorker
@@ -264,7 +264,7 @@ def unrolls_layers(config: ConfigDict, model: ModelConfig, platform: str) -> boo
     requested: str = config.model.unroll_layers
     if requested != AUTO:
         return requested == "true"
-    return platform == "cpu" and model.layers <= SHALLOW
+    return platform == "cpu" and model.layers <= MAX_UNROLLED_LAYERS
 
 
 def _cudnn_refusal(model: ModelConfig, layouts: RoleLayouts | None, dtype: Any) -> str:

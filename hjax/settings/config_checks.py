@@ -1,4 +1,4 @@
-"""Holding a config against the keys that exist: names, types, ranges and batch arithmetic."""
+"""Config validation: names, types and ranges of keys, defaults, and batch arithmetic."""
 
 import math
 import os
@@ -11,23 +11,22 @@ from hjax.config import Config, convert, flatten, nearest_keys, section_error
 from hjax.config_aliases import wish
 from hjax.errors import ConfigError, written
 from hjax.settings.keys import (
+    DEFAULT_RESPONSE_LENGTH,
     KEYS,
     OWNED_SECTIONS,
     PLACEMENTS,
-    RESPONSE_TOKENS,
     default_config,
 )
 
-_SHOWN = 24  # divisors in a message
+_MAX_DIVISORS = 24  # most divisors in an error message
 
 
 def check_config(config: ConfigDict | Mapping[str, Any]) -> Config:
-    """A complete, checked copy of a config.
+    """Complete and validate a copy of a config.
 
-    Keys that are missing take their defaults: the common ones those of `default_config()`, the
-    ones under `config.algorithm` those of the algorithm's class. Sizes that follow from the data
-    become numbers (`with_sizes`). Whether sizes divide over the devices is not checked here: the
-    Trainer knows the devices.
+    Missing keys get their defaults: common keys those of `default_config()`, keys under
+    `config.algorithm` those of the algorithm's class. Sizes that depend on the data are resolved
+    (`resolve_sizes`). Whether sizes divide over the devices is checked by the Trainer.
 
     Args:
       config: nested, e.g. `default_config()` with some keys changed.
@@ -36,17 +35,17 @@ def check_config(config: ConfigDict | Mapping[str, Any]) -> Config:
       a new, locked Config.
 
     Raises:
-      ConfigError: an unknown key (the nearest one is offered), a wrong type, a value out of range,
-        or batch sizes that do not divide (the divisors are offered).
+      ConfigError: an unknown key (suggests the nearest), a wrong type, a value out of range, or
+        batch sizes that do not divide (suggests divisors).
     """
-    return with_sizes(checked(config))
+    return resolve_sizes(validate(config))
 
 
-def with_sizes(config: Config) -> Config:
-    """The config with `rollout.max_response_length` as a number, where 0 leaves it to the data.
+def resolve_sizes(config: Config) -> Config:
+    """Resolve `rollout.max_response_length=0`, which leaves the length to the data.
 
     Raises:
-      ConfigError: there is no such task, or it refuses its options.
+      ConfigError: there is no such task, or its options are invalid.
     """
     if config.rollout.max_response_length:
         return config
@@ -55,12 +54,12 @@ def with_sizes(config: Config) -> Config:
         from hjax.data.tasks import get_task
 
         length = get_task(config.data.task, **config.data.task_options).response_length
-    config.rollout.max_response_length = length or RESPONSE_TOKENS
+    config.rollout.max_response_length = length or DEFAULT_RESPONSE_LENGTH
     return config
 
 
-def checked(config: ConfigDict | Mapping[str, Any]) -> Config:
-    """`check_config` without `with_sizes`: the data may still be named."""
+def validate(config: ConfigDict | Mapping[str, Any]) -> Config:
+    """`check_config` without `resolve_sizes`, for a config whose data may be chosen later."""
     complete = complete_config(config)
     _check_ranges(complete)
     _check_algorithm(complete)
@@ -73,7 +72,7 @@ def checked(config: ConfigDict | Mapping[str, Any]) -> Config:
 
 
 def complete_config(config: ConfigDict | Mapping[str, Any]) -> Config:
-    """The config with all missing keys at their defaults; names and types checked, values not.
+    """Add all missing keys at their defaults; checks names and types, not values.
 
     Raises:
       ConfigError: an unknown key, a wrong type, or an algorithm that cannot be found.
@@ -102,16 +101,16 @@ def complete_config(config: ConfigDict | Mapping[str, Any]) -> Config:
 
 
 def owned_defaults(section: str, name: str) -> dict[str, Any]:
-    """The keys below a section of `OWNED_SECTIONS` and their defaults.
+    """Keys and defaults of a section of `OWNED_SECTIONS`.
 
     Args:
       section: `algorithm` or `data.task_options`.
-      name: the algorithm (a name or `path.py:Class`) or the task whose keys they are.
+      name: the algorithm (a name or `path.py:Class`) or the task that defines the keys.
 
     Raises:
       ConfigError: there is no such algorithm or task.
     """
-    # Imported late: a config can be printed and documented without loading an algorithm.
+    # Imported late, so that a config can be printed without loading an algorithm.
     if section == "algorithm":
         from hjax.algorithms import get_algorithm
 
@@ -122,14 +121,14 @@ def owned_defaults(section: str, name: str) -> dict[str, Any]:
 
 
 def _class_name(name: str) -> str:
-    """An algorithm's name as its class is spelled; a `path.py:Class` stays."""
+    """Canonical name of an algorithm: its class's; a `path.py:Class` is unchanged."""
     from hjax.algorithms import get_algorithm
 
     return name if ":" in name else get_algorithm(name).__name__
 
 
 def set_key(config: ConfigDict, key: str, value: Any) -> None:
-    """Set a dotted key, making the sections it needs."""
+    """Set a dotted key, creating its sections."""
     *sections, last = key.split(".")
     for section in sections:
         if section not in config:
@@ -139,12 +138,12 @@ def set_key(config: ConfigDict, key: str, value: Any) -> None:
 
 
 def unknown_key(key: str, known: Iterable[str], given: Mapping[str, Any]) -> ConfigError:
-    """The error for a key that does not exist: what hjax has for it, or the nearest keys.
+    """The error for an unknown key, with hjax's key for another library's alias, or the nearest.
 
     Args:
       key: dotted, without `config.`.
-      known: all keys that exist.
-      given: dotted key to value, to say which algorithm or task has no such key.
+      known: all existing keys.
+      given: dotted key to value; tells the algorithm or task that lacks the key.
     """
     known = list(known)
     message = f"unknown key config.{key}"
@@ -153,8 +152,8 @@ def unknown_key(key: str, known: Iterable[str], given: Mapping[str, Any]) -> Con
             message += f" (not a key of {given[selector]})"
     if below := [k for k in known if k.startswith(key + ".")]:
         return section_error(key, below)
-    if wished := wish(key):
-        return ConfigError(f"{message}: {wished}")
+    if alias := wish(key):
+        return ConfigError(f"{message}: {alias}")
     near = nearest_keys(key, known)
     return ConfigError(f"{message}; did you mean {' or '.join('config.' + k for k in near)}?")
 
@@ -167,7 +166,7 @@ def _check_ranges(config: ConfigDict) -> None:
     own = get_algorithm(config.algorithm.name).all_keys()
     rules |= {f"algorithm.{name}": key.rule for name, key in own.items()}
     for key, rule in rules.items():
-        # A `default_config` of the user's may leave out keys of its base's.
+        # A user's `default_config` may omit keys of its base class.
         if rule is not None and key in values and not rule.holds(values[key]):
             raise ConfigError(f"config.{key}={written(values[key])}: must be {rule.text}")
     for text in config.rollout.stop:
@@ -198,7 +197,7 @@ def _check_placement(config: ConfigDict) -> None:
 
 
 def on_cluster(config: ConfigDict) -> bool:
-    """Whether a config asks for processes of a cluster."""
+    """Whether a config uses cluster processes."""
     return bool(config.cluster.address) or config.cluster.processes > 1
 
 
@@ -221,7 +220,7 @@ def _check_model(config: ConfigDict) -> None:
 
 
 def _check_adapters(config: ConfigDict) -> None:
-    """Raise ConfigError where something is said of adapters that there are none of."""
+    """Raise ConfigError for LoRA keys of a role whose rank is 0."""
     for role, section in default_config().items():
         if not isinstance(section, ConfigDict) or "lora" not in section or config[role].lora.rank:
             continue
@@ -235,7 +234,7 @@ def _check_adapters(config: ConfigDict) -> None:
 
 
 def _check_decay(config: ConfigDict) -> None:
-    """Raise ConfigError for weight decay of an optimizer that has none."""
+    """Raise ConfigError for weight decay with an optimizer that has none."""
     for role, section in config.items():
         named = section.get("optimizer", "") if isinstance(section, ConfigDict) else ""
         if (named == "adam" or ":" in named) and section.weight_decay:
@@ -272,9 +271,9 @@ def _check_batches(config: ConfigDict) -> None:
 
 
 def divisors(n: int, times: int = 1) -> str:
-    """The divisors of ``n``, each multiplied by ``times``, as a list in words; of many the ends."""
+    """The divisors of ``n``, each times ``times``, as text; the middle of a long list is cut."""
     low = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]
     found = [str(i * times) for i in [*low, *(n // i for i in reversed(low) if i * i != n)]]
-    if len(found) > _SHOWN:
-        found = [*found[: _SHOWN // 2], "...", *found[-_SHOWN // 2 :]]
+    if len(found) > _MAX_DIVISORS:
+        found = [*found[: _MAX_DIVISORS // 2], "...", *found[-_MAX_DIVISORS // 2 :]]
     return ", ".join(found)

@@ -1,4 +1,4 @@
-"""Reading a config: a Python file with `get_config()`, the algorithm's keys, then overrides.
+"""Config loading: a Python file with `get_config()`, then defaults, then overrides.
 
 config = load_config("ppo.py", {"rollout.prompts": 32})
 config = load_config("ppo.py", ["--config.rollout.prompts=32"])
@@ -22,35 +22,35 @@ from hjax.errors import ConfigError, written
 from hjax.roles import ROLES
 from hjax.settings.config_checks import (
     check_config,
-    checked,
     complete_config,
     owned_defaults,
     unknown_key,
+    validate,
 )
 from hjax.settings.keys import OWNED_SECTIONS, default_config
 from hjax.user_code import error_line, import_file
 from hjax.user_input import given_path
 
 __all__ = [
+    "apply_overrides",
     "check_config",
     "config_names",
     "default_config",
     "find_config",
     "get_stages",
     "load_config",
-    "load_given",
-    "origins",
-    "without_effect",
+    "setting_origins",
+    "settings_without_effect",
 ]
 
-# The shipped ones, and those of several stages.
+# The shipped configs, and those of several stages.
 CONFIGS = Path(__file__).parents[1] / "launch" / "configs"
 STAGES = CONFIGS / "stages"
 
-# What a config says of its built-in task, which prompts of a file have not; another task has the
-# first two, of its own, but not the length.
-_OF_A_TASK = ("data.task_options.", "warm_start.steps")
-_LENGTH = "rollout.max_response_length"
+# Keys of a config that suit its built-in task only. A data file drops all of them; another task
+# keeps the first two, under its own meaning, but not the length.
+_TASK_KEYS = ("data.task_options.", "warm_start.steps")
+_LENGTH_KEY = "rollout.max_response_length"
 
 _OVERRIDE = re.compile(r"^--?(no)?config\.([^=]+)(?:=(.*))?$", re.DOTALL)
 
@@ -61,27 +61,25 @@ def load_config(
     flag_values: flags.FlagValues | None = None,
     **unknown: object,
 ) -> Config:
-    """The complete, checked config of a run.
+    """Load the complete, validated config of a run.
 
     Args:
       name_or_path: a Python file with `get_config()`, or the name of one in hjax/launch/configs/
-        (`ppo.py` or `ppo`). What follows a colon is handed to `get_config` as its argument.
-      overrides: keys with their values, dotted (`{"rollout.prompts": 32}`) or nested; or
-        command-line arguments `--config.a.b=VALUE`, with the meaning that
-        ml_collections.config_flags gives them. Naming another algorithm or task leaves out what
-        the file set for its own and the other one does not have; naming a file of prompts what it
-        set for a built-in task: its options, its length of a response, the warm start on its
-        demonstrations.
-      flag_values: flags that may stand between the arguments (a command's own); they are parsed
-        along. None: overrides only.
-      unknown: there is no other argument; what people try is answered.
+        (`ppo.py` or `ppo`). Text after a colon is passed to `get_config` as its argument.
+      overrides: a dict of keys, dotted (`{"rollout.prompts": 32}`) or nested; or command-line
+        arguments `--config.a.b=VALUE`, parsed by ml_collections.config_flags. Selecting another
+        algorithm or task drops the file's settings of keys that the other one lacks. Selecting a
+        data file drops the file's settings for a built-in task: its options, response length and
+        warm start.
+      flag_values: a command's own flags, parsed along with the overrides; None: overrides only.
+      unknown: catches wrong argument names, to suggest the right key.
 
     Returns:
-      a locked Config with all common keys and the algorithm's own. A
-      `rollout.max_response_length` of 0 stands as it is, for data that is named later.
+      a locked Config with all common keys and the algorithm's own. `rollout.max_response_length=0`
+      is not resolved, because the data may be chosen later.
 
     Raises:
-      ConfigError: whatever is wrong with the file, a key or a value, in one line.
+      ConfigError: an invalid file, key or value, in one line.
     """
     for name in unknown:
         known = wish(name)
@@ -101,37 +99,37 @@ def load_config(
         )
     path, colon, argument = str(name_or_path).partition(":")
     found = _call(find_config(path), "get_config", argument if colon else None)
-    return load_given(_as_config(str(find_config(path)), found), overrides, flag_values)
+    return apply_overrides(_check_type(str(find_config(path)), found), overrides, flag_values)
 
 
-def load_given(
+def apply_overrides(
     found: ConfigDict | Mapping[str, Any],
     overrides: Sequence[str] | Mapping[str, Any] = (),
     flag_values: flags.FlagValues | None = None,
 ) -> Config:
-    """``load_config`` of what a file's ``get_config`` gave."""
+    """``load_config`` for what a file's ``get_config`` returned."""
     given = flatten(found)
     if isinstance(overrides, Mapping):
         wanted = flatten(overrides)
-        _choose_owners(given, wanted)
-        return checked(given | wanted)
-    _choose_owners(given, _owners_named(overrides))
+        _drop_inapplicable(given, wanted)
+        return validate(given | wanted)
+    _drop_inapplicable(given, _selected_owners(overrides))
     config = complete_config(given)
-    _apply(config, overrides, flag_values if flag_values is not None else flags.FlagValues())
-    return checked(config)
+    _parse_flags(config, overrides, flag_values if flag_values is not None else flags.FlagValues())
+    return validate(config)
 
 
 def get_stages(name_or_path: str) -> tuple[types.ModuleType, dict[str, Any]] | None:
-    """The stages of a file with `get_stages()` instead of `get_config()`; None of another file.
+    """The stages of a file that defines `get_stages()`; None for a file that does not.
 
     Args:
-      name_or_path: as of ``load_config``; what follows a colon is handed to `get_stages`.
+      name_or_path: as in ``load_config``; text after a colon is passed to `get_stages`.
 
     Returns:
-      the file's module, and by name, in their order, what its stages' `get_config` would give.
+      the file's module, and its stages' configs by name, in order.
 
     Raises:
-      ConfigError: the file cannot be read, or what it returns are no stages.
+      ConfigError: the file cannot be read, or `get_stages()` returns no valid stages.
     """
     name, colon, argument = name_or_path.partition(":")
     path = find_config(name)
@@ -148,21 +146,21 @@ def get_stages(name_or_path: str) -> tuple[types.ModuleType, dict[str, Any]] | N
                 f"--config={path}: a stage is called {stage!r}; it must be a word, and none of "
                 f"{', '.join(sections)}"
             )
-        _as_config(f"{path}: stage {stage}", config)
+        _check_type(f"{path}: stage {stage}", config)
     return module, dict(found)
 
 
 def config_names(stages: bool = False) -> list[str]:
-    """The files in hjax/launch/configs/, e.g. `ppo.py`; with ``stages`` those of several too."""
+    """Names of the shipped configs, e.g. `ppo.py`; with ``stages`` multi-stage ones too."""
     folders = (CONFIGS, STAGES) if stages else (CONFIGS,)
     return sorted(p.name for f in folders for p in f.glob("*.py") if p.name != "__init__.py")
 
 
 def find_config(name_or_path: str) -> Path:
-    """The file that a `--config` names: a path, else one of hjax/launch/configs/.
+    """The file that `--config` names: a path, else one of hjax/launch/configs/.
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: there is no such file.
     """
     path = given_path(name_or_path, "--config=")
     if path.is_file():
@@ -178,8 +176,8 @@ def find_config(name_or_path: str) -> Path:
     )
 
 
-def _owners_named(arguments: Sequence[str]) -> dict[str, str]:
-    """The algorithm and the task that command-line arguments name, by their keys."""
+def _selected_owners(arguments: Sequence[str]) -> dict[str, str]:
+    """The algorithm, task and data path that command-line arguments select, by key."""
     named = {}
     for argument, following in zip(arguments, [*arguments[1:], ""]):
         match = _OVERRIDE.match(argument)
@@ -188,11 +186,10 @@ def _owners_named(arguments: Sequence[str]) -> dict[str, str]:
     return named
 
 
-def _choose_owners(given: dict[str, Any], named: Mapping[str, Any]) -> None:
-    """Let the algorithm and the task that overrides name decide which keys there are.
+def _drop_inapplicable(given: dict[str, Any], named: Mapping[str, Any]) -> None:
+    """Drop a file's settings that do not apply to the algorithm, task or data of the overrides.
 
-    What the file set for its own algorithm or task and the other one does not have is left out of
-    ``given`` (dotted key to value): it has no meaning there.
+    They are removed from ``given`` (dotted key to value).
     """
     task = given.get("data.task")
     for section, selector in OWNED_SECTIONS.items():
@@ -201,15 +198,15 @@ def _choose_owners(given: dict[str, Any], named: Mapping[str, Any]) -> None:
         default = flatten(default_config())[selector]
         before = convert(selector, given.get(selector, default), default)
         given[selector] = convert(selector, named[selector], default)
-        gone = owned_defaults(section, before).keys() - owned_defaults(section, given[selector])
-        for key in gone:
+        dropped = owned_defaults(section, before).keys() - owned_defaults(section, given[selector])
+        for key in dropped:
             given.pop(f"{section}.{key}", None)
     own_file = bool(named.get("data.path")) and not given.get("data.path")
     if own_file:
-        for key in [k for k in given if k.startswith(_OF_A_TASK)]:
+        for key in [k for k in given if k.startswith(_TASK_KEYS)]:
             del given[key]
     if own_file or named.get("data.task", task) != task:
-        given.pop(_LENGTH, None)
+        given.pop(_LENGTH_KEY, None)
 
 
 def _call(path: Path, name: str, argument: str | None) -> Any:
@@ -222,7 +219,7 @@ def _call(path: Path, name: str, argument: str | None) -> Any:
             + ("; its stages are run by `python -m hjax.launch`" if stages else "")
         )
     function = getattr(module, name)
-    if argument is not None and not _takes_one(function):
+    if argument is not None and not _takes_argument(function):
         from hjax.data.tasks import TASKS
 
         say = f"--config.data.task={argument}" if argument in TASKS else "--config.KEY=VALUE"
@@ -240,8 +237,8 @@ def _call(path: Path, name: str, argument: str | None) -> Any:
         raise ConfigError(f"--config={path}: {error_line(path, error)}") from error
 
 
-def _takes_one(function: Callable[..., Any]) -> bool:
-    """Whether it can be called with what stands after the colon."""
+def _takes_argument(function: Callable[..., Any]) -> bool:
+    """Whether the function accepts the text after the colon."""
     try:
         inspect.signature(function).bind("")
     except TypeError:
@@ -249,8 +246,8 @@ def _takes_one(function: Callable[..., Any]) -> bool:
     return True
 
 
-def _as_config(what: str, config: Any) -> ConfigDict | dict[str, Any]:
-    """What a file's function returned, if that is a config."""
+def _check_type(what: str, config: Any) -> ConfigDict | dict[str, Any]:
+    """Check that a file's function returned a config."""
     if not isinstance(config, (ConfigDict, dict)):
         raise ConfigError(
             f"--config={what}: get_config() returned {type(config).__name__}, not a ConfigDict"
@@ -258,8 +255,8 @@ def _as_config(what: str, config: Any) -> ConfigDict | dict[str, Any]:
     return config
 
 
-def _apply(config: ConfigDict, overrides: Sequence[str], values: flags.FlagValues) -> None:
-    """Parse the overrides into ``config``, with one-line errors."""
+def _parse_flags(config: ConfigDict, overrides: Sequence[str], values: flags.FlagValues) -> None:
+    """Parse command-line overrides into ``config``, with one-line errors."""
     known = flatten(config)
     for given in overrides:
         match = _OVERRIDE.match(given)
@@ -283,8 +280,8 @@ def _apply(config: ConfigDict, overrides: Sequence[str], values: flags.FlagValue
         raise ConfigError(f"an option cannot be read: {text}") from error
     if rest:
         name = rest[0].partition("=")[0]
-        if wished := wish(name):
-            raise ConfigError(f"unexpected argument {rest[0]!r}: {wished}")
+        if alias := wish(name):
+            raise ConfigError(f"unexpected argument {rest[0]!r}: {alias}")
         if name != rest[0]:
             near = " or ".join(f"--config.{key}" for key in nearest_keys(name, known))
             raise ConfigError(f"unexpected argument {rest[0]!r}; did you mean {near}=VALUE?")
@@ -296,14 +293,14 @@ def _apply(config: ConfigDict, overrides: Sequence[str], values: flags.FlagValue
 def _flag_error(
     error: flags.Error, known: dict[str, Any], values: flags.FlagValues
 ) -> ConfigError:
-    """absl's complaint as a line that says what type the key has, or which flag is nearest."""
+    """absl's flag error in one line, with the key's type or the nearest flag."""
     text = " ".join(str(error).split())
     match = re.match(r"flag --config\.([^=\s]+)=(.*?): ", text)
     if match and match[1] in known:
         return wrong_type(match[1], match[2], known[match[1]])
     if isinstance(error, flags.UnrecognizedFlagError):
-        if wished := wish(error.flagname):
-            return ConfigError(f"unknown flag --{error.flagname}: {wished}")
+        if alias := wish(error.flagname):
+            return ConfigError(f"unknown flag --{error.flagname}: {alias}")
         names = [*values, *(f"config.{key}" for key in known)]
         near = difflib.get_close_matches(error.flagname, names, n=1)
         text = text.partition(" Did you mean")[0].rstrip(".?")
@@ -311,24 +308,23 @@ def _flag_error(
     return ConfigError(text[:1].lower() + text[1:])
 
 
-def origins(name_or_path: str, config: ConfigDict) -> list[dict[str, Any]]:
-    """The settings that are not at their defaults, and what won over what.
+def setting_origins(name_or_path: str, config: ConfigDict) -> list[dict[str, Any]]:
+    """Which settings differ from their defaults, and where each came from.
 
     Args:
-      name_or_path: of the config file, as `load_config` takes it.
-      config: the run's: complete and checked.
+      name_or_path: of the config file, as for `load_config`.
+      config: of the run, complete and validated.
 
     Returns:
-      by key: ``key``, ``value``, ``set by`` (the command, the file's name, or the data, which
-      decides sizes that are 0), and ``instead of``: the default of the algorithm's class, of the
-      task or of all runs, with the file's value where the command won over one, or that the
-      algorithm has no such role.
+      a row per key: ``key``, ``value``, ``set by`` (the command, the file's name, or the data,
+      which resolves sizes of 0), and ``instead of``: the overridden default (of the algorithm, the
+      task or all runs) and file value, or that the key has no effect.
     """
-    unused = _unused(config)
+    unused = _unused_sections(config)
     named = {key: flatten(config)[key] for key in OWNED_SECTIONS.values()}
     defaults = flatten(complete_config(named))
     file = name_or_path.partition(":")[0].rpartition("/")[2]
-    # With the command's algorithm and task, which decide what of the file counts.
+    # With the command's algorithm, task and data, which decide what the file's settings mean.
     own = flatten(load_config(name_or_path, named | {"data.path": config.data.path}))
     given = flatten(load_config(name_or_path))
     rows = []
@@ -341,7 +337,7 @@ def origins(name_or_path: str, config: ConfigDict) -> list[dict[str, Any]]:
         by = file if value == in_file else "the command"
         if key == "rollout.max_response_length" and not in_file and by == "the command":
             by = "the data"
-        whose = _whose(key, config)
+        whose = _default_owner(key, config)
         instead = f"{default!r} ({whose})" if value != default else ""
         if value != in_file and in_file != default:
             instead += f"{', ' if instead else ''}{in_file!r} ({file})"
@@ -350,18 +346,18 @@ def origins(name_or_path: str, config: ConfigDict) -> list[dict[str, Any]]:
     return rows
 
 
-def without_effect(name_or_path: str, config: ConfigDict) -> list[str]:
-    """A line for each setting of the command's that is of a role which the algorithm has not."""
-    unused = _unused(config)
+def settings_without_effect(name_or_path: str, config: ConfigDict) -> list[str]:
+    """A line for each command-line setting of a role that the algorithm does not have."""
+    unused = _unused_sections(config)
     return [
         f"--config.{row['key']}={row['value']} has {row['instead of']}"
-        for row in origins(name_or_path, config)
+        for row in setting_origins(name_or_path, config)
         if row["set by"] == "the command" and row["key"].partition(".")[0] in unused
     ]
 
 
-def _unused(config: ConfigDict) -> dict[str, str]:
-    """Sections of roles that the algorithm has not, and what to say of their settings."""
+def _unused_sections(config: ConfigDict) -> dict[str, str]:
+    """Config sections of roles that the algorithm does not have, with an explanation."""
     from hjax.algorithms import get_algorithm
 
     algorithm = get_algorithm(config.algorithm.name)
@@ -370,7 +366,7 @@ def _unused(config: ConfigDict) -> dict[str, str]:
     return {name: f"no effect: {algorithm.__name__} has no {name} here" for name in sections}
 
 
-def _whose(key: str, config: ConfigDict) -> str:
+def _default_owner(key: str, config: ConfigDict) -> str:
     for section, selector in OWNED_SECTIONS.items():
         if key.startswith(f"{section}.") and key != selector:
             return f"{flatten(config)[selector]}'s default"

@@ -1,12 +1,11 @@
-"""Every key that all algorithms' configs share: its default, its meaning and what it may be.
+"""The common config keys: default, description and allowed values of each.
 
-This table is the one source: `default_config` builds the config from it, `check_config` takes
-types and ranges from it, and docs/config.md is its printout (docs/generate/config_page.py).
-An algorithm's own keys live under `config.algorithm` and come from its `keys`, a task's under
-`config.data.task_options`.
+`default_config` builds the config from this table, `check_config` takes types and ranges from it,
+and docs/config.md is generated from it (docs/generate/config_page.py). An algorithm defines its own
+keys in its `keys` (under `config.algorithm`), a task its options (`config.data.task_options`).
 
-Batch sizes are always counted in sequences (one sequence = one prompt with one response) over the
-whole run, never per device; `rollout.prompts` alone counts prompts.
+Batch sizes count sequences (one sequence = one prompt with one response) over the whole run, never
+per device; only `rollout.prompts` counts prompts.
 """
 
 from collections.abc import Mapping
@@ -19,12 +18,12 @@ from hjax.roles import OPTIMIZERS, ROLES
 from hjax.rollout.sampling_params import OPTIONS
 from hjax.rules import Key, Rule, above, at_least, below_one, between, number_or_auto, one_of
 
-# Sizes that sums and lists are made of before memory is asked: of a model's dimension or a batch's,
-# and in tokens. Far above any that is run.
-MOST = 2**20
-LONGEST = 2**24
+# Upper limits of dimensions and batch sizes, and of lengths in tokens. They are far above any real
+# run, and keep absurd values from exhausting memory before memory is checked.
+MAX_SIZE = 2**20
+MAX_LENGTH = 2**24
 
-# Sections whose keys belong to what another key names: to the algorithm's class, to the task.
+# Sections whose keys are defined by the algorithm or the task that another key selects.
 OWNED_SECTIONS = {"algorithm": "algorithm.name", "data.task_options": "data.task"}
 
 
@@ -32,22 +31,23 @@ def _offload(trained: bool) -> Key:
     if trained:
         return Key(
             "none",
-            "what waits in pinned host memory while it is idle: none; optimizer (its state, but "
-            "while updating); all (the parameters too, but in the role's own calls)",
+            "idle state that is offloaded to pinned host memory: none; optimizer (optimizer state, "
+            "except during updates); all (parameters too, except during the role's own calls)",
             one_of("none", "optimizer", "all"),
         )
     return Key(
         "none",
-        "all: the parameters wait in pinned host memory but in the role's own calls; or none",
+        "all: parameters are offloaded to pinned host memory except during the role's own calls; "
+        "or none",
         one_of("none", "all"),
     )
 
 
 # Layers of the deepest model that model.unroll_layers=auto unrolls.
-SHALLOW = 8
+MAX_UNROLLED_LAYERS = 8
 
-# Of a response, where neither the config nor a built-in task says how many.
-RESPONSE_TOKENS = 256
+# Response length where neither the config nor a built-in task gives one.
+DEFAULT_RESPONSE_LENGTH = 256
 
 PLACEMENTS = ("colocate", "split", "standalone", "disaggregate", "auto")
 
@@ -56,10 +56,10 @@ def _optimizer(role: str, learning_rate: float) -> dict[str, Key]:
     return {
         "optimizer": Key(
             "adamw",
-            "adamw, adam, sgd (without momentum), lion, adafactor (its rate is relative to each "
-            "parameter's root mean square), muon (of matrices, with updates as large as AdamW's; "
-            "Adam of all else), or `path.py:function` of yours, which makes an optax "
-            "transformation of the learning rate (docs/extending.md)",
+            "adamw, adam, sgd (without momentum), lion, adafactor (learning rate relative to each "
+            "parameter's root mean square), muon (for matrices, with updates as large as AdamW's; "
+            "Adam for the rest), or your own `path.py:function`, which makes an optax "
+            "transformation from the learning rate (docs/extending.md)",
             Rule(
                 f"one of {', '.join(OPTIMIZERS)}, or path.py:function of yours",
                 lambda x: x in OPTIMIZERS or ".py:" in x,
@@ -73,8 +73,8 @@ def _optimizer(role: str, learning_rate: float) -> dict[str, Key]:
         ),
         "frozen_updates": Key(
             0,
-            "optimizer updates at the beginning that leave the weights as they are (VAPO: the "
-            "actor's, while the critic learns); warm-up follows",
+            "first optimizer updates, which leave the weights unchanged (VAPO: the actor's, while "
+            "the critic learns); warm-up follows",
             at_least(0),
         ),
         "warmup_updates": Key(
@@ -97,10 +97,10 @@ def _optimizer(role: str, learning_rate: float) -> dict[str, Key]:
         ),
         "micro_batch": Key(
             0,
-            "sequences (with data.packing packs) per pass: gradients are accumulated over the "
-            "mini-batch, with the same result (but for router_loss, which is each pass's own), and "
-            "scores made one part after another (by roles that are not trained in the actor's). 0: "
-            "all at once",
+            "sequences (with data.packing: packs) per forward and backward pass: gradients are "
+            "accumulated over the mini-batch (gradient accumulation), with the same result except "
+            "for router_loss, which each pass computes alone. Log-probs and scores are computed in "
+            "micro-batches too; roles that are not trained use the actor's. 0: no micro-batches",
             at_least(0),
         ),
         "offload": _offload(trained=True),
@@ -110,9 +110,8 @@ def _optimizer(role: str, learning_rate: float) -> dict[str, Key]:
 def _router_loss(role: str) -> Key:
     return Key(
         0.0,
-        f"weight, in all updates of the {role}, of the loss that balances its experts, where its "
-        "model has such (docs/models.md): 0: it is left out; -1: the weight in the model's "
-        "config.json, router_aux_loss_coef",
+        f"weight of the load-balancing loss in all updates of the {role}, if its model has experts "
+        "(docs/models.md); 0: none; -1: router_aux_loss_coef of the model's config.json",
         Rule("0 or more, or -1", lambda x: x == -1 or at_least(0).holds(x)),
     )
 
@@ -121,28 +120,27 @@ def _lora(role: str) -> dict[str, Key]:
     return {
         "rank": Key(
             0,
-            f"of low-rank adapters (LoRA) that learn while the {role}'s weights are frozen; 0: no "
-            "adapters, all weights learn",
+            f"rank of LoRA adapters, which are trained while the {role}'s weights are frozen; 0: "
+            "no adapters, all weights are trained",
             at_least(0),
         ),
         "alpha": Key(32.0, "adapters are scaled by alpha / rank", above(0)),
-        "rslora": Key(False, "scale them by alpha / sqrt(rank) instead"),
+        "rslora": Key(False, "scale adapters by alpha / sqrt(rank) instead (rsLoRA)"),
         "targets": Key(
             ("all",),
             "matrices with an adapter: all, or some of q, k, v, o, gate, up, down",
         ),
         "dropout": Key(
-            0.0, "share of each adapter's inputs that updates drop, as PEFT does", below_one()
+            0.0, "dropout of each adapter's inputs in updates, as in PEFT", below_one()
         ),
         "dora": Key(
             False,
-            "scale each output's weights, adapter included, to a norm that learns (DoRA); needs a "
-            "path",
+            "scale each output's weights, adapter included, to a trained norm (DoRA); needs a path",
         ),
         "base": Key(
             "float",
-            "what the layers' frozen matrices are kept in: float, that of compute; int8 or fp8, a "
-            "byte each with a scale per output",
+            "dtype of the layers' frozen matrices: float, that of compute; int8 or fp8, a byte "
+            "each with a scale per output",
             one_of("float", "int8", "fp8"),
         ),
     }
@@ -150,12 +148,12 @@ def _lora(role: str) -> dict[str, Key]:
 
 def _train_axes() -> dict[str, Key]:
     return {
-        "data": Key(-1, "copies of the model, each with its share of the batch"),
-        "fsdp": Key(1, "parameters and optimizer state split; the batch split too"),
-        "pipe": Key(1, "pipeline stages: layers split, micro-batches passed along; divides layers"),
-        "tensor": Key(1, "heads, MLP and vocabulary split"),
-        "context": Key(1, "sequence length split, keys and values gathered"),
-        "expert": Key(1, "experts split; more data parallelism for everything else"),
+        "data": Key(-1, "data parallelism: copies of the model, each with a share of the batch"),
+        "fsdp": Key(1, "FSDP (ZeRO-3): splits parameters, optimizer state and the batch"),
+        "pipe": Key(1, "pipeline parallelism: stages that split the layers; divides layers"),
+        "tensor": Key(1, "tensor parallelism: splits heads, MLP and vocabulary"),
+        "context": Key(1, "context parallelism: splits the sequence; keys and values are gathered"),
+        "expert": Key(1, "expert parallelism: splits experts; data parallelism for all else"),
     }
 
 
@@ -166,107 +164,107 @@ def _layout(generates: bool) -> dict[str, Any]:
             "data": Key(-1, "follows from the other axes"),
             "pipe": Key(
                 1,
-                "pipeline stages while generating; divides the training size, the quotient "
-                "becomes more data parallelism",
+                "pipeline stages in generation; divides the training size, and the quotient adds "
+                "to data parallelism",
             ),
             "tensor": Key(
                 1,
-                "heads, MLP and vocabulary split while generating; divides the training size, "
-                "the quotient becomes more data parallelism",
+                "tensor parallelism in generation; divides the training size, and the quotient "
+                "adds to data parallelism",
             ),
         }
     return axes
 
 
 KEYS: dict[str, Any] = {
-    "seed": Key(0, "every random draw follows from it", between(0, 2**32 - 1)),
+    "seed": Key(0, "random seed of the whole run", between(0, 2**32 - 1)),
     "steps": Key(
         100,
-        "training steps: one rollout and its updates each; may change on resume. 0: the held-out "
-        "prompts are answered, and nothing is trained or written",
+        "training steps, each a rollout and its updates; may change on resume. 0: only evaluates "
+        "on held-out prompts; nothing is trained or written",
         at_least(0),
     ),
     "algorithm": {
         "name": Key(
             "PPO",
-            "class that is run: PPO, GRPO, dr_grpo, … (docs/algorithms), or one of yours as "
-            "`path.py:Class`. Its own keys stand beside this one",
+            "algorithm class: PPO, GRPO, dr_grpo, … (docs/algorithms), or your own as "
+            "`path.py:Class`. The algorithm's own keys are in this section too",
         ),
     },
     "model": {
         "hidden_size": Key(
-            128, "width of a model from scratch (used where a path is empty)", between(1, MOST)
+            128, "width of a model from scratch (used if a path is empty)", between(1, MAX_SIZE)
         ),
-        "layers": Key(2, "decoder layers", between(1, MOST)),
-        "heads": Key(4, "attention heads; divides hidden_size", between(1, MOST)),
-        "kv_heads": Key(4, "key and value heads; divides heads", between(1, MOST)),
-        "mlp_size": Key(512, "width of the gated MLP", between(1, MOST)),
-        "vocab_size": Key(0, "tokens; 0: the tokenizer's", between(0, MOST)),
+        "layers": Key(2, "decoder layers", between(1, MAX_SIZE)),
+        "heads": Key(4, "attention heads; divides hidden_size", between(1, MAX_SIZE)),
+        "kv_heads": Key(4, "key and value heads; divides heads", between(1, MAX_SIZE)),
+        "mlp_size": Key(512, "width of the gated MLP", between(1, MAX_SIZE)),
+        "vocab_size": Key(0, "tokens; 0: the tokenizer's", between(0, MAX_SIZE)),
         "family": Key(
             "",
-            "family of yours as `path.py:Class` (docs/families.md): models whose config.json has "
-            "its model_type are read with it, and those from scratch have its parts; empty: "
-            "hjax's own, from scratch Llama's",
+            "your own model family as `path.py:Class` (docs/families.md): it reads models whose "
+            "config.json has its model_type, and defines models from scratch; empty: hjax's "
+            "families, and Llama's architecture from scratch",
         ),
-        "tie_embeddings": Key(True, "output head shares the embedding"),
+        "tie_embeddings": Key(True, "the output head shares the embedding matrix"),
         "max_length": Key(
             0, "positions, prompt and response together; 0: as long as the run needs", at_least(0)
         ),
         "unroll_layers": Key(
             "auto",
-            "true: each layer is compiled by itself, faster for shallow models on a CPU, longer to "
-            "compile; false: a loop over them is. auto: by role, true on CPUs for a model of at "
-            f"most {SHALLOW} layers; may change on resume",
+            "true: layers are unrolled, which is faster for shallow models on a CPU and slower to "
+            "compile; false: layers are scanned. auto: by role, true on CPUs for a model of at "
+            f"most {MAX_UNROLLED_LAYERS} layers; may change on resume",
             one_of(*SWITCH),
         ),
         "dtype": Key(
             "auto",
-            "of compute and generation: auto is bfloat16 on an accelerator, float32 on a CPU; "
-            "parameters and optimizer stay float32",
+            "dtype of compute and generation: auto is bfloat16 on accelerators, float32 on a CPU; "
+            "parameters and optimizer state stay float32",
             one_of("auto", "float32", "bfloat16"),
         ),
         "remat": Key(
             "auto",
-            "activations that the backward pass computes again: none, all but what products with "
-            "weights and attention give (products), all but attention's outputs (attention), all "
-            "(full), or all with each layer's input kept in the host's memory (offload): less "
-            "memory, up to a third more time; on a CPU of scanned layers only, because XLA undoes "
-            "it for unrolled ones. auto: by role the first of these whose update fits into 0.9 of "
-            "a device's memory by an estimate, which the dry run shows; none on CPUs, which do not "
-            "say how much they have",
+            "rematerialisation (activation checkpointing): activations that the backward pass "
+            "recomputes: none, all but outputs of weight matrices and attention (products), all "
+            "but attention's outputs (attention), all (full), or all with each layer's input "
+            "offloaded to host memory (offload). It takes less memory and up to a third more time. "
+            "On a CPU it needs scanned layers, because XLA undoes it for unrolled ones. auto: by "
+            "role, the first of these whose update fits into 0.9 of a device's memory by estimate, "
+            "which the dry run shows; none on CPUs, which do not report their memory",
             one_of("auto", "none", "products", "attention", "full", "offload"),
         ),
         "attention": Key(
             "auto",
-            "who computes attention over sequences of more than 512 tokens: blocks, hjax's own on "
-            "CPUs and GPUs; cudnn, NVIDIA's library on its GPUs, in bfloat16 (what it does not "
-            "take is refused: docs/models.md). auto: the platform's; on NVIDIA GPUs cudnn for "
-            "roles that it takes, once it has computed there what it should, else blocks",
+            "attention kernel for sequences of more than 512 tokens: blocks, hjax's own on CPUs "
+            "and GPUs; cudnn, NVIDIA's library on its GPUs, in bfloat16 (unsupported cases are "
+            "refused: docs/models.md). auto: the platform's; on NVIDIA GPUs cudnn for roles that "
+            "it supports, once it has passed a test on the device, else blocks",
             one_of("auto", "blocks", "cudnn"),
         ),
     },
     "data": {
         "task": Key(
             "sorting",
-            "built-in task: prompts, verifier and demonstrations; empty: none, data.path is needed",
+            "built-in task with prompts, verifier and demonstrations; empty: data.path is needed",
         ),
         "task_options": {},
         "path": Key(
             "",
-            "your own prompts: a file, a pattern, a folder, or owner/name:split of Hugging Face's "
-            "data sets, several with commas between (docs/data.md); replaces data.task if not "
-            "empty",
+            "your own prompts: a file, a glob pattern, a folder, or a Hugging Face dataset as "
+            "owner/name:split; several are separated by commas (docs/data.md); replaces data.task "
+            "if not empty",
         ),
-        "eval_path": Key("", "held-out prompts, likewise; empty: a seeded share of data.path"),
+        "eval_path": Key("", "held-out prompts, as data.path; empty: a seeded share of data.path"),
         "columns": Key(
             "",
-            "names of the files' columns and what they are called here, such as "
-            "`question=prompt, answer=solution`; empty: as they are",
+            "renames columns of the files to hjax's names, such as "
+            "`question=prompt, answer=solution`; empty: no renaming",
         ),
         "chat": Key(
-            False, "a prompt that is text is the user's message of a chat, made by the template"
+            False, "render a text prompt by the chat template, as a user message"
         ),
-        "system": Key("", "with data.chat the system's message; empty: none"),
+        "system": Key("", "system message with data.chat; empty: none"),
         "template_arguments": Key(
             "",
             "further variables of the chat template, a JSON object such as "
@@ -274,34 +272,34 @@ KEYS: dict[str, Any] = {
         ),
         "overlong": Key(
             "error",
-            "what a file's prompt above rollout.max_prompt_length does: error, filter (it is left "
-            "out) or truncate_left (its beginning is); the run says how many",
+            "what happens to a file's prompts above rollout.max_prompt_length: error, filter (drop "
+            "them) or truncate_left (drop their first tokens); the run reports how many",
             one_of(*OVERLONG),
         ),
         "weights": Key(
             "",
-            "shares of the training prompts by the column data_source, such as `gsm8k=2, math=1`; "
-            "empty: every row comes as often as any other",
+            "mixing weights of data sources (column data_source), such as `gsm8k=2, math=1`; "
+            "empty: all rows are equally frequent",
         ),
         "eval_fraction": Key(
-            0.1, "share of data.path held out where data.eval_path is empty", between(0, 0.9)
+            0.1, "share of data.path that is held out if data.eval_path is empty", between(0, 0.9)
         ),
-        "eval_size": Key(128, "at most this many held-out prompts are kept; 0: all", at_least(0)),
+        "eval_size": Key(128, "most held-out prompts; 0: no limit", at_least(0)),
         "packing": Key(
             "auto",
-            "tokens of a pack: in updates and scores sequences stand one after another in rows of "
-            "so many, at least as many as the longest prompt and response together, of pairs "
-            "twice that (docs/models.md); micro_batch then counts packs. 0: every sequence has a "
-            "row, padded. auto: of each batch packs as long as its longest sequence where these "
-            "are fewer tokens by a third, else padded rows; the same metrics to 1e-5. Always "
-            "padded is what a number would be refused beside (pipe, context, cuDNN's attention of "
-            "more than 512 tokens, rotary positions that follow a row's length), a role with "
-            "router_loss, and demonstrations beside PPO (pretraining_coef)",
+            "sequence packing: tokens per pack, a row that holds several sequences in updates and "
+            "scores. At least the longest prompt and response together, for pairs twice that "
+            "(docs/models.md); micro_batch then counts packs. 0: one padded row per sequence. "
+            "auto: per batch, packs as long as its longest sequence if these save a third of the "
+            "tokens, else padded rows; metrics are equal to 1e-5. auto never packs where a number "
+            "is refused (pipe, context, cuDNN's attention of more than 512 tokens, rotary scaling "
+            "by a row's length), for a role with router_loss, and for PPO's pretraining "
+            "demonstrations (pretraining_coef)",
             number_or_auto(),
         ),
     },
     "tokenizer": {
-        "path": Key("", "directory or tokenizer.json; empty: the actor's, or the task's letters"),
+        "path": Key("", "directory or tokenizer.json; empty: the actor's or the task's"),
     },
     "actor": {
         "path": Key("", "weights (Hugging Face directory); empty: from scratch, see model"),
@@ -310,13 +308,13 @@ KEYS: dict[str, Any] = {
         **_optimizer("actor", 1e-3),
     },
     "critic": {
-        "path": Key("", "weights; empty: the actor's. A cost critic takes these keys too"),
+        "path": Key("", "weights; empty: the actor's. A cost critic uses this section too"),
         "lora": _lora("critic"),
         "router_loss": _router_loss("critic"),
         **_optimizer("critic", 1e-3),
     },
     "reference": {
-        "path": Key("", "weights; empty: the actor's as training starts"),
+        "path": Key("", "weights; empty: the actor's at the start of training"),
         "offload": _offload(trained=False),
     },
     "teacher": {
@@ -332,31 +330,31 @@ KEYS: dict[str, Any] = {
         "path": Key("", "weights of a reward model; empty: the function"),
         "step_separator": Key(
             "",
-            "text behind which a step of a response ends, for a process reward model: its score of "
-            "each step stands at the step's last token (rewards by token); `token`: every token is "
-            "a step. Empty: one score, at the response's end",
+            "text that ends each step of a response, for a process reward model: it scores each "
+            "step at the step's last token (rewards per token); `token`: every token is a step. "
+            "Empty: one score, at the response's end",
         ),
         "offload": _offload(trained=False),
         "function": Key("", "`path.py:name`; empty: the task's or dataset's verifier"),
         "max_unscored": Key(
             0.05,
-            "share of a step's sequences without a score above which the run stops",
+            "the run stops if a larger share of a step's sequences is unscored",
             between(0, 1),
         ),
         "timeout_seconds": Key(
-            60.0, "a step's reward call is given up after so many seconds", above(0)
+            60.0, "deadline of a reward call, in seconds", above(0)
         ),
         "runs_in": Key(
             "process",
-            "where a function runs: in a process of its own, which is ended when a call is late, "
-            "or in a thread of the run",
+            "where the function runs: in an isolated process, which is killed at the deadline, or "
+            "in a thread of the run",
             one_of("process", "thread"),
         ),
         "while_generating": Key(
             False,
-            "a function judges a prompt's answers as soon as all of them have ended, while others "
-            "are generated: it is called several times a step, each with those that have ended "
-            "meanwhile",
+            "call the function as soon as all responses to a prompt are complete, while others are "
+            "generated: it is called several times a step, each time with the prompts completed "
+            "since",
         ),
     },
     "cost": {
@@ -366,57 +364,55 @@ KEYS: dict[str, Any] = {
     },
     "rollout": {
         "prompts": Key(
-            16, "prompts per step (each answered `samples` times)", between(1, MOST)
+            16, "prompts per step (each answered `samples` times)", between(1, MAX_SIZE)
         ),
         "samples": Key(
             4,
             "responses per prompt; prompts * samples sequences make the step's batch",
-            between(1, MOST),
+            between(1, MAX_SIZE),
         ),
-        "max_prompt_length": Key(0, "tokens; 0: the longest in the data", between(0, LONGEST)),
+        "max_prompt_length": Key(0, "tokens; 0: the longest in the data", between(0, MAX_LENGTH)),
         "max_response_length": Key(
             0,
             "tokens, the end-of-sequence token included; 0: those of a built-in task's longest "
-            f"answer, {RESPONSE_TOKENS} with data of your own",
-            between(0, LONGEST),
+            f"answer, {DEFAULT_RESPONSE_LENGTH} with data of your own",
+            between(0, MAX_LENGTH),
         ),
         **OPTIONS,
         "temperature": Key(1.0, "of sampling; evaluation is greedy", above(0)),
         "slots": Key(
             0,
-            "sequences that are generated at a time, others following as these end, so that less "
-            "memory is needed for keys and values; 0: all of a step's; -1: as many as memory has "
-            "room for",
+            "sequences generated at a time (continuous batching): others start as these end, which "
+            "limits the KV cache; 0: all of a step's; -1: as many as fit into memory",
             at_least(-1),
         ),
         "extra_samples": Key(
             0,
-            "further responses to each prompt: when `samples` of them have ended the others are "
-            "given up, so that none waits for the longest ones (the shortest are what is learned "
-            "from, which is a bias); 0: none",
+            "oversampling: further responses to each prompt. Once `samples` of them are complete "
+            "the others are cancelled, so that nothing waits for the longest responses (a bias: "
+            "the shortest ones are learned from); 0: none",
             at_least(0),
         ),
         "speculative_tokens": Key(
             0,
-            "tokens that are guessed at a time from what a text said before, and looked at in one "
-            "pass: the responses are the same, and come sooner where they repeat themselves or "
-            "their prompt; 0: none",
+            "speculative decoding by prompt lookup: draft tokens per step, copied from earlier "
+            "text and verified in one pass. The responses are the same, and faster where they "
+            "repeat themselves or their prompt; 0: none",
             at_least(0),
         ),
         "cache_dtype": Key(
             "auto",
-            "what keys and values are kept in while responses are generated: auto, the dtype of "
-            "compute; int8, a byte each with a scale per token and head: half of bfloat16's memory "
-            "and of what is read of it for a token. Responses are then those of a model that "
-            "rounds keys and values, and so are their log-probs; learning's are not "
+            "dtype of the KV cache in generation: auto, that of compute; int8, a byte per value "
+            "with a scale per token and head: half of bfloat16's memory and bandwidth. The sampler "
+            "and its log-probs then round keys and values, the trainer's do not "
             "(rollout/token_prob_error, algorithm.correction)",
             one_of("auto", "int8"),
         ),
         "warn_prob_error": Key(
             1.1,
-            "rollout/token_prob_error above which a run says once that the sampler's log-probs are "
-            "not learning's; 0: never. Not looked at where older weights sample, or learning drops "
-            "features of adapters",
+            "rollout/token_prob_error above which a run warns once that the sampler's log-probs "
+            "differ from the trainer's; 0: never. Ignored if older weights sample, or with dropout "
+            "in adapters",
             Rule("above 1, or 0 for never", lambda x: x == 0 or x > 1),
         ),
         "max_prob_error": Key(
@@ -426,40 +422,41 @@ KEYS: dict[str, Any] = {
         ),
         "max_staleness": Key(
             0,
-            "versions of the weights by which a batch may lag behind those that learn from it: "
-            "generation runs ahead of learning by so many steps. 0: it does not; above 0 "
-            "generation needs devices apart (placement=disaggregate)",
+            "asynchronous rollout: most weight versions by which a batch may lag behind the "
+            "weights that learn from it. 0: synchronous; above 0 generation needs devices of its "
+            "own (placement=disaggregate)",
             at_least(0),
         ),
         "deterministic": Key(
             False,
-            "with max_staleness: which weights generate which batch is fixed beforehand, so that "
-            "two runs are equal; otherwise the newest there are",
+            "with max_staleness: the weight version of each batch is fixed in advance, so that "
+            "runs are reproducible; otherwise the newest weights generate",
         ),
         "partial_tokens": Key(
             0,
-            "with max_staleness: responses are generated in parts of so many tokens, each under "
-            "the newest weights. 0: whole",
+            "partial rollouts, with max_staleness: responses are generated in parts of so many "
+            "tokens, each with the newest weights. 0: whole responses",
             at_least(0),
         ),
         "stop": Key(
             (),
-            "texts that end a response, besides the end-of-sequence token. One of several tokens "
-            "is looked for between dispatches where responses are drawn by slots; in one program, "
-            "or in parts, they are drawn to their end and then cut behind it",
+            "stop strings that end a response, besides the end-of-sequence token. With slots, one "
+            "of several tokens is detected between dispatches; otherwise, or with partial "
+            "rollouts, responses are generated to their end and then truncated after it",
         ),
         "transition_bucket_bytes": Key(
             2**24,
-            "parameters that go to the generate layout at a time, bytes per device (at least one "
-            "array; one stacked over layers goes in slices): smaller needs less memory beside them",
+            "bytes per device of parameters that move to the generate layout at a time (at least "
+            "one array; arrays stacked over layers move in slices): smaller buckets take less "
+            "memory",
             at_least(1),
         ),
     },
     "warm_start": {
         "steps": Key(
             0,
-            "supervised updates on demonstrations before the first step; "
-            "0, or a non-empty actor.path: none",
+            "supervised updates on demonstrations (SFT) before the first step; 0, or a non-empty "
+            "actor.path: none",
             at_least(0),
         ),
         "batch": Key(64, "demonstrations per update (sequences), also in SFT", at_least(1)),
@@ -468,70 +465,69 @@ KEYS: dict[str, Any] = {
     "eval": {
         "every": Key(
             20,
-            "steps between evaluations; one stands before the first step and one after the "
-            "last (of one step only the first stands in the metrics). 0: none",
+            "steps between evaluations, with one before the first step and one after the last (a "
+            "run of one step records only the first). 0: none",
             at_least(0),
         ),
         "prompts": Key(128, "held-out prompts per evaluation; 0: all", at_least(0)),
     },
     "checkpoint": {
         "every": Key(20, "steps between checkpoints; 0: only at the end", at_least(0)),
-        "keep": Key(2, "newest checkpoints that stay", at_least(1)),
+        "keep": Key(2, "newest checkpoints to keep", at_least(1)),
     },
     "placement": Key(
         "colocate",
         "which roles share devices: colocate (all on all), split (actor and reference on one "
         "half, critic and reward on the other), standalone (each its own), disaggregate "
         "(generation on one half, all else on the other), auto (the best by the cost model, "
-        "docs/auto_mapping.md), or a plan.json; in it the role `rollout` generates apart",
+        "docs/auto_mapping.md), or a plan.json, whose role `rollout` is a separate generator",
     ),
     "layout": {name: _layout(role.generates and role.trained) for name, role in ROLES.items()},
     "cluster": {
         "address": Key(
             "",
-            "Ray cluster to run on: auto, HOST:PORT, or local for one on this machine alone; empty "
-            "with one process: no cluster, with several: local",
+            "Ray cluster to run on: auto, HOST:PORT, or local for one on this machine; empty: no "
+            "cluster with one process, local with several",
         ),
-        "processes": Key(1, "host processes with devices, over all pools", at_least(1)),
+        "processes": Key(1, "processes with devices, over all resource pools", at_least(1)),
         "devices_per_process": Key(
             0,
-            "devices a process uses; 0: all, on a CPU one simulated per core, shared out over the "
+            "devices per process; 0: all; on a CPU one simulated device per core, divided over the "
             "processes",
             between(0, MOST_DEVICES),
         ),
         "reward_processes": Key(
-            1, "processes of a cluster that share the calls of reward functions", at_least(1)
+            1, "cluster processes that share the calls of reward functions", at_least(1)
         ),
         "colocation_label": Key(
             "auto",
-            "label of Ray's nodes whose value is the same for all hosts of a pool; auto: the slice "
-            "on TPUs (ray.io/tpu-slice-name), none elsewhere; none: any hosts, on TPUs of one "
-            "slice",
+            "Ray node label that all hosts of a pool must share; auto: the slice on TPUs "
+            "(ray.io/tpu-slice-name), none elsewhere; none: any hosts, on TPUs of one slice",
         ),
         "heartbeat_seconds": Key(
-            30.0, "a process that gives no sign of life for so long counts as lost", above(0)
+            30.0, "a process without a heartbeat for so long counts as lost", above(0)
         ),
         "call_seconds": Key(
             7200.0,
-            "a call of a model that takes longer counts as hanging, and its processes as lost",
+            "deadline of a model's call: one that takes longer hangs, and its processes are lost",
             above(0),
         ),
         "max_restarts": Key(
-            3, "lost processes are replaced so many times; then the run stops", at_least(0)
+            3, "most restarts of lost processes before the run stops", at_least(0)
         ),
     },
     "display": {
-        "enabled": Key(True, "progress on the terminal; errors are shown anyway"),
+        "enabled": Key(True, "show progress on the terminal; errors are always shown"),
         "samples": Key(2, "sample responses shown at a time; 0: none", at_least(0)),
         "samples_every": Key(5, "steps between the samples shown", at_least(1)),
         "tensorboard": Key(True, "write TensorBoard events into the workdir"),
         "wandb": Key(
             "",
-            "project of Weights & Biases that the run is logged to; WANDB_MODE=offline keeps it on "
-            "this machine (pip install 'hjax[wandb]')",
+            "Weights & Biases project to log to; WANDB_MODE=offline keeps the run on this machine "
+            "(pip install 'hjax[wandb]')",
         ),
         "logger": Key(
-            "", "a class of your own that receives what is logged: path.py:Class (docs/logging.md)"
+            "", "your own logger class: path.py:Class (docs/logging.md)"
         ),
         "report": Key(True, "write report.html at the end"),
     },
@@ -541,8 +537,8 @@ KEYS: dict[str, Any] = {
 def default_config() -> Config:
     """A new Config with every common key at its default.
 
-    It is locked, so that a mistyped key fails at once, but for `config.algorithm` and
-    `config.data.task_options`, whose keys belong to the algorithm and the task.
+    It is locked, so that a mistyped key fails at once, except for `config.algorithm` and
+    `config.data.task_options`, whose keys the algorithm and the task define.
     """
 
     def build(tree: Mapping[str, Any]) -> dict[str, Any]:
