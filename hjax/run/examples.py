@@ -57,9 +57,9 @@ def pair_annotations(
             "label_coef=0"
         )
     margins = pair_margins(columns or {}, len(pairs))
-    ends = (len(chosen) for _, chosen, _ in pairs)
-    of_chosen = [({end: margin}, {}) for end, margin in zip(ends, margins, strict=True)]
-    annotations: Annotations = {"margins": of_chosen, "labels": [({}, {})] * len(pairs)}
+    annotations: Annotations = {"margins": [], "labels": [({}, {})] * len(pairs)}
+    for (_, chosen, _), margin in zip(pairs, margins, strict=True):
+        annotations["margins"].append(({len(chosen): margin}, {}))
     if labels is not None:
         annotations["labels"] = [
             tuple({len(x): float(label)} for x, label in zip(responses, known, strict=True))
