@@ -14,7 +14,7 @@ from hjax.settings.config_loading import (
     check_config,
     default_config,
     load_config,
-    origins,
+    setting_origins,
     settings_without_effect,
 )
 from hjax.show.live import Display
@@ -73,7 +73,7 @@ def test_overwriting_needs_a_workdir(capsys):
 def test_what_won_over_what(tmp_path):
     name = "dapo.py"
     given = ["--config.algorithm.kl_coef=0.1", "--config.data.task=addition", "--config.steps=300"]
-    found = {row["key"]: row for row in origins(name, check_config(load_config(name, given)))}
+    found = {row["key"]: row for row in setting_origins(name, check_config(load_config(name, given)))}
 
     def of(key):
         row = found[key]
@@ -86,10 +86,10 @@ def test_what_won_over_what(tmp_path):
     assert of("steps")[1] == "dapo.py"  # what the command repeats
     assert "seed" not in found and "data.task_options.length" not in found
     own = load_config(name, {"algorithm.epochs": 3})
-    row = next(r for r in origins(name, check_config(own)) if r["key"] == "algorithm.epochs")
+    row = next(r for r in setting_origins(name, check_config(own)) if r["key"] == "algorithm.epochs")
     assert row["instead of"] == "1 (DAPO's default), 2 (dapo.py)"
     idle = ["--config.critic.lora.rank=4", "--config.teacher.path=models/large"]
-    rows = origins(name, check_config(load_config(name, idle)))
+    rows = setting_origins(name, check_config(load_config(name, idle)))
     said = {row["key"]: row["instead of"] for row in rows if row["set by"] == "the command"}
     assert said["critic.lora.rank"] == "no effect: DAPO has no critic here"
     assert said["teacher.path"] == "no effect: DAPO has no teacher here"
