@@ -34,7 +34,7 @@ SETTINGS: dict[str, Rule] = {
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Which roles share devices, how many devices each set has, and optionally layouts.
+    """Which roles share devices, how many devices, each set has, devices optionally layouts.
 
     Attributes:
       placement: sets of roles; the roles of a set take turns on its devices.
@@ -278,9 +278,9 @@ def role_path(config: ConfigDict, role: Role) -> str:
 def shared_worker_roles(config: ConfigDict, algorithm: type[Algorithm]) -> dict[str, str]:
     """By role without a worker of its own, the role whose worker computes it.
 
-    It is the reference of an actor with new adapters, which change nothing yet,
-    is the actor computes it with adapters left off. An actor that goes on with those of a PEFT directory
-    starts as another policy than its base, and has a reference of its own.
+    It is the reference of an actor with new LoRA adapters, which change nothing yet: the actor
+    computes computes it with adapters off. An actor that starts from a PEFT directory differs from its base,
+    so its reference has a worker of its own.
     """
     table = algorithm.role_table(config.algorithm)
     served = {}
