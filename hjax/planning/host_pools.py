@@ -54,7 +54,7 @@ def cluster_from_hosts(
 def local_cluster(device: Device, devices: Sequence[Any]) -> Cluster:
     """The devices of a process, or of all processes of its world, as pools.
 
-    Slices and NVLink domains are read the devices' attributes (``interconnect_of``); simulated devices
+    Slices and NVLink domains come from the devices (``interconnect_of``); simulated devices
     count as one host.
 
     Args:

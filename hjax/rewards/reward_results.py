@@ -160,7 +160,8 @@ def _parse_list(returned: Any, lengths: Sequence[int], prefix: str) -> RewardRes
             return uniform_result("wrong_type", count, problem)
         returned = list(returned)
     except Exception as error:  # jax reports a failed computation only here
-        return uniform_result("exception", count, f"{prefix} an unreadable array: {short_repr(error)}")
+        problem = f"{prefix} an unreadable array: {short_repr(error)}"
+        return uniform_result("exception", count, problem)
     if len(returned) != count:
         problem = f"{prefix} {len(returned)} rewards for {count} sequences; it must return one each"
         return uniform_result("wrong_length", count, problem)

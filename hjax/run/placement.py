@@ -279,8 +279,8 @@ def shared_worker_roles(config: ConfigDict, algorithm: type[Algorithm]) -> dict[
     """By role without a worker of its own, the role whose worker computes it.
 
     It is the reference of an actor with new LoRA adapters, which change nothing yet: the actor
-    computes computes it with adapters off. An actor that starts from a PEFT directory differs from its base,
-    so its reference has a worker of its own.
+    computes it with adapters off. An actor that starts from a PEFT directory differs from its
+    base, so its reference has a worker of its own.
     """
     table = algorithm.role_table(config.algorithm)
     served = {}

@@ -369,7 +369,9 @@ class MemoryEstimate:
         shard if the copy replaces it. It does not where adapters are merged into a copy."""
         numerics = self.programs.numerics
         staged = not numerics.hjax_programs
-        whole = numerics.compute * self.model.parameters_per_device(self._under_generate_layout.mesh, staged)
+        whole = numerics.compute * self.model.parameters_per_device(
+            self._under_generate_layout.mesh, staged
+        )
         if not numerics.in_place or self.model.frozen:
             return whole
         shard = self.model.parameters_per_device(self.mesh, staged) / self.mesh.fsdp
