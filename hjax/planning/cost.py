@@ -238,8 +238,9 @@ def stage_seconds(
     for frozen weights, which have no gradients) times ``backward``; rematerialisation 1 more, also
     in hjax's pipelines. Policy ``attention`` keeps attention outputs, so it does not repeat them in
     rows longer than ``score_matrix_length``; ``products`` repeats at most attention. The share
-    ``unsplit`` is not divided by tensor. Each layer and forward also takes ``layer_pass`` and ``score`` * rows
-    * heads * length^2 / (tensor * context). Exchanges per layer: 2 forward, 2 backward, 2 remat.
+    ``unsplit`` is not divided by tensor. Each layer and forward also takes ``layer_pass`` and
+    ``score`` * rows * heads * length^2 / (tensor * context). Exchanges per layer: 2 forward, 2
+    backward, 2 remat.
     FSDP: one all-gather of the weights forward; one more and a reduce-scatter of gradients
     backward; each layer by layer, with ``gather`` seconds beside the ring's.
     """
