@@ -49,10 +49,9 @@ class Routing:
     normalize: bool
     activation: Callable[[jax.Array, jax.Array], jax.Array]
 
-    def choose(self, routing_weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Top-k of probabilities [..., experts]: routing weights, float32, and experts, int32, each
-        [..., per_token]."""
-        weights, chosen = jax.lax.top_k(routing_weights, self.per_token)
+    def choose(self, probabilities: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Top-k of [..., experts]: float32 routing weights and int32 experts, [..., per_token]."""
+        weights, chosen = jax.lax.top_k(probabilities, self.per_token)
         if self.normalize:
             weights /= jnp.sum(weights, axis=-1, keepdims=True)
         return weights, chosen
@@ -165,8 +164,7 @@ def mixture_of_experts(
       kernels: whose grouped matmuls are used.
       tally_weights: float32 [batch, length], see ``hjax.models.load_balancing.routing_sums``; None:
         no routing statistics are returned.
-      move_tokens: allow a ring over the ``expert`` axis where it is cheaper, see
-        ``hjax.models.expert_ring``.
+      move_tokens: allow a ring over ``expert`` where cheaper, see ``hjax.models.expert_ring``.
       keep_gates: keep gate and up projections for the backward pass also where experts are split,
         see ``hjax.models.expert_dispatch``.
 

@@ -65,7 +65,9 @@ class Lora:
             raise _no_targets(self.key, unknown)
 
     @classmethod
-    def halves(cls, settings: Mapping[str, Any], experts: bool, key: str = "lora") -> Lora | None:
+    def from_settings(
+        cls, settings: Mapping[str, Any], experts: bool, key: str = "lora"
+    ) -> Lora | None:
         """From a config's section ``lora``; None: no adapters.
 
         Args:

@@ -295,7 +295,7 @@ def load_actor_checkpoint(
 
     config = read_config(path)
     settings = _settings(path).get("lora")
-    lora = Lora.of(settings, bool(config.experts)) if settings else None
+    lora = Lora.from_settings(settings, bool(config.experts)) if settings else None
     checkpoints = Path(path) / "checkpoints"
     step = newest_step(checkpoints) if checkpoint is None else checkpoint
     base = restore_params(checkpoints, "actor", "base", step) if lora is not None else None

@@ -326,7 +326,7 @@ def with_lora(model: ModelConfig, config: ConfigDict, role: Role) -> ModelConfig
     if not role.trained or not role.model:
         return model
     settings, key = config[role.config_section].lora, f"config.{role.config_section}.lora"
-    if (lora := Lora.of(settings, bool(model.experts), key)) is None:
+    if (lora := Lora.from_settings(settings, bool(model.experts), key)) is None:
         return model
     quantized = "" if settings.base == FLOAT else settings.base
     from_path = role_path(config, role) or config.actor.path
