@@ -73,6 +73,7 @@ def test_overwriting_needs_a_workdir(capsys):
 def test_what_won_over_what(tmp_path):
     name = "dapo.py"
     given = ["--config.algorithm.kl_coef=0.1", "--config.data.task=addition", "--config.steps=300"]
+    rows = setting_origins(name, check_config(load_config(name, given)))
     found = {
         row["key"]: row for row in setting_origins(name, check_config(load_config(name, given)))
     }
@@ -88,8 +89,9 @@ def test_what_won_over_what(tmp_path):
     assert of("steps")[1] == "dapo.py"  # what the command repeats
     assert "seed" not in found and "data.task_options.length" not in found
     own = load_config(name, {"algorithm.epochs": 3})
+    rows = setting_origins(name, check_config(own))
     row = next(
-        r for r in setting_origins(name, check_config(own)) if r["key"] == "algorithm.epochs"
+        r for r in rows if r["key"] == "algorithm.epochs"
     )
     assert row["instead of"] == "1 (DAPO's default), 2 (dapo.py)"
     idle = ["--config.critic.lora.rank=4", "--config.teacher.path=models/large"]
