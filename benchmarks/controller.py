@@ -24,8 +24,8 @@ from idle import Idle
 
 from hjax.controller import ResourcePool, Timeline, WorkerGroup
 from hjax.controller.messages import Call
-from hjax.controller.process import HostProcess, ProcessSetup, QueuedMessage, write
-from hjax.controller.ray_calls import RayStore, end_here, start_here
+from hjax.controller.process import HostProcess, ProcessSetup, QueuedMessage, serialize_value
+from hjax.controller.ray_calls import RayStore, end_here, start_local_cluster
 from hjax.controller.ray_cluster import RayCluster
 
 CALLS = 200
@@ -107,7 +107,7 @@ def measure_dummies() -> dict[int, float]:
             start = time.perf_counter()
             outcomes = []
             for _ in range(CALLS // 4):
-                written = write(Call("idle", "nothing"), store)
+                written = serialize_value(Call("idle", "nothing"), store)
                 parcel = [QueuedMessage(sequence, written)]
                 outcomes += [d.submit(sequence, parcel)[0] for d in dummies]
                 sequence += 1
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--plot", default="", help="file for the picture")
     arguments = parser.parse_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    start_here(max(PROCESSES) + 4)
+    start_local_cluster(max(PROCESSES) + 4)
     try:
         calls, edges, dummies = measure_calls(), measure_edges(), measure_dummies()
     finally:

@@ -24,8 +24,8 @@ import machine
 from idle import Weights
 
 from hjax.controller import ResourcePool, Timeline, WorkerGroup
-from hjax.controller.process import LARGE
-from hjax.controller.ray_calls import end_here, start_here
+from hjax.controller.process import LARGE_ARRAY_BYTES
+from hjax.controller.ray_calls import end_here, start_local_cluster
 from hjax.controller.ray_cluster import RayCluster
 from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import decoder_network
@@ -65,7 +65,7 @@ def planned() -> tuple[int, int, int]:
         source, landing, network.shapes, source_processes=[0, 0, 1, 1], target_processes=[0, 0]
     )
     sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(network.shapes)]
-    return sum(sizes), crossing.nbytes, sum(n for n in sizes if n < LARGE)
+    return sum(sizes), crossing.nbytes, sum(n for n in sizes if n < LARGE_ARRAY_BYTES)
 
 
 def main() -> None:
@@ -73,12 +73,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    start_here(6)
+    start_local_cluster(6)
     cluster = RayCluster("local", 3, 2)
     try:
         train, rollout = group(cluster, "train", TRAIN, 0), group(cluster, "rollout", ROLLOUT, 4)
         train.initialize().result()
-        landing = rollout.landing().result()
+        landing = rollout.target_regions().result()
         seconds: dict[str, list[float]] = {"publish": [], "broadcast": []}
         for _ in range(rounds + 1):  # the first compiles
             start = time.perf_counter()

@@ -116,7 +116,7 @@ def hjax_update(
         loss=PolicyLoss(clip_low=CLIP, clip_high=CLIP),
         optimizer=OptimizerConfig(RATE, weight_decay=0.01),
         packing=packing or 0,
-        chooses=packing is None,
+        choose_packing=packing is None,
         compute=Compute(unroll_layers=True),
     )
     group = WorkerGroup(ResourcePool("all", jax.devices()), Actor, context, role="actor")

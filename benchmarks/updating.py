@@ -164,8 +164,8 @@ def updating(case: Case, cache: Path | None = None) -> dict[str, Any]:
     account = found["roofline"]
     received = account["received_bytes"]
     if not case.scores:
-        memory = RoleMemory.built(worker)
-        described["estimated_bytes"] = memory.with_state(case.rows, case.prompt, case.remat)
+        memory = RoleMemory.from_worker(worker)
+        described["estimated_bytes"] = memory.update_bytes(case.rows, case.prompt, case.remat)
     return {
         **described,
         "seconds": account["seconds"],

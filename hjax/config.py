@@ -1,7 +1,7 @@
-"""The tree of settings of a run, and what it says of a key that is wrong.
+"""The tree of a run's settings, and one-line errors for wrong keys and values.
 
-`Config` is ml_collections' ConfigDict, which config files and flags work with, but a slip is
-answered in one line that names the nearest key, where ConfigDict prints all there are.
+`Config` is ml_collections' ConfigDict, which config files and flags use, but an unknown key is
+answered with the nearest one, where ConfigDict prints all there are.
 """
 
 import difflib
@@ -13,15 +13,15 @@ import numpy as np
 from ml_collections import ConfigDict, FieldReference, FrozenConfigDict
 
 from hjax.config_aliases import wish
-from hjax.errors import ConfigError, written
+from hjax.errors import ConfigError, safe_repr
 
 AUTO = "auto"
-# What a switch may be that hjax sets where nobody does.
+# Values of a switch that hjax sets unless the user does.
 SWITCH = (AUTO, "true", "false")
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key to value of a nested (or already flat) mapping; an empty section has none."""
+    """Dotted key to value of a nested (or flat) mapping; an empty section has no entry."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         if _is_weights(prefix + name, value):
@@ -45,14 +45,14 @@ def _by_name(weights: Mapping[str, Any]) -> tuple[str, ...]:
 def convert(key: str, value: Any, default: Any) -> Any:
     """``value`` as the type of ``default``.
 
-    An int is taken for a float, and for its text where that or ``auto`` is held, a list for a tuple
-    and the reverse, a dict of ``weights`` for its ``name=number``, NumPy's numbers for Python's,
-    and Python's True and False for the words of a ``SWITCH``.
+    An int is accepted for a float, and as text for a key that holds ``auto`` or digits; lists and
+    tuples for each other; a dict of ``weights`` for its ``name=number``; NumPy's numbers for
+    Python's; True and False for the words of a ``SWITCH``.
 
     Args:
       key: dotted, without `config.`; for the message.
       value: any.
-      default: what the key holds now; None: a value of any type is taken.
+      default: the key's current value; None: any type is accepted.
 
     Raises:
       ConfigError: a value of another type.
@@ -72,25 +72,25 @@ def convert(key: str, value: Any, default: Any) -> Any:
         return expected(value)
     if expected is tuple and _is_weights(key, value):
         return _by_name(value)
-    raise wrong_type(key, value, default)
+    raise wrong_type_error(key, value, default)
 
 
-def number_of(value: str) -> int:
-    """Of a key that may be ``auto`` its number; 0 where it is that."""
+def count_or_zero(value: str) -> int:
+    """The number that a key holds; 0 if it is ``auto``."""
     return 0 if value == AUTO else int(value)
 
 
-def wrong_type(key: str, value: Any, default: Any) -> ConfigError:
-    """The error for a value that is not of its key's type."""
+def wrong_type_error(key: str, value: Any, default: Any) -> ConfigError:
+    """The error for a value of another type than its key's."""
     expected = type(default)
     words = {int: "a whole number (int)", float: "a number (float)", bool: "true or false (bool)",
              str: "a string (str)", tuple: "a tuple, such as ('a', 'b')"}  # fmt: skip
     wanted = words.get(expected, expected.__name__)
-    return ConfigError(f"config.{key}={written(value)}: expected {wanted}")
+    return ConfigError(f"config.{key}={safe_repr(value)}: expected {wanted}")
 
 
 def section_error(key: str, known: Collection[str]) -> ConfigError:
-    """The error for a value given to a section; ``known`` are the dotted keys in it."""
+    """The error for a value given to a section; ``known``: the dotted keys in it."""
     return ConfigError(
         f"config.{key} is a section; set one of its keys: "
         + ", ".join(f"config.{k}" for k in list(known)[:8])
@@ -99,7 +99,7 @@ def section_error(key: str, known: Collection[str]) -> ConfigError:
 
 
 def nearest_keys(key: str, known: Collection[str]) -> list[str]:
-    """The keys that a mistyped one may have meant, at most three; none only if there are none.
+    """The keys that a mistyped one may have meant, at most three; none only if ``known`` is empty.
 
     Args:
       key: dotted.
@@ -116,10 +116,10 @@ def nearest_keys(key: str, known: Collection[str]) -> list[str]:
 
 
 class UnknownKey(ConfigError, AttributeError, KeyError):
-    """A key that does not exist: read or set, as an attribute or in brackets."""
+    """A key that does not exist was read or set, as an attribute or in brackets."""
 
     def __str__(self) -> str:
-        return str(self.args[0])  # a KeyError's would stand in quotes
+        return str(self.args[0])  # KeyError would quote it
 
 
 class WrongType(ConfigError, TypeError):
@@ -129,8 +129,8 @@ class WrongType(ConfigError, TypeError):
 class Config(ConfigDict):
     """A ConfigDict whose errors are one line with the nearest key.
 
-    Nested dicts become Configs that know where they stand, so that a slip in
-    `config.algorithm` is named with its section. Arguments are ConfigDict's.
+    Nested dicts become Configs that know their dotted path, so that an error in `config.algorithm`
+    names its section. Arguments are ConfigDict's.
 
     Raises:
       UnknownKey: `config.key` or `config["key"]` that does not exist: read, or set while locked.
@@ -146,16 +146,16 @@ class Config(ConfigDict):
     ):
         object.__setattr__(self, "_path", "")
         super().__init__(None, type_safe, convert_dict, **options)
-        given = {} if initial_dictionary is None else initial_dictionary
-        references = {"preserve_field_references": True} if isinstance(given, ConfigDict) else {}
-        for key, value in given.items(**references):
+        initial = {} if initial_dictionary is None else initial_dictionary
+        references = {"preserve_field_references": True} if isinstance(initial, ConfigDict) else {}
+        for key, value in initial.items(**references):
             self[key] = value
-        if isinstance(given, ConfigDict):
-            object.__setattr__(self, "_type_safe", given.is_type_safe)
-            object.__setattr__(self, "_locked", given.is_locked)
+        if isinstance(initial, ConfigDict):
+            object.__setattr__(self, "_type_safe", initial.is_type_safe)
+            object.__setattr__(self, "_locked", initial.is_locked)
 
     def __getattr__(self, name: str) -> Any:
-        # What copy, pickle and notebooks ask every object for is no key.
+        # copy, pickle and notebooks ask every object for such names; they are no keys.
         if name.startswith("_"):
             raise AttributeError(name)
         return self[name]
@@ -182,10 +182,10 @@ class Config(ConfigDict):
             value = Config(value, self.is_type_safe)
         super().__setitem__(key, value)
         if isinstance(value, Config):
-            value._stand_at(self._name_of(key))
+            value._set_path(self._name_of(key))
 
     def __eq__(self, other: object) -> bool:
-        # ConfigDict's own is true from one side only where the classes differ.
+        # ConfigDict's own is asymmetric if the classes differ.
         if not isinstance(other, ConfigDict) or isinstance(other, FrozenConfigDict):
             return False
         return (
@@ -198,7 +198,7 @@ class Config(ConfigDict):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._stand_at(state["_path"])
+        self._set_path(state["_path"])
 
     def _converted(self, key: str, value: Any) -> Any:
         held = self._fields[key]
@@ -218,19 +218,19 @@ class Config(ConfigDict):
     def _name_of(self, key: str) -> str:
         return f"{self._path}.{key}" if self._path else str(key)
 
-    def _stand_at(self, path: str) -> None:
-        """Note the dotted name of this section, and of those below, for messages."""
+    def _set_path(self, path: str) -> None:
+        """Set the dotted path of this section and of those below, for messages."""
         object.__setattr__(self, "_path", path)
         for key, value in self._fields.items():
             if isinstance(value, Config):
-                value._stand_at(self._name_of(key))
+                value._set_path(self._name_of(key))
 
     def _unknown(self, key: str) -> str:
         message = f"unknown key config.{self._name_of(key)}"
         if wished := wish(self._name_of(key)):
             return f"{message}: {wished}"
         if not self._fields:
-            return f"{message}; there are none in this section yet"
+            return f"{message}; this section has no keys yet"
         near = difflib.get_close_matches(str(key), map(str, self._fields), n=1)
         near = near or nearest_keys(str(key), list(flatten(self)))
         if not near:

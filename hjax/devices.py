@@ -14,11 +14,11 @@ from hjax.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """One accelerator of the catalogue.
+    """An accelerator of the catalogue.
 
     Attributes:
-      name: how ``--cluster`` calls it.
-      memory: bytes that a program may use, of the compiler's own limit where one is known.
+      name: its name for ``--cluster``.
+      memory: bytes that a program may use, by the compiler's own limit if one is known.
       flops: peak FLOP/s of dense matrix products by dtype.
       bandwidth: memory, bytes/s.
       link: bytes/s one device sends to its neighbours inside a domain, in one direction: NVLink,
@@ -26,13 +26,13 @@ class Device:
       network: bytes/s between domains, per host of ``per_host`` devices.
       per_host: devices of a host.
       torus: number of torus dimensions; 0: every device of a host reaches every other.
-      source: where the figures come from.
+      source: of the figures.
       cores: devices of a chip; the torus is of chips.
-      own_network: each device of a host has a network card of its own, so that a host of fewer has
+      own_network: each device of a host has its own network card, so a host with fewer devices has
         less of ``network``.
-      alone: (devices, how many times faster each is while only these are busy, share of the
-        cores' time they then take); simulated devices share a machine's cores, real ones have no
-        such entries. Numbers of devices rise, shares do not fall.
+      alone: (devices, speed-up of each while only these are busy, share of the cores' time they
+        then take), for simulated devices, which share a machine's cores; real ones have no entries.
+        Devices increase, shares do not decrease.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Device:
     own_network: bool = False
 
     def network_of(self, devices: int) -> float:
-        """Bytes/s between domains of a host with so many of these devices."""
+        """Bytes/s between domains for a host with so many of these devices."""
         share = min(1.0, devices / self.per_host) if self.own_network else 1.0
         return self.network * share
 
@@ -144,11 +144,11 @@ def device(name: str) -> Device:
     return DEVICES[key]
 
 
-# What of a TPU's kind, as JAX or Ray have it in letters and digits alone, is which of the
-# catalogue's; looked for in this order.
+# Part of a TPU's kind (JAX's or Ray's, letters and digits only) -> name in the catalogue; the first
+# match counts.
 _TPU_KINDS = {"v7x": "tpu7x", "tpu7x": "tpu7x", "tpu7": "tpu7x", "v6lite": "v6e", "v6e": "v6e",
               "v5lite": "v5e", "v5e": "v5e", "v5p": "v5p", "tpuv5": "v5p", "v4": "v4"}  # fmt: skip
-# Of a GPU's kind every word is known, or it is another device: a part of one, another card.
+# All words that a GPU's kind may have; with others it is another device: a MIG part, another card.
 _GPU_WORDS = {
     "a100": "sxm sxm4 pcie 40g 40gb 80g 80gb", "h100": "sxm sxm5 pcie nvl 80g 80gb hbm3",
     "h200": "sxm sxm5 nvl 141gb hbm3e", "gh200": "120gb 480gb", "b200": "sxm sxm6", "l40s": "",
@@ -158,18 +158,18 @@ _FORMS = ("pcie", "nvl")
 
 
 def device_of_kind(kind: str, memory: float = 0) -> Device | None:
-    """The catalogue's device for what JAX or Ray call one; None: it has none, as of a part of a GPU
+    """The catalogue's device for JAX's or Ray's name of one; None: unknown, such as a part of a GPU
     (MIG, vGPU).
 
     Args:
       kind: ``NVIDIA H100 80GB HBM3``, ``NVIDIA A100-SXM4-40GB``, ``TPU v5 lite``, ``TPU7x``,
         ``A100``, ``TPU-V5P``.
-      memory: bytes that its programs may use, where that is known. It tells an A100 of 40 from one
-        of 80 GB where the kind does not.
+      memory: bytes that programs may use, if known. It tells an A100 of 40 from one of 80 GB if the
+        kind does not.
     """
     plain = re.sub(r"[^a-z0-9]", "", kind.lower())
     if "tpu" in plain or re.fullmatch(r"v\d\w*", plain):
-        exact = {"tpuv5", "tpu7"}  # of others these are only the beginning
+        exact = {"tpuv5", "tpu7"}  # prefixes of other kinds
         keys = (key for key in _TPU_KINDS if (plain == key if key in exact else key in plain))
         found = _TPU_KINDS.get(next(keys, ""))
     else:

@@ -1,4 +1,4 @@
-"""The kinds of failure a user meets; each message is one line that says what to do next."""
+"""The kinds of errors a user meets; each message is one line that says what to do next."""
 
 import difflib
 import sys
@@ -6,12 +6,12 @@ import traceback
 from collections.abc import Callable, Iterable
 from types import TracebackType
 
-# What modules of users' files are called (``hjax.user_code``).
+# Prefix of the modules of users' files (``hjax.user_code``).
 USER_MODULE = "hjax_user_"
 
 
-class _Told:
-    """An error whose message is all there is to say: a notebook shows it, and no frames."""
+class _OneLineError:
+    """An error that a notebook shows as its one-line message, without frames."""
 
     details: str = ""
 
@@ -21,7 +21,7 @@ class _Told:
         return [*lines, f"hjax: error: {one_line(self)}"]  # type: ignore[arg-type]
 
 
-class ConfigError(_Told, ValueError):
+class ConfigError(_OneLineError, ValueError):
     """Bad input: a key, flag, file or shape. Commands print the message and exit with status 2."""
 
 
@@ -29,7 +29,7 @@ class DataError(ConfigError):
     """A dataset or file that cannot be used; the message names the file and the row."""
 
 
-class RunError(_Told, RuntimeError):
+class RunError(_OneLineError, RuntimeError):
     """A failure while running (reward outage, non-finite updates). Commands exit with status 1.
 
     Args:
@@ -47,31 +47,31 @@ class ProcessLost(RunError):
     """A process of a resource pool died, hangs or lost its network; the message names it."""
 
 
-# Characters of a message that is shown.
-LONGEST = 1500
-# Before the end of its log, in the message of a ``ProcessLost``.
+# Longest message that is shown.
+MAX_MESSAGE_CHARS = 1500
+# Precedes a process's log in the message of a ``ProcessLost``.
 LOG_FOLLOWS = "; the last lines of"
 
 
 def exit_status(run: Callable[[], int]) -> int:
-    """What ``run`` returns; 2 for wrong input, 1 for other errors, each said in one line."""
+    """The result of ``run``; 2 for wrong input, 1 for other errors, each printed in one line."""
     try:
         return run()
     except (ConfigError, RunError) as error:
-        return _fail(error, 2 if isinstance(error, ConfigError) else 1)
+        return _print_error(error, 2 if isinstance(error, ConfigError) else 1)
     except OSError as error:
-        # Of the machine; one that names its file says where, too.
+        # An error of the machine; without a file name its traceback says where.
         if not error.filename:
             traceback.print_exc()
-        return _fail(error, 1)
+        return _print_error(error, 1)
     except Exception as error:
-        # Not a known kind of failure: where it happened matters more than brevity.
-        traceback.print_exception(type(error), error, _of_the_user(error))
-        return _fail(error, 1)
+        # An unknown kind of failure: print where it happened.
+        traceback.print_exception(type(error), error, _user_frames(error))
+        return _print_error(error, 1)
 
 
-def _of_the_user(error: BaseException) -> TracebackType | None:
-    """The frames from the first one in a file of the user's on; all where there is none."""
+def _user_frames(error: BaseException) -> TracebackType | None:
+    """The frames from the first one in a user's file on; all if there is none."""
     frames = error.__traceback__
     while frames is not None:
         if frames.tb_frame.f_globals.get("__name__", "").startswith(USER_MODULE):
@@ -80,37 +80,38 @@ def _of_the_user(error: BaseException) -> TracebackType | None:
     return error.__traceback__
 
 
-def written(value: object) -> str:
-    """A value as Python writes it; of one that refuses, its type."""
+def safe_repr(value: object) -> str:
+    """``repr`` of a value; its type if ``repr`` fails."""
     try:
         return repr(value)
     except Exception:
         return f"something that repr cannot show ({type(value).__name__})"
 
 
-def cut(text: str, limit: int) -> str:
-    """A text of at most so many characters."""
+def truncate(text: str, limit: int) -> str:
+    """A text cut to at most so many characters."""
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def short(value: object, limit: int = 60) -> str:
-    """A value as messages show it."""
-    return cut(written(value), limit)
+def short_repr(value: object, limit: int = 60) -> str:
+    """A value's repr, cut to the length for messages."""
+    return truncate(safe_repr(value), limit)
 
 
-def meant(name: str, known: Iterable[str]) -> str:
-    """`did you mean NEAREST? `, empty where none of ``known`` is near."""
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`did you mean NEAREST? `; empty if none of ``known`` is near."""
     near = difflib.get_close_matches(name, known, 1)
     return f"did you mean {near[0]}? " if near else ""
 
 
 def one_line(error: BaseException) -> str:
-    """Its message in a line; of a long one, in which a value stands, the beginning and the end."""
+    """An error's message in one line; of a long one the beginning and the end."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} … {text[-LONGEST // 2 :]}"
+    half = MAX_MESSAGE_CHARS // 2
+    return text if len(text) <= 2 * half else f"{text[:half]} … {text[-half:]}"
 
 
-def _fail(error: Exception, status: int) -> int:
+def _print_error(error: Exception, status: int) -> int:
     text = one_line(error)
     if details := getattr(error, "details", ""):
         print(details, file=sys.stderr)

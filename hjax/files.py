@@ -1,4 +1,4 @@
-"""Files as hjax keeps them: JSON without surprises, replaced whole, read with one-line errors."""
+"""hjax's files: JSON without non-finite numbers, atomic replacement, one-line errors."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ import numpy as np
 
 from hjax.errors import DataError
 
-# A run's rows, in its workdir.
+# Files of rows in a run's workdir.
 METRICS = "metrics.jsonl"
 WARM_START = "warm_start.jsonl"
 SAMPLES = "samples.jsonl"
@@ -23,13 +23,14 @@ CALIBRATION = "calibration.jsonl"
 
 
 def cache_folder(*parts: str) -> Path:
-    """Where hjax keeps what it can make again: ``$XDG_CACHE_HOME/hjax`` or ``~/.cache/hjax``."""
+    """The folder for files that can be made again: ``$XDG_CACHE_HOME/hjax`` or
+    ``~/.cache/hjax``."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root.joinpath("hjax", *parts)
 
 
 def to_json(value: Any) -> Any:
-    """``value`` as JSON knows it: arrays become lists, non-finite numbers None."""
+    """``value`` in JSON's types: arrays become lists, non-finite numbers None."""
     if isinstance(value, Mapping):
         return {str(k): to_json(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -51,7 +52,7 @@ def json_line(value: Any) -> str:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a `.jsonl` file; none if absent, a torn last line left out.
+    """The rows of a `.jsonl` file; none if absent. An incomplete last line is left out.
 
     Raises:
       DataError: a line before the last that is not a JSON object with a step.
@@ -59,7 +60,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     lines = path.read_bytes().split(b"\n")
-    # What stands after the last newline was cut off by a kill.
+    # Text after the last newline is a line cut off by a kill.
     rows = []
     for number, line in enumerate(lines[:-1], 1):
         try:
@@ -73,9 +74,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def saved_steps(directory: Path) -> list[int]:
-    """The steps of which a run's ``checkpoints/`` has a complete one, rising."""
+    """The steps with a complete checkpoint in a run's ``checkpoints/``, ascending."""
     names = [p.name for p in directory.iterdir() if p.name.isascii() and p.name.isdigit()]
-    # A number that is written otherwise (007) names none.
+    # Other spellings of a number (007) are no checkpoint.
     found = [int(name) for name in names if str(int(name)) == name]
     return sorted(step for step in found if (directory / str(step)).is_dir())
 
@@ -96,12 +97,12 @@ def read_json(path: Path) -> Any:
         raise DataError(f"{path}: not JSON; the file is damaged") from error
 
 
-# How the files end that are being written; one that a kill has left is of no use.
+# Suffix of files being written; one that a kill has left is useless.
 _PART = ".part"
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write ``content`` to ``path`` so that a reader sees the old or the new file, never half."""
+    """Write ``content`` to ``path`` atomically: a reader sees the old or the new file."""
     data = content if isinstance(content, bytes) else content.encode("utf-8", errors="replace")
     with replacing(path) as part:
         part.write_bytes(data)
@@ -109,13 +110,12 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """An empty file to write into, which takes the place of ``path`` at the end of the block.
+    """An empty file to write into; it replaces ``path`` at the end of the block, synced to disk.
 
-    It is on the disk then; after an error ``path`` is as it was. Its permissions are those of any
-    new file.
+    After an error ``path`` is unchanged. Permissions are those of any new file.
     """
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_PART}")
-    # The system subtracts the umask. Asking for it would change it, for other threads too.
+    # The system applies the umask; reading it would change it for other threads.
     os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     try:
         yield part
@@ -128,6 +128,6 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def remove_parts(directory: Path) -> None:
-    """Remove what ``replacing`` left in a directory when it was killed; nobody may write there."""
+    """Remove files that a killed ``replacing`` left in a directory; nobody may be writing there."""
     for part in directory.glob(f".*{_PART}"):
         part.unlink(missing_ok=True)

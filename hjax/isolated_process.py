@@ -1,8 +1,7 @@
-"""Work done apart: in a process of its own, which is ended, with all it has started, when late.
+"""Isolated worker process for code that may hang, crash, leave threads or change its process.
 
-For code that may hang, crash, leave threads behind or change the process it runs in: a user's
-reward function, a chat template, a comparison of expressions. ``hjax/process_supervisor.py`` is
-what runs there.
+Examples are a user's reward function, a chat template, a comparison of expressions. A process that
+exceeds its timeout is killed with all its descendants. ``hjax/process_supervisor.py`` runs there.
 """
 
 from __future__ import annotations
@@ -21,18 +20,28 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from hjax.process_supervisor import BEGUN, DONE, FAILED, GIVEN, HEADING, READY, REQUEST, STATUS, put
+from hjax.process_supervisor import (
+    DONE,
+    FAILED,
+    FRAME_HEADER,
+    READY,
+    REQUEST,
+    SETUP,
+    STARTED,
+    STATUS,
+    send_frame,
+)
 
-# How long the process may take to start and import what it needs, and to read a request.
+# Timeouts: to start and import, and to read a request.
 _START_SECONDS, _READ_SECONDS = 300.0, 10.0
-# After its time is over an answer may still say so itself; then the process is ended.
+# After a request's timeout the process may still report it itself; then it is killed.
 _GRACE_SECONDS = 1.0
-# Until its keeper has ended all it has started.
+# Timeout for the supervisor to kill all descendants.
 _END_SECONDS = 5.0
 
 
 class DeadlineExceeded(Exception):
-    """No answer in time; the process was ended."""
+    """No answer within the timeout; the process was killed."""
 
 
 class ProcessDied(Exception):
@@ -40,10 +49,10 @@ class ProcessDied(Exception):
 
 
 class TaskFailed(Exception):
-    """What was asked raised an error there; the message is its text.
+    """The request raised an error there; the message is its text.
 
     Attributes:
-      at_start: it raised before the first request, and the process is gone.
+      at_start: it was raised before the first request, and the process has ended.
     """
 
     def __init__(self, text: str, at_start: bool = False):
@@ -52,63 +61,64 @@ class TaskFailed(Exception):
 
 
 class IsolatedProcess:
-    """A process that answers requests, one at a time. It starts with the first, or by ``start``.
+    """A subprocess that answers requests, one at a time; started by the first request or by
+    ``start``.
 
-    One that is late or dies is gone with all it has started, and the next request starts another.
-    What it prints is printed here. It ends with this object, and with this process, however that
-    ends.
+    If it exceeds a timeout or dies it is killed with all its descendants, and the next request
+    starts another. Its output is printed here. It ends with this object, and with this process,
+    however that ends.
 
     Args:
-      entry: ``module:name`` of what makes the answers there: called with ``given`` it returns a
-        function of a request. Both are bytes.
-      given: for ``entry``.
-      environment: variables that differ there.
-      start_seconds: until it must have started.
+      entry: ``module:name`` of a function that is called there with ``setup`` and returns a
+        function of a request. Both arguments are bytes.
+      setup: for ``entry``.
+      environment: variables to set there.
+      start_seconds: timeout for its start.
     """
 
     def __init__(
         self,
         entry: str,
-        given: bytes,
+        setup: bytes,
         environment: Mapping[str, str] | None = None,
         start_seconds: float = _START_SECONDS,
     ):
-        self._entry, self._given = entry, given
+        self._entry, self._setup = entry, setup
         self._environment = dict(environment or {})
         self._start_seconds = start_seconds
         self._lock = threading.Lock()
         self._process: _Process | None = None
 
     def start(self) -> None:
-        """Start the process, without waiting until it is ready."""
+        """Start the process without waiting until it is ready."""
         with self._lock:
-            self._started()
+            self._ensure_started()
 
     def call(self, request: bytes, seconds: float) -> bytes:
         """The answer to a request.
 
         Args:
           request: of any size.
-          seconds: for the answer, from when the process has read the request.
+          seconds: timeout of the answer, from when the process has read the request.
 
         Raises:
-          Late: none in time.
-          Died: the process ended.
-          Failed: it raised an error.
+          DeadlineExceeded: no answer in time.
+          ProcessDied: the process ended.
+          TaskFailed: the request raised an error.
         """
         with self._lock:
-            process = self._started()
+            process = self._ensure_started()
             try:
                 if not process.ready:
                     process.expect(READY, self._start_seconds)
                     process.ready = True
                 process.send(request, _READ_SECONDS + seconds)
-                process.expect(BEGUN, _READ_SECONDS + seconds)
+                process.expect(STARTED, _READ_SECONDS + seconds)
                 return process.expect(DONE, seconds + _GRACE_SECONDS)
             except BaseException as error:
-                # After Ctrl-C, too: its answer would be taken for the next one's.
+                # After Ctrl-C too: a late answer would be taken for the next request's.
                 if not isinstance(error, TaskFailed) or error.at_start:
-                    self._drop()
+                    self._discard()
                 if isinstance(error, TimeoutError):
                     raise DeadlineExceeded from None
                 if isinstance(error, ProcessDied | OSError):
@@ -116,30 +126,30 @@ class IsolatedProcess:
                 raise
 
     def close(self) -> None:
-        """End the process, if there is one."""
+        """Kill the process, if there is one."""
         with self._lock:
-            self._drop()
+            self._discard()
 
     def pid(self) -> int | None:
-        """Of the keeper, above all that was started; None: there is no process."""
+        """Process id of the supervisor, the parent of all that was started; None: no process."""
         return None if self._process is None else self._process.pid
 
-    def _started(self) -> _Process:
+    def _ensure_started(self) -> _Process:
         if self._process is None:
-            self._process = _Process(self._entry, self._given, self._environment)
+            self._process = _Process(self._entry, self._setup, self._environment)
             self._finalizer = weakref.finalize(self, self._process.end)
         return self._process
 
-    def _drop(self) -> None:
+    def _discard(self) -> None:
         if self._process is not None:
             self._finalizer()
             self._process = None
 
 
 class _Process:
-    """One that was started, and the two ways to it: of requests, and of its keeper."""
+    """A started process with its two sockets: for requests, and to its supervisor."""
 
-    def __init__(self, entry: str, given: bytes, environment: Mapping[str, str]):
+    def __init__(self, entry: str, setup: bytes, environment: Mapping[str, str]):
         self.ready = False
         self._requests, theirs = socket.socketpair()
         self._control, kept = socket.socketpair()
@@ -160,25 +170,25 @@ class _Process:
             kept.close()
         self.pid = self._popen.pid
         self._printer = threading.Thread(
-            target=_print_all,
+            target=_forward_output,
             args=(self._popen.stdout, self._popen.stderr),
-            name="hjax-apart-output",
+            name="hjax-isolated-output",
             daemon=True,
         )
         self._printer.start()
-        # Now, so that it imports what it needs while others work here.
+        # Sent now, so that it imports in the background.
         self._requests.settimeout(_READ_SECONDS)
         with contextlib.suppress(OSError):  # then it will not be ready either
-            put(self._requests, GIVEN, given)
+            send_frame(self._requests, SETUP, setup)
 
     def send(self, request: bytes, seconds: float) -> None:
         self._requests.settimeout(seconds)
-        put(self._requests, REQUEST, request)
+        send_frame(self._requests, REQUEST, request)
 
     def expect(self, kind: bytes, seconds: float) -> bytes:
-        """What comes next, which must be of this kind."""
+        """The content of the next frame, which must be of this kind."""
         deadline = time.monotonic() + seconds
-        found, size = HEADING.unpack(self._read(HEADING.size, deadline))
+        found, size = FRAME_HEADER.unpack(self._read(FRAME_HEADER.size, deadline))
         content = self._read(size, deadline)
         if found == FAILED:
             raise TaskFailed(content.decode(errors="replace"), at_start=not self.ready)
@@ -190,26 +200,26 @@ class _Process:
         parts = bytearray()
         while len(parts) < size:
             left = deadline - time.monotonic()
-            ways = [self._requests, self._control]
-            ready = select.select(ways, [], [], max(left, 0.0))[0] if left > 0 else []
+            sockets = [self._requests, self._control]
+            ready = select.select(sockets, [], [], max(left, 0.0))[0] if left > 0 else []
             if self._requests in ready:
                 part = self._requests.recv(min(size - len(parts), 1 << 20))
                 if not part:
-                    raise ProcessDied(self._how())
+                    raise ProcessDied(self._exit_description())
                 parts += part
             elif ready:
-                raise ProcessDied(self._how())
+                raise ProcessDied(self._exit_description())
             else:
                 raise TimeoutError
         return bytes(parts)
 
-    def _how(self) -> str:
-        """In words how the worker ended."""
+    def _exit_description(self) -> str:
+        """How the worker ended, in words."""
         self._control.settimeout(_END_SECONDS)
         with contextlib.suppress(OSError):
-            told = self._control.recv(STATUS.size)
-            if len(told) == STATUS.size:
-                status = os.waitstatus_to_exitcode(STATUS.unpack(told)[0])
+            status_bytes = self._control.recv(STATUS.size)
+            if len(status_bytes) == STATUS.size:
+                status = os.waitstatus_to_exitcode(STATUS.unpack(status_bytes)[0])
                 if status >= 0:
                     return f"its process ended with exit status {status}"
                 with contextlib.suppress(ValueError):
@@ -218,27 +228,27 @@ class _Process:
         return "its process ended"
 
     def end(self) -> None:
-        """End it and all it has started."""
+        """Kill it and all its descendants."""
         self._requests.close()
-        self._control.close()  # on which the keeper ends the others, then itself
+        self._control.close()  # tells the supervisor to kill the others, then itself
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(_END_SECONDS)
-        # Where somebody has ended or stopped the keeper: whoever is in its group.
+        # If the supervisor itself was killed or stopped: its process group.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self._popen.wait()
-        self._printer.join(_GRACE_SECONDS)  # the last that it has printed
+        self._printer.join(_GRACE_SECONDS)  # its last output
 
 
-def _print_all(*pipes: Any) -> None:
-    """Print here what comes, until it ends."""
+def _forward_output(*pipes: Any) -> None:
+    """Print the output of these pipes here, until they end."""
     streams = dict(zip(pipes, ("stdout", "stderr")))
     texts = {pipe: codecs.getincrementaldecoder("utf-8")("replace") for pipe in pipes}
     while streams:
         for pipe in select.select(list(streams), [], [])[0]:
             part = os.read(pipe.fileno(), 1 << 16)
             stream = getattr(sys, streams[pipe], None)
-            # Whatever ails the terminal is no affair of who waits for an answer.
+            # Errors of the terminal must not fail the request.
             with contextlib.suppress(Exception):
                 stream.write(texts[pipe].decode(part))  # type: ignore[union-attr]
                 stream.flush()  # type: ignore[union-attr]

@@ -1,17 +1,17 @@
-"""How far work below the display has come: who does it tells, whoever shows it listens."""
+"""Progress of long work: code that does it reports, a display listens."""
 
 import contextlib
 from collections.abc import Callable, Iterator
 
-# Told what is done, how much of it, and how much there is (in any unit).
+# Called with what is done, how much of it is done, and the total (in any unit).
 Listener = Callable[[str, int, int], None]
 
 _listeners: list[Listener] = []
 
 
 @contextlib.contextmanager
-def shown(listener: Listener) -> Iterator[None]:
-    """Hear of all work of this process, in whatever thread it is done, while the block lasts."""
+def progress_listener(listener: Listener) -> Iterator[None]:
+    """Listen to the progress of all work of this process, in every thread, within the block."""
     _listeners.append(listener)
     try:
         yield
@@ -19,7 +19,7 @@ def shown(listener: Listener) -> Iterator[None]:
         _listeners.remove(listener)
 
 
-def tell(what: str, done: int, total: int) -> None:
-    """So much is done."""
+def report_progress(what: str, done: int, total: int) -> None:
+    """Report how much of ``total`` is done."""
     for listener in tuple(_listeners):
         listener(what, done, total)

@@ -1,7 +1,7 @@
-"""The one table of roles: what the models of a dataflow are, read by everyone.
+"""The table of roles: the models of a dataflow, their worker classes and properties.
 
-A role is one entry here, or one in an algorithm's ``workers`` for a role of its own.
-Which methods of a worker class can be called from the controller, and how, is found in one way.
+A role is an entry here, or one in an algorithm's ``workers`` for a role of its own. This module
+also finds the methods of a worker class that the controller can call.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from hjax.errors import ConfigError
 
 
 def worker_class(worker: Any) -> Any:
-    """A worker's class, imported where it is named ``module:Class``."""
+    """A worker's class, imported if it is named ``module:Class``."""
     if not isinstance(worker, str):
         return worker
     module, _, name = worker.partition(":")
@@ -21,9 +21,9 @@ def worker_class(worker: Any) -> Any:
 
 
 def binding(worker: Any, name: str) -> Any:
-    """The function of a worker class's method that was bound to a protocol, None without one.
+    """The function of a worker class's method that has a transfer protocol, None without one.
 
-    An override that is not bound itself stands for the method it overrides.
+    An override without its own protocol uses that of the method it overrides.
 
     Returns:
       a function with ``protocol``, ``phase``, and maybe ``reads`` and ``background``.
@@ -36,39 +36,39 @@ def binding(worker: Any, name: str) -> Any:
 
 
 def bound_methods(worker: Any) -> dict[str, Any]:
-    """By name, the bindings of all methods of a worker class that the controller can call."""
+    """All methods of a worker class that the controller can call, by name."""
     cls = worker_class(worker)
     names = (name for name in dir(cls) if not name.startswith("__"))
     return {name: found for name in names if (found := binding(cls, name)) is not None}
 
 
-# The parts of a step, in their order, as plans call them (HybridFlow, arXiv 2409.19256, figure 1).
+# The stages of a step, in order, as plans name them (HybridFlow, arXiv 2409.19256, figure 1).
 STAGES = ("generation", "preparation", "learning")
 
-# What a trained role's may be called, as optax has them (hjax.workers.optimizer).
+# Names of a trained role's optimizer, as in optax (hjax.workers.optimizer).
 OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "adafactor", "muon")
 
 
 @dataclasses.dataclass(frozen=True)
 class Role:
-    """A model of the dataflow, or whatever else answers calls.
+    """A model of the dataflow, or anything else that answers calls.
 
     Attributes:
-      worker: the class of its worker, or where that is: ``module:Class``.
-      name: in the dataflow; empty: that under which it stands in a table.
-      section: of the config that has its path, optimizer and offload; empty: that of its name.
-      trained: whether it has an optimizer and a loss.
-      scalar: its model gives one number per token, not one per word of the vocabulary.
-      generates: it draws responses, so it has a layout for that beside the one for training.
-      starts_from: the role whose weights it takes where its own path is empty. It answers for each
-        of that role's tokens, so their tokenizers must agree.
-      per_token: it answers for each of the actor's tokens though it starts from weights of its own,
-        so their tokenizers must agree as well.
-      whole: it judges whole sequences, as text if its tokenizer is another than the actor's.
-      function: the class of its worker where it has no path: a Python function on the host.
-      apart: no algorithm calls it: it is there where the placement gives it devices.
-      model: whether it has one that hjax builds, with shapes and weights; a class of a user's own
-        for a new role mostly has not.
+      worker: the class of its worker, or its place: ``module:Class``.
+      name: in the dataflow; empty: its key in a table.
+      section: of the config with its path, optimizer and offload; empty: that of its name.
+      trained: it has an optimizer and a loss.
+      scalar: its model has a scalar head: one number per token, not one per word of the vocabulary.
+      generates: it generates responses, so it has a generate layout beside the train layout.
+      starts_from: the role whose weights it takes if its own path is empty. It answers for each of
+        that role's tokens, so their tokenizers must agree.
+      per_token: it answers for each of the actor's tokens but starts from weights of its own, so
+        their tokenizers must agree as well.
+      whole: it scores whole sequences, as text if its tokenizer differs from the actor's.
+      function: the class of its worker if it has no path: a Python function on the host.
+      apart: no algorithm calls it; it exists if the placement gives it devices.
+      model: it has a model that hjax builds, with shapes and weights; a user's class for a new role
+        mostly has none.
     """
 
     worker: Any
@@ -86,13 +86,13 @@ class Role:
 
     @property
     def config_section(self) -> str:
-        """Name of the config section that describes it."""
+        """Name of its config section."""
         return self.section or self.name
 
 
 _FUNCTION = "hjax.workers:FunctionReward"
 _LEARNS: dict[str, Any] = {"section": "critic", "trained": True, "starts_from": "actor"}
-# In the order in which they are shown.
+# In display order.
 ROLES: dict[str, Role] = {
     role.name: dataclasses.replace(role, model=True)
     for role in (
@@ -109,35 +109,35 @@ ROLES: dict[str, Role] = {
 }
 # The actor of a run that trains a reward model: it has a scalar head and generates nothing.
 SCORER = Role("hjax.workers:RewardTrainer", trained=True, scalar=True, model=True)
-# The role that generates in the actor's stead, where a placement names it.
+# The role that generates instead of the actor, if a placement names it.
 ROLLOUT = "rollout"
 
 
 def role_table(names: Sequence[str], own: Mapping[str, Any], owner: str) -> dict[str, Role]:
-    """The roles of an algorithm by name, in their order.
+    """The roles of an algorithm by name, in order.
 
     Args:
       names: the roles it calls.
-      own: roles of its own, or classes of its own for standing ones: a worker class or a ``Role``
-        by name.
+      own: by name its own roles, or its own classes for standing roles: a worker class or a
+        ``Role``.
       owner: the algorithm, for the error.
 
     Raises:
-      ConfigError: a role that stands nowhere.
+      ConfigError: a role that is defined nowhere.
     """
     table = {}
     for name in dict.fromkeys((*names, *own)):
         entry = own.get(name)
         if name in ROLES and ROLES[name].apart:
             raise ConfigError(
-                f"{owner} has a role {name!r}, which is none of an algorithm's: it stands for the "
-                "actor where a placement gives it devices; choose another name"
+                f"{owner} has a role {name!r}, a name that is reserved: it generates instead of "
+                "the actor if a placement gives it devices; choose another name"
             )
         if isinstance(entry, Role):
             table[name] = dataclasses.replace(entry, name=name)
         elif entry is not None:
-            # The class alone: otherwise like the standing role of that name, but a function only
-            # where the class calls one.
+            # Only a class: like the standing role of that name, but a function only if the class is
+            # one that calls functions.
             known = ROLES.get(name, Role(entry, name))
             if known.function and issubclass(entry, worker_class(known.function)):
                 table[name] = dataclasses.replace(known, function=entry)
@@ -151,5 +151,5 @@ def role_table(names: Sequence[str], own: Mapping[str, Any], owner: str) -> dict
 
 
 def calls_of(worker: Any) -> dict[str, str]:
-    """Phase by name of a worker class's methods that are part of the dataflow (hjax.protocol)."""
+    """Phase by name of a worker class's methods that belong to the dataflow (hjax.protocol)."""
     return {name: method.phase for name, method in bound_methods(worker).items() if method.phase}

@@ -1,4 +1,4 @@
-"""What a config key is: its default, its meaning, and what its value may be."""
+"""Config keys (default, meaning) and validators of their values."""
 
 import dataclasses
 import math
@@ -19,9 +19,9 @@ class Key:
     """One config key.
 
     Attributes:
-      default: its value where nobody sets it; the key has the type of this.
-      doc: what it means, with its unit; printed in docs/config.md.
-      rule: what it may be; None: whatever has the type.
+      default: its value if nobody sets it; determines the key's type.
+      doc: meaning and unit; printed in docs/config.md.
+      rule: allowed values; None: all of the type.
     """
 
     default: Any

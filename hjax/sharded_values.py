@@ -1,8 +1,8 @@
-"""Values of which each process has a part: how they are described, put together and read.
+"""Sharded values: each process holds a part; how parts are described, merged and read.
 
-A worker that runs on several processes gives each of them its own part of a result. What the
-controller and other workers are handed then says which regions there are and who can give them;
-whoever reads one asks for the regions that it needs and for nothing else.
+A worker on several processes returns a part of its result from each. The controller and other
+workers then see which regions exist and who has them, and a reader fetches only the regions that it
+needs.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import numpy as np
 
 from hjax.errors import RunError
 
-# Start and stop in each dimension.
+# (start, stop) in each dimension.
 Region = tuple[tuple[int, int], ...]
 
 
 class ShardedRows(NamedTuple):
-    """Rows of a batch that a role holds, on its devices.
+    """Rows of a batch that a role holds on its devices.
 
     Attributes:
-      held: the batch, or in a message its future.
-      rows: int [rows], their numbers; None: all.
+      held: the batch; in a message its future.
+      rows: int [rows], row numbers; None: all.
     """
 
     held: Any
@@ -35,42 +35,42 @@ class ShardedRows(NamedTuple):
 
 
 class ArrayHandle(Protocol):
-    """Stands for an array that is somewhere else."""
+    """A reference to an array that is somewhere else."""
 
     def fetch(self) -> np.ndarray:
-        """The array, brought here."""
+        """Fetch the array."""
 
 
 class PartialValue(abc.ABC):
-    """A value of which each process may have a part."""
+    """A value of which each process may hold a part."""
 
     @abc.abstractmethod
     def merged(self, others: Sequence[Any]) -> PartialValue:
-        """This and what other processes have of the same."""
+        """This part merged with those of other processes."""
 
     @abc.abstractmethod
     def whole(self) -> Any:
-        """The value, once nothing is missing."""
+        """The complete value, once no part is missing."""
 
 
 class PendingValue(PartialValue):
-    """One that may not be there yet; who writes it down waits for it.
+    """A value that may not be ready yet; its serialization waits for it.
 
     Attributes:
-      coming: done when it is there; None: it is another process's.
+      future: done when it is ready; None: another process has it.
     """
 
-    coming: concurrent.futures.Future | None
+    future: concurrent.futures.Future | None
 
 
 @dataclasses.dataclass(frozen=True)
 class ArrayRegions(PartialValue):
-    """An array of which regions are at hand, here or by a handle.
+    """An array given by regions, which are here or behind handles.
 
     Attributes:
       shape, dtype: of the whole array.
-      parts: disjoint regions, each with its numbers: a numpy array of the region's shape, or a
-        ``ArrayHandle`` of one.
+      parts: disjoint regions with their data: a numpy array of the region's shape, or its
+        ``ArrayHandle``.
     """
 
     shape: tuple[int, ...]
@@ -79,7 +79,7 @@ class ArrayRegions(PartialValue):
 
     @classmethod
     def of(cls, x: np.ndarray) -> ArrayRegions:
-        """An array that is at hand, as one piece."""
+        """An array as one region."""
         return cls(x.shape, x.dtype, ((tuple((0, n) for n in x.shape), x),))
 
     @property
@@ -88,10 +88,10 @@ class ArrayRegions(PartialValue):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def merged(self, others: Sequence[ArrayRegions]) -> ArrayRegions:
-        """This and the parts of the same array that other processes have.
+        """This with the regions of the same array from other processes.
 
         Raises:
-          RunError: they are not parts of the same array.
+          RunError: they are not regions of the same array.
         """
         for other in others:
             if (other.shape, other.dtype) != (self.shape, self.dtype):
@@ -103,10 +103,10 @@ class ArrayRegions(PartialValue):
         return dataclasses.replace(self, parts=every)
 
     def read(self, region: Region) -> np.ndarray:
-        """The numbers of a region; only parts that overlap it are fetched.
+        """The data of a region; only overlapping parts are fetched.
 
         Raises:
-          RunError: parts of the region are missing, or there twice.
+          RunError: parts of the region are missing, or exist twice.
         """
         shape = tuple(stop - start for start, stop in region)
         found: list[Region] = []
@@ -144,7 +144,7 @@ class ArrayRegions(PartialValue):
 
 @dataclasses.dataclass(frozen=True)
 class SummedValue(PartialValue):
-    """Counts (or arrays) of which each process has its share: together they are the sum."""
+    """Counts (or arrays) of which each process has a term; the value is their sum."""
 
     counts: Mapping[str, Any]
 
@@ -162,14 +162,13 @@ class SummedValue(PartialValue):
 
 
 def merge(values: Sequence[Any]) -> Any:
-    """One value out of what each process gave, in rank order.
+    """One value from what each process returned, in rank order.
 
-    Parts are put together; of anything else every process has the same, and the first one's is
-    taken.
+    Parts are merged. Anything else is the same on every process, and the first one's is taken.
     """
 
     def merged(first: Any, *others: Any) -> Any:
-        # The others say nothing where the first process alone gives it all.
+        # Others give None for what rank 0 alone returns.
         known = [x for x in others if x is not None]
         return first.merged(known) if isinstance(first, PartialValue) else first
 
@@ -177,8 +176,8 @@ def merge(values: Sequence[Any]) -> Any:
 
 
 def map_leaves(function: Callable[..., Any], value: Any, *others: Any) -> Any:
-    """``value`` with ``function`` applied to everything in its dicts, tuples and lists, and to what
-    stands there in ``others``, which are of the same structure."""
+    """``value`` with ``function`` applied to every leaf of its dicts, tuples and lists, together
+    with the leaves of ``others``, which have the same structure."""
     if isinstance(value, Mapping):
         return {k: map_leaves(function, value[k], *(other[k] for other in others)) for k in value}
     if isinstance(value, list | tuple):
@@ -188,12 +187,12 @@ def map_leaves(function: Callable[..., Any], value: Any, *others: Any) -> Any:
 
 
 def whole(value: Any) -> Any:
-    """``value`` with everything that came in parts put together."""
+    """``value`` with every ``PartialValue`` in it replaced by its complete value."""
     return map_leaves(lambda x: x.whole() if isinstance(x, PartialValue) else x, value)
 
 
 def region_of(index: Sequence[slice], shape: Sequence[int]) -> Region:
-    """A tuple of slices, as JAX gives shards, as starts and stops."""
+    """The region of a tuple of slices, as JAX gives shards."""
     bounds = (s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
     return tuple((start, stop) for start, stop in bounds)
 
@@ -209,13 +208,13 @@ def volume(region: Region) -> int:
 
 
 def overlap(one: Region, other: Region) -> Region | None:
-    """What two regions have in common; None: nothing."""
+    """The intersection of two regions; None: it is empty."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return common if all(start < stop for start, stop in common) else None
 
 
 def within(part: Region, held: Region) -> tuple[Any, ...]:
-    """An index that cuts a region out of an array that holds a larger one, as a view."""
+    """The index of a region in an array that holds a larger one; gives a view."""
     cuts = (slice(p[0] - h[0], p[1] - h[0]) for p, h in zip(part, held, strict=True))
-    # With the ellipsis that of a scalar is an array too.
+    # The ellipsis keeps a scalar an array.
     return (..., *cuts)

@@ -1,4 +1,4 @@
-"""A nested dict in two: what learns, and what is frozen."""
+"""Split of a nested dict of parameters into trainable and frozen ones."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,10 +7,10 @@ Tree = Any
 
 
 class TrainableSplit:
-    """Splits trees of one structure, and puts them together again.
+    """Splits trees of one structure, and joins them again.
 
     Args:
-      learned: nested dict of bool; None: everything learns.
+      learned: nested dict of bool, True if trainable; None: everything is.
     """
 
     def __init__(self, learned: Mapping[str, Any] | None = None):
@@ -18,13 +18,13 @@ class TrainableSplit:
         self.everything = all(_leaves(self._learned))
 
     def split(self, tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What learns of a tree, and the rest; whatever its leaves are, and where some lack."""
+        """(trainable part, frozen part) of a tree with any leaves, some of which may be missing."""
         if self.everything:
             return dict(tree), {}
-        return _chosen(tree, self._learned, True), _chosen(tree, self._learned, False)
+        return _select(tree, self._learned, True), _select(tree, self._learned, False)
 
     def join(self, learned: Mapping[str, Any], rest: Mapping[str, Any]) -> dict[str, Any]:
-        """The tree that was split so."""
+        """The tree from its two parts."""
         return _joined(learned, rest)
 
 
@@ -34,15 +34,15 @@ def _leaves(tree: Any) -> list[Any]:
     return [leaf for value in tree.values() for leaf in _leaves(value)]
 
 
-def _chosen(tree: Any, learned: Any, which: bool) -> Any:
+def _select(tree: Any, learned: Any, trainable: bool) -> Any:
     found: dict[str, Any] = {}
-    for name, of in learned.items():
+    for name, flag in learned.items():
         if name not in tree:
             continue
-        if isinstance(of, Mapping):
-            if part := _chosen(tree[name], of, which):
+        if isinstance(flag, Mapping):
+            if part := _select(tree[name], flag, trainable):
                 found[name] = part
-        elif of is which:
+        elif flag is trainable:
             found[name] = tree[name]
     return found
 

@@ -1,4 +1,4 @@
-"""Files of the user's: configs, algorithms and reward functions that are named by their path."""
+"""Users' Python files: import by path, objects by ``path.py:name``, tracebacks."""
 
 import dataclasses
 import functools
@@ -11,51 +11,51 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hjax.errors import USER_MODULE, ConfigError, meant
-from hjax.user_input import given_path
+from hjax.errors import USER_MODULE, ConfigError, did_you_mean
+from hjax.user_input import user_path
 
 _PACKAGE = Path(__file__).resolve().parent
 
 
 @dataclasses.dataclass(frozen=True)
 class _Imported:
-    """A file as it was when it was imported."""
+    """A file as it was when imported."""
 
     path: Path
     content: bytes
     module: types.ModuleType
 
 
-# By the module's name, under which it stands in sys.modules too.
+# By module name, also the key in sys.modules.
 _imported: dict[str, _Imported] = {}
-# Files as another process has them, by path.
+# Content of files from another process, by path.
 _provided: dict[Path, bytes] = {}
 
 
 def imported() -> dict[str, bytes]:
-    """The files of the user's that this process has imported: their content by absolute path."""
+    """Content of the users' files that this process has imported, by absolute path."""
     return {str(file.path): file.content for file in _imported.values()}
 
 
-def provide(files: Mapping[str, bytes]) -> None:
-    """Take files as another process has them, whatever this host has at these paths.
+def provide_files(files: Mapping[str, bytes]) -> None:
+    """Use another process's files, whatever this host has at their paths.
 
     Args:
-      files: what ``imported()`` gave there.
+      files: its ``imported()``.
     """
     _provided.update({Path(path): content for path, content in files.items()})
 
 
 def import_file(path: Path, setting: str) -> types.ModuleType:
-    """The module of a Python file, whatever its folder.
+    """Import a Python file as a module.
 
-    The same module as before as long as the file's text is the same: its classes stay the same
-    objects, so that they can be pickled by name. An edited file is imported anew. Its folder is
-    put at the end of `sys.path`, so that it can import its neighbours (not for hjax's own files).
+    The same module is returned while the file's text is the same, so that its classes can be
+    pickled by name; an edited file is imported again. Its folder is appended to `sys.path`, so that
+    it can import its neighbours (not for hjax's own files).
 
     Args:
       path: of the file.
-      setting: what names the file, for the message: `--config=mine.py`.
+      setting: that names the file, for the message: `--config=mine.py`.
 
     Raises:
       ConfigError: it is no Python file, cannot be read or fails on import; the line is named.
@@ -79,8 +79,7 @@ def import_file(path: Path, setting: str) -> types.ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        # Not the loader's own: that takes a file edited within a second, to the same length,
-        # for the compiled one beside it.
+        # The loader would use a stale .pyc for a file edited to the same length within a second.
         exec(compile(content, str(path), "exec", dont_inherit=True), vars(module))
     except (Exception, SystemExit) as error:
         del sys.modules[name]
@@ -90,12 +89,12 @@ def import_file(path: Path, setting: str) -> types.ModuleType:
 
 
 def load_object(spec: str, setting: str, beside: Path | None = None) -> Any:
-    """What the file `path.py` calls `name`, given as "path.py:name".
+    """The object called `name` in the file `path.py`, given as "path.py:name".
 
     Args:
       spec: the path and the name; dots in the name reach into classes.
       setting: the key that names it, such as `reward.function`, for messages.
-      beside: a folder where a path that does not exist as given is looked up too.
+      beside: a folder in which a relative path is looked up too.
 
     Raises:
       ConfigError: another form, no such file or name, or the file fails on import.
@@ -103,7 +102,7 @@ def load_object(spec: str, setting: str, beside: Path | None = None) -> Any:
     where, colon, name = spec.rpartition(":")
     if not colon or not where.endswith(".py") or not name:
         raise ConfigError(f"{setting}={spec!r}: it must look like path.py:name")
-    given = given_path(where, f"{setting}=")
+    given = user_path(where, f"{setting}=")
     candidates = [given] if beside is None else [given, beside / given]
     path = next((p for p in candidates if p in _provided or p.is_file()), None)
     if path is None:
@@ -113,32 +112,32 @@ def load_object(spec: str, setting: str, beside: Path | None = None) -> Any:
         return functools.reduce(getattr, name.split("."), module)
     except AttributeError:
         found = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        has = f"{meant(name, found)}it has {', '.join(found) or 'none'}"
+        has = f"{did_you_mean(name, found)}it has {', '.join(found) or 'none'}"
         raise ConfigError(f"{setting}={spec!r}: {where} has no {name}; {has}") from None
 
 
-def origin(thing: Any) -> tuple[str, str] | None:
-    """The user's file and the name in it that a class or function comes from.
+def file_and_name(thing: Any) -> tuple[str, str] | None:
+    """The user's file and the name in it that define a class or function.
 
-    `load_object(f"{path}:{name}", ...)` gives it again, also in another process.
+    `load_object(f"{path}:{name}", ...)` loads it again, also in another process.
 
     Returns:
-      (absolute path, name, dotted inside classes), or None: it comes from an ordinary module, or
-      from where no name reaches it: from inside a function, or another has its name.
+      (absolute path, name, dotted inside classes), or None: it is from an ordinary module, or not
+      reachable by its name (inside a function, or replaced).
     """
-    imported = _imported.get(getattr(thing, "__module__", None) or "")
+    file = _imported.get(getattr(thing, "__module__", None) or "")
     name = getattr(thing, "__qualname__", None)
-    if imported is None or name is None or "<" in name:
+    if file is None or name is None or "<" in name:
         return None
     try:
-        found = functools.reduce(getattr, name.split("."), imported.module)
+        found = functools.reduce(getattr, name.split("."), file.module)
     except AttributeError:
         return None
-    return (str(imported.path), name) if found is thing else None
+    return (str(file.path), name) if found is thing else None
 
 
-def holder(thing: Any) -> tuple[str, str] | None:
-    """The user's file and the name in it that holds this very object, whatever it is.
+def find_object(thing: Any) -> tuple[str, str] | None:
+    """The user's file and the name in it that refer to this very object, of any kind.
 
     Returns:
       (absolute path, name), or None: no imported file has it.
@@ -150,31 +149,31 @@ def holder(thing: Any) -> tuple[str, str] | None:
     return None
 
 
-def by_name(value: Any) -> Any:
-    """How a pickler writes down what a user's file defines: as its path and its name.
+def reduce_by_name(value: Any) -> Any:
+    """Pickle a user file's class or function by path and name.
 
     Returns:
-      what ``reducer_override`` returns; NotImplemented: it comes from elsewhere.
+      the value for ``reducer_override``; NotImplemented: it is from elsewhere.
     """
     if isinstance(value, type) or callable(value) and hasattr(value, "__qualname__"):
-        where = origin(value)
+        where = file_and_name(value)
         if where is not None:
             path, name = where
             return load_object, (f"{path}:{name}", name)
     return NotImplemented
 
 
-def own_traceback(error: BaseException, *others: str) -> str:
-    """A traceback as Python prints it, from the first frame that is the user's on.
+def user_traceback(error: BaseException, *others: str) -> str:
+    """A traceback as Python prints it, from the user's first frame on.
 
     Args:
       error: that was caught.
-      *others: files, or folders, whose frames stand before the user's.
+      *others: files or folders whose frames come before the user's.
     """
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(others):
         frames = frames.tb_next
-    # Where the call itself failed there is none of the user's.
+    # If the call itself failed there is no frame of the user's.
     lines = traceback.format_exception(type(error), error, frames)
     head = "" if lines[0].startswith("Traceback") else "Traceback (most recent call last):\n"
     return (head + "".join(lines)).rstrip()
@@ -194,6 +193,6 @@ def error_line(path: Path, error: BaseException) -> str:
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         line = lines[-1] if lines else None
     place = f"{path.name}:{line}" if line else path.name
-    # What hjax itself says needs no kind.
+    # hjax's own errors are shown without their type.
     kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
     return f"{place}: {kind}{' '.join(text.split())}"

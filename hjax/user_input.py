@@ -1,26 +1,26 @@
-"""What users hand over, paths and JSON, read so that whatever ails it is one line."""
+"""Paths and JSON from users, read with one-line errors."""
 
 import json
 import os
 from pathlib import Path
 from typing import Any
 
-from hjax.errors import ConfigError, DataError, cut
+from hjax.errors import ConfigError, DataError, truncate
 
 _SHOWN = 80  # characters of a path in a message
 
 
-def given_path(text: str | os.PathLike[str], setting: str) -> Path:
-    """A path as a user gives it, with `~` replaced. Whether something is there is not asked.
+def user_path(text: str | os.PathLike[str], setting: str) -> Path:
+    """A path as a user gives it, with `~` expanded; it need not exist.
 
     Args:
       text: the path.
-      setting: what names it in messages: `--workdir=`, `data.path=`.
+      setting: its name in messages: `--workdir=`, `data.path=`.
 
     Raises:
       ConfigError: it cannot be looked up: `~` of nobody, too long, a loop of links, no permission.
     """
-    shown = cut(os.fspath(text), _SHOWN)
+    shown = truncate(os.fspath(text), _SHOWN)
     try:
         path = Path(text).expanduser()
         path.stat()
@@ -37,11 +37,11 @@ def given_path(text: str | os.PathLike[str], setting: str) -> Path:
 
 
 def parse_json(data: bytes, where: str) -> Any:
-    """What JSON in UTF-8 says.
+    """The value of JSON text in UTF-8.
 
     Args:
-      data: of a file or a line, a byte order mark ahead of it or not.
-      where: names it in messages.
+      data: of a file or a line, with or without a byte order mark.
+      where: its name in messages.
 
     Raises:
       DataError: it is not UTF-8, not JSON, or too deeply nested.
@@ -60,7 +60,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file.
 
     Raises:
-      DataError: it cannot be read, or has something else.
+      DataError: it cannot be read, or is no object.
     """
     content = parse_json(read_file(path), str(path))
     if not isinstance(content, dict):
@@ -69,7 +69,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_file(path: Path) -> bytes:
-    """The bytes of a file; raises DataError where it cannot be read."""
+    """The bytes of a file; raises DataError if it cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -77,7 +77,7 @@ def read_file(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file in UTF-8; raises DataError where it cannot be read or is none."""
+    """The text of a file in UTF-8; raises DataError if it cannot be read or is no such text."""
     try:
         return read_file(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -16,16 +16,16 @@ from typing import Any
 
 import jax
 
-from hjax.controller.executors import MessageQueue, named
+from hjax.controller.executors import MessageQueue, run_message
 from hjax.controller.futures import Future
 from hjax.controller.messages import (
     BuildWorker,
     Call,
     Message,
     ResultOf,
-    from_bytes,
-    to_bytes,
-    writable_error,
+    deserialize,
+    picklable_error,
+    serialize,
 )
 from hjax.controller.timeline import Timeline
 from hjax.controller.worker_host import CallResult, WorkerHost
@@ -52,9 +52,9 @@ class ObjectStore:
     def put(self, number: int, value: Any) -> None:
         """Write a result down, if somebody still waits for it."""
         if isinstance(value, Mapping):
-            written: Any = {key: to_bytes(x) for key, x in value.items()}
+            written: Any = {key: serialize(x) for key, x in value.items()}
         else:
-            written = to_bytes(value)
+            written = serialize(value)
         if (result := self._results.get(number)) is not None:
             result.set_result(written)
 
@@ -65,17 +65,17 @@ class ObjectStore:
     def fail(self, number: int, error: BaseException) -> None:
         """Write down what went wrong instead."""
         if (result := self._results.get(number)) is not None:
-            result.set_exception(writable_error(error))
+            result.set_exception(picklable_error(error))
 
     def get(self, number: int, reads: frozenset[str] | None = None) -> Any:
         """Read a result, of a dict the entries that are asked for; waits for it."""
         held = self._results[number].result()  # waits
         if isinstance(held, bytes):
             self.sent_bytes += len(held)
-            return from_bytes(held)
+            return deserialize(held)
         chosen = {key: data for key, data in held.items() if reads is None or key in reads}
         self.sent_bytes += sum(map(len, chosen.values()))
-        return {key: from_bytes(data) for key, data in chosen.items()}
+        return {key: deserialize(data) for key, data in chosen.items()}
 
 
 class StoredFuture(Future):
@@ -119,7 +119,7 @@ class PicklingExecutor:
         else:
             written = Call(message.role, message.method, *arguments, message.reads)
         # The message's own futures go along, so that their results stay until it is read.
-        item = number, to_bytes(written), message
+        item = number, serialize(written), message
         self._messages.put(message, item, lambda error: self._store.fail(number, error))
         return StoredFuture(self._store, number, inner, message.label)
 
@@ -154,8 +154,8 @@ class PicklingExecutor:
         number, data, sent = item
         store = self._store
         try:
-            message: Message = from_bytes(data)
-            answer = named(message, lambda: self._answer(self._host, message))
+            message: Message = deserialize(data)
+            answer = run_message(message, lambda: self._answer(self._host, message))
             if answer.phase and isinstance(message, Call):
                 self._timeline.add(
                     self._name,
@@ -166,7 +166,7 @@ class PicklingExecutor:
                     end=answer.end,
                 )
             if answer.background:
-                self._messages.finish_beside(
+                self._messages.finish_in_background(
                     sent,
                     answer.value,
                     lambda value: store.put(number, value),

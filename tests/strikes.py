@@ -63,7 +63,7 @@ def striking(*strikes: Strike) -> Iterator[list[Strike]]:
             left.remove(strike)
             strike.hit(executors)
 
-    submit, all_of = RayExecutor.submit, RayExecutor._all
+    submit, all_of = RayExecutor.submit, RayExecutor._wait_all
 
     def submitting(self: RayExecutor, message: Message):
         future = submit(self, message)
@@ -76,8 +76,8 @@ def striking(*strikes: Strike) -> Iterator[list[Strike]]:
             came(doing, [self])
         return all_of(self, references, doing, **options)
 
-    RayExecutor.submit, RayExecutor._all = submitting, waiting  # type: ignore[method-assign]
+    RayExecutor.submit, RayExecutor._wait_all = submitting, waiting  # type: ignore[method-assign]
     try:
         yield left
     finally:
-        RayExecutor.submit, RayExecutor._all = submit, all_of  # type: ignore[method-assign]
+        RayExecutor.submit, RayExecutor._wait_all = submit, all_of  # type: ignore[method-assign]

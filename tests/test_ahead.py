@@ -168,7 +168,7 @@ def test_neither_weights_nor_unfinished_responses_pass_through_the_controller(mo
     changes = {"rollout.partial_tokens": 1, "rollout.deterministic": False, "steps": 3}
     run("GRPO", changes, executor)
     assert "rollout.continue_sequences" in asked  # a batch, which learning joins
-    assert not asked & {"actor.publish", "rollout.take", "rollout.commit"}
+    assert not asked & {"actor.publish", "rollout.receive_weights", "rollout.commit"}
     assert "rollout.generate_sequences" not in asked  # nor what is left off
 
 

@@ -32,7 +32,7 @@ def assign(key, value):
         (lambda c: c.rolout, AttributeError, "did you mean config.rollout?"),
         (lambda c: c["rollout.promts"], KeyError, "did you mean config.rollout.prompts?"),
         (lambda c: c.algorithm.nme, AttributeError, "did you mean config.algorithm.name?"),
-        (lambda c: c.data.task_options.x, AttributeError, "there are none in this section yet"),
+        (lambda c: c.data.task_options.x, AttributeError, "this section has no keys yet"),
         (lambda c: c.layout.actor.train.tensr, AttributeError, "config.layout.actor.train.tensor?"),
         (assign("steps", "many"), TypeError, "config.steps='many': expected a whole number (int)"),
         (assign("rollout.prompts", 1.5), TypeError, "config.rollout.prompts=1.5: expected a whole"),

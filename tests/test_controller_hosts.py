@@ -2,7 +2,7 @@
 
 import pytest
 
-from hjax.controller.hosts import SLICE, ProcessPlacement, rooms
+from hjax.controller.hosts import SLICE_LABEL, ProcessPlacement, placements
 from hjax.errors import ConfigError
 
 
@@ -12,7 +12,7 @@ def host(kind, count, alive=True, **labels):
 
 def slices(**sizes):
     """TPU hosts of four chips each, by slice."""
-    return [host("TPU", 4, **{SLICE: name}) for name, n in sizes.items() for _ in range(n)]
+    return [host("TPU", 4, **{SLICE_LABEL: name}) for name, n in sizes.items() for _ in range(n)]
 
 
 @pytest.mark.parametrize(
@@ -25,33 +25,33 @@ def slices(**sizes):
     ],
 )
 def test_processes_with_gpus_share_a_host_where_one_has_enough(processes, each, expected):
-    assert rooms([host("GPU", 8), host("GPU", 8)], "p", "gpu", processes, each) == expected
+    assert placements([host("GPU", 8), host("GPU", 8)], "p", "gpu", processes, each) == expected
 
 
 def test_processes_on_cpus_take_a_host_each():
     two = [host("CPU", 8), host("CPU", 8)]
-    assert rooms(two, "p", "cpu", 2, 4) == [ProcessPlacement("SPREAD")]
-    assert rooms(two, "p", "cpu", 1, 4) == [ProcessPlacement("PACK")]
-    assert rooms(two[:1], "p", "cpu", 2, 4) == [ProcessPlacement("PACK")]
-    assert rooms([two[0], host("CPU", 8, alive=False)], "p", "cpu", 2, 4) == [
+    assert placements(two, "p", "cpu", 2, 4) == [ProcessPlacement("SPREAD")]
+    assert placements(two, "p", "cpu", 1, 4) == [ProcessPlacement("PACK")]
+    assert placements(two[:1], "p", "cpu", 2, 4) == [ProcessPlacement("PACK")]
+    assert placements([two[0], host("CPU", 8, alive=False)], "p", "cpu", 2, 4) == [
         ProcessPlacement("PACK")
     ]
 
 
 def test_a_pool_on_tpus_stays_in_one_slice_the_smallest_first():
-    found = rooms(slices(a=4, b=2, c=1, d=2), "p", "tpu", 2, 4)
+    found = placements(slices(a=4, b=2, c=1, d=2), "p", "tpu", 2, 4)
     assert found == [
-        ProcessPlacement("PACK", ((SLICE, "b"),)),
-        ProcessPlacement("PACK", ((SLICE, "d"),)),
+        ProcessPlacement("PACK", ((SLICE_LABEL, "b"),)),
+        ProcessPlacement("PACK", ((SLICE_LABEL, "d"),)),
     ]
     # A part of a host that is a slice: two processes of four of its eight chips.
-    both = [host("TPU", 8, **{SLICE: "a"}), *slices(b=2)]
-    found = rooms(both, "p", "tpu", 1, 4)
-    assert found == [ProcessPlacement("PACK", ((SLICE, "a"),))]
+    both = [host("TPU", 8, **{SLICE_LABEL: "a"}), *slices(b=2)]
+    found = placements(both, "p", "tpu", 1, 4)
+    assert found == [ProcessPlacement("PACK", ((SLICE_LABEL, "a"),))]
     # `none` is no way to stand on two slices.
-    found = rooms(slices(a=2, b=2), "p", "tpu", 2, 4, "none")
-    assert [room.labels for room in found] == [((SLICE, "a"),), ((SLICE, "b"),)]
-    assert rooms([host("TPU", 4)] * 2, "p", "tpu", 2, 4, "none") == [
+    found = placements(slices(a=2, b=2), "p", "tpu", 2, 4, "none")
+    assert [room.labels for room in found] == [((SLICE_LABEL, "a"),), ((SLICE_LABEL, "b"),)]
+    assert placements([host("TPU", 4)] * 2, "p", "tpu", 2, 4, "none") == [
         ProcessPlacement("PACK")
     ]  # none is named
 
@@ -59,27 +59,29 @@ def test_a_pool_on_tpus_stays_in_one_slice_the_smallest_first():
 @pytest.mark.parametrize("processes", [1, 3, 6])
 @pytest.mark.parametrize("together", ["auto", "none"])
 def test_a_pool_that_spans_slices_or_takes_a_part_of_one_is_refused(processes, together):
-    said = rf"pool p has {processes} processes; on TPUs it takes one slice.*there are a: 4, b: 2$"
+    said = rf"pool p has {processes} processes; on TPUs a pool is one slice.*there are a: 4, b: 2$"
     with pytest.raises(ConfigError, match=said):
-        rooms(slices(a=4, b=2), "p", "tpu", processes, 4, together)
+        placements(slices(a=4, b=2), "p", "tpu", processes, 4, together)
 
 
 def test_functions_stand_anywhere():
-    assert rooms(slices(a=1, b=1), "p", "tpu", 2, 0, "rack") == [ProcessPlacement("SPREAD")]
+    assert placements(slices(a=1, b=1), "p", "tpu", 2, 0, "rack") == [ProcessPlacement("SPREAD")]
 
 
 def test_a_label_of_ones_own():
     racks = [host("GPU", 8, rack=rack) for rack in ("r1", "r1", "r2")]
-    assert rooms(racks, "p", "gpu", 2, 8, "rack") == [ProcessPlacement("PACK", (("rack", "r1"),))]
-    assert rooms(racks, "p", "gpu", 3, 8) == [ProcessPlacement("PACK")]
+    assert placements(racks, "p", "gpu", 2, 8, "rack") == [
+        ProcessPlacement("PACK", (("rack", "r1"),))
+    ]
+    assert placements(racks, "p", "gpu", 3, 8) == [ProcessPlacement("PACK")]
 
 
 def test_where_labels_do_not_fit_the_error_says_what_does():
     racks = [host("GPU", 4, rack=rack) for rack in ("a", "a", "b")]
     with pytest.raises(ConfigError, match=r"pool p has 5 processes.* largest, a, takes 2.*=none"):
-        rooms(racks, "p", "gpu", 5, 4, "rack")
+        placements(racks, "p", "gpu", 5, 4, "rack")
     with pytest.raises(ConfigError, match=r"label='rack': no host has this label.*tpu-slice"):
-        rooms(slices(a=4), "p", "tpu", 1, 4, "rack")
-    assert rooms([host("TPU", 4)] * 2, "p", "tpu", 2, 4) == [
+        placements(slices(a=4), "p", "tpu", 1, 4, "rack")
+    assert placements([host("TPU", 4)] * 2, "p", "tpu", 2, 4) == [
         ProcessPlacement("PACK")
     ]  # none is named

@@ -23,7 +23,7 @@ from hjax.planning.profile import read_profile
 from hjax.run.placement import make_plan
 from hjax.settings.config_loading import find_config
 from hjax.user_code import load_object
-from hjax.user_input import given_path
+from hjax.user_input import user_path
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
 
@@ -53,7 +53,7 @@ def loop(tmp_path):
         "config": find_config,
         "reward": lambda path: load_object(f"{path}.py:f", "reward.function"),
         "placement": lambda path: make_plan(f"{path}.json", ["actor"], 1),
-        "workdir": lambda path: given_path(path, "--workdir="),
+        "workdir": lambda path: user_path(path, "--workdir="),
     }.items(),
     ids=lambda door: door[0],
 )

@@ -9,7 +9,7 @@ from helpers import TINY, command, read_rows, save_model, write_config
 
 import hjax
 from hjax.launch.__main__ import main
-from hjax.progress import shown
+from hjax.progress import progress_listener
 from hjax.settings.config_loading import (
     check_config,
     default_config,
@@ -124,7 +124,7 @@ def test_loading_says_how_far_it_is(tmp_path, monkeypatch):
 
     config = save_model(tmp_path / "model", layers=2)
     told = []
-    with shown(lambda *progress: told.append(progress)):
+    with progress_listener(lambda *progress: told.append(progress)):
         hjax.load_model(tmp_path / "model")
     hjax.load_model(tmp_path / "model")  # nobody listens
     assert {what for what, _, _ in told} == {"loading model"}

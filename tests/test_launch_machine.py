@@ -219,10 +219,10 @@ def test_jax_does_not_look_for_what_is_not_there(machine_with, monkeypatch, file
     options = types.SimpleNamespace(jax_platforms=None)
     options.update = lambda name, value: setattr(options, name, value)
     monkeypatch.setattr(jax, "config", options)
-    hjax.machine.settle_platform()
+    hjax.machine.pin_platform()
     assert options.jax_platforms == platforms
     options.jax_platforms = "cuda"  # a user's own word stays
-    hjax.machine.settle_platform()
+    hjax.machine.pin_platform()
     assert options.jax_platforms == "cuda"
 
 

@@ -296,8 +296,8 @@ def test_sigterm_lets_the_running_end(tmp_path):
 STUCK = """
 import threading
 from hjax.serving.address import bind
-from hjax.serving.limits import Limits
-from hjax.serving.served_model import Served
+from hjax.serving.limits import ServerLimits
+from hjax.serving.served_model import ServedModel
 from hjax.serving.server import Server, run
 from serving_double import HTTP, EOS, Scripted
 
@@ -305,8 +305,8 @@ class Stuck(Scripted):
     def close(self, seconds):
         threading.Event().wait()
 
-limits = Limits(drain_seconds=0.1)
-served = Served("stuck", Stuck(lambda request: [EOS]), None, 260, (EOS,))
+limits = ServerLimits(drain_seconds=0.1)
+served = ServedModel("stuck", Stuck(lambda request: [EOS]), None, 260, (EOS,))
 started = lambda: print("serving", flush=True)
 raise SystemExit(run(Server(served, bind("127.0.0.1", 0), limits, started=started), limits))
 """

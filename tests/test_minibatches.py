@@ -122,15 +122,15 @@ def test_a_minibatch_is_a_mapping_of_its_rows():
         parts[0]["x"][0] = 0
     reads = frozenset({"x"})
     for part in parts:
-        assert part.sent("actor", reads, hold).held == "future"
+        assert part.to_message("actor", reads, hold).held == "future"
     assert [batch.keys() for batch in asked] == [{"x"}]
-    parts[0].sent("critic", reads, hold)
+    parts[0].to_message("critic", reads, hold)
     assert len(asked) == 2
     assert (parts[0] | {"y": 1})["y"] == 1 and "y" not in parts[0]
     parts[0]["x"] = parts[0]["x"] + 1  # changed, it travels as it is
-    np.testing.assert_array_equal(parts[0].sent("actor", reads, hold)["x"], [[7, 8], [3, 4]])
+    np.testing.assert_array_equal(parts[0].to_message("actor", reads, hold)["x"], [[7, 8], [3, 4]])
     del parts[1]["coefficient"]
-    assert parts[1].sent("actor", None, hold).keys() == {"x"}
+    assert parts[1].to_message("actor", None, hold).keys() == {"x"}
 
 
 @pytest.mark.parametrize("changes", [{"data.packing": 16}, {"actor.micro_batch": 8}])

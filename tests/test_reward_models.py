@@ -385,7 +385,7 @@ def test_where_the_steps_of_a_text_end():
 
     def ends(text, steps, tail=()):
         ended = {"sampling": SamplingParams(stop=(end,))}
-        context = WorkerContext("reward", tokenizer=tokenizer, steps=steps, **ended)
+        context = WorkerContext("reward", tokenizer=tokenizer, step_separator=steps, **ended)
         prompt = tokenizer.encode("a;")
         return step_ends(prompt, [*tokenizer.encode(text, add_special=False), *tail], context)
 

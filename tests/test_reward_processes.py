@@ -42,5 +42,5 @@ def test_shares_make_up_the_whole(rows, processes):
 
 
 def test_a_group_is_judged_by_one_process():
-    shares = [worker(i, 3).share(batch_of(10)) for i in range(3)]
+    shares = [worker(i, 3).own_rows(batch_of(10)) for i in range(3)]
     assert [(s.start, s.stop) for s in shares] == [(0, 2), (2, 6), (6, 10)]

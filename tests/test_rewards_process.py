@@ -332,8 +332,8 @@ def test_what_has_no_name_runs_in_a_thread_and_the_log_says_so_once(caplog, made
 def test_a_reward_function_travels_without_its_process(made):
     function = made("good", 20)
     judge(function)
-    from hjax.controller.messages import from_bytes as read
-    from hjax.controller.messages import to_bytes as write
+    from hjax.controller.messages import deserialize as read
+    from hjax.controller.messages import serialize as write
 
     again = read(write(function))
     assert judge(again).rewards.tolist() == [1.0] * 3  # a process of its own

@@ -17,11 +17,11 @@ import numpy as np
 from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import decoder_network
 from hjax.models.compute import Compute
-from hjax.models.cost_inputs import FLOAT32, Mesh, Workload, counts
+from hjax.models.cost_inputs import FLOAT32, MeshSizes, Workload, model_counts
 from hjax.rollout.generator import Generator
 from hjax.rollout.rollout_job import GenerationConfig
 from hjax.sharding.layout import make_layouts, shard_bytes
-from hjax.workers.memory import Decoded, Memory, Programs
+from hjax.workers.memory import DecodeBatch, MemoryEstimate, ProgramOptions
 
 layout = make_layouts(jax.devices()[:1]).generate
 network = decoder_network(ModelConfig(512, 256, 256, 6, 8, 8, 32, 1024))
@@ -59,10 +59,10 @@ cache = shard_bytes(prefill.beside)
 read = prefill.trace().lower().compile().memory_analysis()
 compiled = read.temp_size_in_bytes + read.output_size_in_bytes
 # Of what a run says: 64 at a time.
-mesh = Mesh(generate_pipe=1, generate_tensor=1)
-memory = Memory.counted(Programs(FLOAT32), counts(network.config), mesh)
-given = Decoded(64, 1, slots=True, refills=True), Workload(length, 192, 128)
-said, reading = round(memory.slot_cache(*given)), round(memory.slot_reading(*given))
+mesh = MeshSizes(generate_pipe=1, generate_tensor=1)
+memory = MemoryEstimate.from_counts(ProgramOptions(FLOAT32), model_counts(network.config), mesh)
+given = DecodeBatch(64, 1, slots=True, refills=True), Workload(length, 192, 128)
+said, reading = round(memory.slot_cache(*given)), round(memory.slot_prefill(*given))
 print(peak, cache, compiled, said, reading, shard_bytes(params))
 """
 

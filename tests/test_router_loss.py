@@ -64,7 +64,7 @@ def update(path, batch, kind=Actor, devices=1, train=None, **changes):
     worker = kind(WorkerContext(role=kind.__name__.lower(), **(options | changes)))
     worker.initialize()
     if stage != "main":
-        worker.begin(stage)
+        worker.begin_stage(stage)
     before = to_host(worker.params)
     metrics = worker.update(batch, **more)
     gradient = jax.tree.map(lambda a, b: (a - b) / SCALE, before, to_host(worker.params))

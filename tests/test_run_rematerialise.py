@@ -134,7 +134,7 @@ def test_an_updates_memory_is_near_its_estimate(policy, packing):
     )
     [update] = [p for p in worker.programs(8, 128) if p.name == "update"]
     compiled = memory_of(update.trace().lower().compile())["total_bytes"]
-    assert 0.75 <= RoleMemory.built(worker).with_state(8, 128, policy) / compiled <= 1.25
+    assert 0.75 <= RoleMemory.from_worker(worker).update_bytes(8, 128, policy) / compiled <= 1.25
 
 
 def test_what_is_kept_of_a_layer_by_hand():

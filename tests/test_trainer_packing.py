@@ -62,7 +62,7 @@ CHOICES = {
 
 @pytest.fixture
 def small_passes(monkeypatch):
-    monkeypatch.setattr("hjax.workers.packer.LEAST", 1)
+    monkeypatch.setattr("hjax.workers.packer.MIN_PASS_PLACES", 1)
 
 
 @pytest.mark.parametrize(

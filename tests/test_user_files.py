@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from hjax.errors import ConfigError
-from hjax.user_code import import_file, load_object, origin
+from hjax.user_code import file_and_name, import_file, load_object
 
 TEXT = """
 import dataclasses
@@ -64,15 +64,15 @@ def test_a_file_is_read_as_it_stands_without_our_future_imports(tmp_path):
 @pytest.mark.parametrize("name", ["Outer", "Outer.Inner", "function"])
 def test_origin_is_what_finds_the_object_again(file, name):
     thing = load_object(f"{file}:{name}", "x")
-    assert origin(thing) == (str(file), name)
-    path, found = origin(thing)
+    assert file_and_name(thing) == (str(file), name)
+    path, found = file_and_name(thing)
     assert load_object(f"{path}:{found}", "x") is thing
 
 
 def test_what_has_no_name_in_a_users_file_has_no_origin(file):
     within = load_object(f"{file}:function", "x")()
     partial = functools.partial(load_object(f"{file}:function", "x"))
-    assert [origin(x) for x in (within, partial, dict, load_object, 3)] == [None] * 5
+    assert [file_and_name(x) for x in (within, partial, dict, load_object, 3)] == [None] * 5
 
 
 def test_a_file_named_through_a_link_is_one_file(file, tmp_path):

@@ -317,14 +317,14 @@ def test_greedy_tokens_are_transformers_on_every_layout(name, directory, batch, 
 
 def test_kv_heads_kept_whole_are_reported(directory):
     group = make_actor(directory, *LAYOUTS["tensor 8, KV heads kept whole"])
-    assert group.worker.kept_whole == ["kv_heads"]
+    assert group.worker.unsharded_dimensions == ["kv_heads"]
     group.pool.close()
 
 
 @pytest.mark.parametrize("rows, micro, passes", [(48, 32, 2), (48, 16, 3), (40, 16, 4), (8, 32, 1)])
 def test_micro_batch_is_the_most_rows_of_a_pass(rows, micro, passes, directory):
     group = make_actor(directory, 2, {"data": 2}, {}, micro)
-    assert group.worker.passes.pieces({"responses": np.zeros((rows, 4))}) == passes
+    assert group.worker.micro_batches.count({"responses": np.zeros((rows, 4))}) == passes
     group.pool.close()
 
 

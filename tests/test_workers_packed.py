@@ -66,7 +66,7 @@ def start(kind, loss=None, stage="main", **changes):
     params = jax.tree.map(noise, to_host(worker.params))
     worker.params = worker.network.place(params, worker.layouts.train)
     if stage != "main":
-        worker.begin(stage)
+        worker.begin_stage(stage)
     return worker
 
 
@@ -154,12 +154,12 @@ def test_every_loss_has_the_same_value_and_gradient(name, batch, padded):
 
 
 # Packs where a batch is worth them, of which a pass may be as small as it likes.
-CHOSEN = {"packing": 0, "chooses": True}
+CHOSEN = {"packing": 0, "choose_packing": True}
 
 
 @pytest.fixture(autouse=True)
 def small_passes(monkeypatch):
-    monkeypatch.setattr("hjax.workers.packer.LEAST", 1)
+    monkeypatch.setattr("hjax.workers.packer.MIN_PASS_PLACES", 1)
 
 
 # What packs go with: (loss, shared prompts, changes)
@@ -206,7 +206,7 @@ def test_packs_go_together_with(name, batch, padded, monkeypatch):
     kind, loss, stage = LOSSES[loss_name]
     given = batch if shared else {key: x for key, x in batch.items() if key != "prompt_id"}
     worker = start(kind, loss, stage, **changes)
-    assert worker.laid_out(given, worker.grouped(given)).packing is not None
+    assert worker.batch_layout(given, worker.grouped(given)).packing is not None
     same(update(worker, given), padded(loss_name))
 
 
@@ -284,7 +284,7 @@ def test_scores_are_the_same(kind, call, key, changes, batch):
     loss = {Actor: POLICY["clipped"], Critic: ValueLoss()}.get(kind)
     expected = getattr(start(kind, loss), call)(batch)[key]
     worker = start(kind, loss, **changes)
-    assert worker.laid_out(batch, True).packing is not None
+    assert worker.batch_layout(batch, True).packing is not None
     found = getattr(worker, call)(batch)[key]
     np.testing.assert_allclose(found, expected, atol=2e-5)
     if kind is Actor:
@@ -333,7 +333,7 @@ def test_a_batch_chooses_packs_where_they_are_worth_it(batch):
         lengths = np.minimum(rng.geometric((0.03, 0.3)[turn % 2], ROWS), LENGTH)
         mask = np.arange(LENGTH) < lengths[:, None]
         given = batch | {"response_mask": mask}
-        packing = worker.laid_out(given, True).packing
+        packing = worker.batch_layout(given, True).packing
         choices.append(packing is not None)
         # A third of the places is spared, those of the passes' ends among the packs'.
         rows = ROWS * (PROMPT / SAMPLES + LENGTH)
@@ -357,7 +357,7 @@ def test_dry_runs_count_full_packs():
     shapes = worker.token_shapes(ROWS, PROMPT)["packing"]
     full = {"prompt_mask": np.ones((ROWS, PROMPT), bool)}
     full["response_mask"] = np.ones((ROWS, LENGTH), bool)
-    made = worker.laid_out(full, True).packing
+    made = worker.batch_layout(full, True).packing
     assert [x.shape for x in jax.tree.leaves(shapes)] == [x.shape for x in jax.tree.leaves(made)]
     assert shapes.source.shape == (1, 16, 32)  # 25 places each: a pack a row
     [update] = [p for p in worker.programs(ROWS, PROMPT) if p.name == "update"]
@@ -369,11 +369,14 @@ def test_a_pack_never_shares_prompts_where_the_kernel_cannot(batch):
     """The TPU's kernel knows equal segments alone; short packs are attended to in one piece."""
     worker = start(Actor, POLICY["clipped"], packing=1024)
     padded = worker._padded(ROWS, (PROMPT, LENGTH), True)
-    assert worker._in_packs(padded, True) == SAMPLES and worker._in_packs(padded, False) == 1
+    assert (
+        worker._rows_per_prompt(padded, True) == SAMPLES
+        and worker._rows_per_prompt(padded, False) == 1
+    )
     worker.compute = dataclasses.replace(worker.compute, kernel_set="tpu")
-    assert worker._in_packs(padded, True) == 1
+    assert worker._rows_per_prompt(padded, True) == 1
     worker.context = dataclasses.replace(worker.context, packing=512)
-    assert worker._in_packs(padded, True) == SAMPLES
+    assert worker._rows_per_prompt(padded, True) == SAMPLES
 
 
 @pytest.mark.parametrize("axis", ["pipe", "context", "tensor"])

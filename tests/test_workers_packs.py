@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from hjax.workers.packer import PaddedBatch, shape_beside
-from hjax.workers.packs import fill, first_fit, make_packing, rounded
+from hjax.workers.packer import PaddedBatch, choose_shape
+from hjax.workers.packs import fill_shape, first_fit, make_packing, round_up
 
 
 def fewest(sizes, capacity):
@@ -136,10 +136,10 @@ def test_every_token_finds_its_sequence_in_packs_of_one_shape(rows, share, parts
     rng = np.random.default_rng(rows)
     for _ in range(8):
         prompts, responses, tokens = batch_of(rng, rows, share, widths)
-        shape = shape_beside(PaddedBatch(rows, (40, 56), 1, 1), parts, unit, least=1)
+        shape = choose_shape(PaddedBatch(rows, (40, 56), 1, 1), parts, unit, least=1)
         shape = shape._replace(answers=8 * unit, slots=shape.height * 4 * unit)
         shape = shape._replace(capacity=14 * unit, passes=-(-rows // (unit * parts)))
-        packing = fill(prompts, responses, widths, share, shape, parts, unit)
+        packing = fill_shape(prompts, responses, widths, share, shape, parts, unit)
         assert packing is not None
         check_places(packing, prompts, responses, tokens, share, parts, unit)
         computed = (packing.segments > 0).any((1, 2)).reshape(parts, -1)
@@ -197,12 +197,12 @@ def test_packs_are_chosen_by_hand():
     """Eight rows of a prompt of 2 and up to 30, padded 8 x 32 = 256 places; a pack holds 32, a
     sequence of n response tokens n + 1. Packs of a third less: at most 5 of them."""
     padded = PaddedBatch(8, (2, 30), 1, 1)
-    shape = shape_beside(padded, parts=1, least=1)
+    shape = choose_shape(padded, parts=1, least=1)
     assert (shape.passes, shape.height, shape.capacity) == (5, 1, 32)
     prompts = np.full(8, 2)
 
     def passes(responses):
-        packing = fill(prompts, np.array(responses), padded.widths, 1, shape, 1)
+        packing = fill_shape(prompts, np.array(responses), padded.widths, 1, shape, 1)
         return None if packing is None else int(packing.passes)
 
     assert passes([30, 15, 15, 15, 15, 15, 15, 15]) == 5  # 31 | 16 16 | 16 16 | 16 16 | 16
@@ -210,19 +210,19 @@ def test_packs_are_chosen_by_hand():
     assert passes([30, 1, 1, 1, 1, 1, 1, 1]) == 2
     assert passes([0] * 8) == 1
     # On two devices packs come in twos; a pass of at least 64 places holds two packs of a device.
-    two = shape_beside(padded, parts=2, least=1)
+    two = choose_shape(padded, parts=2, least=1)
     assert (two.passes, two.height) == (2, 1)
-    wide = shape_beside(padded, parts=1, least=64)
+    wide = choose_shape(padded, parts=1, least=64)
     assert (wide.passes, wide.height) == (2, 2)
-    assert fill(prompts, np.full(8, 15), padded.widths, 1, wide, 1).passes == 2
+    assert fill_shape(prompts, np.full(8, 15), padded.widths, 1, wide, 1).passes == 2
 
 
 def test_a_response_to_no_prompt_is_not_packed():
     padded = PaddedBatch(4, (3, 9), 1, 1)
-    shape = shape_beside(padded, parts=1, least=1)
+    shape = choose_shape(padded, parts=1, least=1)
     prompts, responses = np.array([3, 0, 2, 1]), np.array([1, 1, 2, 1])
-    assert fill(prompts, responses, padded.widths, 1, shape, 1) is None
-    assert fill(prompts, responses * (prompts > 0), padded.widths, 1, shape, 1) is not None
+    assert fill_shape(prompts, responses, padded.widths, 1, shape, 1) is None
+    assert fill_shape(prompts, responses * (prompts > 0), padded.widths, 1, shape, 1) is not None
 
 
 def test_packs_are_dealt_out_evenly():
@@ -243,4 +243,4 @@ def test_shapes_are_few():
         packing = make_packing(np.full(256, 32), responses, (32, 256), 4, 512, 2)
         shapes.add(tuple(x.shape for x in packing if x is not None))
     assert len(shapes) <= 6
-    assert [rounded(n) for n in (1, 7, 16, 17, 33, 100)] == [1, 7, 16, 18, 36, 104]
+    assert [round_up(n) for n in (1, 7, 16, 17, 33, 100)] == [1, 7, 16, 18, 36, 104]

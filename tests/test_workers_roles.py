@@ -227,16 +227,16 @@ def test_demonstrations_do_not_share_prompts(actor, learner):
     warm = start(Actor, "actor", loss=PolicyLoss(), warm_start=DESCENT,
                  supervised_loss=SupervisedLoss())  # fmt: skip
     warm.take_weights(actor.params)
-    warm.begin("warm_start")
+    warm.begin_stage("warm_start")
     assert float(warm.update_actor(data)["loss"]) == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_warm_start_that_was_not_set_up_is_refused():
     worker = start(Actor, "actor", loss=PolicyLoss())
     with pytest.raises(ConfigError, match="set up without a warm_start stage"):
-        worker.begin("warm_start")
+        worker.begin_stage("warm_start")
     with pytest.raises(ConfigError, match="stage 'middle'; allowed: main, warm_start"):
-        worker.begin("middle")
+        worker.begin_stage("middle")
 
 
 def test_abstract_state_is_the_state():

@@ -42,7 +42,7 @@ def test_parameters_are_elsewhere_while_generating(trainer):
     actor = actor_of(trainer)
     narrow = trainer.config.model.dtype == "bfloat16"
     before, arrays = host(actor.params), actor.params
-    with actor.gathered() as params:
+    with actor.generation_weights() as params:
         assert actor.params == {}
         q = params["layers"]["q"]
         assert q.sharding.is_equivalent_to(
@@ -89,7 +89,7 @@ def test_rounds_of_generation_keep_memory(trainer):
 def test_seconds_and_programs_count_the_transition(trainer):
     actor = actor_of(trainer)
     actor.take_seconds()
-    with actor.gathered():
+    with actor.generation_weights():
         there = actor._seconds["transition"]
     assert 0 < there < actor.take_seconds()["transition"]
     names = [each.name for each in actor.programs(16, trainer.inputs.prompt_length)]

@@ -60,12 +60,12 @@ def minimum(
         passed, steps = program.program.tokens, program.program.loop_trips or 1
         tokens = Tokens(passed // steps, samples, prompt_length, context.max_response_length)
         share = steps / tokens.response
-        moved = share * decoding_bytes(model, layout, tokens, element, worker.cache_element)
+        moved = share * decoding_bytes(model, layout, tokens, element, worker.cache_element_bytes)
         prompts = Tokens(tokens.rows, samples, prompt_length, 0)
         flops = tokens.forward_flops(model, False) - prompts.forward_flops(model, False)
         flops, received = share * flops / layout.mesh.size, 0.0
     elif generates:
-        moved = decoding_bytes(model, layout, tokens, element, worker.cache_element)
+        moved = decoding_bytes(model, layout, tokens, element, worker.cache_element_bytes)
         flops, received = forward, 0.0
     elif phase == "update":
         state = sum(shard_bytes(tree) for tree in worker.abstract_state().values())
@@ -74,16 +74,16 @@ def minimum(
         copies = layout.ways("batch") // parts
         # In each micro-batch gathered for the forward and the backward pass, and its gradients
         # scattered; then these are summed over whole copies.
-        received = passes * gather * worker.passes.pieces_of(program.rows)
+        received = passes * gather * worker.micro_batches.count_for(program.rows)
         received += 2 * (passes - 2) * held / parts * (copies - 1) / copies
     else:
         stored = {"params": worker.abstract_state()["params"]}
         moved = float(sum(shard_bytes(tree) for tree in jax.tree.leaves(stored)))
-        flops, received = forward, gather * worker.passes.pieces_of(program.rows)
+        flops, received = forward, gather * worker.micro_batches.count_for(program.rows)
     if (t := layout.ways("heads")) > 1:
         rows = passed / layout.ways("batch")
         both = 2 if phase == "update" else 1
-        pieces = 1 if generates else worker.passes.pieces_of(program.rows)
+        pieces = 1 if generates else worker.micro_batches.count_for(program.rows)
         mesh = MeshSizes.of(layout)
         if not generates and weights_travel(model_counts(model), mesh, rows / pieces):
             # Of every layer the other parts of its weights, and of their gradients; queries, keys,

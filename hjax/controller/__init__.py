@@ -1,4 +1,4 @@
-"""Who runs where and when: resource pools, worker groups, messages, futures, the timeline."""
+"""The single controller: resource pools, worker groups, messages, futures, the timeline."""
 
 from hjax.controller.executors import Executor, ThreadExecutor
 from hjax.controller.futures import Future, join, resolve

@@ -1,8 +1,8 @@
-"""Executors: where a pool's messages are carried out.
+"""Executors: they run a pool's messages, one executor per pool.
 
-A pool has one. ``ThreadExecutor`` is this process's; ``tests/pickling.py`` has one whose workers
-share nothing with the controller.
-With ``DebuggingExecutor`` a pool's calls of one role stop in a debugger.
+``ThreadExecutor`` runs them in a thread of this process; ``tests/pickling.py`` has an executor
+whose workers share nothing with the controller. With ``DebuggingExecutor`` one role's calls stop in
+a debugger.
 """
 
 import collections
@@ -26,24 +26,24 @@ _NOTE = "in the call"
 
 
 class Executor(Protocol):
-    """Carries out a pool's messages in their order: here, in a Ray actor, wherever."""
+    """Runs a pool's messages in order: in this process, in a Ray actor, anywhere."""
 
     def submit(self, message: Message) -> Future:
         """Queue a message; returns at once. The future of a ``BuildWorker`` has no value."""
 
     def close(self) -> None:
-        """Let the message under way finish, and what goes on in the background; then stop.
+        """Wait for the running message and for background work, then stop.
 
-        Messages that still wait are not run: their futures say so by a RunError.
+        Messages in the queue are not run: their futures raise a RunError.
         """
 
 
-# Makes the executor of a pool: its name, its devices, where calls are recorded.
+# Makes a pool's executor from its name, its devices and the timeline.
 ExecutorFactory = Callable[[str, Sequence[jax.Device], Timeline], Executor]
 
 
-def named(message: Message, run: Callable[[], Any]) -> Any:
-    """Run a message; an error says in a note which call it arose in, not who passed it on."""
+def run_message(message: Message, run: Callable[[], Any]) -> Any:
+    """Run a message; an error gets a note that names the call in which it arose."""
     try:
         return run()
     except Exception as error:
@@ -53,9 +53,9 @@ def named(message: Message, run: Callable[[], Any]) -> Any:
 
 
 class ThreadExecutor:
-    """Carries out a pool's messages in one thread of this process.
+    """Runs a pool's messages in one thread of this process.
 
-    Nothing is copied: arrays stay on their devices, other values are handed over as they are.
+    Nothing is copied: arrays stay on their devices, other values are passed by reference.
 
     Args:
       name: of the pool.
@@ -75,13 +75,13 @@ class ThreadExecutor:
         return Future(done, message.label)
 
     def close(self) -> None:
-        """Let the message under way finish; see ``Executor``."""
+        """Wait for the running message; see ``Executor``."""
         self._messages.close()
 
     def _run(self, item: tuple[Message, concurrent.futures.Future]) -> None:
         message, done = item
         try:
-            answer = named(message, lambda: self._answer(message))
+            answer = run_message(message, lambda: self._answer(message))
             if answer.phase and isinstance(message, Call):
                 self._timeline.add(
                     self._name,
@@ -92,7 +92,7 @@ class ThreadExecutor:
                     end=answer.end,
                 )
             if answer.background:
-                self._messages.finish_beside(message, answer.value, done.set_result,
+                self._messages.finish_in_background(message, answer.value, done.set_result,
                                              done.set_exception)  # fmt: skip
             else:
                 done.set_result(answer.value)
@@ -100,7 +100,7 @@ class ThreadExecutor:
             done.set_exception(error)
 
     def _answer(self, message: Message) -> CallResult:
-        # A future of an earlier call is waited for here: the dataflow's only synchronisation.
+        # Futures of earlier calls are waited for here: the dataflow's only synchronisation.
         arguments, options = resolve(message.arguments), resolve(dict(message.options))
         if isinstance(message, BuildWorker):
             self.host.build(BuildWorker(message.role, message.worker, arguments, options))
@@ -110,10 +110,10 @@ class ThreadExecutor:
 
 
 class MessageQueue:
-    """Runs what is queued in one thread, in its order, until it is closed.
+    """A queue whose items run in one thread, in order, until it is closed.
 
     Args:
-      run: what is done with an item.
+      run: called with each item.
       name: of the thread.
     """
 
@@ -123,13 +123,13 @@ class MessageQueue:
         self._items = collections.deque()
         self._changed = threading.Condition()
         self._closed = False
-        # One at a time and in order: those of several processes wait for each other.
-        self._beside = concurrent.futures.ThreadPoolExecutor(1, f"{name} (rest)")
+        # One thread, in order: background work of several processes waits for each other.
+        self._background = concurrent.futures.ThreadPoolExecutor(1, f"{name} (rest)")
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
     def put(self, message: Message, item: Any, refuse: Callable[[RunError], Any]) -> None:
-        """Queue an item; ``refuse`` is called if it will never be run.
+        """Queue an item; ``refuse`` is called if the queue is closed before it runs.
 
         Raises:
           RunError: the pool was closed.
@@ -141,7 +141,7 @@ class MessageQueue:
             self._changed.notify()
 
     def close(self) -> None:
-        """Let the item under way finish, and what goes on beside; refuse the others."""
+        """Wait for the running item and for background work; refuse the others."""
         with self._changed:
             self._closed = True
             waiting, self._items = list(self._items), collections.deque()
@@ -150,24 +150,24 @@ class MessageQueue:
             refuse(RunError(f"{message.label} was not run: its pool was closed"))
         if threading.current_thread() is not self._thread:
             self._thread.join()
-        self._beside.shutdown()
+        self._background.shutdown()
 
-    def finish_beside(
+    def finish_in_background(
         self,
         message: Message,
         rest: Callable[[], Any],
         succeed: Callable[[Any], Any],
         fail: Callable[[BaseException], Any],
     ) -> None:
-        """Finish a call in another thread, while the next ones run."""
+        """Finish a call in the background thread, while the next items run."""
 
         def run() -> None:
             try:
-                succeed(named(message, rest))
+                succeed(run_message(message, rest))
             except BaseException as error:
                 fail(error)
 
-        self._beside.submit(run)
+        self._background.submit(run)
 
     def _serve(self) -> None:
         while True:
@@ -181,9 +181,10 @@ class MessageQueue:
 
 
 class DebuggingExecutor(ThreadExecutor):
-    """As ``ThreadExecutor``, but that a role's calls in a step stop at their method's first line.
+    """A ``ThreadExecutor`` that opens a debugger at the first line of each of a role's calls in a
+    step.
 
-    An error opens the debugger where it arose.
+    It also opens where an error is raised.
 
     Args:
       role: whose calls.
@@ -225,14 +226,15 @@ def first_line(code: CodeType) -> int:
     return next((line for line in lines if line > code.co_firstlineno), lines[0])
 
 
-def debugging(
+def debugging_executors(
     role: str, others: ExecutorFactory, roles_of: Callable[[str], Any]
 ) -> ExecutorFactory:
-    """Executors as ``others`` makes them, but for the pool of one role, which is in this process.
+    """An executor factory like ``others``, except for the pool of one role, which runs in this
+    process.
 
     Args:
       role: that is debugged.
-      others: makes the others.
+      others: makes the other pools' executors.
       roles_of: the roles of a pool, by its name.
     """
 

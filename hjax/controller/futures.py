@@ -24,10 +24,10 @@ class Future:
         self.label = label
 
     def result(self, timeout_seconds: float = DEADLINE_SECONDS) -> Any:
-        """Wait for the value; the call's own exception is raised here.
+        """Wait for the value; an exception of the call is raised here.
 
         Raises:
-          RunError: the deadline passed; the message names the call that is late.
+          RunError: the deadline passed; the message names the late call.
         """
         try:
             return self._inner.result(timeout_seconds)
@@ -39,7 +39,7 @@ class Future:
             ) from error
 
     def done(self) -> bool:
-        """Whether the call has finished, well or not."""
+        """Whether the call has finished, successfully or not."""
         return self._inner.done()
 
 
@@ -57,13 +57,13 @@ def resolve(value: Any) -> Any:
 
 
 def join(*parts: Any, **named: Any) -> dict[str, Any]:
-    """Wait for dicts or futures of dicts and merge them on the controller, later ones winning.
+    """Wait for dicts or futures of dicts and merge them on the controller; later ones win.
 
-    A part given by keyword stands under that key as a dict of its own, so that two calls' results
-    of the same names do not meet: ``join(batch, rewards, baseline=greedy_rewards)``.
+    A part passed by keyword becomes a dict under that key, so results of the same names do not
+    collide: ``join(batch, rewards, baseline=greedy_rewards)``.
 
-    Arrays come to the host as numpy arrays, so that numerics on the controller mix results of
-    different pools freely. Dicts keep the order of their keys (``jax.tree.map`` would sort them).
+    Arrays come to the host as numpy arrays, so that the controller can mix results of different
+    pools. Dicts keep the order of their keys (``jax.tree.map`` would sort them).
     """
     merged: dict[str, Any] = {}
     for part in parts:

@@ -1,4 +1,4 @@
-"""Hosts of a cluster: which of them a pool's processes may stand on together."""
+"""Cluster hosts: placement of a pool's processes on hosts that are close to each other."""
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -7,66 +7,66 @@ from typing import Any
 
 from hjax.errors import ConfigError
 
-# The label that hosts of a TPU slice share, in Ray's words.
-SLICE = "ray.io/tpu-slice-name"
-RESOURCE = {"cpu": "CPU", "gpu": "GPU", "tpu": "TPU"}
+# Ray's label that all hosts of one TPU slice share.
+SLICE_LABEL = "ray.io/tpu-slice-name"
+RAY_RESOURCE = {"cpu": "CPU", "gpu": "GPU", "tpu": "TPU"}
 
-
-# What kind of accelerator a host has, and the sides of a TPU slice, in Ray's words.
-KIND = "ray.io/accelerator-type"
-TOPOLOGY = "ray.io/tpu-topology"
+# Ray's labels for a host's kind of accelerator, and for the sides of its TPU slice.
+KIND_LABEL = "ray.io/accelerator-type"
+TOPOLOGY_LABEL = "ray.io/tpu-topology"
 
 
 @dataclasses.dataclass(frozen=True)
 class ProcessPlacement:
-    """Where a pool's processes may stand.
+    """A possible placement of a pool's processes: a request for a Ray placement group.
 
     Attributes:
-      strategy: of Ray's placement groups.
-      labels: that their hosts must have; None: any.
+      strategy: of the placement group.
+      labels: that the hosts must have; empty: any host.
     """
 
     strategy: str
     labels: tuple[tuple[str, str], ...] = ()
 
 
-def rooms(
+def placements(
     nodes: Iterable[Mapping[str, Any]],
     pool: str,
     platform: str,
     processes: int,
-    each: int,
-    together: str = "auto",
+    devices_per_process: int,
+    colocation_label: str = "auto",
     labels: Mapping[str, str] = MappingProxyType({}),
 ) -> list[ProcessPlacement]:
-    """Where a pool may stand, best first: its processes as near to each other as they can be.
+    """Possible placements of a pool, best first: processes as close to each other as possible.
 
-    Processes with GPUs or TPUs share a host where one has enough of them; those that compute on
-    CPUs take a host each, for they would share its cores. Within one label's value the smallest
-    group of hosts that is large enough comes first.
+    Processes with GPUs or TPUs share a host if it has enough of them. Processes that compute on
+    CPUs get a host each, since they would share its cores. Of several groups of hosts (one per
+    value of the colocation label) the smallest that is large enough comes first.
 
     Args:
       nodes: the cluster's, with ``Alive``, ``Resources`` and ``Labels`` as ``ray.nodes()`` has.
       pool: its name, for errors.
       platform: ``cpu``, ``gpu`` or ``tpu``.
       processes: of the pool.
-      each: devices of a process; 0: it computes on the host.
-      together: a label that all of the pool's hosts must agree in; ``auto``, ``none``: the slice
-        on TPUs, where hosts name one, else none. Of a slice of several hosts a pool takes all.
-      labels: that each of its hosts must have.
+      devices_per_process: 0: the processes compute on the host.
+      colocation_label: label that must have one value on all hosts of the pool. ``auto`` and
+        ``none``: the slice on TPUs if hosts name one, else none. A pool on a slice of several
+        hosts takes all of them.
+      labels: that each host must have.
 
     Raises:
-      ConfigError: no host has the labels, none of the values enough hosts, or no slice just so
-        many.
+      ConfigError: no host has ``labels``, no value of the colocation label has enough hosts, or no
+        slice has exactly as many hosts as needed.
     """
     alive = [node for node in nodes if node.get("Alive")]
-    key = together_label(platform, together)
-    if not each:
+    key = colocation_label_of(platform, colocation_label)
+    if not devices_per_process:
         key, platform = "", "cpu"
     alive = _labelled(alive, pool, labels)
-    capacity = [room_for(node, platform, each) for node in alive]
+    capacity = [processes_on_host(node, platform, devices_per_process) for node in alive]
 
-    def near(
+    def placements_on(
         chosen: Sequence[int], more: tuple[tuple[str, str], ...] = ()
     ) -> list[ProcessPlacement]:
         needed = tuple(sorted({*labels.items(), *more}))
@@ -79,27 +79,27 @@ def rooms(
         ]
 
     groups = _by_value(alive, key) if key else {}
-    if not groups and together not in ("auto", "none") and key:
+    if not groups and colocation_label not in ("auto", "none") and key:
         known = sorted({label for node in alive for label in node.get("Labels") or {}})
         raise ConfigError(
-            f"cluster.colocation_label={together!r}: no host has this label; they have "
+            f"cluster.colocation_label={colocation_label!r}: no host has this label; they have "
             f"{', '.join(known) or 'none'}"
         )
     if not groups:
-        return near(range(len(alive)))
+        return placements_on(range(len(alive)))
     sizes = {value: sum(capacity[i] for i in chosen) for value, chosen in groups.items()}
-    if key == SLICE:
+    if key == SLICE_LABEL:
         one_host = {value for value, chosen in groups.items() if len(chosen) == 1}
         sizes = _whole_slices(sizes, one_host, pool, processes)
     fitting = sorted((size, value) for value, size in sizes.items() if size >= processes)
     if not fitting:
         most = max(sizes, key=lambda value: sizes[value])
         raise ConfigError(
-            f"pool {pool} has {processes} processes, which hosts of one {key} are to take "
-            f"(cluster.colocation_label={together!r}); the largest, {most}, takes {sizes[most]}: "
-            "use smaller pools, or cluster.colocation_label=none"
+            f"pool {pool} has {processes} processes, which must fit on hosts of one {key} "
+            f"(cluster.colocation_label={colocation_label!r}); the largest, {most}, takes "
+            f"{sizes[most]}: use smaller pools, or cluster.colocation_label=none"
         )
-    return [room for _, value in fitting for room in near(groups[value], ((key, value),))]
+    return [room for _, value in fitting for room in placements_on(groups[value], ((key, value),))]
 
 
 def _labelled(
@@ -114,14 +114,14 @@ def _labelled(
         for node in alive for name in labels if name in (node.get("Labels") or {})
     }  # fmt: skip
     raise ConfigError(
-        f"pool {pool} is to stand on hosts with "
-        f"{', '.join(f'{name}={value}' for name, value in sorted(labels.items()))}, which none "
-        f"has; of these labels there are {', '.join(sorted(have)) or 'none'}"
+        f"pool {pool} needs hosts with the labels "
+        f"{', '.join(f'{name}={value}' for name, value in sorted(labels.items()))}, but none "
+        f"has them; of these labels there are {', '.join(sorted(have)) or 'none'}"
     )
 
 
 def _by_value(alive: Sequence[Mapping[str, Any]], key: str) -> dict[str, list[int]]:
-    """Numbers of the hosts by their value of a label; those without it are left out."""
+    """Indices of the hosts by their value of a label; hosts without the label are left out."""
     groups: dict[str, list[int]] = {}
     for i, node in enumerate(alive):
         if value := (node.get("Labels") or {}).get(key):
@@ -132,41 +132,41 @@ def _by_value(alive: Sequence[Mapping[str, Any]], key: str) -> dict[str, list[in
 def _whole_slices(
     sizes: Mapping[str, int], one_host: Collection[str], pool: str, processes: int
 ) -> dict[str, int]:
-    """The TPU slices that a pool can take, by the processes they take: those of ``one_host``, and
-    those of several that it fills."""
+    """Number of processes by TPU slice, of the slices that a pool can use: those of one host
+    (``one_host``), and larger ones that the pool fills."""
     usable = {v: size for v, size in sizes.items() if v in one_host or size == processes}
     if not any(size >= processes for size in usable.values()):
         slices = ", ".join(f"{value}: {n}" for value, n in sorted(sizes.items()))
         raise ConfigError(
-            f"pool {pool} has {processes} processes; on TPUs it takes one slice, and of one of "
-            f"several hosts all, for libtpu makes one world of a slice; there are {slices}"
+            f"pool {pool} has {processes} processes; on TPUs a pool is one slice, and all of it if "
+            f"it has several hosts, since libtpu makes one world of a slice; there are {slices}"
         )
     return usable
 
 
-def together_label(platform: str, together: str) -> str:
+def colocation_label_of(platform: str, colocation_label: str) -> str:
     """The label that ``cluster.colocation_label`` stands for; empty: none.
 
-    A world of TPUs is one slice whatever is said: what joins slices is told to libtpu before JAX
-    starts, which hjax does not do.
+    A pool on TPUs is always one slice: libtpu must know of several slices before JAX starts, which
+    hjax does not support.
     """
-    usual = SLICE if platform == "tpu" else ""
-    return usual if together in ("auto", "none") else together
+    usual = SLICE_LABEL if platform == "tpu" else ""
+    return usual if colocation_label in ("auto", "none") else colocation_label
 
 
-def room_for(node: Mapping[str, Any], platform: str, each: int) -> int:
-    """Processes of so many devices that a host can take."""
-    per_process = 1 if platform == "cpu" else each
-    return int(node["Resources"].get(RESOURCE[platform], 0)) // per_process
+def processes_on_host(node: Mapping[str, Any], platform: str, devices_per_process: int) -> int:
+    """Number of processes, of so many devices each, that fit on a host."""
+    per_process = 1 if platform == "cpu" else devices_per_process
+    return int(node["Resources"].get(RAY_RESOURCE[platform], 0)) // per_process
 
 
-def devices_of_a_host(nodes: Iterable[Mapping[str, Any]], platform: str) -> int:
-    """GPUs or TPU chips of a host, where all that have some have as many.
+def devices_per_host(nodes: Iterable[Mapping[str, Any]], platform: str) -> int:
+    """GPUs or TPU chips per host, among the hosts that have any.
 
     Raises:
-      ConfigError: they have different numbers.
+      ConfigError: hosts have different numbers.
     """
-    kind = RESOURCE[platform]
+    kind = RAY_RESOURCE[platform]
     counts = {int(node["Resources"].get(kind, 0)) for node in nodes if node["Alive"]} - {0}
     if len(counts) != 1:
         raise ConfigError(
@@ -178,14 +178,14 @@ def devices_of_a_host(nodes: Iterable[Mapping[str, Any]], platform: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class HostGroup:
-    """Hosts of a cluster on which a pool may stand together.
+    """Hosts of a cluster that one pool may span.
 
     Attributes:
-      labels: that tell them from the cluster's other hosts; empty where there are no others.
-      kind: of their devices, as Ray calls it (``H100``, ``TPU-V5P``); empty: it does not say.
-      processes: that each host takes.
-      topology: sides of the TPU slice that they make up; empty: none, or not known.
-      address: of one of them.
+      labels: that distinguish them from the cluster's other hosts; empty if there are no others.
+      kind: Ray's name of their devices (``H100``, ``TPU-V5P``); empty: unknown.
+      processes: capacity of each host.
+      topology: sides of the TPU slice that the hosts form; empty: none, or unknown.
+      address: of one of the hosts.
     """
 
     labels: tuple[tuple[str, str], ...]
@@ -195,8 +195,8 @@ class HostGroup:
     address: str = ""
 
     @property
-    def room(self) -> int:
-        """Processes that all of them take."""
+    def capacity(self) -> int:
+        """Processes that fit on all of the hosts."""
         return sum(self.processes)
 
 
@@ -204,47 +204,48 @@ def host_groups(
     nodes: Iterable[Mapping[str, Any]],
     platform: str,
     processes: int,
-    each: int,
-    together: str = "auto",
+    devices_per_process: int,
+    colocation_label: str = "auto",
 ) -> list[HostGroup]:
-    """The hosts by kind of device and by the label that a pool's hosts agree in.
+    """Hosts grouped by kind of device and by value of the colocation label.
 
     Args:
-      nodes, platform, together: as of ``rooms``.
-      processes: of the run; on CPUs its hosts share them out evenly.
-      each: devices of a process.
+      nodes, platform, colocation_label: as of ``placements``.
+      processes: of the run; on CPUs they are spread evenly over the hosts.
+      devices_per_process: devices of a process.
 
     Raises:
-      ConfigError: no host takes a process, or some lack a label that tells them from the others.
+      ConfigError: no host can take a process, or a host lacks a label that others have.
     """
     alive = [node for node in nodes if node.get("Alive")]
-    able = [node for node in alive if room_for(node, platform, each)]
+    able = [node for node in alive if processes_on_host(node, platform, devices_per_process)]
     if not able:
-        kinds = ", ".join(f"{int(n['Resources'].get(RESOURCE[platform], 0))}" for n in alive)
+        kinds = ", ".join(f"{int(n['Resources'].get(RAY_RESOURCE[platform], 0))}" for n in alive)
         raise ConfigError(
-            f"no host of the cluster takes a process with {each} {RESOURCE[platform]}s "
+            "no host of the cluster takes a process with "
+            f"{devices_per_process} {RAY_RESOURCE[platform]}s "
             f"(cluster.devices_per_process); its {len(alive)} hosts have {kinds or 'none'}"
         )
     share = -(-processes // len(able))
-    key = together_label(platform, together)
+    key = colocation_label_of(platform, colocation_label)
     found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for node in able:
         names = node.get("Labels") or {}
-        kind = names.get(KIND, "") if platform != "cpu" else ""
+        kind = names.get(KIND_LABEL, "") if platform != "cpu" else ""
         found.setdefault((kind, names.get(key, "") if key else ""), []).append(node)
     groups = []
     for (kind, value), hosts in found.items():
-        labels = {KIND: kind} if len({k for k, _ in found}) > 1 else {}
+        labels = {KIND_LABEL: kind} if len({k for k, _ in found}) > 1 else {}
         labels |= {key: value} if len({v for _, v in found}) > 1 else {}
         if lacking := [name for name, label in labels.items() if not label]:
             raise ConfigError(
                 f"host {hosts[0].get('NodeManagerAddress', '')} has no label {lacking[0]}, which "
                 f"others have; start Ray there with --labels={lacking[0]}=..., or leave it out"
             )
-        room = [room_for(host, platform, each) for host in hosts]
+        room = [processes_on_host(host, platform, devices_per_process) for host in hosts]
         if platform == "cpu":  # each host computes on its own cores
             room = [min(n, share) for n in room]
-        sides = (hosts[0].get("Labels") or {}).get(TOPOLOGY, "") if key == SLICE else ""
+        sides = (hosts[0].get("Labels") or {}).get(TOPOLOGY_LABEL, "") if key == SLICE_LABEL else ""
         topology = tuple(int(n) for n in sides.split("x")) if sides else ()
         address = hosts[0].get("NodeManagerAddress", "")
         labelled = tuple(sorted(labels.items()))
@@ -254,12 +255,12 @@ def host_groups(
 
 @dataclasses.dataclass(frozen=True)
 class FoundDevice:
-    """A device of another host, as far as a plan needs to know it.
+    """A device of another host: what a plan needs to know of it.
 
     Attributes:
       platform: ``gpu`` or ``tpu``.
-      device_kind: as JAX calls it; of a TPU as Ray does.
-      memory: bytes that its programs may use; 0: not known.
+      device_kind: JAX's name of it; of a TPU Ray's name.
+      memory: bytes that programs may use; 0: unknown.
     """
 
     platform: str
@@ -267,7 +268,7 @@ class FoundDevice:
     memory: int = 0
 
     def memory_stats(self) -> dict[str, int]:
-        """As of a jax.Device."""
+        """As ``jax.Device.memory_stats``."""
         return {"bytes_limit": self.memory}
 
 
@@ -277,12 +278,12 @@ class Hosts:
 
     Attributes:
       platform: ``cpu``, ``gpu`` or ``tpu``.
-      each: devices of a process.
-      groups: the hosts, those together that a pool may stand on.
-      devices: of each group's hosts; none on CPUs.
+      devices_per_process: devices of a process.
+      groups: groups of hosts that one pool may span.
+      devices: a device of each group; none on CPUs.
     """
 
     platform: str
-    each: int
+    devices_per_process: int
     groups: tuple[HostGroup, ...]
     devices: tuple[FoundDevice, ...] = ()

@@ -1,8 +1,8 @@
-"""What the controller says to workers: plain messages, and how they are written down.
+"""Messages from the controller to workers, and their serialization (pickle).
 
-A worker is described, never handed over: its class, sizes, paths and settings, no devices. A call
-names role, method and arguments. Both can be pickled, so they may travel to another process; what a
-user's file defines travels as the file's path and a name.
+A worker is described, not sent: its class, sizes, paths and settings, without devices. A call names
+role, method and arguments. Both can be pickled for another process; objects of a user's file are
+sent as its path and their name.
 """
 
 import dataclasses
@@ -16,18 +16,18 @@ import numpy as np
 
 from hjax.errors import RunError
 from hjax.sharded_values import ShardedRows
-from hjax.user_code import by_name
+from hjax.user_code import reduce_by_name
 
 
 @dataclasses.dataclass(frozen=True)
 class BuildWorker:
-    """Make a role's worker.
+    """Build a role's worker.
 
     Attributes:
       role: its name.
       worker: its class.
-      arguments, options: what the class is called with. One that has a method ``on(devices)`` is
-        replaced by what that returns where the worker is made.
+      arguments, options: of the class. One with a method ``on(devices)`` is replaced by what that
+        returns where the worker is built.
     """
 
     role: str
@@ -37,7 +37,7 @@ class BuildWorker:
 
     @property
     def label(self) -> str:
-        """How errors and timelines call it."""
+        """Its name in errors and timelines."""
         return f"{self.role} (construction)"
 
 
@@ -46,9 +46,9 @@ class Call:
     """Call a method of a role's worker.
 
     Attributes:
-      role, method: whose, which.
+      role, method: the method and whose it is.
       arguments, options: values, or futures of other calls' results.
-      reads: the entries of dicts among them that the method reads; None: all.
+      reads: entries of dicts among them that the method reads; None: all.
     """
 
     role: str
@@ -59,7 +59,7 @@ class Call:
 
     @property
     def label(self) -> str:
-        """How errors and timelines call it."""
+        """Its name in errors and timelines."""
         return f"{self.role}.{self.method}"
 
 
@@ -68,36 +68,37 @@ Message = BuildWorker | Call
 
 @dataclasses.dataclass(frozen=True)
 class ResultOf:
-    """Stands in a message that was written down for the result of another call."""
+    """Placeholder in a serialized message for the result of another call in the same pool."""
 
     number: int
 
 
 def select(value: Any, reads: frozenset[str] | None) -> Any:
-    """Of a dict the entries that are read; anything else as it is."""
+    """A dict's entries that are read; any other value unchanged."""
     if reads is None or not isinstance(value, Mapping):
         return value
     return {key: item for key, item in value.items() if key in reads}
 
 
 class MiniBatch(MutableMapping[str, Any]):
-    """Rows of a batch on the controller; each role that reads them is sent the batch once.
+    """Rows of a batch on the controller; the batch itself is sent once to each role that reads it.
 
-    Entries are cut out as they are read, and cannot be written into. One that is set, or the dict
-    that ``|`` makes, travels as it is.
+    Entries are cut when they are read, and are read-only. A mini-batch with a changed entry, or the
+    dict that ``|`` makes, is sent in full.
 
     Args:
       whole: the batch's arrays.
-      rows: int [rows], their numbers; None: all.
-      held: by role and entries the futures of what was sent, shared by the batch's mini-batches.
+      rows: int [rows], row numbers; None: all.
+      held: futures of what was sent, by role and entries; shared by the batch's mini-batches.
     """
 
     def __init__(self, whole: Mapping[str, np.ndarray], rows: np.ndarray | None, held: dict):
         self._whole, self._rows, self._held = whole, rows, held
         self._changed: dict[str, Any] | None = None
 
-    def sent(self, role: str, reads: frozenset[str] | None, hold: Callable[..., Any]) -> Any:
-        """What a role's message says: rows of what the role holds; ``hold`` makes it hold that."""
+    def to_message(self, role: str, reads: frozenset[str] | None, hold: Callable[..., Any]) -> Any:
+        """The value for a role's message: rows of the batch that the role holds; ``hold`` sends the
+        batch."""
         if self._changed is not None:
             return select(self._changed, reads)
         if (role, reads) not in self._held:
@@ -129,7 +130,7 @@ class MiniBatch(MutableMapping[str, Any]):
 
 
 class _Pickler(pickle.Pickler):
-    """Arrays on devices as numpy arrays, and what users' files define by file and name."""
+    """Pickles device arrays as numpy arrays, and objects of users' files by path and name."""
 
     def __init__(self, out: io.BytesIO, kept: list[Any] | None, keeps: Callable[[Any], bool]):
         super().__init__(out, protocol=pickle.HIGHEST_PROTOCOL)
@@ -144,18 +145,18 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, jax.Array):
             return np.asarray(value).__reduce__()
-        return by_name(value)
+        return reduce_by_name(value)
 
 
-def to_bytes(
+def serialize(
     value: Any, kept: list[Any] | None = None, keeps: Callable[[Any], bool] = lambda _: False
 ) -> bytes:
-    """A message or result, written down.
+    """A message or result as bytes.
 
     Args:
-      value: what is written.
-      kept: takes what is not written down but goes along beside it.
-      keeps: says what that is.
+      value: to serialize.
+      kept: collects out-of-band values, which are not pickled but sent beside the bytes.
+      keeps: whether a value is out-of-band.
     """
     out = io.BytesIO()
     _Pickler(out, kept, keeps).dump(value)
@@ -171,16 +172,16 @@ class _Unpickler(pickle.Unpickler):
         return self._kept[number]
 
 
-def from_bytes(data: bytes, kept: Sequence[Any] = ()) -> Any:
-    """What ``to_bytes`` wrote, with what went along beside it."""
+def deserialize(data: bytes, kept: Sequence[Any] = ()) -> Any:
+    """The value that ``serialize`` wrote; ``kept``: its out-of-band values."""
     return _Unpickler(io.BytesIO(data), kept).load()
 
 
-def writable_error(error: BaseException) -> BaseException:
-    """The error, or where it cannot be written down one that tells it in words."""
+def picklable_error(error: BaseException) -> BaseException:
+    """The error, or a RunError with its text if it cannot be pickled."""
     try:
-        told = from_bytes(to_bytes(error))
+        copy = deserialize(serialize(error))
     except Exception:
-        told = RunError(f"{type(error).__name__}: {error}")
-    told.__notes__ = list(getattr(error, "__notes__", ()))
-    return told
+        copy = RunError(f"{type(error).__name__}: {error}")
+    copy.__notes__ = list(getattr(error, "__notes__", ()))
+    return copy

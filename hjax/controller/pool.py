@@ -1,9 +1,9 @@
 """Resource pools and worker groups: the single controller's view of the devices.
 
-Models given the same pool run one after another in call order; pools never share a device, and
-calls on different pools run as soon as their inputs exist, since every call returns a future at
-once (HybridFlow, arXiv 2409.19256, section 4). The controller knows no tokens: it sends messages
-with nested dicts of arrays, or with futures of them.
+Models in one pool run one after another, in call order. Pools share no devices, and calls on
+different pools run as soon as their inputs exist, since every call returns a future at once
+(HybridFlow, arXiv 2409.19256, section 4). The controller sees no tokens: it sends messages with
+nested dicts of arrays, or with futures of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,9 +24,9 @@ class ResourcePool:
 
     Args:
       name: shown in timelines and errors.
-      devices: the devices, in rank order; may be empty for workers that compute on the host.
+      devices: in rank order; empty for workers that compute on the host.
       timeline: where calls are recorded.
-      executor: makes what carries out the pool's messages.
+      executor: makes the executor of the pool's messages.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ResourcePool:
         self.executor: Executor = executor(name, self.devices, self.timeline)
 
     def close(self) -> None:
-        """Let the call under way finish and stop; calls that still wait are refused."""
+        """Wait for the running call and stop; queued calls are refused."""
         self.executor.close()
 
     def __repr__(self) -> str:
@@ -65,24 +65,24 @@ def check_disjoint(pools: Sequence[ResourcePool]) -> None:
 class WorkerGroup:
     """The controller's handle on one role's worker in its pool.
 
-    The worker is made where its devices are. Its methods bound to a transfer protocol
+    The worker is built where its devices are. Its methods with a transfer protocol
     (``@hjax.protocol``) are attributes of the group; calling one returns a Future at once.
 
     Args:
-      pool: where it stands.
+      pool: the worker's pool.
       worker: its class.
-      arguments, options: what the class is called with, see ``BuildWorker``.
-      role: its name; that of the class if it is not given.
+      arguments, options: of the class, see ``BuildWorker``.
+      role: its name; by default that of the class.
     """
 
     def __init__(self, pool: ResourcePool, worker: Callable[..., Any], *arguments: Any,
                  role: str = "", **options: Any):  # fmt: skip
         self.role = role or str(getattr(worker, "__name__", "worker"))
         self.pool = pool
-        # By method the entries of a batch that it reads; None: all.
+        # By method the batch entries that it reads; None: all.
         self._methods: dict[str, frozenset[str] | None] = {}
         bound = bound_methods(worker)
-        # Methods whose batches are split as a held one is: they get rows of that.
+        # Methods that split batches like hold_batch: they get rows of the held batch.
         held = bound.get("hold_batch")
         self._by_rows = {name for name, x in bound.items() if held and x.protocol == held.protocol}
         for name, method in bound.items():
@@ -93,16 +93,16 @@ class WorkerGroup:
         self.built: Future = pool.executor.submit(self._build)
 
     def rebuild(self) -> None:
-        """Make the worker anew, after its pool lost it; it knows nothing of what was."""
+        """Build the worker again after its pool lost it; its state is gone."""
         self.built = self.pool.executor.submit(self._build)
 
     @property
     def worker(self) -> Any:
-        """The worker itself, for tests and notebooks; only where it is in this process."""
+        """The worker itself, for tests and notebooks; only if it is in this process."""
         self.built.result()
         host = getattr(self.pool.executor, "host", None)
         if host is None:
-            raise RunError(f"{self.role}: its worker is not within reach; call its methods")
+            raise RunError(f"{self.role}: its worker is in another process; call its methods")
         return host.workers[self.role]
 
     def has(self, method: str) -> bool:
@@ -119,18 +119,18 @@ class WorkerGroup:
         reads, submit = methods[name], self.pool.executor.submit
         holds = name in self._by_rows
 
-        def sent(value: Any) -> Any:
-            # What is at hand here is cut down here; of a future's result, where that is.
-            if isinstance(value, MiniBatch):
-                return value.sent(self.role, reads, hold) if holds else select(dict(value), reads)
-            return select(value, reads)
+        def argument(value: Any) -> Any:
+            # Entries nobody reads are dropped here; a future's, where its result is.
+            if isinstance(value, MiniBatch) and holds:
+                return value.to_message(self.role, reads, hold)
+            return select(dict(value) if isinstance(value, MiniBatch) else value, reads)
 
         def hold(batch: Any) -> Future:
             return submit(Call(self.role, "hold_batch", (batch,), {}, reads))
 
         def remote(*arguments: Any, **options: Any) -> Future:
-            arguments = tuple(sent(value) for value in arguments)
-            options = {key: sent(value) for key, value in options.items()}
+            arguments = tuple(argument(value) for value in arguments)
+            options = {key: argument(value) for key, value in options.items()}
             return submit(Call(self.role, name, arguments, options, reads))
 
         return remote

@@ -1,9 +1,9 @@
-"""What runs in a process of a pool: its part of the pool's devices, messages and results.
+"""A process of a pool: runs its share of every message and exports results to other processes.
 
-A pool of several processes is one world (``jax.distributed``): each of them runs every message, in
-the same order, on its own devices. Results stay where they were made, on the devices; what another
-pool or the controller asks for is written into the object store, each region of an array once, by
-the process that holds it. Nothing here knows which store that is, or how messages come.
+A pool of several processes is one world (``jax.distributed``): each process runs every message, in
+the same order, on its own devices. Results stay on the devices. When another pool or the controller
+asks for one, it is written to the object store, each region of an array once, by the process that
+holds it. This module does not depend on the store or the transport (``ray_process``).
 """
 
 import collections
@@ -25,56 +25,56 @@ import jax
 import numpy as np
 
 from hjax import sharded_values
-from hjax.controller.executors import MessageQueue, named
+from hjax.controller.executors import MessageQueue, run_message
 from hjax.controller.messages import (
     BuildWorker,
     Call,
     Message,
     ResultOf,
-    from_bytes,
+    deserialize,
+    picklable_error,
     select,
-    to_bytes,
-    writable_error,
+    serialize,
 )
 from hjax.controller.worker_host import CallResult, WorkerHost
 from hjax.errors import RunError
-from hjax.machine import enough_threads
+from hjax.machine import ensure_threads
 from hjax.sharded_values import ArrayRegions
-from hjax.user_code import provide
+from hjax.user_code import provide_files
 
-# Arrays from so many bytes on go into the store by themselves, smaller ones with what is around.
-LARGE = 32 << 10
+# Arrays of so many bytes or more are stored on their own, smaller ones with what surrounds them.
+LARGE_ARRAY_BYTES = 32 << 10
 KEPT_LINES = 20
 
 
 class ObjectStore(Protocol):
-    """Where processes leave arrays for each other."""
+    """A store through which processes exchange arrays."""
 
     def put(self, value: np.ndarray) -> sharded_values.ArrayHandle:
-        """Leave an array; the handle gives it in any process."""
+        """Store an array; the handle fetches it in any process."""
 
     def get(self, references: Sequence[Any]) -> list[Any]:
-        """What stands behind references that came with a message."""
+        """The objects behind references that came with a message."""
 
     def is_reference(self, value: Any) -> bool:
-        """Whether a value is one that must travel beside what is written down."""
+        """Whether a value is a reference, which must be sent out-of-band."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ProcessSetup:
-    """What a process is told before it starts.
+    """Settings of a process, sent before it starts.
 
     Attributes:
       pool: its name.
-      rank, processes: which of the pool's processes it is.
-      devices: how many it brings; 0: it computes on the host.
+      rank, processes: of the process, and of the pool.
+      devices: that it contributes; 0: it computes on the host.
       platform: of JAX; empty: what JAX finds.
       options: of ``jax.config``, by name.
       environment: variables to set.
-      log: file that takes what it prints; empty: none.
-      files: of the user's, as the controller has them, see ``hjax.user_code``.
-      probe: made once the devices are there; its ``read()`` tells of the machine.
-      seconds: that starting the world may take.
+      log: file for its output; empty: none.
+      files: the user's files, as the controller has them, see ``hjax.user_code``.
+      probe: built once the devices exist; its ``read()`` reports on the machine.
+      seconds: timeout of starting the world.
     """
 
     pool: str
@@ -108,11 +108,11 @@ class ProcessInfo:
 
 @dataclasses.dataclass(frozen=True)
 class MessageOutcome:
-    """How a message went.
+    """The outcome of a message.
 
     Attributes:
       phase, start, end: as of ``CallResult``, by this process's clock.
-      error: written down; None: all is well.
+      error: serialized; None: success.
     """
 
     phase: str = ""
@@ -123,29 +123,29 @@ class MessageOutcome:
 
 @dataclasses.dataclass(frozen=True)
 class SerializedValue:
-    """A value written down.
+    """A serialized value.
 
     Attributes:
-      data: its bytes.
-      kept: references that go along.
-      failed: the value is an error, to be raised where it is read.
-      beside: bytes of the arrays that were left in the store.
+      data: pickled bytes.
+      kept: out-of-band references.
+      failed: the value is an error, to be raised by the reader.
+      stored_bytes: bytes of its arrays in the store.
     """
 
     data: bytes
     kept: tuple[Any, ...] = ()
     failed: bool = False
-    beside: int = 0
+    stored_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class QueuedMessage:
-    """A message on its way.
+    """A message in transit.
 
     Attributes:
       number: under which its result is kept.
-      message: written down.
-      dropped: results that nobody will ask for once the messages before have run.
+      message: serialized.
+      dropped: numbers of results that nobody needs after the messages before.
     """
 
     number: int
@@ -155,10 +155,10 @@ class QueuedMessage:
 
 @dataclasses.dataclass(frozen=True)
 class RemoteResult:
-    """Stands in a message for a result of another pool: what each of its processes wrote.
+    """Placeholder in a message for a result of another pool: what each of its processes exported.
 
     Attributes:
-      references: of a dict of ``SerializedValue`` by entry, in rank order.
+      references: to a dict of ``SerializedValue`` by entry, in rank order.
     """
 
     references: tuple[Any, ...]
@@ -166,29 +166,32 @@ class RemoteResult:
 
 @dataclasses.dataclass(frozen=True)
 class Heartbeat:
-    """A sign of life: the process's clock, and lines that somebody should see."""
+    """A heartbeat: the process's clock, and log lines to show."""
 
     clock: float
     lines: tuple[str, ...]
 
 
-def write(value: Any, store: ObjectStore) -> SerializedValue:
-    """A value or message written down, its large arrays in the store."""
-
-    beside = 0
+def serialize_value(value: Any, store: ObjectStore) -> SerializedValue:
+    """A value or message serialized, its large arrays in the store."""
+    stored_bytes = 0
 
     def leaf(x: Any) -> Any:
-        nonlocal beside
+        nonlocal stored_bytes
         if isinstance(x, jax.Array):
             # Imported here: the controller itself knows no devices.
             from hjax.sharding.global_arrays import pieces_of
 
             x = pieces_of(x)
-        elif isinstance(x, np.ndarray) and x.nbytes >= LARGE and x.dtype.kind not in "OUSMm":
+        elif (
+            isinstance(x, np.ndarray)
+            and x.nbytes >= LARGE_ARRAY_BYTES
+            and x.dtype.kind not in "OUSMm"
+        ):
             x = ArrayRegions(x.shape, x.dtype, ((tuple((0, n) for n in x.shape), x),))
         if isinstance(x, ArrayRegions):
-            beside += sum(data.nbytes for _, data in x.parts if is_large(data))
-            parts = tuple((region, stored(data, store)) for region, data in x.parts)
+            stored_bytes += sum(data.nbytes for _, data in x.parts if is_large(data))
+            parts = tuple((region, store_if_large(data, store)) for region, data in x.parts)
             return dataclasses.replace(x, parts=parts)
         return x
 
@@ -201,64 +204,67 @@ def write(value: Any, store: ObjectStore) -> SerializedValue:
         value = dataclasses.replace(value, arguments=arguments, options=options)
     else:
         value = sharded_values.map_leaves(leaf, value)
-    data = to_bytes(value, kept, store.is_reference)
-    return SerializedValue(data, tuple(kept), beside=beside)
+    data = serialize(value, kept, store.is_reference)
+    return SerializedValue(data, tuple(kept), stored_bytes=stored_bytes)
 
 
-def stored(data: Any, store: ObjectStore) -> Any:
-    """An array as it is if it is small; else left in the store."""
+def store_if_large(data: Any, store: ObjectStore) -> Any:
+    """A small array unchanged; for a large one its handle in the store."""
     if is_large(data):
         return store.put(np.ascontiguousarray(data))
     return data
 
 
 def is_large(data: Any) -> bool:
-    """Whether it is an array that goes into the store by itself."""
-    return isinstance(data, np.ndarray) and data.nbytes >= LARGE
+    """Whether a value is an array that is stored on its own."""
+    return isinstance(data, np.ndarray) and data.nbytes >= LARGE_ARRAY_BYTES
 
 
-def read(written: SerializedValue) -> Any:
-    """What was written; an error is raised."""
-    value = from_bytes(written.data, written.kept)
+def deserialize_value(written: SerializedValue) -> Any:
+    """The value of ``serialize_value``; an error is raised."""
+    value = deserialize(written.data, written.kept)
     if written.failed:
         raise value
     return value
 
 
-def read_all(exports: Sequence[Mapping[Any, SerializedValue]]) -> Any:
-    """One value out of what every process of a pool wrote of a result."""
+def merge_exports(exports: Sequence[Mapping[Any, SerializedValue]]) -> Any:
+    """The value of a result, merged from the exports of all processes of a pool."""
     first = exports[0]
     if None in first:
-        return sharded_values.merge([read(export[None]) for export in exports])
-    return {key: sharded_values.merge([read(export[key]) for export in exports]) for key in first}
+        return sharded_values.merge([deserialize_value(export[None]) for export in exports])
+    return {
+        key: sharded_values.merge([deserialize_value(export[key]) for export in exports])
+        for key in first
+    }
 
 
 class HostProcess:
     """A process of a pool.
 
     Args:
-      store: where results go that others ask for.
-      address: of this host, at which the pool's other processes reach it.
+      store: for results that others ask for.
+      address: of this host, as the pool's other processes reach it.
     """
 
     def __init__(self, store: ObjectStore, address: str):
         self._store, self._address = store, address
         self._results: dict[int, concurrent.futures.Future] = {}
         self._lock = threading.Lock()
-        # Messages may overtake each other on their way; they run in the order they were sent.
-        self._next = 0
-        self._early: dict[int, tuple[Any, ...]] = {}
+        # Messages may arrive out of order; they run in the order in which they were sent.
+        self._next_sequence = 0
+        self._out_of_order: dict[int, tuple[Any, ...]] = {}
         self._exports: dict[tuple[int, Any], concurrent.futures.Future] = {}
         self._lines: collections.deque[str] = collections.deque(maxlen=KEPT_LINES)
         self._host: WorkerHost | None = None
         self._messages: MessageQueue | None = None
         self._probe: Any = None
-        self._given = 0
+        self._exported_bytes = 0
 
     # Starting and stopping
 
     def prepare(self, setup: ProcessSetup) -> ProcessInfo:
-        """Take the settings; before JAX starts a backend."""
+        """Apply the settings, before JAX starts a backend."""
         self._setup = setup
         if setup.log:
             redirect(Path(setup.log))
@@ -267,7 +273,7 @@ class HostProcess:
             print(f"{name}: {where}", flush=True)
         logging.getLogger().addHandler(_Notices(self._lines))
         os.environ.update(setup.environment)
-        provide(setup.files)
+        provide_files(setup.files)
         options: Any = jax.config
         for name, value in setup.options.items():
             options.update(name, value)
@@ -275,15 +281,15 @@ class HostProcess:
             options.update("jax_platforms", setup.platform)
         if setup.platform == "cpu":
             options.update("jax_num_cpu_devices", max(setup.devices, 1))
-            enough_threads(setup.devices)
+            ensure_threads(setup.devices)
         address = free_address(self._address)
         return ProcessInfo(socket.gethostname(), os.getpid(), address, versions())
 
     def join(self, coordinator: str) -> dict[str, Any]:
-        """Start the world that rank 0 leads; returns what its devices are like.
+        """Join the world that rank 0 coordinates; returns what its devices are like.
 
         Raises:
-          RunError: another number of devices than was asked for.
+          RunError: there are more or fewer devices than expected.
         """
         setup = self._setup
         devices: list[Any] = []
@@ -311,7 +317,7 @@ class HostProcess:
         return {"platform": devices[0].platform, "memories": kinds}
 
     def stop(self) -> None:
-        """Let the message under way finish, and leave the world."""
+        """Wait for the running message, and leave the world."""
         if self._messages is not None:
             self._messages.close()
         if self._setup.devices and self._setup.processes > 1:
@@ -322,32 +328,32 @@ class HostProcess:
     def submit(
         self, sequence: int, parcel: Sequence[QueuedMessage]
     ) -> list[concurrent.futures.Future]:
-        """Queue messages; the futures have their ``MessageOutcome``.
+        """Queue messages; the futures get their ``MessageOutcome``.
 
         Args:
-          sequence: the parcel's place among the pool's, from 0.
-          parcel: messages that travel together.
+          sequence: position of the parcel among the pool's parcels, from 0.
+          parcel: messages that are sent together.
         """
         outcomes: list[concurrent.futures.Future] = [concurrent.futures.Future() for _ in parcel]
         assert self._messages is not None
         with self._lock:
-            self._early[sequence] = tuple(zip(parcel, outcomes, strict=True))
-            while self._next in self._early:
-                items = self._early.pop(self._next)
-                self._next += 1
+            self._out_of_order[sequence] = tuple(zip(parcel, outcomes, strict=True))
+            while self._next_sequence in self._out_of_order:
+                items = self._out_of_order.pop(self._next_sequence)
+                self._next_sequence += 1
                 for item in items:
                     unread = Call("", "a message that was not read yet")
                     self._messages.put(unread, item, item[1].set_exception)
         return outcomes
 
     def _run(self, item: tuple[QueuedMessage, concurrent.futures.Future]) -> None:
-        posted, outcome = item
-        for old in posted.dropped:
+        queued, outcome = item
+        for old in queued.dropped:
             self._drop(old)
-        result = self.result(posted.number)
+        result = self.result(queued.number)
         try:
-            message: Message = read(posted.message)
-            answer = named(message, lambda: self._answer(message))
+            message: Message = deserialize_value(queued.message)
+            answer = run_message(message, lambda: self._answer(message))
             ends = MessageOutcome(answer.phase, answer.start, answer.end)
             if not answer.background:
                 result.set_result(answer.value)
@@ -359,31 +365,31 @@ class HostProcess:
                 outcome.set_result(ends)
 
             assert self._messages is not None
-            self._messages.finish_beside(
-                message, answer.value, succeed, lambda error: _fail(result, outcome, error)
+            self._messages.finish_in_background(
+                message, answer.value, succeed, lambda error: _set_failed(result, outcome, error)
             )
         except BaseException as error:
-            _fail(result, outcome, error)
+            _set_failed(result, outcome, error)
 
     def _answer(self, message: Message) -> CallResult:
         host = self._host
         assert host is not None
         reads = message.reads if isinstance(message, Call) else None
-        arguments = self._filled(message.arguments, reads)
-        options = self._filled(dict(message.options), reads)
+        arguments = self._resolve(message.arguments, reads)
+        options = self._resolve(dict(message.options), reads)
         if isinstance(message, BuildWorker):
             host.build(BuildWorker(message.role, message.worker, arguments, options))
             return CallResult(None)
         return host.call(Call(message.role, message.method, arguments, options, reads))
 
-    def _filled(self, value: Any, reads: frozenset[str] | None) -> Any:
-        """The value with results in the place of what stands for them."""
+    def _resolve(self, value: Any, reads: frozenset[str] | None) -> Any:
+        """The value with its placeholders replaced by results."""
 
         def leaf(x: Any) -> Any:
             if isinstance(x, ResultOf):
                 return self.result(x.number).result()
             if isinstance(x, RemoteResult):
-                return read_all(self._store.get(x.references))
+                return merge_exports(self._store.get(x.references))
             return x
 
         return sharded_values.map_leaves(leaf, value)
@@ -391,34 +397,34 @@ class HostProcess:
     # Results
 
     def result(self, number: int) -> concurrent.futures.Future:
-        """A message's result; it may not be there yet."""
+        """The future of a message's result."""
         with self._lock:
             return self._results.setdefault(number, concurrent.futures.Future())
 
-    def coming(self, number: int, reads: frozenset[str] | None) -> list[concurrent.futures.Future]:
-        """Of a result that is there: what ``export`` would wait for."""
+    def pending(self, number: int, reads: frozenset[str] | None) -> list[concurrent.futures.Future]:
+        """Futures that ``export`` of a finished result would wait for."""
         found: list[concurrent.futures.Future] = []
 
         def leaf(x: Any) -> None:
-            if isinstance(x, sharded_values.PendingValue) and x.coming is not None:
-                found.append(x.coming)
+            if isinstance(x, sharded_values.PendingValue) and x.future is not None:
+                found.append(x.future)
 
         sharded_values.map_leaves(leaf, select(self.result(number).result(0), reads))
         return found
 
     def export(self, number: int, reads: frozenset[str] | None) -> dict[Any, SerializedValue]:
-        """Write down a result that is there, of a dict the entries that are asked for."""
+        """Serialize a finished result; of a dict only the entries that are read."""
         try:
             value = self.result(number).result(0)
         except BaseException as error:
-            return {None: SerializedValue(to_bytes(writable_error(error)), failed=True)}
+            return {None: SerializedValue(serialize(picklable_error(error)), failed=True)}
         if not isinstance(value, Mapping):
             return {None: self._exported(number, None, value)}
         keys = [key for key in value if reads is None or key in reads]
         return {key: self._exported(number, key, value[key]) for key in keys}
 
     def _exported(self, number: int, key: Any, value: Any) -> SerializedValue:
-        """An entry written down, once for all who ask."""
+        """A serialized entry, computed once for all who ask."""
         with self._lock:
             known = self._exports.get((number, key))
             written = self._exports[number, key] = known or concurrent.futures.Future()
@@ -426,19 +432,19 @@ class HostProcess:
             return known.result()
         try:
             if self._setup.rank:
-                # What every process has is taken from the first; the others give their parts.
+                # Replicated values are taken from rank 0; other ranks export only their shards.
                 value = sharded_values.map_leaves(
                     lambda x: x if isinstance(x, jax.Array | sharded_values.PartialValue) else None,
                     value,
                 )
-            written.set_result(write(value, self._store))
+            written.set_result(serialize_value(value, self._store))
         except BaseException as error:
             written.set_exception(error)
         with self._lock:
             if number not in self._results:  # dropped meanwhile
                 self._exports.pop((number, key), None)
             if written.exception() is None:
-                self._given += len(written.result().data) + written.result().beside
+                self._exported_bytes += len(written.result().data) + written.result().stored_bytes
         return written.result()
 
     def _drop(self, number: int) -> None:
@@ -447,28 +453,28 @@ class HostProcess:
             for key in [key for key in self._exports if key[0] == number]:
                 del self._exports[key]
 
-    # What the cluster asks
+    # Calls of the cluster
 
-    def pulse(self) -> Heartbeat:
-        """A sign of life."""
+    def heartbeat(self) -> Heartbeat:
+        """A heartbeat with the log lines since the last one."""
         lines = []
         while self._lines:
             lines.append(self._lines.popleft())
         return Heartbeat(time.perf_counter(), tuple(lines))
 
     def machine(self) -> dict[str, Any]:
-        """What the probe reads, and ``given_bytes`` of results that others asked for."""
+        """The probe's figures, and ``given_bytes`` of exported results."""
         read = self._probe.read() if self._probe is not None else {}
-        return {"given_bytes": self._given, **read}
+        return {"given_bytes": self._exported_bytes, **read}
 
 
-def _fail(result: Any, outcome: Any, error: BaseException) -> None:
+def _set_failed(result: Any, outcome: Any, error: BaseException) -> None:
     result.set_exception(error)
-    outcome.set_result(MessageOutcome(error=to_bytes(writable_error(error))))
+    outcome.set_result(MessageOutcome(error=serialize(picklable_error(error))))
 
 
 class _Notices(logging.Handler):
-    """Keeps warnings and errors for whoever watches."""
+    """Keeps warnings and errors for the next heartbeat."""
 
     def __init__(self, lines: collections.deque[str]):
         super().__init__(logging.WARNING)
@@ -479,7 +485,7 @@ class _Notices(logging.Handler):
 
 
 def redirect(path: Path) -> None:
-    """Send all that this process prints to a file, what its libraries print included."""
+    """Redirect all output of this process to a file, that of libraries included."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):
@@ -492,14 +498,14 @@ def redirect(path: Path) -> None:
 
 
 def free_address(host: str) -> str:
-    """A port of a host's address that is free there."""
+    """A free port on a host's address."""
     with socket.socket() as found:
         found.bind((host, 0))
         return f"{host}:{found.getsockname()[1]}"
 
 
 def versions() -> dict[str, str]:
-    """What must be the same in every process."""
+    """Versions that must be the same in every process."""
     import importlib.metadata
 
     import hjax

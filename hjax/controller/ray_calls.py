@@ -1,9 +1,8 @@
-"""Ray as hjax uses it: starting and joining a cluster, rooms, actors, the object store.
+"""All calls of Ray: clusters, placement groups, actors, the object store.
 
-The only file that imports Ray. What hjax makes of it stands beside: processes (``ray_process``),
-the pools that they make up (``ray_pool``, ``ray_executor``), the cluster (``ray_cluster``).
-``Servers`` are Ray's own processes: without them it answers nobody, so they are watched from
-outside of it.
+This is the only file that imports Ray. Processes (``ray_process``), pools (``ray_pool``,
+``ray_executor``) and the cluster (``ray_cluster``) build on it. Ray answers nothing without its own
+server processes, so ``Servers`` watches those from outside of Ray.
 """
 
 import contextlib
@@ -25,7 +24,14 @@ import numpy as np
 from hjax.controller.futures import DEADLINE_SECONDS
 from hjax.controller.hosts import ProcessPlacement
 from hjax.errors import ConfigError, ProcessLost, RunError
-from hjax.machine import available_cores, children, descendants, end_all, name_of, state
+from hjax.machine import (
+    available_cores,
+    children,
+    descendants,
+    kill_all,
+    process_name,
+    process_state,
+)
 
 try:
     import ray
@@ -40,37 +46,37 @@ except ImportError as error:
         f"installed ({error}): pip install 'hjax[cluster]'"
     ) from error
 
-# Of this machine alone. What is called 127.0.0.1 Ray replaces by an address that others reach.
+# A loopback address. Ray replaces 127.0.0.1 by an address that other machines reach.
 LOOPBACK = "127.0.0.9" if sys.platform == "linux" else "127.0.0.1"
-# An actor's process is gone; a call of it raised; whatever Ray has to say, these two included.
-Died = ray.exceptions.RayActorError
-Raised = ray.exceptions.RayTaskError
-Failed = ray.exceptions.RayError
+# An actor's process died; a remote call raised; the base class of both and of Ray's other errors.
+ActorDied = ray.exceptions.RayActorError
+TaskRaised = ray.exceptions.RayTaskError
+RayFailed = ray.exceptions.RayError
 
 # The cluster
 
-# Leave it: one that ``start_here`` started ends; whether this process is in one; its hosts, with
-# ``Alive``, ``Resources``, ``Labels``, ``NodeID`` and more of each.
+# ``end_here`` leaves the cluster, and ends one that ``start_local_cluster`` started; ``nodes`` are
+# its hosts, each with ``Alive``, ``Resources``, ``Labels``, ``NodeID`` and more.
 end_here, connected, nodes = ray.shutdown, ray.is_initialized, ray.nodes
 _QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
 
 
-def start_here(processes: int) -> None:
-    """Start a Ray cluster of this machine alone; clusters made after use it, one or several.
+def start_local_cluster(processes: int) -> None:
+    """Start a Ray cluster on this machine alone, which later clusters use.
 
     Args:
-      processes: that it has room for.
+      processes: that it must have room for.
 
     Raises:
       RunError: it does not start.
     """
     if not any(name.startswith("RAY_AUTH_") for name in os.environ):
-        # Ray asks for a token of itself; one of this cluster's own is written to no file.
+        # Ray requires a token; this one belongs to this cluster and is written to no file.
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    # Ray would let its workers give way to everything else on the machine; here they do the work.
+    # Ray would run its workers at low priority; here they do the work.
     os.environ.setdefault("RAY_worker_niceness", "0")
     with warnings.catch_warnings():
-        # Where Ray is started again JAX is there already, of which no child makes use.
+        # After a restart of Ray JAX is loaded already; no child uses it.
         warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
         try:
             with kept_signals():
@@ -94,7 +100,7 @@ def connect(address: str, processes: int) -> bool:
     if connected():
         return False
     if address in ("", "local"):
-        start_here(processes)
+        start_local_cluster(processes)
         return True
     try:
         with kept_signals():
@@ -109,7 +115,7 @@ def connect(address: str, processes: int) -> bool:
 
 @contextlib.contextmanager
 def kept_signals() -> Iterator[None]:
-    """Afterwards SIGTERM means what it did: Ray's core takes it, to print where it came."""
+    """Restore SIGTERM's handler afterwards: Ray replaces it to print a stack."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -119,12 +125,12 @@ def kept_signals() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says first; its kind if it says nothing."""
+    """The first line of an error's message; its type if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def whereabouts() -> tuple[str, str]:
-    """Ray's id of this process's host, and the address of the cluster's first server."""
+    """Ray's id of this process's host, and the address of the cluster's head server."""
     context = ray.get_runtime_context()
     return context.get_node_id(), context.gcs_address
 
@@ -135,7 +141,7 @@ def host_id() -> str:
 
 
 def host_address() -> str:
-    """At which the cluster's other hosts reach this one."""
+    """The address at which the cluster's other hosts reach this one."""
     return ray.util.get_node_ip_address()
 
 
@@ -150,36 +156,33 @@ def platform() -> str:
 
 
 def resources() -> str:
-    """What the cluster has, in words."""
+    """The cluster's resources, as text."""
     kinds = ("CPU", "GPU", "TPU")
     return ", ".join(f"{n:g} {k}" for k, n in ray.cluster_resources().items() if k in kinds)
 
 
-# Rooms and actors
-
-
-def ask_for(bundles: Sequence[Mapping[str, float]], room: ProcessPlacement) -> Any:
-    """Ask for a place for processes, by what each takes; it may be given later."""
+def request_placement(bundles: Sequence[Mapping[str, float]], room: ProcessPlacement) -> Any:
+    """Request a placement group, by the resources of each process; it may become ready later."""
     labels = [dict(room.labels)] * len(bundles) if room.labels else None
     return placement_group(
         [dict(b) for b in bundles], strategy=room.strategy, bundle_label_selector=labels
     )
 
 
-# Give a place back; what stands in it ends.
-give_up = remove_placement_group
+# Releases a placement group; processes in it end.
+release_placement = remove_placement_group
 
 
 def start_process(
     kind: type, bundle: Mapping[str, float], group: Any, rank: int, environment: Mapping[str, str]
 ) -> Any:
-    """Start an actor in its place; returns its handle at once.
+    """Start an actor in its placement group; returns its handle at once.
 
     Args:
       kind: its class.
-      bundle: what it takes of its host: ``CPU``, and ``GPU`` or ``TPU``.
-      group: of ``ask_for``.
-      rank: which of its places.
+      bundle: its resources: ``CPU``, and ``GPU`` or ``TPU``.
+      group: of ``request_placement``.
+      rank: of the process in the group.
       environment: variables of its process.
     """
     options: dict[str, Any] = {
@@ -199,37 +202,34 @@ def start_process(
 
 
 def kill(actor: Any) -> None:
-    """End an actor's process."""
+    """Kill an actor's process."""
     ray.kill(actor, no_restart=True)
 
 
-def kill_at(node: str, pid: int) -> Any:
-    """Have a process of another host ended; a reference that is there once that is done."""
+def kill_on_node(node: str, pid: int) -> Any:
+    """Kill a process on another host; returns a reference that is ready once that is done."""
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
     task = ray.remote(os.kill).options(num_cpus=0, scheduling_strategy=strategy)
     return task.remote(pid, signal.SIGKILL)
 
 
-def ask_host(address: str, function: Callable[[], Any], takes: Mapping[str, float]) -> Any:
-    """Have a function called on the host of an address; a reference to what it returns.
+def run_on_host(address: str, function: Callable[[], Any], takes: Mapping[str, float]) -> Any:
+    """Call a function on the host of an address; returns a reference to its result.
 
     Args:
-      takes: of the host meanwhile, besides no CPU: ``GPU``.
+      takes: resources in the meantime, besides no CPU: ``GPU``.
     """
     where = {f"node:{address}": 0.001}
     task = ray.remote(function).options(num_cpus=0, num_gpus=takes.get("GPU", 0), resources=where)
     return task.remote()
 
 
-# References and the store
-
-
-# What stands behind references that are known to be there.
+# The object store. ``get`` is for references known to be ready.
 get = ray.get
 
 
 def wait(references: Sequence[Any], seconds: float, count: int = 1) -> tuple[list[Any], list[Any]]:
-    """Those that are there and those that are not, once ``count`` are there or time is up."""
+    """References that are ready and those that are not, once ``count`` are ready or time is up."""
     return ray.wait(list(references), num_returns=count, timeout=seconds)
 
 
@@ -240,71 +240,71 @@ class StoredArray:
     reference: Any
 
     def fetch(self) -> np.ndarray:
-        """The array, read-only; of this host's store without a copy."""
-        return _arrived(self.reference)
+        """The array, read-only; without a copy if it is in this host's store."""
+        return _get_with_deadline(self.reference)
 
 
 class RayStore:
-    """Ray's object store, as a process sees it."""
+    """Ray's object store, in a process."""
 
     def put(self, value: np.ndarray) -> StoredArray:
-        """Leave an array."""
+        """Store an array."""
         return StoredArray(ray.put(value))
 
     def get(self, references: Sequence[Any]) -> list[Any]:
-        """What stands behind references; waits for it."""
-        return _arrived(list(references))
+        """The objects behind references; waits for them."""
+        return _get_with_deadline(list(references))
 
     def is_reference(self, value: Any) -> bool:
         """Whether a value is a reference into the store."""
         return isinstance(value, ray.ObjectRef)
 
 
-def _arrived(references: Any) -> Any:
+def _get_with_deadline(references: Any) -> Any:
     try:
         return ray.get(references, timeout=DEADLINE_SECONDS)
     except ray.exceptions.GetTimeoutError:
         raise RunError(
             f"what another process made has not arrived within {DEADLINE_SECONDS:g} seconds"
         ) from None
-    except (Died, ray.exceptions.ObjectLostError) as error:
+    except (ActorDied, ray.exceptions.ObjectLostError) as error:
         why = first_line(error)
         raise ProcessLost(f"what another process made was lost with it: {why}") from None
 
 
-# Without these of its processes no part of Ray works.
-NAMES = ("gcs_server", "raylet")
+# Ray's server processes, without which nothing of it works.
+SERVER_NAMES = ("gcs_server", "raylet")
 
 
 class Servers:
-    """Those of the cluster that this process is in.
+    """Watches the Ray servers of this process's cluster.
 
     Attributes:
       node: Ray's id of this host.
     """
 
     def __init__(self) -> None:
-        self.meet()
+        self.find_processes()
 
-    def meet(self) -> None:
-        """Take note of where Ray is, and which of its processes were started here."""
+    def find_processes(self) -> None:
+        """Find the cluster's head, and the Ray servers that this process started."""
         self.node, self._head = whereabouts()
-        found = {pid: name_of(pid) for pid in children(os.getpid())}
-        self._here = {pid: name for pid, name in found.items() if name in NAMES}
-        self._kin: list[int] = []
+        found = {pid: process_name(pid) for pid in children(os.getpid())}
+        self._here = {pid: name for pid, name in found.items() if name in SERVER_NAMES}
+        self._descendants: list[int] = []
         self._silent_since: float | None = None
 
     def failure(self, seconds: float) -> str:
-        """Why Ray is of no use any more; empty: it is.
+        """Why Ray has failed; empty: it works.
 
         Args:
-          seconds: without a sign of life after which it is not.
+          seconds: without response after which it has failed.
         """
         for pid, name in self._here.items():
-            if state(pid) in ("", "Z", "X"):
+            if process_state(pid) in ("", "Z", "X"):
                 return f"Ray's {name} (pid {pid} on this machine) died"
-        self._kin = [kin for pid in self._here for kin in descendants(pid)]
-        stopped = [(pid, name) for pid, name in self._here.items() if state(pid) in "Tt"]
+        self._descendants = [kin for pid in self._here for kin in descendants(pid)]
+        stopped = [(pid, name) for pid, name in self._here.items() if process_state(pid) in "Tt"]
         if not stopped and (self._here or reachable(self._head)):
             self._silent_since = None
             return ""
@@ -317,12 +317,12 @@ class Servers:
         return f"{who} has given no sign of life for {now - since:.0f} seconds"
 
     def end(self) -> None:
-        """End those that were started here, and what they started."""
-        end_all([*self._here, *self._kin])
+        """Kill the servers started here, and their descendants."""
+        kill_all([*self._here, *self._descendants])
 
 
 def reachable(address: str) -> bool:
-    """Whether somebody takes connections at HOST:PORT."""
+    """Whether HOST:PORT accepts connections."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()

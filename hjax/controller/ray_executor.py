@@ -1,7 +1,7 @@
-"""A pool on Ray as an executor: messages to its processes, and results that stay with them.
+"""A pool on Ray as an executor: sends messages to its processes, where results stay.
 
-A message goes to every process of the pool, results go from process to process as objects of Ray's
-store, and the controller holds references to them.
+A message goes to every process of the pool. Results go from process to process through Ray's object
+store; the controller only holds references.
 """
 
 from __future__ import annotations
@@ -22,28 +22,34 @@ import numpy as np
 from hjax import sharded_values
 from hjax.controller import ray_calls
 from hjax.controller.futures import DEADLINE_SECONDS, Future
-from hjax.controller.messages import BuildWorker, Call, Message, ResultOf, from_bytes
-from hjax.controller.process import LARGE, QueuedMessage, RemoteResult, read_all, write
-from hjax.controller.ray_pool import STOP_SECONDS, ProcessHandle, ProcessPool, again
+from hjax.controller.messages import BuildWorker, Call, Message, ResultOf, deserialize
+from hjax.controller.process import (
+    LARGE_ARRAY_BYTES,
+    QueuedMessage,
+    RemoteResult,
+    merge_exports,
+    serialize_value,
+)
+from hjax.controller.ray_pool import STOP_SECONDS, ProcessHandle, ProcessPool, copy_error
 from hjax.controller.timeline import Timeline
 from hjax.errors import ProcessLost, RunError
 from hjax.sharded_values import ArrayRegions
 
-# Parcels of messages to a pool that have not been answered; later messages wait and go together.
-UNDER_WAY = 8
+# Most parcels of messages to a pool in flight; further messages are batched into the next parcel.
+MAX_IN_FLIGHT = 8
 
 
 class RayFuture(Future):
-    """A result that stays where it was made until somebody asks for it."""
+    """A result that stays where it was computed until somebody asks for it."""
 
     def __init__(self, executor: RayExecutor, number: int, inner: Any, label: str):
         super().__init__(inner, label)
         self.executor, self.number = executor, number
         self.start = executor.starts
-        weakref.finalize(self, executor.forget, number)
+        weakref.finalize(self, executor.release_result, number)
 
     def result(self, timeout_seconds: float = DEADLINE_SECONDS) -> Any:
-        """Wait for the value and bring it here; see ``Future``."""
+        """Wait for the value and fetch it; see ``Future``."""
         until = time.monotonic() + timeout_seconds
         super().result(timeout_seconds)
         left = max(until - time.monotonic(), 1.0)
@@ -51,34 +57,37 @@ class RayFuture(Future):
 
 
 class RayExecutor(ProcessPool):
-    """Carries out a pool's messages in its processes.
+    """Runs a pool's messages in its processes.
 
     Args:
-      cluster: the RayCluster that the pool is of.
+      cluster: the pool's RayCluster.
       name, devices, timeline: as of ``ThreadExecutor``.
     """
 
     def __init__(self, cluster: Any, name: str, devices: Sequence[Any], timeline: Timeline):
         super().__init__(cluster, name, len(devices))
         self._timeline = timeline
-        self.later = cluster.later
+        self.run_later = cluster.run_later
         self._numbers = itertools.count()
         self._sequence = itertools.count()
-        # Calls that were not answered.
+        # Pending calls, by number.
         self._waiting: dict[int, _Waiting] = {}
-        self._in_vain = (-1, 0.0)  # call that takes what was lost, and since when that is known
-        self._oldest = (-1, 0.0)  # call that was not answered, and since when it is the oldest
+        self._blocked_call = (
+            -1,
+            0.0,
+        )  # call that needs lost results, and since when
+        self._oldest_call = (-1, 0.0)  # oldest pending call, and since when it is that
         self._dropped: list[int] = []
         self._outbox: list[tuple[QueuedMessage, Message, list[Any]]] = []
-        self._under_way = 0
+        self._in_flight = 0
         self._start()
 
     def restart(self, counts: Sequence[int] = ()) -> None:
-        """New processes, see ``ProcessPool``; calls that were not answered fail."""
+        """Replace the processes, see ``ProcessPool``; pending calls fail."""
         with self._lock:
-            self._abandon(ProcessLost(f"pool {self.name} was started anew"))
+            self._fail_pending(ProcessLost(f"pool {self.name} was started anew"))
             self._sequence = itertools.count()
-            self._dropped, self._outbox, self._under_way = [], [], 0
+            self._dropped, self._outbox, self._in_flight = [], [], 0
         super().restart(counts)
 
     # Messages
@@ -92,16 +101,16 @@ class RayExecutor(ProcessPool):
             inner: concurrent.futures.Future = concurrent.futures.Future()
             future = RayFuture(self, number, inner, message.label)
             if self._lost is not None:
-                inner.set_exception(again(self._lost))
+                inner.set_exception(copy_error(self._lost))
                 return future
-            used: list[Any] = []  # results that must stay until this message has run
+            used: list[Any] = []  # results needed until this message has run
             arguments = self._sent(message.arguments, message, used)
             options = self._sent(dict(message.options), message, used)
             if isinstance(message, BuildWorker):
                 sent: Message = BuildWorker(message.role, message.worker, arguments, options)
             else:
                 sent = Call(message.role, message.method, arguments, options, message.reads)
-            written = write(sent, ray_calls.RayStore())
+            written = serialize_value(sent, ray_calls.RayStore())
             dropped, self._dropped = self._dropped, []
             self._cluster.sent_bytes += len(written.data) * len(self._handles)
             sources = frozenset((x.executor, x.start) for x in used if x.executor is not self)
@@ -111,22 +120,23 @@ class RayExecutor(ProcessPool):
         return future
 
     def _send(self) -> None:
-        """Send what waits, all in one, unless much is under way: then it waits for an answer.
+        """Send all queued messages as one parcel, unless too many are in flight.
 
-        No two messages can wait for each other so: one takes results of earlier ones only, and
-        those are sent before it.
+        This cannot deadlock: a message needs results of earlier messages only, which are sent
+        before it.
         """
-        if not self._outbox or self._under_way >= UNDER_WAY:
+        if not self._outbox or self._in_flight >= MAX_IN_FLIGHT:
             return
         waiting, self._outbox = self._outbox, []
-        parcel, sequence = [posted for posted, _, _ in waiting], next(self._sequence)
+        parcel, sequence = [queued for queued, _, _ in waiting], next(self._sequence)
         references = [handle.actor.run.remote(sequence, parcel) for handle in self._handles]
-        self._under_way += 1
-        _Gather(self, [(posted.number, message, used) for posted, message, used in waiting],
+        self._in_flight += 1
+        _Gather(self, [(queued.number, message, used) for queued, message, used in waiting],
                 references, list(self._handles))  # fmt: skip
 
     def _sent(self, value: Any, message: Message, used: list[Any]) -> Any:
-        """A message's values with results by reference, and large arrays cut by rows."""
+        """A message's values with results replaced by references, and large arrays split by
+        rows."""
         reads = message.reads if isinstance(message, Call) else None
 
         def leaf(x: Any) -> Any:
@@ -140,29 +150,33 @@ class RayExecutor(ProcessPool):
                 return x.result()
             if isinstance(x, jax.Array):
                 x = np.asarray(x)
-            if isinstance(x, np.ndarray) and x.nbytes >= LARGE and x.dtype.kind not in "OUSMm":
-                return by_rows(x, self.processes)
+            if (
+                isinstance(x, np.ndarray)
+                and x.nbytes >= LARGE_ARRAY_BYTES
+                and x.dtype.kind not in "OUSMm"
+            ):
+                return split_rows(x, self.processes)
             return x
 
         return sharded_values.map_leaves(leaf, value)
 
-    def gathered(
+    def on_answers(
         self, sent: Sequence[_Sent], answers: Sequence[Any], handles: Sequence[ProcessHandle]
     ) -> None:
-        """All processes have answered to messages that went together, or failed to."""
+        """Handle the answers of all processes to the messages of a parcel, or their failures."""
         for handle, answer in zip(handles, answers, strict=True):
-            if isinstance(answer, ray_calls.Died):
-                self.lose(handle, "died", answer)
+            if isinstance(answer, ray_calls.ActorDied):
+                self.mark_lost(handle, "died", answer)
                 return
         with self._lock:
             if list(handles) == self._handles:
-                self._under_way -= 1
+                self._in_flight -= 1
                 self._send()
         for i, (number, message, _) in enumerate(sent):
             outcomes = [a if isinstance(a, BaseException) else a[i] for a in answers]
-            self._ended(number, message, outcomes, handles)
+            self._finish_call(number, message, outcomes, handles)
 
-    def _ended(
+    def _finish_call(
         self,
         number: int,
         message: Message,
@@ -179,7 +193,7 @@ class RayExecutor(ProcessPool):
                 inner.set_exception(RunError(f"{message.label}: {outcome}"))
                 return
             if outcome.error is not None:
-                inner.set_exception(from_bytes(outcome.error))
+                inner.set_exception(deserialize(outcome.error))
                 return
         if isinstance(message, Call) and outcomes[0].phase:
             starts = [o.start + h.offset for o, h in zip(outcomes, handles, strict=True)]
@@ -190,10 +204,10 @@ class RayExecutor(ProcessPool):
             )
         inner.set_result(None)
 
-    def _abandon(self, error: ProcessLost) -> None:
+    def _fail_pending(self, error: ProcessLost) -> None:
         waiting, self._waiting = list(self._waiting.values()), {}
         for call in waiting:
-            told = again(error)
+            told = copy_error(error)
             told.add_note(f"in the call {call.label}")
             if not call.inner.done():
                 call.inner.set_exception(told)
@@ -201,40 +215,43 @@ class RayExecutor(ProcessPool):
     # Results
 
     def export(self, future: RayFuture, reads: frozenset[str] | None) -> list[Any]:
-        """References to what each process writes down of a result."""
+        """References to a result as each process exports it."""
         self._check_start(future)
         return [handle.actor.export.remote(future.number, reads) for handle in self._handles]
 
     def _check_start(self, future: RayFuture) -> None:
         if future.start != self.starts:
-            raise ProcessLost(f"{future.label}: its result went with pool {self.name}'s processes")
+            raise ProcessLost(
+                f"{future.label}: its result was lost with pool {self.name}'s processes"
+            )
 
     def fetch(self, future: RayFuture, seconds: float) -> Any:
-        """A result, brought to the controller."""
+        """A result, fetched to the controller."""
         with self._lock:
             if self._lost is not None:
-                raise again(self._lost)
+                raise copy_error(self._lost)
             references = self.export(future, None)
-        late = f"{future.label} has not been brought here within {seconds:g} seconds"
+        late = f"{future.label} was not fetched within {seconds:g} seconds"
         try:
-            value = sharded_values.whole(read_all(self._get(references, seconds, late)))
-        except ray_calls.Died as error:
+            value = sharded_values.whole(merge_exports(self._get(references, seconds, late)))
+        except ray_calls.ActorDied as error:
             self._cluster.check()
-            raise again(self._lost or ProcessLost(f"pool {self.name}: {error}")) from None
+            raise copy_error(self._lost or ProcessLost(f"pool {self.name}: {error}")) from None
         self._cluster.fetched_bytes += size_of(value)
         return value
 
-    def forget(self, number: int) -> None:
-        """Nobody will ask for a result; its processes are told with the next message."""
+    def release_result(self, number: int) -> None:
+        """Release a result; the processes are told with the next message."""
         self._dropped.append(number)
 
-    # The cluster's questions
+    # Called by the cluster
 
-    def waits_in_vain(self, seconds: float) -> bool:
-        """Whether the call at work takes results that were lost with their pool.
+    def waits_for_lost_results(self, seconds: float) -> bool:
+        """Whether the running call needs results that were lost with their pool.
 
-        One of the pool's processes may have what it needs, and wait in a program for another that
-        has not: after so many seconds the pool counts as lost. A process alone waits for no other.
+        One of the pool's processes may have what it needs, and wait inside a program for another
+        that has not: after so many seconds the pool counts as lost. A single process waits for no
+        other.
         """
         with self._lock:
             number, call = next(iter(self._waiting.items()), (-1, None))
@@ -244,37 +261,38 @@ class RayExecutor(ProcessPool):
         if not gone:
             return False
         now = time.monotonic()
-        if number != self._in_vain[0]:
-            self._in_vain = number, now
-        if now - self._in_vain[1] <= seconds:
+        if number != self._blocked_call[0]:
+            self._blocked_call = number, now
+        if now - self._blocked_call[1] <= seconds:
             return True
         names = ", ".join(sorted(gone))
-        self.fail(ProcessLost(f"pool {self.name} waits for what was lost with pool {names}"))
+        self.fail(ProcessLost(f"pool {self.name} waits for results lost with pool {names}"))
         return False
 
-    def _beat(self, seconds: float) -> Iterator[str]:
-        self._look_at_calls()
-        self.waits_in_vain(seconds)
-        yield from super()._beat(seconds)
+    def _check_heartbeats(self, seconds: float) -> Iterator[str]:
+        self._check_call_deadlines()
+        self.waits_for_lost_results(seconds)
+        yield from super()._check_heartbeats(seconds)
 
-    def _look_at_calls(self) -> None:
-        """Processes that answer may hang in a program; a call may take so long and no more."""
+    def _check_call_deadlines(self) -> None:
+        """Fail the pool if a call exceeds its timeout: a process that answers may hang in a
+        program."""
         now, most = time.monotonic(), self._cluster.call_seconds
         with self._lock:
             number, call = next(iter(self._waiting.items()), (-1, None))
-            if number != self._oldest[0]:
-                self._oldest = number, now
-        if call is not None and now - self._oldest[1] > most and self._handles:
-            how = f"has been at {call.label} for {most:g} seconds (cluster.call_seconds)"
-            self.lose(self._handles[0], how)
+            if number != self._oldest_call[0]:
+                self._oldest_call = number, now
+        if call is not None and now - self._oldest_call[1] > most and self._handles:
+            how = f"has run {call.label} for {most:g} seconds (cluster.call_seconds)"
+            self.mark_lost(self._handles[0], how)
 
     def machine(self) -> list[dict[str, Any]]:
-        """What each process's probe reads."""
-        late = f"pool {self.name} has not said within 60 seconds how its machines are"
+        """The probe's figures of each process."""
+        late = f"pool {self.name} has not reported on its machines within 60 seconds"
         return self._get([h.actor.machine.remote() for h in self._handles], 60, late)
 
     def close(self) -> None:
-        """Let the message under way finish; see ``Executor``."""
+        """Wait for the running message; see ``Executor``."""
         with self._lock:
             if self._closed:
                 return
@@ -288,24 +306,24 @@ class RayExecutor(ProcessPool):
             with contextlib.suppress(Exception):  # who does not stop in time is killed
                 self._get([h.actor.stop.remote() for h in self._handles], STOP_SECONDS, "late")
         self._kill()
-        self._cluster.closed(self)
+        self._cluster.remove_pool(self)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Waiting:
-    """A call that was not answered, and whose results it takes: pools, at which of their starts."""
+    """A pending call, and the pools (with their starts) whose results it needs."""
 
     inner: concurrent.futures.Future
     label: str
     sources: frozenset[tuple[RayExecutor, int]]
 
 
-# Number, message, and the results that must stay until it has run.
+# (number, message, results needed until it has run)
 _Sent = tuple[int, Message, list[Any]]
 
 
 class _Gather:
-    """Waits for the answers of a pool's processes to messages that went together."""
+    """Collects the answers of a pool's processes to a parcel of messages."""
 
     def __init__(
         self,
@@ -318,9 +336,9 @@ class _Gather:
         self._outcomes: list[Any] = [None] * len(references)
         self._left = len(references)
         self._lock = threading.Lock()
-        later = executor.later
+        later = executor.run_later
         for rank, reference in enumerate(references):
-            # Called in a thread of Ray's own, which must not wait for anything.
+            # Called in one of Ray's threads, which must not block.
             reference.future().add_done_callback(
                 lambda done, rank=rank: later(lambda: self._done(rank, done))
             )
@@ -330,17 +348,17 @@ class _Gather:
         with self._lock:
             self._outcomes[rank] = error if error is not None else done.result()
             self._left -= 1
-            if isinstance(error, ray_calls.Died):
-                # The others may wait for this one for ever.
-                self._executor.lose(self._handles[rank], "died", error)
+            if isinstance(error, ray_calls.ActorDied):
+                # The others may wait for this one forever.
+                self._executor.mark_lost(self._handles[rank], "died", error)
             if self._left:
                 return
-        self._executor.gathered(self._sent, self._outcomes, self._handles)
+        self._executor.on_answers(self._sent, self._outcomes, self._handles)
         self._sent = ()
 
 
-def by_rows(x: np.ndarray, parts: int) -> Any:
-    """An array of the controller's, cut by rows, so that every process takes its own."""
+def split_rows(x: np.ndarray, parts: int) -> Any:
+    """An array of the controller's, split by rows, so that every process fetches its own."""
     if not x.ndim or x.shape[0] < parts:
         return x
     ends = [x.shape[0] * i // parts for i in range(parts + 1)]

@@ -1,4 +1,4 @@
-"""A cluster's hosts, looked at before there is a run: what a plan is made for."""
+"""Discovery of a cluster's hosts before a run, for plans."""
 
 import contextlib
 
@@ -7,7 +7,7 @@ from hjax.controller.hosts import (
     FoundDevice,
     HostGroup,
     Hosts,
-    devices_of_a_host,
+    devices_per_host,
     host_groups,
 )
 from hjax.controller.ray_pool import START_SECONDS
@@ -15,15 +15,17 @@ from hjax.errors import ConfigError, RunError
 from hjax.machine import device_memory
 
 
-def look(address: str, processes: int, devices_per_process: int, together: str) -> Hosts:
-    """The hosts of a cluster; left as it was found.
+def discover_hosts(
+    address: str, processes: int, devices_per_process: int, colocation_label: str
+) -> Hosts:
+    """The hosts of a cluster, which is left unchanged.
 
     Args:
-      address, processes, devices_per_process, together: as of ``RayCluster``.
+      address, processes, devices_per_process, colocation_label: as of ``RayCluster``.
 
     Raises:
-      ConfigError: there is no cluster, or none of its hosts takes a process.
-      RunError: a host does not say in time what its devices are.
+      ConfigError: there is no cluster, or none of its hosts can take a process.
+      RunError: a host does not report its devices in time.
     """
     with contextlib.ExitStack() as ends:
         if not ray_calls.connected():
@@ -32,17 +34,19 @@ def look(address: str, processes: int, devices_per_process: int, together: str) 
         platform, nodes = ray_calls.platform(), ray_calls.nodes()
         each = devices_per_process
         if not each and platform != "cpu":
-            each = devices_of_a_host(nodes, platform)
-        groups = host_groups(nodes, platform, processes, each, together)
+            each = devices_per_host(nodes, platform)
+        groups = host_groups(nodes, platform, processes, each, colocation_label)
         found = tuple(_device_of(group) for group in groups) if platform == "gpu" else ()
-        if platform == "tpu":  # a slice's hosts start together or not at all: Ray's word is taken
+        if (
+            platform == "tpu"
+        ):  # a slice's hosts start together or not at all, so Ray's labels are used
             found = tuple(FoundDevice("tpu", group.kind) for group in groups)
         return Hosts(platform, each, tuple(groups), found)
 
 
 def _device_of(group: HostGroup) -> FoundDevice:
-    """What JAX finds on one of these hosts, which has a free GPU."""
-    asked = ray_calls.ask_host(group.address, device_here, {"GPU": 1})
+    """The device that JAX finds on one of these hosts, which must have a free GPU."""
+    asked = ray_calls.run_on_host(group.address, local_device, {"GPU": 1})
     done, _ = ray_calls.wait([asked], START_SECONDS)
     if not done:
         raise RunError(
@@ -51,8 +55,8 @@ def _device_of(group: HostGroup) -> FoundDevice:
         )
     try:
         found: FoundDevice = ray_calls.get(asked)
-    except ray_calls.Failed as error:
-        cause = error.cause if isinstance(error, ray_calls.Raised) else error
+    except ray_calls.RayFailed as error:
+        cause = error.cause if isinstance(error, ray_calls.TaskRaised) else error
         raise ConfigError(
             f"host {group.address}: JAX does not start there ({ray_calls.first_line(cause)})"
         ) from error
@@ -64,7 +68,7 @@ def _device_of(group: HostGroup) -> FoundDevice:
     return found
 
 
-def device_here() -> FoundDevice:
+def local_device() -> FoundDevice:
     """This process's first device."""
     import jax
 

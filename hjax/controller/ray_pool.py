@@ -1,4 +1,4 @@
-"""The processes of a pool on Ray: rooms for them, that they start as one world and stay alive."""
+"""A pool's processes on Ray: placement, start as one world, heartbeats, replacement."""
 
 import contextlib
 import dataclasses
@@ -10,73 +10,73 @@ from pathlib import Path
 from typing import Any
 
 from hjax.controller import ray_calls
-from hjax.controller.hosts import RESOURCE, ProcessPlacement, rooms
+from hjax.controller.hosts import RAY_RESOURCE, ProcessPlacement, placements
 from hjax.controller.process import ProcessInfo
 from hjax.controller.ray_process import RayProcess
 from hjax.errors import LOG_FOLLOWS, ConfigError, ProcessLost, RunError
 
 START_SECONDS = 180
 STOP_SECONDS = 10
-# For which one place is waited while there are others to try.
-ROOM_SECONDS = 4
+# Wait for one placement while there are others to try.
+PLACEMENT_SECONDS = 4
 LOG_LINES = 12
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
-    """Of a device, known by its kind."""
+    """A device's memory, known by its kind."""
 
     kind: str
 
 
 @dataclasses.dataclass
 class ProcessHandle:
-    """The controller's end of a process.
+    """The controller's handle on a process.
 
     Attributes:
-      name: pool and rank, as people are told.
+      name: pool and rank, for messages.
       actor: Ray's handle.
-      facts: what it said of itself; None until then.
+      info: what it reported at its start; None until then.
       node: Ray's id of its host.
       offset: seconds to add to its clock for the controller's.
-      beating: the sign of life that is waited for, and since when.
+      pending_heartbeat: the heartbeat that is waited for, and since when.
     """
 
     name: str
     actor: Any
     log: Path | None
-    facts: ProcessInfo | None = None
+    info: ProcessInfo | None = None
     node: str = ""
     offset: float = 0.0
-    beating: tuple[Any, float] | None = None
+    pending_heartbeat: tuple[Any, float] | None = None
 
 
 class ProcessPool:
     """A pool's processes, started together and replaced together.
 
     Args:
-      cluster: the RayCluster that the pool is of.
+      cluster: the pool's RayCluster.
       name: of the pool.
       devices: of the pool, by number.
 
     Attributes:
       devices: of each process.
-      processes: that there are.
-      planned: processes that the pool is to have.
-      starts: how often its processes were started; results of those before are gone.
+      processes: their number.
+      planned: number of processes that the pool should have.
+      starts: how often its processes were started; earlier starts' results are gone.
     """
 
     def __init__(self, cluster: Any, name: str, devices: int):
         self.name = name
         self._cluster = cluster
-        each, count = cluster.divide(name, devices)
+        each, count = cluster.split_devices(name, devices)
         self.devices, self.processes, self.planned = each, count, count
         self._lock = threading.RLock()
-        self._looking = threading.Lock()
+        self._heartbeat_lock = threading.Lock()
         self._handles: list[ProcessHandle] = []
         self._group: Any = None
-        self._wishes: list[Any] = []  # rooms for processes that are missing
-        self._granted = 0
+        self._missing_placements: list[Any] = []  # requested, for processes that are missing
+        self._available_count = 0
         self._lost: ProcessLost | None = None
         self._closed = False
         self.starts = 0
@@ -84,7 +84,7 @@ class ProcessPool:
     # Starting
 
     def _start(self, counts: Sequence[int] = ()) -> None:
-        """Start the processes: so many as there is room for, of the numbers that are allowed."""
+        """Start as many processes as can be placed, of the allowed numbers."""
         cluster = self._cluster
         self._lost, self.starts = None, self.starts + 1
         bundle = self._bundle()
@@ -92,19 +92,21 @@ class ProcessPool:
             self.processes = self._reserve(bundle, counts or (self.planned,))
             ranks = range(self.processes)
             started = f"started the processes of pool {self.name}"
-            self._handles = cluster.ask(lambda: [self._make(r, bundle) for r in ranks], started)
+            self._handles = cluster.call_ray(
+                lambda: [self._make(r, bundle) for r in ranks], started
+            )
             setups = [cluster.setup(self, rank) for rank in range(self.processes)]
             prepared = [
                 handle.actor.prepare.remote(setup)
                 for handle, setup in zip(self._handles, setups, strict=True)
             ]
-            said = self._all(prepared, "starting")
-            for handle, (facts, node) in zip(self._handles, said, strict=True):
-                handle.facts, handle.node = facts, node
-                cluster.compare(handle.name, facts.versions)
+            said = self._wait_all(prepared, "starting")
+            for handle, (info, node) in zip(self._handles, said, strict=True):
+                handle.info, handle.node = info, node
+                cluster.compare(handle.name, info.versions)
             address = said[0][0].address
             joining = [handle.actor.join.remote(address) for handle in self._handles]
-            joined = self._all(joining, "joining", watched=True)
+            joined = self._wait_all(joining, "joining", watched=True)
             if self.devices:
                 cluster.memories[:] = [DeviceMemory(kind) for kind in joined[0]["memories"]]
             self._measure_clocks()
@@ -114,19 +116,19 @@ class ProcessPool:
             raise
 
     def _bundle(self) -> dict[str, float]:
-        """What a process takes of its host."""
-        kind = RESOURCE[self._cluster.platform]
+        """Resources that a process takes of its host."""
+        kind = RAY_RESOURCE[self._cluster.platform]
         return {"CPU": 1.0} | ({kind: self.devices} if self.devices and kind != "CPU" else {})
 
     def _reserve(self, bundle: Mapping[str, float], counts: Sequence[int]) -> int:
-        """Make room for processes; how many of them there are.
+        """Reserve a placement; returns the number of processes.
 
         Args:
-          bundle: what each takes.
-          counts: that are allowed, the best first.
+          bundle: resources of each.
+          counts: allowed numbers of processes, best first.
 
         Raises:
-          RunError: there is room for none of them.
+          RunError: none of them can be placed.
         """
         cluster = self._cluster
         until = time.monotonic() + START_SECONDS
@@ -134,14 +136,16 @@ class ProcessPool:
             places = [
                 (count, room)
                 for count in counts
-                for room in self._rooms(count, min(counts), time.monotonic() > until)
+                for room in self._placements(count, min(counts), time.monotonic() > until)
             ]
             for count, room in places:
-                seconds = ROOM_SECONDS if len(places) > 1 else START_SECONDS
-                ask = functools.partial(self._room, bundle, count, room, seconds)
-                if cluster.ask(ask, f"made room for pool {self.name}"):
+                seconds = PLACEMENT_SECONDS if len(places) > 1 else START_SECONDS
+                ask = functools.partial(self._try_placement, bundle, count, room, seconds)
+                if cluster.call_ray(ask, f"placed pool {self.name}"):
                     wanted = range(self.planned - count)
-                    self._wishes = [ray_calls.ask_for([bundle], room) for _ in wanted]
+                    self._missing_placements = [
+                        ray_calls.request_placement([bundle], room) for _ in wanted
+                    ]
                     return count
             if time.monotonic() > until:
                 raise RunError(
@@ -152,36 +156,36 @@ class ProcessPool:
             if not places:
                 time.sleep(1)
 
-    def _rooms(self, processes: int, least: int, last: bool) -> list[ProcessPlacement]:
-        """Where so many processes may stand; nowhere, if fewer would do and these do not fit.
+    def _placements(self, processes: int, least: int, last: bool) -> list[ProcessPlacement]:
+        """Possible placements of so many processes; none if fewer are allowed and these do not fit.
 
-        Where processes are replaced a host may be missing that comes back, unless this is the last
-        time that is looked.
+        If processes are replaced, a missing host may come back, so an error is raised only at the
+        ``last`` attempt.
         """
         cluster = self._cluster
         try:
-            return rooms(
+            return placements(
                 ray_calls.nodes(),
                 pool=self.name,
                 platform=cluster.platform,
                 processes=processes,
-                each=self.devices,
-                together=cluster.colocation_label,
-                labels=cluster.places.get(self.name, {}),
+                devices_per_process=self.devices,
+                colocation_label=cluster.colocation_label,
+                labels=cluster.pool_labels.get(self.name, {}),
             )
         except ConfigError:
             if processes == least and (self.starts == 1 or last):
                 raise
             return []
 
-    def _room(
+    def _try_placement(
         self, bundle: Mapping[str, float], count: int, room: ProcessPlacement, seconds: float
     ) -> bool:
-        """Ask for a place and wait for it a while; whether it was given."""
-        self._group = ray_calls.ask_for([bundle] * count, room)
+        """Request a placement and wait a while; returns whether it was granted."""
+        self._group = ray_calls.request_placement([bundle] * count, room)
         if self._group.wait(seconds):
             return True
-        ray_calls.give_up(self._group)
+        ray_calls.release_placement(self._group)
         self._group = None
         return False
 
@@ -191,37 +195,37 @@ class ProcessPool:
         actor = ray_calls.start_process(RayProcess, bundle, self._group, rank, environment)
         return ProcessHandle(f"{self.name}:{rank}", actor, cluster.log_of(self.name, rank))
 
-    def _all(self, references: Sequence[Any], doing: str, watched: bool = False) -> list[Any]:
-        """Results of one call of every process; an error says who was late or gone.
+    def _wait_all(self, references: Sequence[Any], doing: str, watched: bool = False) -> list[Any]:
+        """Results of one call on every process; an error names who was late or lost.
 
         Args:
           references: of the results, in rank order.
-          doing: what they do.
-          watched: whether each must give a sign of life in the meantime.
+          doing: what the processes do, for messages.
+          watched: whether each must send heartbeats in the meantime.
         """
         until = time.monotonic() + START_SECONDS
         left = list(references)
         while left:
             done, left = ray_calls.wait(left, 0.5)
             for reference in done:
-                self._one(reference, self._handles[references.index(reference)])
+                self._wait_one(reference, self._handles[references.index(reference)])
             if watched and left:
-                for _ in self.beat(self._cluster.heartbeat_seconds):
+                for _ in self.check_heartbeats(self._cluster.heartbeat_seconds):
                     pass
-            if error := self._lost or self._cluster.down:
-                raise again(error)
+            if error := self._lost or self._cluster.ray_failure:
+                raise copy_error(error)
             if left and time.monotonic() > until:
                 late = ", ".join(self._handles[references.index(r)].name for r in left)
                 raise ProcessLost(f"{late}: not done with {doing} within {START_SECONDS} seconds")
-        return [self._one(r, h) for r, h in zip(references, self._handles, strict=True)]
+        return [self._wait_one(r, h) for r, h in zip(references, self._handles, strict=True)]
 
-    def _one(self, reference: Any, handle: ProcessHandle) -> Any:
-        """A result that is there."""
+    def _wait_one(self, reference: Any, handle: ProcessHandle) -> Any:
+        """A result that is ready."""
         try:
             return ray_calls.get(reference)
-        except ray_calls.Died as error:
-            raise ProcessLost(self._told(handle, "died", error)) from error
-        except ray_calls.Raised as error:
+        except ray_calls.ActorDied as error:
+            raise ProcessLost(self._loss_message(handle, "died", error)) from error
+        except ray_calls.TaskRaised as error:
             cause = error.cause if isinstance(error.cause, Exception) else error
             raise cause from None
 
@@ -229,151 +233,163 @@ class ProcessPool:
         for handle in self._handles:
             before = time.perf_counter()
             late = f"process {handle.name} has not answered within {START_SECONDS} seconds"
-            [pulse] = self._get([handle.actor.pulse.remote()], START_SECONDS, late)
+            [pulse] = self._get([handle.actor.heartbeat.remote()], START_SECONDS, late)
             handle.offset = (before + time.perf_counter()) / 2 - pulse.clock
 
     def _get(self, references: Sequence[Any], seconds: float, late: str) -> list[Any]:
-        """Results; an error if a process is lost meanwhile, ``late`` if it takes too long."""
+        """Results; raises if a process is lost in the meantime, or with ``late`` after so many
+        seconds."""
         until, references = time.monotonic() + seconds, list(references)
         while True:
-            # In short waits: without its servers Ray would never end a long one.
+            # Short waits: without its servers Ray would never return from a long one.
             left = min(max(until - time.monotonic(), 0.0), 1.0)
             _, missing = ray_calls.wait(references, left, len(references))
             if not missing:
                 return ray_calls.get(references)
-            if error := self._lost or self._cluster.down:
-                raise again(error)
+            if error := self._lost or self._cluster.ray_failure:
+                raise copy_error(error)
             if time.monotonic() >= until:
                 raise RunError(late)
 
     # Ending
 
     def _kill(self) -> None:
-        handles, groups = self.leave()
+        handles, groups = self.release_processes()
         for handle in handles:
-            if self._cluster.down is None:
-                with contextlib.suppress(Exception):  # it may be gone; ``end`` sees to it
+            if self._cluster.ray_failure is None:
+                with contextlib.suppress(Exception):  # it may be dead; ``kill_process`` makes sure
                     ray_calls.kill(handle.actor)
-            self._cluster.end(handle)
-        for each in groups if self._cluster.down is None else ():
-            with contextlib.suppress(Exception):  # Ray gives it up with the run at the latest
-                room = f"given up the room of pool {self.name}"
-                self._cluster.ask(functools.partial(ray_calls.give_up, each), room)
+            self._cluster.kill_process(handle)
+        for each in groups if self._cluster.ray_failure is None else ():
+            with contextlib.suppress(Exception):  # Ray releases it with the run at the latest
+                room = f"released the placement of pool {self.name}"
+                self._cluster.call_ray(functools.partial(ray_calls.release_placement, each), room)
 
-    def leave(self) -> tuple[list[ProcessHandle], list[Any]]:
-        """Let go of the processes and their rooms, which are returned."""
-        handles, groups = self._handles, [g for g in (self._group, *self._wishes) if g is not None]
-        self._handles, self._group, self._wishes, self._granted = [], None, [], 0
+    def release_processes(self) -> tuple[list[ProcessHandle], list[Any]]:
+        """Forget the processes and their placement groups, which are returned."""
+        handles, groups = (
+            self._handles,
+            [g for g in (self._group, *self._missing_placements) if g is not None],
+        )
+        self._handles, self._group, self._missing_placements, self._available_count = (
+            [],
+            None,
+            [],
+            0,
+        )
         return handles, groups
 
     def restart(self, counts: Sequence[int] = ()) -> None:
-        """New processes in the place of the old ones; what they held is gone.
+        """Replace the processes; what they held is gone.
 
         Args:
-          counts: numbers of processes that will do, the best first: the first for which there is
-            room. Empty: as many as were planned, for which room is waited.
+          counts: allowed numbers of processes, best first; the first that can be placed is used.
+            Empty: as many as were planned, however long that takes.
         """
         self._kill()
-        self._cluster.revive()
+        self._cluster.restart_ray()
         self._start(counts)
 
-    # Who is there
+    # Fault detection
 
     @property
     def room(self) -> int:
-        """Processes that the pool could have now; those missing are asked for all the time."""
-        return self.processes + self._granted
+        """Number of processes that the pool could have now, missing ones that were granted
+        included."""
+        return self.processes + self._available_count
 
-    def look_for_room(self) -> None:
-        """See which of the missing processes there is room for by now."""
-        wishes = self._wishes
+    def check_capacity(self) -> None:
+        """Check which of the missing processes have been granted a placement."""
+        wishes = self._missing_placements
         granted = sum(bool(wish.wait(0.05)) for wish in wishes)
-        if wishes is self._wishes:
-            self._granted = granted
+        if wishes is self._missing_placements:
+            self._available_count = granted
 
     def handles(self) -> list[ProcessHandle]:
-        """Of its processes, in rank order."""
+        """Its processes, in rank order."""
         return list(self._handles)
 
     def pids(self) -> list[int]:
-        """Of the pool's processes, in rank order."""
-        return [handle.facts.pid for handle in self._handles if handle.facts is not None]
+        """Process ids, in rank order."""
+        return [handle.info.pid for handle in self._handles if handle.info is not None]
 
     @property
     def hosts(self) -> list[str]:
-        """Names of the hosts of the pool's processes, in rank order."""
-        return [handle.facts.host for handle in self._handles if handle.facts is not None]
+        """Host names of the pool's processes, in rank order."""
+        return [handle.info.host for handle in self._handles if handle.info is not None]
 
     @property
     def lost(self) -> ProcessLost | None:
-        """Why its processes are of no use any more; None: they are."""
+        """Why the pool was lost; None: it works."""
         return self._lost
 
-    def lose(self, handle: ProcessHandle, how: str, error: Any = None) -> None:
-        """A process is gone, and with it the pool's world; calls under way fail."""
+    def mark_lost(self, handle: ProcessHandle, how: str, error: Any = None) -> None:
+        """Mark a process, and with it the pool's world, as lost; pending calls fail."""
         if handle in self._handles:
-            self.fail(ProcessLost(self._told(handle, how, error)))
+            self.fail(ProcessLost(self._loss_message(handle, how, error)))
 
     def fail(self, error: ProcessLost) -> None:
-        """The processes are of no use any more: end those that are left, which wait in vain."""
+        """Mark the pool as lost and kill its remaining processes, which would wait forever."""
         with self._lock:
             if self._lost is not None or self._closed:
                 return
             self._lost = error
-            self._abandon(error)
+            self._fail_pending(error)
         for handle in self.handles():
-            self._cluster.end(handle)
-        # Who waits for a call elsewhere is told now; that it is replaced comes after that call.
-        self._cluster.tell(error)
+            self._cluster.kill_process(handle)
+        # Reported now; the pool is replaced once calls of other pools have finished.
+        self._cluster.report_loss(error)
 
-    def _abandon(self, error: ProcessLost) -> None:
-        """What waits for the processes waits in vain."""
+    def _fail_pending(self, error: ProcessLost) -> None:
+        """Fail everything that waits for the processes."""
 
-    def _told(self, handle: ProcessHandle, how: str, error: Any) -> str:
-        where = f" (pid {handle.facts.pid} on {handle.facts.host})" if handle.facts else ""
-        lines = last_lines(handle.log)
-        if not lines and "creation task" in str(error):  # it never came so far as to have a log
+    def _loss_message(self, handle: ProcessHandle, how: str, error: Any) -> str:
+        where = f" (pid {handle.info.pid} on {handle.info.host})" if handle.info else ""
+        lines = log_tail(handle.log)
+        if not lines and "creation task" in str(error):  # it died before it had a log
             how += f" as it began: {str(error).strip().splitlines()[-1].strip()}"
         rest = f"{LOG_FOLLOWS} {handle.log}:\n{lines}" if lines else ""
         return f"process {handle.name}{where} {how}{rest}"
 
-    def beat(self, seconds: float) -> Iterator[str]:
-        """Look after every process; lines that somebody should see."""
-        if not self._looking.acquire(blocking=False):
-            return  # somebody else is
+    def check_heartbeats(self, seconds: float) -> Iterator[str]:
+        """Check every process; yields log lines to show."""
+        if not self._heartbeat_lock.acquire(blocking=False):
+            return  # another thread does
         try:
-            yield from self._beat(seconds)
+            yield from self._check_heartbeats(seconds)
         finally:
-            self._looking.release()
+            self._heartbeat_lock.release()
 
-    def _beat(self, seconds: float) -> Iterator[str]:
+    def _check_heartbeats(self, seconds: float) -> Iterator[str]:
         for handle in self.handles():
             if self._lost is not None or self._closed:
                 return
-            if handle.facts is None:
+            if handle.info is None:
                 continue
             now = time.monotonic()
-            if handle.beating is None:
-                handle.beating = handle.actor.pulse.remote(), now
+            if handle.pending_heartbeat is None:
+                handle.pending_heartbeat = handle.actor.heartbeat.remote(), now
                 continue
-            reference, since = handle.beating
+            reference, since = handle.pending_heartbeat
             done, _ = ray_calls.wait([reference], 0)
             if not done:
                 if now - since > seconds:
-                    self.lose(handle, f"has given no sign of life for {now - since:.0f} seconds")
+                    self.mark_lost(
+                        handle, f"has given no sign of life for {now - since:.0f} seconds"
+                    )
                 continue
-            handle.beating = None
+            handle.pending_heartbeat = None
             try:
                 pulse = ray_calls.get(reference)
-            except ray_calls.Died as error:
-                self.lose(handle, "died", error)
+            except ray_calls.ActorDied as error:
+                self.mark_lost(handle, "died", error)
                 return
             for line in pulse.lines:
                 yield f"{handle.name} {line}"
 
 
-def last_lines(log: Path | None) -> str:
-    """The end of a process's log."""
+def log_tail(log: Path | None) -> str:
+    """The last lines of a process's log."""
     try:
         lines = log.read_text(errors="replace").splitlines() if log is not None else []
     except OSError:
@@ -381,6 +397,6 @@ def last_lines(log: Path | None) -> str:
     return "\n".join(lines[-LOG_LINES:])
 
 
-def again(error: ProcessLost) -> ProcessLost:
-    """The same to be raised once more: notes gather on each by itself."""
+def copy_error(error: ProcessLost) -> ProcessLost:
+    """A copy of an error to raise again, so that notes do not accumulate."""
     return ProcessLost(*error.args)

@@ -1,4 +1,4 @@
-"""The record of which role ran on which pool when, in Chrome's trace format."""
+"""Timeline of a run: which role ran on which pool when, in Chrome's trace format."""
 
 import collections
 import dataclasses

@@ -1,4 +1,4 @@
-"""The workers of one pool, where their devices are: built, called and told whose turn it is."""
+"""The workers of one pool, next to their devices: builds them, calls them, switches phases."""
 
 import dataclasses
 import time
@@ -15,11 +15,11 @@ from hjax.sharding.global_arrays import taken_apart
 
 @dataclasses.dataclass(frozen=True)
 class CallResult:
-    """What came of a call.
+    """The outcome of a call.
 
     Attributes:
-      value: the result; of a method that goes on in the background a function that gives it.
-      background: whether ``value`` is such a function.
+      value: the result; if ``background``, a function that finishes the call and returns it.
+      background: the method continues in the background.
       phase: of the method; empty outside of steps.
       start, end: seconds of ``time.perf_counter``.
     """
@@ -32,11 +32,11 @@ class CallResult:
 
 
 class WorkerHost:
-    """Runs messages for a pool's workers, one at a time, in the order they come.
+    """Runs messages for a pool's workers, one at a time, in order.
 
     Args:
       devices: of the pool, in rank order; none for workers that compute on the host.
-      process: which of how many that run the same messages this one is.
+      process: (rank of this process in the pool, number of processes).
     """
 
     def __init__(self, devices: Sequence[jax.Device] = (), process: tuple[int, int] = (0, 1)):
@@ -44,10 +44,10 @@ class WorkerHost:
         self.process = process
         self.workers: dict[str, Any] = {}
         self._failed: dict[str, BaseException] = {}
-        self._turn: tuple[Any, str] | None = None
+        self._current: tuple[Any, str] | None = None
 
     def build(self, message: BuildWorker) -> None:
-        """Make a role's worker. Its later calls fail as this did, if it failed."""
+        """Build a role's worker. If that fails, its later calls raise the same error."""
 
         def here(value: Any) -> Any:
             return value.on(self.devices, self.process) if hasattr(value, "on") else value
@@ -61,11 +61,11 @@ class WorkerHost:
             raise
 
     def call(self, message: Call) -> CallResult:
-        """Run a method of a role's worker; its arguments are values by now."""
+        """Run a method of a role's worker; futures among its arguments are already resolved."""
         if message.role in self._failed:
             raise self._failed[message.role]
         if message.role not in self.workers:
-            raise RunError(f"{message.role} has no worker here")
+            raise RunError(f"{message.role} has no worker in this pool")
         worker = self.workers[message.role]
         method = getattr(worker, message.method)
         bound = binding(type(worker), message.method)
@@ -75,7 +75,7 @@ class WorkerHost:
         layouts = getattr(worker, "layouts", None)
         start = time.perf_counter()
         if phase:
-            self._take_turn(worker, phase)
+            self._switch_phase(worker, phase)
         arguments, options = (
             protocol.distribute(values, layouts)
             for values in (
@@ -83,23 +83,23 @@ class WorkerHost:
                 {key: select(value, message.reads) for key, value in message.options.items()},
             )
         )
-        # Whoever runs this waits, not the controller: spans are true, errors surface here.
+        # This thread waits, not the controller: so spans are true and errors surface here.
         result = jax.block_until_ready(method(*arguments, **options))
         end = time.perf_counter()
         background = getattr(bound, "background", False)
         value = result if background else taken_apart(protocol.gather(result))
         return CallResult(value, background, phase, start, end)
 
-    def _take_turn(self, worker: Any, phase: str) -> None:
-        """Tell the workers whose call comes next, where that changes.
+    def _switch_phase(self, worker: Any, phase: str) -> None:
+        """Tell all workers when the calling worker or the phase changes.
 
-        A worker with a method ``turn(phase, called)`` can put away what it does not need.
+        A worker with ``apply_offload(phase, called)`` can then offload what it does not need.
         """
-        if self._turn is not None and self._turn[0] is worker and self._turn[1] == phase:
+        if self._current is not None and self._current[0] is worker and self._current[1] == phase:
             return
-        self._turn = None  # until all of it has been done
-        # First those that make room.
+        self._current = None  # until all workers are done
+        # Other workers first: they free memory.
         for other in sorted(self.workers.values(), key=lambda other: other is worker):
-            if hasattr(other, "turn"):
-                other.turn(phase, other is worker)
-        self._turn = worker, phase
+            if hasattr(other, "apply_offload"):
+                other.apply_offload(phase, other is worker)
+        self._current = worker, phase

@@ -15,7 +15,7 @@ from hjax.data.read_options import ReadOptions
 from hjax.data.sources import read_sources
 from hjax.data.tasks import Task
 from hjax.data.tokenizer import Tokenizer
-from hjax.errors import ConfigError, DataError, short
+from hjax.errors import ConfigError, DataError, short_repr
 
 # Argument names of a reward function, which no column may have.
 _RESERVED = ("prompts", "responses")
@@ -312,8 +312,8 @@ def _encode_prompt(
     is_chat = isinstance(prompt, list) and prompt and all(isinstance(m, dict) for m in prompt)
     if not isinstance(prompt, str) and not is_chat:
         raise DataError(
-            f"{where}: the prompt is {short(prompt)}; it must be text, a list of chat messages or "
-            "a list of token ids"
+            f"{where}: the prompt is {short_repr(prompt)}; it must be text, a list of chat "
+            "messages or a list of token ids"
         )
     if tokenizer is None:
         raise DataError(

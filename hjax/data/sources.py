@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hjax.errors import DataError, short
-from hjax.user_input import given_path, parse_json
+from hjax.errors import DataError, short_repr
+from hjax.user_input import parse_json, user_path
 
 SUFFIXES = (".jsonl", ".parquet", ".txt")
 # owner/name, optionally with a configuration and a split: owner/name/main:train.
@@ -33,7 +33,7 @@ def data_files(part: str) -> list[Path] | None:
     Raises:
       DataError: a pattern without matches, or a folder without data files.
     """
-    path = given_path(part, "data: ")
+    path = user_path(part, "data: ")
     if path.is_dir():
         if any((path / name).is_file() for name in _SAVED):
             return None
@@ -133,7 +133,7 @@ def _read_jsonl(path: Path) -> list[tuple[str, dict[str, Any]]]:
             where = f"{path}:{number}"
             row = parse_json(line, where)
             if not isinstance(row, dict):
-                raise DataError(f"{where}: a JSON object is needed, found {short(row)}")
+                raise DataError(f"{where}: a JSON object is needed, found {short_repr(row)}")
             rows.append((where, row))
     return rows
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from hjax.data.chat_templates import render
 from hjax.data.token_bytes import TokenBytes
-from hjax.errors import ConfigError, DataError, short
+from hjax.errors import ConfigError, DataError, short_repr
 from hjax.files import replace_file
-from hjax.user_input import given_path, read_object, read_text
+from hjax.user_input import read_object, read_text, user_path
 
 if TYPE_CHECKING:
     import tokenizers
@@ -78,7 +78,7 @@ class Tokenizer:
         """
         import tokenizers
 
-        path = given_path(path, "tokenizer ")
+        path = user_path(path, "tokenizer ")
         file = path if path.is_file() else path / "tokenizer.json"
         if not file.is_file():
             if not path.exists():
@@ -109,8 +109,8 @@ class Tokenizer:
             for one in several:
                 if not isinstance(one, int) or isinstance(one, bool) or one < 0:
                     raise DataError(
-                        f"{folder / neighbour}: eos_token_id is {short(ids, 80)}; a token id, or a "
-                        "list of them"
+                        f"{folder / neighbour}: eos_token_id is {short_repr(ids, 80)}; a token id, "
+                        "or a list of them"
                     )
             extra += several
         name = folder.resolve().name if file.name == "tokenizer.json" else file.stem
@@ -164,11 +164,11 @@ class Tokenizer:
             missing = next((c for c in text if c not in known), None)
             if missing is None:
                 raise DataError(
-                    f"tokenizer {self.name}: cannot encode {short(text, 80)} ({error})"
+                    f"tokenizer {self.name}: cannot encode {short_repr(text, 80)} ({error})"
                 ) from None
             raise DataError(
-                f"tokenizer {self.name}: the character {missing!r} of {short(text, 80)} is not in "
-                f"its vocabulary of {self.vocab_size} tokens; change the text or the tokenizer"
+                f"tokenizer {self.name}: the character {missing!r} of {short_repr(text, 80)} is "
+                f"not in its vocabulary of {self.vocab_size} tokens; change the text or tokenizer"
             ) from None
         return [*self._prefix, *ids] if add_special else ids
 
@@ -233,7 +233,7 @@ class Tokenizer:
         try:
             return render(self.chat_template, values)
         except DataError as error:
-            shown = short(list(messages), 80)
+            shown = short_repr(list(messages), 80)
             raise DataError(
                 f"tokenizer {self.name}: given {shown}, the chat template {error}"
             ) from None
@@ -285,7 +285,8 @@ class Tokenizer:
         text = _content(self._config.get(key))
         if text is not None and not isinstance(text, str):
             raise DataError(
-                f"tokenizer {self.name}: {key} is {short(self._config[key], 80)}; text, or null"
+                f"tokenizer {self.name}: {key} is {short_repr(self._config[key], 80)}; text, "
+                "or null"
             )
         candidates = _USUAL_NAMES[key] if not self._config else (text,) if text else ()
         ids = (self._backend.token_to_id(candidate) for candidate in candidates)
@@ -334,12 +335,12 @@ def _config_templates(in_config: Any) -> dict[str, str]:
         name, template = of.get("name"), of.get("template")
         if not isinstance(name, str) or not isinstance(template, str) or not name:
             raise DataError(
-                f"tokenizer_config.json: chat_template is {short(in_config, 80)}; text, or a list "
-                "of named ones"
+                f"tokenizer_config.json: chat_template is {short_repr(in_config, 80)}; text, or a "
+                "list of named ones"
             )
         if Path(name).name != name:  # `save` names a file after it
             raise DataError(
-                f"tokenizer_config.json: a chat_template is named {short(name, 80)}; a name "
+                f"tokenizer_config.json: a chat_template is named {short_repr(name, 80)}; a name "
                 "without /"
             )
         named[name] = template

@@ -166,7 +166,7 @@ def cache_records(rehearsal: AbstractWorkers) -> dict[str, dict[str, Any]]:
     for role, worker in rehearsal.workers.items():
         if isinstance(worker, GeneratingWorker):
             kept = worker.generator.kept_dtype
-            token = parameter_counts.cache_bytes(worker.network.config, worker.cache_element)
+            token = parameter_counts.cache_bytes(worker.network.config, worker.cache_element_bytes)
             name = INT8 if kept is None else np.dtype(kept).name
             found[role] = {"dtype": name, "bytes_per_token": round(token)}
     return found
@@ -188,11 +188,11 @@ def held_beside(
             continue
         worker = rehearsal.workers[role]
         if role == program.role:
-            beside = worker.beside(program.name)
+            beside = worker.resident_state(program.name)
             kinds = {kind: shard_bytes(tree) for kind, tree in beside.items()}
         # Trained roles update in turn, and their state stays until all updates are done.
         called = role == program.role or (phase == "update" and "optimizer" in kinds)
-        waiting = worker.away(phase, called)
+        waiting = worker.offloaded_state(phase, called)
         if role == program.role:
             kinds |= {kind: shard_bytes(x) for kind, x in program.program.beside.items()}
         for kind, size in kinds.items():

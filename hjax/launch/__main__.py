@@ -66,7 +66,7 @@ from hjax.settings.config_loading import (
     origins,
     without_effect,
 )
-from hjax.user_input import given_path
+from hjax.user_input import user_path
 
 _FLAGS = dict(workdir=str, dry_run=False, overwrite=False, debug="", json=False, repair=False)
 
@@ -123,7 +123,7 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
         stages.configs(Path(own.workdir or "."))
     if own.workdir == "":
         raise ConfigError("--workdir= is empty; name a directory, or leave the flag out")
-    workdir = given_path(own.workdir, "--workdir=") if own.workdir else None
+    workdir = user_path(own.workdir, "--workdir=") if own.workdir else None
     if own.repair and (workdir is None or own.dry_run or own.overwrite):
         raise ConfigError(
             "--repair is for a run to go on with: give --workdir, no --dry_run and no --overwrite"

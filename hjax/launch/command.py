@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from hjax.errors import ConfigError, exit_status
 from hjax.rules import Rule
 from hjax.settings.config_loading import check_config, config_names, load_config
-from hjax.user_input import given_path
+from hjax.user_input import user_path
 
 
 def take_config(arguments: Sequence[str]) -> tuple[str, list[str]]:
@@ -84,7 +84,7 @@ def settle(own: flags.FlagValues, rules: Mapping[str, Rule]) -> None:
     """
     if not own["model"].value:
         raise ConfigError("--model is missing; see --help")
-    own["model"].value = str(given_path(own["model"].value, "--model="))
+    own["model"].value = str(user_path(own["model"].value, "--model="))
     for name, rule in rules.items():
         if own[name].value is not None and not rule.holds(own[name].value):
             raise ConfigError(f"--{name}={own[name].value}: must be {rule.text}")

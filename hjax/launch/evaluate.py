@@ -54,7 +54,7 @@ from hjax.launch.sampling_flags import (
     sampling_help,
 )
 from hjax.rules import above, at_least
-from hjax.user_input import given_path
+from hjax.user_input import user_path
 
 if TYPE_CHECKING:
     from hjax.data.dataset import Dataset
@@ -127,7 +127,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _new_file(name: str) -> Path:
-    path = given_path(name, "--output=")
+    path = user_path(name, "--output=")
     if path.suffix != ".jsonl":
         raise ConfigError(f"--output={name}: its name must end in .jsonl")
     if path.exists():

@@ -22,12 +22,12 @@ from hjax.config import flatten
 from hjax.errors import ConfigError
 from hjax.files import cache_folder
 from hjax.machine import (
-    MOST_DEVICES,
+    MAX_DEVICES,
     available_cores,
     compile_quickly,
-    devices_asked_for,
-    enough_threads,
-    settle_platform,
+    ensure_threads,
+    pin_platform,
+    requested_devices,
 )
 from hjax.settings.config_checks import on_cluster
 
@@ -51,27 +51,27 @@ def prepare_jax(config: ConfigDict, simulates: bool = False) -> str:
         options.update("jax_platforms", "cpu")
         every = config.cluster.processes * config.cluster.devices_per_process
         simulates = simulates or config.placement == "auto"
-        if simulates and every > MOST_DEVICES:
+        if simulates and every > MAX_DEVICES:
             raise ConfigError(
                 f"cluster.processes={config.cluster.processes} times cluster.devices_per_process="
-                f"{config.cluster.devices_per_process} are {every} devices; at most {MOST_DEVICES} "
+                f"{config.cluster.devices_per_process} are {every} devices; at most {MAX_DEVICES} "
                 "can be simulated here, for more see `python -m hjax.launch.compile`"
             )
         options.update("jax_num_cpu_devices", max(every, 1) if simulates else 1)
     else:
-        settle_platform()
+        pin_platform()
     _keep_compiled_programs(options)
     compile_quickly()
     # Without a named platform JAX may find an accelerator; then this number has no effect.
     if cluster or (options.jax_platforms or "cpu").split(",")[0] != "cpu":
         return ""
-    if devices_asked_for() != -1:
-        enough_threads(devices_asked_for())
+    if requested_devices() != -1:
+        ensure_threads(requested_devices())
         return ""
     cores = available_cores()
     devices = config.cluster.devices_per_process or dividing_devices(config, cores)
     options.update("jax_num_cpu_devices", devices)
-    enough_threads(devices)
+    ensure_threads(devices)
     if config.cluster.devices_per_process or devices == cores:
         return ""
     return (
@@ -88,13 +88,13 @@ def prepare_devices(count: int) -> None:
     import jax
 
     options: Any = jax.config
-    settle_platform()
+    pin_platform()
     _keep_compiled_programs(options)
     compile_quickly()
     if count > 1:
-        if devices_asked_for() == -1:
+        if requested_devices() == -1:
             options.update("jax_num_cpu_devices", count)
-        enough_threads(devices_asked_for())
+        ensure_threads(requested_devices())
 
 
 def dividing_devices(config: ConfigDict, cores: int) -> int:

@@ -148,13 +148,13 @@ def _calibrate(as_json: bool) -> int:
     """Measure the devices of this process, store the profile and show it."""
     import jax
 
-    from hjax.machine import compile_quickly, settle_platform
+    from hjax.machine import compile_quickly, pin_platform
     from hjax.planning.calibration import calibrate
     from hjax.planning.profile import profile_path, write_profile
     from hjax.show.progress_bar import PartsDisplay
     from hjax.show.tables import print_description
 
-    settle_platform()
+    pin_platform()
     compile_quickly()  # as a run does
     devices = jax.devices()
     with PartsDisplay("calibrating") as progress:

@@ -22,7 +22,7 @@ from hjax.planning.result import keys_of_config, keys_of_models
 from hjax.planning.search import PlanProblem
 from hjax.planning.strategies import STRATEGIES
 from hjax.settings.config_loading import check_config, load_config
-from hjax.user_input import given_path
+from hjax.user_input import user_path
 
 # What a config says itself.
 FROM_CONFIG = ("algorithm", "models", "numerics", "prompt_length", "response_length", "batch",
@@ -85,7 +85,7 @@ def parse(arguments: Sequence[str]) -> PlanCommand | None:
         problem,
         strategy=own.strategy,
         candidates=max(1, own.candidates),
-        output=given_path(own.output, "--output=") if own.output else None,
+        output=user_path(own.output, "--output=") if own.output else None,
         json=own.json,
         compile=own.compile,
         config_name=name,

@@ -14,7 +14,7 @@ from hjax.errors import ConfigError
 from hjax.launch.command import define, parse_flags, settle
 from hjax.rollout.sampling_params import OPTIONS, SamplingParams
 from hjax.rules import Rule, at_least, between
-from hjax.user_input import given_path
+from hjax.user_input import user_path
 
 if TYPE_CHECKING:
     from hjax.data.tokenizer import Tokenizer
@@ -123,7 +123,7 @@ def existing_file(flag: str, name: str) -> Path:
     Raises:
       ConfigError: there is none.
     """
-    path = given_path(name, f"--{flag}=")
+    path = user_path(name, f"--{flag}=")
     if not path.is_file():
         raise ConfigError(f"--{flag}={name}: there is no such file")
     return path
@@ -205,7 +205,7 @@ class ModelInfo:
         many times."""
         import hjax
         from hjax.launch.jax_setup import prepare_devices
-        from hjax.progress import shown
+        from hjax.progress import progress_listener
         from hjax.show.progress_bar import PartsDisplay
 
         prepare_devices(own.tensor * copies)
@@ -214,7 +214,7 @@ class ModelInfo:
             def percent(what: str, done: int, total: int) -> None:
                 display(100 * done // max(total, 1), 100, what.removeprefix("loading "))
 
-            with shown(percent):
+            with progress_listener(percent):
                 return hjax.load_model(self.path, own.dtype, own.tensor, copies, own.cache_dtype)
 
 

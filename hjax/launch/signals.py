@@ -191,8 +191,8 @@ def _end(status: int, line: str = "") -> None:
             os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # the live view hid the cursor
     with contextlib.suppress(OSError):
         os.write(2, line.encode())
-    from hjax.machine import descendants, end_all
+    from hjax.machine import descendants, kill_all
 
     for _ in range(3):  # they may have children while they are ended
-        end_all(descendants(os.getpid()))
+        kill_all(descendants(os.getpid()))
     os._exit(status)

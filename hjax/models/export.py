@@ -27,7 +27,7 @@ from hjax.models.weights import (
     model_directory,
 )
 from hjax.sharded_values import ArrayRegions
-from hjax.user_input import given_path
+from hjax.user_input import user_path
 
 # What may stand beside weights and config, copied as it is, with further chat templates.
 COPIED_FILES = (
@@ -49,7 +49,7 @@ def check_output(output: str | os.PathLike) -> Path:
     Raises:
       ConfigError: it does, or it is a file.
     """
-    path = given_path(output, "output ")
+    path = user_path(output, "output ")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         kind = "is not empty" if path.is_dir() else "is a file"
         raise ConfigError(f"{path} {kind}; give a directory that is new or empty")

@@ -27,7 +27,7 @@ from hjax.models.peft_files import Adapter
 from hjax.models.quantized import input_dimensions, quantize
 from hjax.models.safetensors_files import DTYPES, TensorFile, create_file
 from hjax.models.sharded_loading import ParameterShards
-from hjax.progress import tell
+from hjax.progress import report_progress
 from hjax.sharded_values import ArrayRegions
 from hjax.user_input import read_object
 
@@ -138,7 +138,7 @@ def load_params(
 
     total, done = sum(parameter.size for parameter, _ in _specs_and_values(declared)), 0
     what = f"loading {Path(path).name}"
-    tell(what, 0, total)
+    report_progress(what, 0, total)
 
     def read_all(
         declared: Mapping[str, Any], shardings: Params | None, shapes: Params | None
@@ -162,7 +162,7 @@ def load_params(
                 dtype = np.dtype(np.float32 if like is None else like.dtype)
                 params[name] = tensors.parameter(parameter, where, dtype)
             done += parameter.size
-            tell(what, done, total)
+            report_progress(what, done, total)
         return params
 
     return read_all(declared, shardings, shapes)

@@ -20,7 +20,7 @@ from hjax.errors import ConfigError
 from hjax.models.lora import INNER, NESTED, Lora, layers_of
 from hjax.models.parameter_spec import ParameterKind, ParameterSpec, TensorPart, parts
 from hjax.models.safetensors_files import DTYPES, TensorFile, create_file
-from hjax.user_input import given_path, read_object
+from hjax.user_input import read_object, user_path
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -46,7 +46,7 @@ _BASE_CHANGING_INITS = (
 
 def is_adapter(path: str | os.PathLike) -> bool:
     """Whether a directory holds adapters, and no model."""
-    directory = given_path(path, "model ")
+    directory = user_path(path, "model ")
     return (directory / CONFIG).is_file() and not (directory / "config.json").is_file()
 
 
@@ -62,7 +62,7 @@ class Adapter:
     """
 
     def __init__(self, path: str | os.PathLike):
-        self.path = given_path(path, "model ")
+        self.path = user_path(path, "model ")
         self._config = self._read_config()
         self.base = str(self._config.get("base_model_name_or_path") or "")
         if not self.base or is_adapter(self.base):

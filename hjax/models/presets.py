@@ -10,7 +10,7 @@ from hjax.errors import ConfigError
 from hjax.models.families import from_hf
 from hjax.models.huggingface import read_config
 from hjax.models.model_config import ModelConfig
-from hjax.user_input import given_path
+from hjax.user_input import user_path
 
 
 def shape_of(
@@ -133,7 +133,7 @@ def planning_shape(name: str) -> ModelConfig:
     Raises:
       ConfigError: no such name or file, or another kind of model.
     """
-    path = given_path(name, "model ")
+    path = user_path(name, "model ")
     if not path.exists():
         return preset(name)
     return read_config(path if path.is_dir() else path.parent)

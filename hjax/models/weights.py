@@ -23,7 +23,7 @@ from hjax.models.presets import PRESETS
 from hjax.models.quantized import FLOAT, quantize_params
 from hjax.sharding.global_arrays import place
 from hjax.sharding.layout import Layout
-from hjax.user_input import given_path, read_object
+from hjax.user_input import read_object, user_path
 
 _SCALAR = ("head", "bias")  # of a scalar model, beside its decoder
 MODEL_DIRECTORY = "model"  # in a workdir: config.json and tokenizer of its actor
@@ -42,7 +42,7 @@ def model_directory(path: str | os.PathLike) -> Path:
     Raises:
       ConfigError: nothing there, or a name that can be neither found nor downloaded.
     """
-    directory = given_path(path, "model ")
+    directory = user_path(path, "model ")
     if not directory.is_dir():
         if str(path).lower() in PRESETS:
             raise ConfigError(

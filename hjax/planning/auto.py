@@ -9,7 +9,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm, get_algorithm
-from hjax.config import number_of
+from hjax.config import count_or_zero
 from hjax.controller.hosts import Hosts
 from hjax.devices import Device, device_of_kind
 from hjax.errors import ConfigError
@@ -83,7 +83,7 @@ def plan_run(
     if planned is not None or config.placement != "auto":
         placement = config.placement if planned is None else str(planned)
         if away:
-            every = config.cluster.processes * look_at_hosts(config).each
+            every = config.cluster.processes * look_at_hosts(config).devices_per_process
         else:
             every = len(local_devices(config))
         return make_plan(placement, placed, every)
@@ -116,7 +116,7 @@ def _cluster_of_run(config: ConfigDict, progress: Progress) -> tuple[Cluster, Co
         known, constants = [measured.device] * len(hosts.groups), measured.constants
     else:
         known, constants = known_devices(hosts)
-    cluster = cluster_from_hosts(hosts.groups, known, config.cluster.processes, hosts.each)
+    cluster = cluster_from_hosts(hosts.groups, known, config.cluster.processes, hosts.devices_per_process)
     return cluster, constants, hosts.platform
 
 
@@ -132,7 +132,7 @@ def known_devices(hosts: Hosts) -> tuple[list[Device], Constants]:
         where that is needed.
     """
     listed = [device_of_kind(found.device_kind, found.memory) for found in hosts.devices]
-    host = [hosts.devices[0]] * (max(hosts.groups[0].processes) * hosts.each)
+    host = [hosts.devices[0]] * (max(hosts.groups[0].processes) * hosts.devices_per_process)
     path = profile_path(host)
     if len(set(hosts.devices)) == 1 and path.is_file():
         measured = read_profile(path, MeasuredOn.here(host))
@@ -342,7 +342,9 @@ def run_problem(
         waves=_waves(rollout.slots, rows),
         remat=_remat(config, cluster),
     )
-    if number_of(config.data.packing):  # packs go through no pipeline, nor is their length split
+    if count_or_zero(
+        config.data.packing
+    ):  # packs go through no pipeline, nor is their length split
         space = dataclasses.replace(space, pipes=(1,), contexts=(1,))
     return PlanProblem(
         flow,

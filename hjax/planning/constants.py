@@ -11,7 +11,7 @@ from typing import Any
 
 from hjax.errors import ConfigError
 from hjax.models.forward import LOGIT_CHUNK_BYTES
-from hjax.workers.memory import USABLE
+from hjax.workers.memory import USABLE_FRACTION
 
 
 def _const(default: float, unit: str, source: str, low: float = 0, high: float = 0) -> Any:
@@ -88,7 +88,7 @@ class Constants:
         0.5,
     )
     usable: float = _const(
-        USABLE, "share of device memory", "context, fragmentation: assumed", 0.85, 0.95
+        USABLE_FRACTION, "share of device memory", "context, fragmentation: assumed", 0.85, 0.95
     )
     workspace: float = _const(
         1 << 30, "bytes per device while computing", "assumed", 1 << 28, 1 << 31

@@ -65,7 +65,7 @@ class DeviceSet:
 
     def memory(self, model: ModelCounts, mesh: MeshSizes) -> MemoryEstimate:
         """Bytes that a role keeps and needs on a device."""
-        return MemoryEstimate.counted(self._programs, model, mesh)
+        return MemoryEstimate.from_counts(self._programs, model, mesh)
 
 
 # Collectives

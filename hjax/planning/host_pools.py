@@ -33,7 +33,7 @@ def cluster_from_hosts(
       ConfigError: hosts for fewer processes, or TPU slices that so many do not fill.
     """
     order = sorted(
-        range(len(groups)), key=lambda i: (-max(devices[i].flops.values()), -groups[i].room)
+        range(len(groups)), key=lambda i: (-max(devices[i].flops.values()), -groups[i].capacity)
     )
     sizes = {i: _sizes(groups[i], devices[i], each) for i in order}
     # By number of processes, (group, processes) pairs; the first found has the fastest devices.
@@ -83,7 +83,7 @@ def _sizes(group: HostGroup, device: Device, each: int) -> Sequence[int]:
     """Numbers of processes that may be taken from a group, largest first; a TPU slice of several
     hosts is taken whole, as one world of all its chips."""
     if not device.torus or len(group.processes) == 1:
-        return range(group.room, 0, -1)
+        return range(group.capacity, 0, -1)
     hosts = len(group.processes)
     if set(group.processes) != {1} or math.prod(group.topology) != hosts * each:
         what = "x".join(map(str, group.topology)) or "no slice that is named"

@@ -15,7 +15,7 @@ from hjax.planning.cost import DeviceSet
 from hjax.planning.plan_types import Dataflow, PlannedCall, RoleOption
 from hjax.planning.search_space import OFFLOADS, SearchSpace, generation_meshes, training_meshes
 from hjax.workers.memory import DecodeBatch
-from hjax.workers.micro_batching import PER_STAGE
+from hjax.workers.micro_batching import MICRO_BATCHES_PER_STAGE
 
 
 def role_options(
@@ -54,7 +54,7 @@ def role_options(
             rollouts = _non_dominated(rollouts, lambda r: (r.seconds, r.bytes))
         for what in offloads:
             back = [
-                memory.fetched(kind == "update", what) if called else 0.0
+                memory.fetched_from_host(kind == "update", what) if called else 0.0
                 for kind, called in calls.items()
             ]
             waits = [cost.offload_seconds(place, n) for n in back]
@@ -168,7 +168,7 @@ def _rows_tried(
         fixed = space.micro_batches[role]
         least = math.ceil(local * mesh.replicas / fixed) if fixed else 1
         if not fixed and mesh.pipe > 1:
-            least = PER_STAGE * mesh.pipe
+            least = MICRO_BATCHES_PER_STAGE * mesh.pipe
         return [local // next((n for n in range(least, local) if local % n == 0), local)]
     tried = [n for n in space.micro_rows if n <= local] or [space.micro_rows[0]]
     if not space.even:

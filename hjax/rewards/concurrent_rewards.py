@@ -47,27 +47,27 @@ class PendingReward(PendingValue):
     """
 
     def __init__(self, call: concurrent.futures.Future | None = None, number: int = 0):
-        self.coming, self._number = call, number
+        self.future, self._number = call, number
 
     def result(self) -> RewardResult:
         """Of this response; waits until it is judged."""
-        if self.coming is None:
+        if self.future is None:
             raise RunError("nobody has judged a response that another process was to judge")
-        result, first = self.coming.result()
+        result, first = self.future.result()
         return result.row(first + self._number)
 
     def merged(self, others: Sequence[PendingReward]) -> PendingReward:
         """The one that is not empty."""
-        return next((x for x in (self, *others) if x.coming is not None), self)
+        return next((x for x in (self, *others) if x.future is not None), self)
 
     def whole(self) -> PendingReward:
         """Itself."""
         return self
 
     def __reduce__(self) -> Any:
-        if self.coming is None:
+        if self.future is None:
             return PendingReward, ()
-        error = self.coming.exception()
+        error = self.future.exception()
         return _said, ((None, error) if error is not None else (self.result(), None))
 
     @staticmethod

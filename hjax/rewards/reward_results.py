@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hjax.errors import short
+from hjax.errors import short_repr
 
 # Every way a sequence can come out of being judged. `killed`: the process that ran it ended.
 OUTCOMES = (
@@ -107,7 +107,7 @@ def judged(returned: Any, lengths: Sequence[int], name: str) -> RewardResult:
     count, results = len(lengths), {}
     for key, values in returned.items():
         if not isinstance(key, str) or not key or key in TAKEN:
-            problem = f"reward function {name} returned a reward named {short(key)}"
+            problem = f"reward function {name} returned a reward named {short_repr(key)}"
             allowed = f"a name is text, and none of {', '.join(TAKEN)}"
             return whole("wrong_type", count, f"{problem}; {allowed}")
         results[key] = _list(values, lengths, f"reward function {name} returned for {key!r}")
@@ -154,11 +154,13 @@ def _list(returned: Any, lengths: Sequence[int], said: str) -> RewardResult:
             returned = np.asarray(returned)
         elif not isinstance(returned, list | tuple):
             kind = type(returned).__name__
-            problem = f"{said} {short(returned)} ({kind}); it must return a list of float or None"
+            problem = (
+                f"{said} {short_repr(returned)} ({kind}); it must return a list of float or None"
+            )
             return whole("wrong_type", count, problem)
         returned = list(returned)
     except Exception as error:  # jax reports a failed computation only here
-        return whole("exception", count, f"{said} an unreadable array: {short(error)}")
+        return whole("exception", count, f"{said} an unreadable array: {short_repr(error)}")
     if len(returned) != count:
         problem = f"{said} {len(returned)} rewards for {count} sequences; it must return one each"
         return whole("wrong_length", count, problem)
@@ -191,10 +193,10 @@ def _entry(value: Any, length: int, of: str) -> _Entry:
         values = _sequence(value)
         found = _one(value) if values is None else _dense(values, length)
     except Exception as error:  # of the value's own methods
-        problem = f"{short(value)} {of}, which raises {short(error)}"
+        problem = f"{short_repr(value)} {of}, which raises {short_repr(error)}"
         return _Entry("wrong_type", problem=problem)
     if found.outcome == "wrong_type":
-        problem = f"{short(value)} ({type(value).__name__}) {of}; allowed: a number, None"
+        problem = f"{short_repr(value)} ({type(value).__name__}) {of}; allowed: a number, None"
         return found._replace(problem=problem)
     if found.outcome == "wrong_length" and values is not None:
         problem = (

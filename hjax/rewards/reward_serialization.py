@@ -19,7 +19,14 @@ from typing import Any
 import numpy as np
 
 from hjax.rewards.reward_results import RewardResult, judged, whole
-from hjax.user_code import by_name, holder, imported, load_object, own_traceback, provide
+from hjax.user_code import (
+    find_object,
+    imported,
+    load_object,
+    provide_files,
+    reduce_by_name,
+    user_traceback,
+)
 
 # Of a failure's text at most so much is kept, its beginning and its end.
 _MOST_CHARACTERS = 20_000
@@ -83,7 +90,7 @@ async def _within(awaitable: Any, seconds: float) -> Any:
 def _failure(error: BaseException) -> str:
     """The traceback, from the user's first line on."""
     try:
-        text = own_traceback(error, _HERE, asyncio.__path__[0])
+        text = user_traceback(error, _HERE, asyncio.__path__[0])
     except Exception:  # its text cannot be had either
         text = type(error).__name__
     if len(text) > _MOST_CHARACTERS:
@@ -102,7 +109,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if getattr(value, "__module__", None) == "__main__" and hasattr(value, "__qualname__"):
             raise NotSerializable(f"{value.__qualname__} is defined in a notebook or a script")
-        return by_name(value)
+        return reduce_by_name(value)
 
 
 def written(value: Any) -> bytes:
@@ -123,7 +130,7 @@ def written(value: Any) -> bytes:
 
 def given(function: Callable[..., Any], name: str, seconds: float) -> bytes:
     """What ``answers`` needs; raises NotShippable."""
-    held = holder(function)
+    held = find_object(function)
     if held is not None:  # an object that a file makes is made there too
         spec = "{}:{}".format(*held)
         how = pickle.dumps((load_object, (spec, name)))
@@ -135,7 +142,7 @@ def given(function: Callable[..., Any], name: str, seconds: float) -> bytes:
 def answers(data: bytes) -> Callable[[bytes], bytes]:
     """What answers calls of a function, in its process."""
     files, how, name, seconds = pickle.loads(data)
-    provide(files)
+    provide_files(files)
     find, arguments = pickle.loads(how)
     function = find(*arguments)
 

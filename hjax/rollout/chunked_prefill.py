@@ -71,7 +71,7 @@ class ChunkedPrefill:
         return self._read(params, blocks, *given)
 
     def trace(self, params: Weights, count: int, chunk: int, columns: int) -> Any:
-        """``read`` of abstract parameters: its jax.stages.Traced.
+        """``deserialize_value`` of abstract parameters: its jax.stages.Traced.
 
         Args:
           params: jax.ShapeDtypeStruct with shardings, in the generate layout.

@@ -150,7 +150,7 @@ class PrefixCache:
             self._write(state, _tables([(0, 0, nowhere)] * count, nowhere))
 
     def warm_up_reading(self, params: Weights, chunk: int, limit: int) -> None:
-        """Compile what ``read`` calls, with the same arguments; nothing is kept."""
+        """Compile what ``deserialize_value`` calls, with the same arguments; nothing is kept."""
         for columns in known_columns(limit):
             if columns >= chunk:
                 self._read(params, {}, chunk, columns)

@@ -18,7 +18,7 @@ from hjax.controller import ThreadExecutor
 from hjax.controller.executors import ExecutorFactory
 from hjax.controller.hosts import HostGroup, Hosts
 from hjax.errors import ConfigError
-from hjax.machine import devices_asked_for, enough_threads
+from hjax.machine import ensure_threads, requested_devices
 from hjax.run.placement import Plan, set_name
 from hjax.settings.config_checks import on_cluster
 
@@ -182,7 +182,7 @@ class ClusterBackend(Backend):
             logs=None if workdir is None else Path(workdir) / LOGS,
             heartbeat_seconds=settings.heartbeat_seconds,
             call_seconds=settings.call_seconds,
-            together=settings.together,
+            colocation_label=settings.colocation_label,
             probe=ProcessProbe,
             say=say,
         )
@@ -191,7 +191,7 @@ class ClusterBackend(Backend):
 
     def place(self, plan: Plan) -> None:
         """See ``Backend``."""
-        self.cluster.places = {set_name(plan, i): w for i, w in enumerate(plan.where) if w}
+        self.cluster.pool_labels = {set_name(plan, i): w for i, w in enumerate(plan.where) if w}
 
     def read(self) -> dict[str, Any]:
         """Of every pool's first process and this one; the peak is that of the largest of all."""
@@ -224,10 +224,10 @@ def look_at_hosts(config: ConfigDict) -> Hosts:
     if on_cpus and settings.address in ("", "local"):
         each = len(local_devices(config)) // settings.processes
         return Hosts("cpu", each, (HostGroup((), "", (1,) * settings.processes),))
-    from hjax.controller.ray_hosts import look
+    from hjax.controller.ray_hosts import discover_hosts
 
-    names = ("address", "processes", "devices_per_process", "together")
-    found = look(**{name: settings[name] for name in names})
+    names = ("address", "processes", "devices_per_process", "colocation_label")
+    found = discover_hosts(**{name: settings[name] for name in names})
     if found.platform == "cpu":
         local_devices(config)
     return found
@@ -242,7 +242,7 @@ def local_devices(config: ConfigDict) -> list[jax.Device]:
       ConfigError: there are fewer.
     """
     if not on_cluster(config):
-        enough_threads(devices_asked_for())  # where JAX has not started
+        ensure_threads(requested_devices())  # where JAX has not started
     devices = jax.devices()
     limit = config.cluster.devices_per_process
     if on_cluster(config):

@@ -7,7 +7,7 @@ import jax
 from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm
-from hjax.config import number_of
+from hjax.config import count_or_zero
 from hjax.errors import ConfigError
 from hjax.kernels import cudnn
 from hjax.kernels.attention import WHOLE
@@ -202,7 +202,7 @@ def check_packing(
       after: places behind a response's tokens, where scores are read.
       unit: rows that a pack holds together: 2 of a pair.
     """
-    if not (packing := number_of(config.data.packing)):
+    if not (packing := count_or_zero(config.data.packing)):
         return
     asked = f"config.data.packing={packing}"
     longest = unit * (inputs.prompt_length + config.rollout.max_response_length + after)
@@ -243,7 +243,7 @@ def attention_of(
       ConfigError: it is asked for, and devices, model or layout do not take it.
     """
     asked: str = config.model.attention
-    long_packs = number_of(config.data.packing) > WHOLE
+    long_packs = count_or_zero(config.data.packing) > WHOLE
     if asked == AUTO:
         if platform not in cudnn.PLATFORMS or long_packs:
             return AUTO

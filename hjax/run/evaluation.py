@@ -14,7 +14,7 @@ from hjax.controller import join
 from hjax.run.examples import Demonstrations
 from hjax.run.inputs import Inputs, prompt_batch
 from hjax.run.role_groups import RoleGroups
-from hjax.workers.reward import cut
+from hjax.workers.reward import slice_rows
 
 
 def evaluate(
@@ -63,12 +63,12 @@ def _answer(indices: range, rows: int, inputs: Inputs, roles: RoleGroups) -> dic
     batch = join(roles.groups["actor"].generate_sequences(prompts, greedy=True))
     reward, asked = roles.groups.get("reward"), slice(len(indices))
     if reward is None:
-        return cut(batch, asked)
+        return slice_rows(batch, asked)
     if "reward" in roles.layouts:  # its devices share the rows evenly, those that fill up too
         batch |= join(reward.compute_reward(batch))
         batch.pop("reward_outcomes", None)  # they count rows that are cut off now
-        return cut(batch, asked)
-    batch = cut(batch, asked)
+        return slice_rows(batch, asked)
+    batch = slice_rows(batch, asked)
     return batch | join(reward.compute_reward(batch))
 
 

@@ -26,7 +26,7 @@ from hjax.settings.config_checks import on_cluster
 from hjax.sharding.layout import fitted
 from hjax.show.format import size
 from hjax.workers import TrainableWorker
-from hjax.workers.memory import USABLE, DecodeBatch, MemoryEstimate, MemoryPass, RoleMemory
+from hjax.workers.memory import USABLE_FRACTION, DecodeBatch, MemoryEstimate, MemoryPass, RoleMemory
 
 AUTO, AUTO_SLOTS = "auto", -1
 # Of groups that enter together many enough that fewer programs are worth it.
@@ -154,7 +154,7 @@ class MemoryCheck:
         self._config, self._algorithm = config, algorithm
         self._table, self._plan, self._layouts = roles.table, roles.plan, roles.layouts
         self._prompt_length, self._platform = prompt_length, platform
-        self._usable = USABLE * memory
+        self._usable = USABLE_FRACTION * memory
         self._workers = {role: build.worker for role, build in roles.builds.items()}
         contexts = {role: roles.builds[role].arguments[0] for role in roles.layouts}
         self._contexts: dict[str, Any] = {  # WorkerContext
@@ -169,7 +169,7 @@ class MemoryCheck:
             layout, what = self._layouts[role].train, f"layout.{role}.train"
             train = fitted(layout, context.model.dimensions, what)
             scalar = self._table[role].scalar
-            self._known[role] = RoleMemory.described(context, scalar, train, tpu)
+            self._known[role] = RoleMemory.from_context(context, scalar, train, tpu)
         return self._known[role]
 
     def _kept(self, role: str) -> float:
@@ -242,7 +242,7 @@ class MemoryCheck:
             return SlotBudget(0, work.sequences)
         beside, memory = sum(map(self._kept, self._together(role))), self._role(role).memory
         if role != ROLLOUT:  # its parameters are back by then
-            beside += memory.fetched(update=False, offload=self._contexts[role].offload)
+            beside += memory.fetched_from_host(update=False, offload=self._contexts[role].offload)
         found = fitting(memory, work, beside, self._usable)
         kept_dtype = self._contexts[role].cache_dtype
         return dataclasses.replace(found, cache_dtype=INT8 if kept_dtype == INT8 else AUTO_DTYPE)
@@ -321,7 +321,7 @@ def fitting(memory: MemoryEstimate, work: Workload, beside: float, usable: float
     cache = memory.slot_cache(chosen, work)
     others = memory.generation(chosen, work) - cache
     slots = groups * work.samples * parts if groups < most else 0
-    reading = round(memory.slot_reading(chosen, work))
+    reading = round(memory.slot_prefill(chosen, work))
     return SlotBudget(slots, work.sequences, round(cache), reading, max(round(usable - others), 0))
 
 

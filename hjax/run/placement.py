@@ -12,14 +12,14 @@ from ml_collections import ConfigDict
 from hjax.algorithms import Algorithm
 from hjax.controller import ResourcePool, ThreadExecutor, Timeline, check_disjoint
 from hjax.controller.executors import ExecutorFactory
-from hjax.controller.hosts import KIND
+from hjax.controller.hosts import KIND_LABEL
 from hjax.errors import ConfigError
 from hjax.models.peft_files import is_adapter
 from hjax.models.remat import POLICIES
 from hjax.roles import ROLES, ROLLOUT, Role
 from hjax.rules import Rule, at_least, one_of
 from hjax.sharding.interconnect import cut
-from hjax.user_input import given_path, read_object
+from hjax.user_input import read_object, user_path
 
 HOST_POOL = "host"
 # What a plan may fix of a role, named as in its section of the config, and what each may be:
@@ -72,7 +72,7 @@ def make_plan(placement: str, roles: Mapping[str, Role] | Sequence[str], devices
     """
     table = roles if isinstance(roles, Mapping) else {name: ROLES[name] for name in roles}
     if placement.endswith(".json"):
-        return _read_plan(given_path(placement, "placement="), list(table), devices)
+        return _read_plan(user_path(placement, "placement="), list(table), devices)
     sets: list[tuple[str, ...]]
     if placement == "colocate":
         sets = [tuple(table)]
@@ -150,7 +150,7 @@ def _read_plan(path: Path, roles: Sequence[str], devices: int) -> Plan:
         raise ConfigError(
             f"placement={path}: its sets stand on different devices, {' and '.join(kinds)}; say in "
             "`where` which labels each set's hosts have, such as "
-            f'{{"{KIND}": "H100"}} for each of `placement`, or take placement=auto'
+            f'{{"{KIND_LABEL}": "H100"}} for each of `placement`, or take placement=auto'
         )
     plan = Plan(sets, allocation, layouts, predicted, where, settings)
     return _for_run(plan, path, roles, devices)

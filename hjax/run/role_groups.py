@@ -109,7 +109,7 @@ class RoleGroups:
         group = self.groups[role]
         if pool is self.pools[source] or not hasattr(pool.executor, "processes"):
             return None
-        return group.landing().result() if group.has("landing") else None
+        return group.target_regions().result() if group.has("target_regions") else None
 
     def restart(self, lost: Sequence[Any], fewer: bool = False) -> None:
         """Start the executors that lost their processes again, and make their workers anew.

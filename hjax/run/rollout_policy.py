@@ -154,7 +154,7 @@ class RolloutPolicy:
                     f"version {version} of the actor's weights was never announced; there are "
                     f"{', '.join(map(str, self._announced)) or 'none'}"
                 )
-            taken = self.rollout.take(self._announced[version], version)
+            taken = self.rollout.receive_weights(self._announced[version], version)
             self._announced = {v: x for v, x in self._announced.items() if v > version}
             self._committed = version, self.rollout.commit(taken)
         return self._committed[1]

@@ -17,7 +17,7 @@ from hjax.files import METRICS, STARTS, WARM_START
 from hjax.machine import device_memory
 from hjax.models.base_checkpoints import BaseCheckpoint
 from hjax.models.checkpoint import Checkpoints, damaged_error
-from hjax.progress import shown
+from hjax.progress import progress_listener
 from hjax.run.async_rollout import AsyncRollout
 from hjax.run.backends import Backend, ClusterBackend, LocalBackend
 from hjax.run.config_validation import check_offloads
@@ -117,9 +117,11 @@ class TrainingRun:
             raise ConfigError(f"debug={debug}: no role of this run, which has {', '.join(table)}")
         names = {set_name(plan, i): members for i, members in enumerate(plan.placement)}
         on_host = [role for role in table if role not in self.roles.layouts]
-        from hjax.controller.executors import debugging
+        from hjax.controller.executors import debugging_executors
 
-        return debugging(debug, self.machines.executor, lambda name: names.get(name, on_host))
+        return debugging_executors(
+            debug, self.machines.executor, lambda name: names.get(name, on_host)
+        )
 
     def _set_up(self, workdir: str | Path | None, overwrite: bool) -> None:
         config, inputs = self.config, self.inputs
@@ -239,7 +241,7 @@ class TrainingRun:
             try:
                 if not self.restarts:
                     try_rewards(self.config, self.algorithm_class, self.inputs, self.roles.judges)
-                with self.reporter.phase("initialise"), shown(self.reporter.loading):
+                with self.reporter.phase("initialise"), progress_listener(self.reporter.loading):
                     self._initialize()
             except ConfigError as error:  # nothing stays of a run that cannot begin
                 if self.workdir is not None:
@@ -285,7 +287,7 @@ class TrainingRun:
         assert shown is not None
         actor, shown.sampler.position = self.roles.groups["actor"], 0
         with self.reporter.phase("warm start"):
-            actor.begin("warm_start").result()
+            actor.begin_stage("warm_start").result()
             pending: list[tuple[int, Any]] = []
             for step in range(1, total + 1):
                 if self.stop_requested:
@@ -294,7 +296,7 @@ class TrainingRun:
                 if len(pending) > 8 or step == total:
                     self.reporter.warm_start(pending, total)
                     pending = []
-            actor.begin("main").result()
+            actor.begin_stage("main").result()
 
     def _restore(self, step: int) -> None:
         assert self.checkpoints is not None and self.workdir is not None

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm
 from hjax.algorithms.losses import SupervisedLoss
-from hjax.config import AUTO, number_of
+from hjax.config import AUTO, count_or_zero
 from hjax.controller import BuildWorker
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError
@@ -110,7 +110,7 @@ class WorkerBuilder:
             path = path or config.actor.path
         speaks = role == "actor" and not entry.scalar
         retokenizes = self._retokenizes(role, tokenizer)
-        packing = number_of(config.data.packing)
+        packing = count_or_zero(config.data.packing)
         if (follows := self._following(role, model, retokenizes)) and packing:
             raise ConfigError(f"config.data.packing={packing}: {follows}")
         return WorkerContext(
@@ -132,11 +132,11 @@ class WorkerBuilder:
             warm_start=self._warm_start() if speaks else None,
             router_loss=router_loss(config, entry, model) if entry.trained else 0.0,
             micro_batch=(section if entry.trained else config.actor).micro_batch,
-            in_parts=config.rollout.partial_tokens > 0,
-            judges=self._judges() if entry.generates or entry.apart else {},
+            partial_rollouts=config.rollout.partial_tokens > 0,
+            reward_functions=self._judges() if entry.generates or entry.apart else {},
             packing=packing,
-            chooses=config.data.packing == AUTO and not follows,
-            steps=config.reward.step_separator if role == "reward" else "",
+            choose_packing=config.data.packing == AUTO and not follows,
+            step_separator=config.reward.step_separator if role == "reward" else "",
             offload=section.get("offload", "none") if section is not None else "none",
             retokenize=retokenizes,
             **{name: config.rollout[name] for name in _OF_ROLLOUT},

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import pydantic
 
-from hjax.errors import cut
+from hjax.errors import truncate
 from hjax.serving.request_errors import RequestRefused
 
 
@@ -96,4 +96,4 @@ def wrong(name: str, value: Any, wanted: str) -> RequestRefused:
 
 def shown(value: Any, limit: int = 60) -> str:
     """A value as JSON, cut to a line's length."""
-    return cut(json.dumps(value, ensure_ascii=False), limit)
+    return truncate(json.dumps(value, ensure_ascii=False), limit)

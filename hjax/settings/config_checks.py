@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from hjax.config import Config, convert, flatten, nearest_keys, section_error
 from hjax.config_aliases import wish
-from hjax.errors import ConfigError, written
+from hjax.errors import ConfigError, safe_repr
 from hjax.settings.keys import (
     KEYS,
     OWNED_SECTIONS,
@@ -80,7 +80,7 @@ def complete_config(config: ConfigDict | Mapping[str, Any]) -> Config:
     """
     if not isinstance(config, ConfigDict | Mapping):
         raise ConfigError(
-            f"a config is expected here, not {written(config)}: "
+            f"a config is expected here, not {safe_repr(config)}: "
             "hjax.get_config(NAME, {KEY: VALUE, ...}) makes one"
         )
     given = flatten(config)
@@ -169,10 +169,10 @@ def _check_ranges(config: ConfigDict) -> None:
     for key, rule in rules.items():
         # A `default_config` of the user's may leave out keys of its base's.
         if rule is not None and key in values and not rule.holds(values[key]):
-            raise ConfigError(f"config.{key}={written(values[key])}: must be {rule.text}")
+            raise ConfigError(f"config.{key}={safe_repr(values[key])}: must be {rule.text}")
     for text in config.rollout.stop:
         if not isinstance(text, str) or not text:
-            said = written(text)
+            said = safe_repr(text)
             raise ConfigError(
                 f"config.rollout.stop={said}: each must be a non-empty string; numbers need quotes "
                 "within quotes, \"'12','13'\""
@@ -228,7 +228,7 @@ def _check_adapters(config: ConfigDict) -> None:
         for name, default in section.lora.items():
             if (value := config[role].lora[name]) != default:
                 raise ConfigError(
-                    f"config.{role}.lora.{name}={written(value)} is for adapters, of which "
+                    f"config.{role}.lora.{name}={safe_repr(value)} is for adapters, of which "
                     f"config.{role}.lora.rank=0 makes none; set the rank to 1 or more as well, or "
                     f"leave {name} out"
                 )

@@ -16,9 +16,17 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from hjax.config import Config, UnknownKey, WrongType, convert, flatten, nearest_keys, wrong_type
+from hjax.config import (
+    Config,
+    UnknownKey,
+    WrongType,
+    convert,
+    flatten,
+    nearest_keys,
+    wrong_type_error,
+)
 from hjax.config_aliases import wish
-from hjax.errors import ConfigError, written
+from hjax.errors import ConfigError, safe_repr
 from hjax.roles import ROLES
 from hjax.settings.config_checks import (
     check_config,
@@ -29,7 +37,7 @@ from hjax.settings.config_checks import (
 )
 from hjax.settings.keys import OWNED_SECTIONS, default_config
 from hjax.user_code import error_line, import_file
-from hjax.user_input import given_path
+from hjax.user_input import user_path
 
 __all__ = [
     "check_config",
@@ -91,13 +99,13 @@ def load_config(
         )
     if not isinstance(name_or_path, str | os.PathLike):
         raise ConfigError(
-            f"get_config was given {written(name_or_path)}; it takes a config's name or file, such "
-            'as "ppo.py"'
+            f"get_config was given {safe_repr(name_or_path)}; it takes a config's name or file, "
+            'such as "ppo.py"'
         )
     if not isinstance(overrides, Mapping | Sequence) or isinstance(overrides, str):
         raise ConfigError(
-            f"get_config was given {written(overrides)} for keys with their values; they stand in "
-            'a dict, as get_config("ppo.py", {"steps": 100})'
+            f"get_config was given {safe_repr(overrides)} for keys with their values; they stand "
+            'in a dict, as get_config("ppo.py", {"steps": 100})'
         )
     path, colon, argument = str(name_or_path).partition(":")
     found = _call(find_config(path), "get_config", argument if colon else None)
@@ -164,7 +172,7 @@ def find_config(name_or_path: str) -> Path:
     Raises:
       ConfigError: there is none.
     """
-    path = given_path(name_or_path, "--config=")
+    path = user_path(name_or_path, "--config=")
     if path.is_file():
         return path
     if os.path.basename(name_or_path) == name_or_path:
@@ -300,7 +308,7 @@ def _flag_error(
     text = " ".join(str(error).split())
     match = re.match(r"flag --config\.([^=\s]+)=(.*?): ", text)
     if match and match[1] in known:
-        return wrong_type(match[1], match[2], known[match[1]])
+        return wrong_type_error(match[1], match[2], known[match[1]])
     if isinstance(error, flags.UnrecognizedFlagError):
         if wished := wish(error.flagname):
             return ConfigError(f"unknown flag --{error.flagname}: {wished}")

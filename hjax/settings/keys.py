@@ -14,7 +14,7 @@ from typing import Any
 
 from hjax.config import SWITCH, Config
 from hjax.data.read_options import OVERLONG
-from hjax.machine import MOST_DEVICES
+from hjax.machine import MAX_DEVICES
 from hjax.roles import OPTIMIZERS, ROLES
 from hjax.rollout.sampling_params import OPTIONS
 from hjax.rules import Key, Rule, above, at_least, below_one, between, number_or_auto, one_of
@@ -497,7 +497,7 @@ KEYS: dict[str, Any] = {
             0,
             "devices a process uses; 0: all, on a CPU one simulated per core, shared out over the "
             "processes",
-            between(0, MOST_DEVICES),
+            between(0, MAX_DEVICES),
         ),
         "reward_processes": Key(
             1, "processes of a cluster that share the calls of reward functions", at_least(1)

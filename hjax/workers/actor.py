@@ -28,7 +28,7 @@ from hjax.xla.abstract_program import AbstractProgram
 class Actor(LanguageWorker, GeneratingWorker):
     """Primitive calls of HybridFlow's Table 4 for the policy."""
 
-    # Behaviour log-probs, to compare with training's own on the same parameters.
+    # Behaviour log-probs, compared with training's own on the same parameters.
     extra_keys = ("logprobs", "policy_logprobs")
 
     def __init__(self, context: WorkerContext):
@@ -42,11 +42,11 @@ class Actor(LanguageWorker, GeneratingWorker):
             dtypes,
             context.transition_bucket_bytes,
         )
-        # As generation reads them, and so as they are published.
+        # In generation's dtypes, in which weights are published.
         self._published = jax.tree.map(
             lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype), base.shapes, dtypes
         )
-        # jit hands an argument that is only passed on out again: copied, it is another array.
+        # jit returns an argument that is only passed through; jnp.copy makes a new array.
         self._copy = jax.jit(
             lambda tree: jax.tree.map(lambda x, dtype: jnp.copy(x).astype(dtype), tree, dtypes)
         )
@@ -56,9 +56,9 @@ class Actor(LanguageWorker, GeneratingWorker):
         self, model: Any, batch: dict[str, jax.Array], share: int, loss: Any
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The policy loss and its statistics; adds ``token_prob_error``."""
-        read = self.reader(model, loss)
+        read = self.log_prob_reader(model, loss)
         if of := getattr(loss, "of_tokens", None):
-            # Other tokens than the responses', of which packs know nothing; these as the last.
+            # The loss reads other tokens, which packs do not hold; the response's token comes last.
             states = response_states(model, batch, share, self.compute)
             tokens = jnp.concatenate([batch[of], batch["responses"][..., None]], axis=-1)
             found, entropy = read(states, tokens)
@@ -74,11 +74,12 @@ class Actor(LanguageWorker, GeneratingWorker):
         return token_loss, stats
 
     @contextlib.contextmanager
-    def gathered(self) -> Iterator[Any]:
-        """Lend out the parameters as generation reads them; in between there are no others.
+    def generation_weights(self) -> Iterator[Any]:
+        """Context manager: the actor's weights in the generate layout (reshard to generation and
+        back).
 
-        Adapters are added to their matrices first; these, as they were, and the adapters stay
-        beside. Training's are back afterwards, also when something failed.
+        Meanwhile the train layout's weights do not exist. Adapters are merged first; the adapters
+        and their original matrices are kept. Training's weights come back even after an error.
         """
         start = time.perf_counter()
         before, self.params = self.params, {}
@@ -97,17 +98,17 @@ class Actor(LanguageWorker, GeneratingWorker):
         finally:
             start = time.perf_counter()
             back = self.transition.back(held)
-            self.params = back if self.merge is None else self.merge.restored(back, before)
+            self.params = back if self.merge is None else self.merge.unmerge(back, before)
             self._seconds["transition"] += time.perf_counter() - start
 
     @protocol("3D_PROTO", reads=SCORED_KEYS)
     def compute_log_prob(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """``old_logprobs`` float32 [rows, length] of the responses under the policy as it is."""
+        """``old_logprobs`` float32 [rows, length] of the responses under the current policy."""
         return {"old_logprobs": self.score(self._log_prob, batch)}
 
     @protocol("3D_PROTO", reads=SCORED_KEYS)
     def compute_ref_log_prob(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """``ref_logprobs`` float32 [rows, length]: the policy's with its adapters left off.
+        """``ref_logprobs`` float32 [rows, length]: under the policy without its adapters.
 
         Raises:
           ConfigError: it has no adapters.
@@ -115,7 +116,7 @@ class Actor(LanguageWorker, GeneratingWorker):
         if self.merge is None:
             raise ConfigError(
                 f"{self.role}.compute_ref_log_prob needs adapters (actor.lora.rank above 0); "
-                "without them a reference stands apart"
+                "without them use a reference role"
             )
         return {"ref_logprobs": self.score(self._log_prob, batch, base=True)}
 
@@ -143,12 +144,14 @@ class Actor(LanguageWorker, GeneratingWorker):
         if pretrain is None:
             return self.update(batch)
         more = {key: pretrain[key] for key in (*TOKEN_KEYS, "coefficient")}
-        if self.context.packing:  # by choice there are two programs of an update, not four
-            more = self.laid_out(more, grouped=False).beside(more)
+        if (
+            self.context.packing
+        ):  # if batches choose, demonstrations stay padded: two programs, not four
+            more = self.batch_layout(more, grouped=False).with_packing(more)
         return self.update(batch, pretrain=more)
 
-    def pretraining(self, network: Network) -> tuple[Objective, Prepare] | None:
-        """The supervised loss of demonstrations, with their coefficient."""
+    def pretraining_objective(self, network: Network) -> tuple[Objective, Prepare] | None:
+        """The supervised loss on demonstrations, times their coefficient (PPO-ptx)."""
         loss = self.context.supervised_loss
         if loss is None:
             return None
@@ -160,37 +163,37 @@ class Actor(LanguageWorker, GeneratingWorker):
 
         def objective(params: Params, batch: Batch, stack: Stack) -> Any:
             total, _ = supervised(params, batch, stack)
-            # The coefficient taken out again: what is shown is the loss itself.
+            # The metric is the loss itself, without the coefficient.
             return total, {"pretrain_loss": total / batch["coefficient"]}
 
         return objective, prepare
 
     @control
-    def publish(self, landing: TargetRegions | None = None) -> Any:
-        """The weights as generation reads them, for a rollout that stands apart.
+    def publish(self, target_regions: TargetRegions | None = None) -> Any:
+        """The weights as generation reads them, for a rollout worker (weight sync).
 
-        In copy, so that updates may go on while they are on their way: until they have arrived
-        they stand beside the actor's own, in its train layout and in generation's dtypes; for a
-        rollout in other processes in the host's memory, each process having what it sends.
+        They are a copy, so updates may go on while it is sent. Until it has arrived it exists
+        beside the actor's weights, in the train layout and generation's dtypes. For a rollout in
+        other processes it is in host memory, each process holding what it sends.
 
         Args:
-          landing: of a rollout in other processes.
+          target_regions: of a rollout in other processes.
         """
         params = self.without_adapters()
-        if landing is not None:
-            return self.lent(params, landing, self._published)
+        if target_regions is not None:
+            return self.weights_to_send(params, target_regions, self._published)
         if self.merge is None:  # they may wait in the host's memory
             params = jax.tree.map(jax.device_put, params, self.shardings)
         return self._copy(params)
 
     @control
     def take_seconds(self) -> dict[str, float]:
-        """Seconds spent inside calls since last asked, by what for."""
+        """Seconds spent inside calls since the last time this was called, by activity."""
         taken, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
         return taken
 
     def programs(self, rows: int, prompt_length: int) -> Iterator[AbstractProgram]:
-        """Transition, generation, log-probs and update of ``rows`` sequences."""
+        """Programs of transition, generation, log-probs and update, for ``rows`` sequences."""
         if self.merge is not None:
             yield AbstractProgram("transition_merge", self.merge.trace)
         yield from (AbstractProgram(*each) for each in self.transition.programs())
@@ -205,17 +208,18 @@ class Actor(LanguageWorker, GeneratingWorker):
             yield AbstractProgram("compute_ref_log_prob", of_base)
         yield from TrainableWorker.programs(self, rows, prompt_length)
 
-    def beside(self, program: str) -> dict[str, Any]:
-        """During the transition what is on neither side of a bucket; then masters of a copy."""
+    def resident_state(self, program: str) -> dict[str, Any]:
+        """During the transition the buckets that are not moving; in generation the train layout's
+        masters of a copy."""
         names = [name for name, _ in self.transition.programs()]
         if program == "transition_merge":
-            return super().beside(program)
+            return super().resident_state(program)
         if program in names:
             params = self.transition.standing(names.index(program))
         elif program.startswith("generate"):
             params = self.transition.kept()
             params += self.generator.beside(self._generation_copy(), self.transition.copies())
         else:
-            return super().beside(program)
-        kept = {} if self.merge is None else {"adapters and their matrices": self.merge.kept()}
+            return super().resident_state(program)
+        kept = {} if self.merge is None else {"adapters and their matrices": self.merge.resident()}
         return self.abstract_state() | {"params": params} | kept

@@ -1,4 +1,4 @@
-"""Generation as a call on a worker: the actor's between updates, or a rollout's apart from it."""
+"""Generation (rollout) as a call on a worker: the actor, or a rollout worker in its place."""
 
 import contextlib
 import dataclasses
@@ -22,14 +22,14 @@ from hjax.workers.model import ModelWorker
 from hjax.workers.worker import WorkerContext
 from hjax.xla.abstract_program import AbstractProgram
 
-# What generation reads: token ids and what comes back once per row.
+# Entries that generation reads: token ids, and columns that come back once per row.
 PROMPT_KEYS = ("prompts", "prompt_mask", "step", "first", "columns", "prompt_text")
-# What reward functions said of the rows already, by role, a verdict each.
-JUDGED = "judged"
+# Batch entry: rewards computed during generation, by role, one per row.
+PENDING_REWARDS = "judged"
 
 
 class GeneratingWorker(ModelWorker):
-    """A worker with a language model that answers prompts."""
+    """A worker with a language model that generates responses to prompts."""
 
     def __init__(self, context: WorkerContext):
         super().__init__(context)
@@ -37,18 +37,18 @@ class GeneratingWorker(ModelWorker):
             self.network.base, self.layouts.generate, context.compute,
             cache_dtype=context.cache_dtype,
         )  # fmt: skip
-        self._asked = 0  # prompts so far, by which their rows know each other
-        self._stops = StopConditions(
+        self._prompt_count = 0  # prompts so far, for prompt_id
+        self._stop_conditions = StopConditions(
             context.stop_strings, context.tokenizer, context.sampling.min_tokens
         )
-        self._judges = {
-            role: ConcurrentScorer(function) for role, function in context.judges.items()
+        self._scorers = {
+            role: ConcurrentScorer(function) for role, function in context.reward_functions.items()
         }
 
     def generation_config(
         self, greedy: bool = False, samples: int | None = None, end: int | None = None
     ) -> GenerationConfig:
-        """How prompts are answered; the arguments are those of ``answer``."""
+        """The generator's settings; arguments are those of ``generate_tokens``."""
         context, sampling = self.context, self.context.sampling
         return GenerationConfig(
             context.max_response_length,
@@ -61,135 +61,141 @@ class GeneratingWorker(ModelWorker):
         )
 
     @property
-    def cache_element(self) -> float:
-        """Bytes of an element of keys and values while it generates, with its share of a scale."""
+    def cache_element_bytes(self) -> float:
+        """Bytes per element of the KV cache, its share of a quantization scale included."""
         return element_bytes(self.generator.kept_dtype, self.network.config.head_dim)
 
     @contextlib.contextmanager
-    def gathered(self) -> Iterator[Any]:
-        """Lend out the parameters as generation reads them."""
+    def generation_weights(self) -> Iterator[Any]:
+        """Context manager: the parameters in the layout and dtypes of generation."""
         yield self.params
 
     @protocol("3D_ALL_MICRO_DP", phase="generate", reads=PROMPT_KEYS)
     def generate_sequences(
         self, prompts: Mapping[str, Any], greedy: bool = False, samples: int | None = None
     ) -> dict[str, Any]:
-        """Answer prompts.
+        """Generate responses.
 
         Args:
           prompts: ``prompts`` int32 [prompts, prompt_length] padded on the left, ``prompt_mask``,
-            ``step``, ``first`` (sequences drawn for the step before; 0 where absent);
+            ``step``, ``first`` (number of sequences drawn for the step before; 0 if absent).
             ``columns`` and ``prompt_text`` come back once per row.
-          greedy: one response per prompt, the most likely tokens.
+          greedy: one response per prompt, of the most likely tokens.
           samples: responses per prompt, if not the configured number.
 
         Returns:
           the batch: rows = prompts x samples, see docs/design.md.
         """
-        return self.with_text(self.answer(prompts, greedy, samples))
+        return self.with_text(self.generate_tokens(prompts, greedy, samples))
 
-    def answer(
+    def generate_tokens(
         self,
         prompts: Mapping[str, Any],
         greedy: bool,
         samples: int | None,
         end: int | None = None,
     ) -> dict[str, Any]:
-        """``generate_sequences`` but for the text of the responses.
+        """``generate_sequences`` without the text of the responses.
 
         Args:
           prompts, greedy, samples: as there.
-          end: tokens after which to leave off, the arrays as long as responses may become; None:
-            to the end, the arrays cut to what is needed.
+          end: tokens after which to pause (partial rollouts); arrays then have the full response
+            length. None: run to the end, and trim the arrays.
         """
         context, config = self.context, self.generation_config(greedy, samples, end)
         count = config.samples
-        asked = prompts["prompts"].shape[0]
-        rows = asked * count
-        # Of this call alone: the same prompt in another call is another.
-        ids = np.arange(self._asked, self._asked + asked, dtype=np.int64)
-        self._asked += asked
-        judged = {role: [PendingReward()] * rows for role in self._judges}
-        with self.gathered() as params:
+        prompt_count = prompts["prompts"].shape[0]
+        rows = prompt_count * count
+        # Unique per call: the same prompt in another call gets another id.
+        ids = np.arange(self._prompt_count, self._prompt_count + prompt_count, dtype=np.int64)
+        self._prompt_count += prompt_count
+        pending = {role: [PendingReward()] * rows for role in self._scorers}
+        with self.generation_weights() as params:
             rollout: dict[str, Any] = self.generator.generate(
                 params,
                 prompts["prompts"],
                 prompts["prompt_mask"],
-                self.sequence(rows + asked * config.surplus, prompts.get("first", 0)),
+                self.sequence_numbers(
+                    rows + prompt_count * config.surplus, prompts.get("first", 0)
+                ),
                 config,
                 seed=context.seed,
                 step=prompts.get("step", 0),
-                on_ended=self.judging(prompts, judged),
-                ends=self._text_ends(prompts, count + config.surplus) if end is None else None,
+                on_ended=self.reward_callback(prompts, pending),
+                ends=self._stop_string_ends(prompts, count + config.surplus)
+                if end is None
+                else None,
             )
-            # This waits for the responses: the cache is gone before training's parameters return.
-            rollout = self.ended(rollout) if end is None else rollout
+            # Waits for the responses, so the cache is freed before training's weights come back.
+            rollout = self.cut_at_stop_strings(rollout) if end is None else rollout
         rollout[PROMPT_ID] = np.repeat(ids, count)
         rollout["columns"] = {
             name: [value for value in values for _ in range(count)]
             for name, values in prompts.get("columns", {}).items()
         }
-        if judged:
-            rollout[JUDGED] = judged
+        if pending:
+            rollout[PENDING_REWARDS] = pending
         if texts := prompts.get("prompt_text"):
             rollout["prompt_text"] = [text for text in texts for _ in range(count)]
         return rollout
 
-    def judging(
-        self, prompts: Mapping[str, Any], judged: dict[str, list[PendingReward]]
+    def reward_callback(
+        self, prompts: Mapping[str, Any], pending: dict[str, list[PendingReward]]
     ) -> OnEnded | None:
-        """What has answers to these prompts judged as soon as they have ended, and puts what will
-        be said among ``judged``; None: nobody judges so early."""
-        if not judged:
+        """A callback that submits a prompt's responses for scoring once all have ended, and stores
+        the pending rewards in ``pending``; None without such reward functions."""
+        if not pending:
             return None
-        # Here, in every process: later each of them looks at prompts of its own.
-        tokens = ragged(prompts["prompts"], prompts["prompt_mask"])
-        return functools.partial(self._judge, prompts, tokens, judged)
+        # Fetched here, since every process must take part.
+        tokens = without_padding(prompts["prompts"], prompts["prompt_mask"])
+        return functools.partial(self._submit_for_scoring, prompts, tokens, pending)
 
-    def _judge(
+    def _submit_for_scoring(
         self,
         prompts: Mapping[str, Any],
-        asked_tokens: list[list[int]],
-        judged: dict[str, list[PendingReward]],
+        prompt_tokens: list[list[int]],
+        pending: dict[str, list[PendingReward]],
         number: int,
         responses: list[list[int]],
     ) -> None:
-        """Have a prompt's answers judged, and put what will be said of each among ``judged``.
+        """Submit a prompt's responses to the reward functions, and store their pending rewards.
 
-        Every process of a pool hears of all prompts. They take turns, so that each prompt is
-        judged by one.
+        Every process of a pool is called for all prompts; each prompt is scored by one of them, in
+        turn.
         """
         index, processes = self.context.process
         if number % processes != index:
             return
-        tokens = asked_tokens[number]
-        responses = [self._cut(tokens, response) for response in responses]
+        tokens = prompt_tokens[number]
+        responses = [self._cut_response(tokens, response) for response in responses]
         count, tokenizer = len(responses), self.context.tokenizer
-        asked: list[Any] = [tokens] * count
+        shown_prompts: list[Any] = [tokens] * count
         answers: list[Any] = responses
         if tokenizer is not None:
             texts = prompts.get("prompt_text")
-            asked = [tokenizer.decode(tokens) if texts is None else texts[number]] * count
+            text = tokenizer.decode(tokens) if texts is None else texts[number]
+            shown_prompts = [text] * count
             answers = [tokenizer.decode_response(tokens, response) for response in responses]
-        given = {name: [x[number]] * count for name, x in prompts.get("columns", {}).items()}
-        group = PromptResponses(asked, answers, given, [tokens] * count, responses)
-        for role, judge in self._judges.items():
-            judged[role][number * count : (number + 1) * count] = judge.submit(group)
+        columns = {name: [x[number]] * count for name, x in prompts.get("columns", {}).items()}
+        group = PromptResponses(shown_prompts, answers, columns, [tokens] * count, responses)
+        for role, scorer in self._scorers.items():
+            pending[role][number * count : (number + 1) * count] = scorer.submit(group)
 
-    def ended(self, rollout: Mapping[str, Any]) -> dict[str, Any]:
-        """A rollout whose responses end with the first of the strings that end them, its arrays cut
-        to what is needed.
+    def cut_at_stop_strings(self, rollout: Mapping[str, Any]) -> dict[str, Any]:
+        """A rollout with responses cut at the first stop string, and trimmed arrays.
 
-        What was drawn behind such a string is padding then; a response that was cut is not
-        ``truncated``. Over several processes all of them ask.
+        Tokens after a stop string become padding, and a response that was cut is not ``truncated``.
+        In a pool of several processes all must call this.
         """
-        if not self._stops.strings:
+        if not self._stop_conditions.strings:
             return trim(rollout)
-        prompts = ragged(rollout["prompts"], rollout["prompt_mask"])
-        responses = ragged(rollout["responses"], rollout["response_mask"])
+        prompts = without_padding(rollout["prompts"], rollout["prompt_mask"])
+        responses = without_padding(rollout["responses"], rollout["response_mask"])
         tokenizer = self.context.tokenizer
         pairs = list(zip(prompts, responses, strict=True))
-        cuts = [self._stops.cut(tokenizer, prompt, response) for prompt, response in pairs]
+        cuts = [
+            self._stop_conditions.cut(tokenizer, prompt, response) for prompt, response in pairs
+        ]
         ends = zip(responses, cuts, strict=True)
         kept = np.array([len(response if cut is None else cut[0]) for response, cut in ends])
         shape = rollout["responses"].shape
@@ -204,35 +210,35 @@ class GeneratingWorker(ModelWorker):
         }
         return trim(made | {"truncated": rollout["truncated"] & whole})
 
-    def _text_ends(self, prompts: Mapping[str, Any], samples: int) -> Ends | None:
-        """What ends responses to these prompts with a string; None: there are no such strings."""
-        if not self._stops.strings:
+    def _stop_string_ends(self, prompts: Mapping[str, Any], samples: int) -> Ends | None:
+        """What ends responses to these prompts at a stop string; None without stop strings."""
+        if not self._stop_conditions.strings:
             return None
-        tokens = ragged(prompts["prompts"], prompts["prompt_mask"])
-        return text_ends(self._stops, self.context.tokenizer, tokens, samples)
+        tokens = without_padding(prompts["prompts"], prompts["prompt_mask"])
+        return text_ends(self._stop_conditions, self.context.tokenizer, tokens, samples)
 
-    def _cut(self, prompt: list[int], response: list[int]) -> list[int]:
-        """A response up to the token that completes the first of the strings that end it."""
-        cut = self._stops.cut(self.context.tokenizer, prompt, response)
+    def _cut_response(self, prompt: list[int], response: list[int]) -> list[int]:
+        """A response up to the token that completes its first stop string."""
+        cut = self._stop_conditions.cut(self.context.tokenizer, prompt, response)
         return response if cut is None else cut[0]
 
-    def sequence(self, rows: int, first: int = 0) -> jax.Array:
-        """int32 [rows]: the number by which each row draws its tokens.
+    def sequence_numbers(self, rows: int, first: int = 0) -> jax.Array:
+        """int32 [rows]: the sequence number from which each row's random draws follow.
 
         Args:
           rows: how many.
-          first: the first one's: sequences that were drawn for this step before.
+          first: the first number: sequences drawn for this step before.
         """
         split = self.layouts.generate.sharding("batch")
         return place(np.arange(first, first + rows, dtype=np.int32), split)
 
     def with_text(self, rollout: dict[str, Any]) -> dict[str, Any]:
-        """The batch with ``response_text`` and ``prompt_text``, where there is a tokenizer."""
+        """The batch with ``response_text`` and ``prompt_text``, if there is a tokenizer."""
         tokenizer = self.context.tokenizer
         if tokenizer is None:
             return {key: value for key, value in rollout.items() if key != "prompt_text"}
-        prompts = ragged(rollout["prompts"], rollout["prompt_mask"])
-        responses = ragged(rollout["responses"], rollout["response_mask"])
+        prompts = without_padding(rollout["prompts"], rollout["prompt_mask"])
+        responses = without_padding(rollout["responses"], rollout["response_mask"])
         prompt_text = rollout.get("prompt_text") or [tokenizer.decode(p) for p in prompts]
         response_text = [
             tokenizer.decode_response(prompt, response)
@@ -241,19 +247,19 @@ class GeneratingWorker(ModelWorker):
         return rollout | {"prompt_text": prompt_text, "response_text": response_text}
 
     def programs(self, rows: int, prompt_length: int) -> Iterator[AbstractProgram]:
-        """Generation of ``rows`` sequences, and of greedy ones."""
+        """The programs that generate ``rows`` sequences, sampled and greedy."""
         context = self.context
-        end = context.max_response_length if context.in_parts else None
-        ways = {
+        end = context.max_response_length if context.partial_rollouts else None
+        configs = {
             "generate": self.generation_config(end=end),
             "generate_greedy": self.generation_config(greedy=True),
         }
-        for call, config in ways.items():
+        for call, config in configs.items():
             params, prompts = self._generation_copy(), rows // context.samples
             yield from self.generator.programs(call, params, prompts, prompt_length, config)
 
     def _generation_copy(self) -> Params:
-        """What generation reads, as jax.ShapeDtypeStruct with shardings."""
+        """The weights that generation reads, as jax.ShapeDtypeStruct with shardings."""
         return jax.tree.map(
             lambda x, dtype, s: jax.ShapeDtypeStruct(x.shape, dtype, sharding=s),
             self.network.base.shapes,
@@ -263,7 +269,7 @@ class GeneratingWorker(ModelWorker):
 
 
 def trim(rollout: Mapping[str, Any]) -> dict[str, Any]:
-    """Cut the response arrays to the bucket of the longest response; other entries stay."""
+    """Cut response arrays to the length bucket of the longest response; other entries stay."""
     limit = rollout["responses"].shape[1]
     longest = int(to_numpy(rollout["response_mask"]).sum(axis=1).max(initial=1))
     length = bucket_length(longest, limit)
@@ -275,7 +281,7 @@ def trim(rollout: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def once_per_prompt(rollout: Mapping[str, Any], samples: int) -> dict[str, Any]:
-    """The prompts of a rollout as it was asked for, of so many samples each."""
+    """A rollout's prompts as they were passed in: one row per prompt instead of ``samples``."""
     made = {key: to_numpy(rollout[key])[::samples] for key in ("prompts", "prompt_mask")}
     if "prompt_text" in rollout:
         made["prompt_text"] = rollout["prompt_text"][::samples]
@@ -283,7 +289,7 @@ def once_per_prompt(rollout: Mapping[str, Any], samples: int) -> dict[str, Any]:
     return made | {"columns": {name: values[::samples] for name, values in columns.items()}}
 
 
-def ragged(tokens: Any, mask: Any) -> list[list[int]]:
+def without_padding(tokens: Any, mask: Any) -> list[list[int]]:
     """Rows of token ids without their padding."""
     tokens, mask = to_numpy(tokens), to_numpy(mask)
     return [row[keep].tolist() for row, keep in zip(tokens, mask, strict=True)]

@@ -1,4 +1,4 @@
-"""Language models that say something of responses: reference, process reward, teacher."""
+"""Language models that score responses: reference, implicit process reward model, teacher."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,10 +14,9 @@ from hjax.workers.worker import SCORED_KEYS, WorkerContext
 
 
 class Reference(ModelWorker):
-    """Log-probs of the responses under a policy that does not change, from which the KL is
-    measured."""
+    """The reference policy: log-probs of responses under frozen weights, for the KL."""
 
-    scores = {"compute_ref_log_prob": "_log_prob"}
+    score_methods = {"compute_ref_log_prob": "_log_prob"}
 
     @protocol("3D_PROTO", reads=SCORED_KEYS)
     def compute_ref_log_prob(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
@@ -26,18 +25,18 @@ class Reference(ModelWorker):
 
 
 class LanguageWorker(TrainableWorker):
-    """A language model that learns."""
+    """A trainable language model."""
 
     def token_loss(
         self, model: Any, batch: dict[str, jax.Array], share: int, loss: Any
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The loss of the responses' log-probs, and its statistics."""
-        read = self.reader(model, loss)
+        read = self.log_prob_reader(model, loss)
         logprobs, entropy = map_response_states(model, batch, share, self.compute, read)
         return loss(logprobs, entropy, batch)
 
-    def reader(self, model: Any, loss: Any) -> Callable[[jax.Array, jax.Array], Any]:
-        """What reads hidden states and tokens: log-probs and entropy as a loss takes them."""
+    def log_prob_reader(self, model: Any, loss: Any) -> Callable[[jax.Array, jax.Array], Any]:
+        """A function of hidden states and tokens: log-probs and entropy as the loss needs them."""
         temperature = self.context.temperature if getattr(loss, "tempered", True) else 1.0
 
         def read(states: jax.Array, tokens: jax.Array) -> Any:
@@ -47,10 +46,10 @@ class LanguageWorker(TrainableWorker):
 
 
 class ImplicitReward(LanguageWorker):
-    """PRIME's reward model: log-ratios to the reference are its rewards of tokens, learned from
-    outcomes."""
+    """PRIME's implicit process reward model: its log-ratios to the reference are token rewards, and
+    it is trained on outcomes."""
 
-    scores = {"compute_process_reward": "_log_prob"}
+    score_methods = {"compute_process_reward": "_log_prob"}
 
     @protocol("3D_PROTO", reads=SCORED_KEYS)
     def compute_process_reward(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
@@ -64,20 +63,20 @@ class ImplicitReward(LanguageWorker):
 
 
 class Teacher(ModelWorker):
-    """Scores the responses of a student; its weights stay as they are."""
+    """The teacher of a distillation: scores a student's responses with frozen weights."""
 
-    scores = {"compute_top_log_probs": "_top"}
+    score_methods = {"compute_top_log_probs": "_top"}
 
     def __init__(self, context: WorkerContext):
         super().__init__(context)
         assert context.model is not None
-        asked = context.options.algorithm.top_k
-        self.top = min(asked or context.model.vocab_size, context.model.vocab_size)
+        vocab_size = context.model.vocab_size
+        self.top = min(context.options.algorithm.top_k or vocab_size, vocab_size)
 
     @protocol("3D_PROTO", reads=SCORED_KEYS)
     def compute_top_log_probs(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """``teacher_tokens`` int32 [rows, length, k], the most probable tokens in the place of each
-        response token, and ``teacher_logprobs`` float32 of the same shape, at the actor's
+        """``teacher_tokens`` int32 [rows, length, k], the most probable tokens at each response
+        token's position, and ``teacher_logprobs`` float32 of the same shape, at the actor's
         temperature; 0 on padding."""
         logprobs, tokens = self.score(self._top, batch)
         return {"teacher_logprobs": logprobs, "teacher_tokens": tokens}
@@ -93,7 +92,7 @@ class Teacher(ModelWorker):
 
 
 class LearningTeacher(Teacher, LanguageWorker):
-    """A teacher that is taught itself, by demonstrations, as it teaches."""
+    """A teacher that is itself trained on demonstrations during the distillation."""
 
     @protocol("3D_PROTO", phase="update", reads=update_reads)
     def update_teacher(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:

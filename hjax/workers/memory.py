@@ -1,11 +1,12 @@
-"""The one estimate of what a role keeps of a device's memory and what its calls need beside it.
+"""Memory estimate (memory budget) of a role: what it keeps on a device and what its calls need.
 
-In bytes per device, from shapes: no devices, no compiler. It answers for the check before a run,
-``model.remat=auto`` and ``rollout.slots=-1`` (``hjax.run.memory_check``), dry runs and the
-auto-mapping (``hjax.planning``). A run counts its parameters from their shardings (``RoleMemory``),
-a search from a record (``MemoryEstimate.counted``); all else is one formula for both. Held to what
-compilers say by ``tests/test_run_rematerialise.py``, ``tests/extended/test_mapping_measured.py``
-and ``tests/extended/test_dryrun_updating.py``.
+Figures are bytes per device, from shapes alone: no devices, no compiler. The users are the memory
+check before a run, ``model.remat=auto`` and ``rollout.slots=-1`` (``hjax.run.memory_check``), dry
+runs, and the auto-mapping (``hjax.planning``). A run counts its parameters from their shardings
+(``RoleMemory``), a search from a ``ModelCounts`` (``MemoryEstimate.from_counts``); all other
+formulas are shared. Tests compare it with compilers' figures:
+``tests/test_run_rematerialise.py``, ``tests/extended/test_mapping_measured.py``,
+``tests/extended/test_dryrun_updating.py``.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ from hjax.workers.micro_batching import MicroBatches
 from hjax.workers.packer import Packer
 from hjax.workers.worker import WorkerContext
 
-# Of a device's memory; the rest is for what an estimate does not see.
-USABLE = 0.9
-# Columns that a state of slots has more where other sequences follow.
-MORE_COLUMNS = 4 * STEPS
-# Bytes, while a TPU casts weights, of those on their way to the chip and of code, both of which its
-# compiler's peak counts: 2 to 22 MiB in eleven programs of 75 to 260.
-ON_THE_WAY = 10 << 20
-# float32 arrays of the vocabulary's size that a slot's draw makes.
-_DRAWN = 4
+# Share of device memory that estimates may use; the rest is for what they do not count.
+USABLE_FRACTION = 0.9
+# Extra cache columns of the slots if further sequences are admitted.
+EXTRA_COLUMNS = 4 * STEPS
+# Bytes of weights in flight and of code while a TPU casts weights; its compiler counts both in the
+# peak: 2 to 22 MiB in eleven programs of 75 to 260.
+CAST_PEAK_BYTES = 10 << 20
+# float32 arrays [vocab] that drawing a token makes per slot.
+_DRAW_ARRAYS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +63,9 @@ class ProgramOptions:
 
     Attributes:
       numerics: bytes per element.
-      tpu: hjax's own, by a TPU's compiler.
+      tpu: hjax's own programs, by a TPU's compiler.
       cudnn: attention of long sequences may be cuDNN's.
-      logits: bytes of float32 logits at a time.
+      logits: bytes of float32 logits that exist at a time.
     """
 
     numerics: Numerics = MASTERS
@@ -75,12 +76,13 @@ class ProgramOptions:
 
 @dataclasses.dataclass(frozen=True)
 class ParameterShare:
-    """A device's part of a model's parameters.
+    """A device's shard of a model's parameters.
 
     Attributes:
-      weights: bytes, as they are kept.
-      learned: how many updates change.
-      wide, narrow: how many are kept in a wider dtype than they are computed in, and in a byte.
+      weights: bytes, in the dtypes in which they are kept.
+      learned: number of trainable parameters.
+      wide, narrow: number of parameters kept in a wider dtype than the compute dtype, and in one
+        byte.
     """
 
     weights: float
@@ -91,37 +93,37 @@ class ParameterShare:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPass:
-    """One of the passes in which a device's rows go through a model.
+    """A forward or backward pass (micro-batch) over a device's rows.
 
     Attributes:
-      passes: how many there are.
-      tokens: of the device, a prompt that several responses share once.
-      answered: those of responses.
-      pairs: of tokens whose attention scores stand in memory: a prompt's with one another, a
-        response's with its prompt and its own. 0 of sequences that are longer than
-        ``Numerics.whole_scores``, whose scores a kernel keeps from memory.
-      places: tokens with a prompt for each response, where attention's kernel wants each sequence
-        in a row of its own, as cuDNN's does; 0: it does not.
-      filled: places more by which a TPU's kernel fills blocks up.
+      passes: micro-batches per batch.
+      tokens: of the device; a prompt shared by several responses counts once.
+      response_tokens: of the device.
+      pairs: pairs of tokens whose attention scores are in memory: within a prompt, and of a
+        response with its prompt and itself. 0 if sequences are longer than
+        ``Numerics.whole_scores``: a kernel then keeps no scores in memory.
+      row_tokens: tokens with the prompt repeated per response, if the attention kernel (cuDNN's)
+        needs each sequence in a row of its own; else 0.
+      block_padding: tokens that a TPU's kernel adds to fill its blocks.
     """
 
     passes: int
     tokens: float
-    answered: float
+    response_tokens: float
     pairs: float
-    places: float = 0.0
-    filled: float = 0.0
+    row_tokens: float = 0.0
+    block_padding: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeBatch:
-    """What a replica decodes at a time.
+    """The sequences that one replica decodes at a time.
 
     Attributes:
-      prompts: whose responses.
-      samples: of each.
-      slots: whether they enter and leave slots of hjax's engine, not all of them one program.
-      refills: whether others follow.
+      prompts: number of prompts.
+      samples: responses per prompt.
+      slots: sequences enter and leave slots of hjax's engine; else one program decodes them all.
+      refills: further sequences follow in the slots.
     """
 
     prompts: int
@@ -132,15 +134,15 @@ class DecodeBatch:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of a device for one role's model under a mesh.
+    """Bytes per device of one role's model on a mesh.
 
-    The models of a set take turns: it needs the sum of what is resident and the largest of what
-    comes and goes.
+    The models of a set take turns on its devices: the set needs the sum of what is resident and the
+    largest transient part.
 
     Attributes:
       programs: how they are compiled.
       model, mesh: of the role.
-      held: the device's part of its parameters.
+      held: the device's parameters.
     """
 
     programs: ProgramOptions
@@ -149,11 +151,14 @@ class MemoryEstimate:
     held: ParameterShare
 
     @classmethod
-    def counted(
+    def from_counts(
         cls, programs: ProgramOptions, model: ModelCounts, mesh: MeshSizes
     ) -> MemoryEstimate:
-        """With all parameters over pipe * tensor * fsdp, and ``Numerics``' bytes of each: what is
-        frozen beside adapters is kept as it is computed with, or in one byte."""
+        """An estimate with all parameters sharded over pipe * tensor * fsdp, in ``Numerics``'
+        dtypes.
+
+        Frozen parameters beside adapters are kept in the compute dtype, or in one byte.
+        """
         numerics = programs.numerics
         every = model.on_device(mesh, not numerics.own) / mesh.fsdp
         small = model.bytes_each / model.parameters
@@ -163,23 +168,18 @@ class MemoryEstimate:
         wide = learned if numerics.compute < numerics.weights else 0.0
         return cls(programs, model, mesh, ParameterShare(weights, learned, wide, every * small))
 
-    # What stays.
-
     def resident(self, trained: bool, offload: Offload = "none") -> float:
-        """Weights, and of a trained model the optimizer's state, less what waits in the host's
-        memory."""
+        """Weights and, of a trained model, optimizer state; less what is offloaded to the host."""
         kept = 0.0 if offload == "all" else self.held.weights
         optimizer = self.programs.numerics.optimizer if trained and offload == "none" else 0.0
         return kept + optimizer * self.held.learned
 
-    def fetched(self, update: bool, offload: Offload) -> float:
-        """What comes back from the host for calls of a stage: with ``all`` the weights, in updates
-        also the optimizer's state."""
+    def fetched_from_host(self, update: bool, offload: Offload) -> float:
+        """Offloaded bytes that a stage's calls bring back to the device: with ``all`` the weights,
+        in updates also the optimizer state."""
         back = self.held.weights if offload == "all" else 0.0
         optimizer = self.programs.numerics.optimizer if update and offload != "none" else 0.0
         return back + optimizer * self.held.learned
-
-    # Updates and scores.
 
     def rows(self, rows: int, work: Workload, passes: int = 1) -> MemoryPass:
         """A pass over so many padded rows of a device."""
@@ -190,86 +190,86 @@ class MemoryEstimate:
         pairs = rows / share * prompt**2 + rows * response * work.length
         long = work.length > numerics.whole_scores
         apart = long and self.programs.cudnn and self.model.by_cudnn and split == 1
-        filled = 0.0
+        block_padding = 0.0
         if long and self.programs.tpu:
             row = prompt + share * response
-            filled = tokens * (tpu_places(row) / row - 1)
+            block_padding = tokens * (tpu_places(row) / row - 1)
         return MemoryPass(
             passes=passes,
             tokens=tokens,
-            answered=rows * response / split,
+            response_tokens=rows * response / split,
             pairs=0.0 if long else pairs,
-            places=rows * work.length if apart else 0.0,
-            filled=filled,
+            row_tokens=rows * work.length if apart else 0.0,
+            block_padding=block_padding,
         )
 
-    def update(self, one: MemoryPass, policy: str) -> float:
-        """An update beside its state: gradients (and their sum so far, of several passes), a cast
-        copy of the weights where they are wider (where none are gathered and it is no TPU, of the
-        layer in use and the head), activations, and the larger of the head (states and logits,
-        twice) and the layer that the backward pass is at, with the layers' gradients, for the one
-        is done when the other begins.
+    def update(self, micro: MemoryPass, policy: str) -> float:
+        """Bytes of an update beside resident state.
 
-        Kept per layer and token is what a policy of ``hjax.models.remat`` keeps. The layer that the
-        backward pass is at has its gradients besides, and all that was not kept of it. A stage of a
-        pipeline holds the activations of min(pipe, passes) passes.
+        These are gradients (twice if micro-batches accumulate them), a cast copy of wider weights
+        (``_cast``), activations, and the larger of two phases that do not overlap: the head (hidden
+        states and logits, twice), or the layer in the backward pass with the layers' gradients.
+
+        The remat policy (``hjax.models.remat``) says what is kept per layer and token. The layer in
+        the backward pass also has its gradients and everything recomputed. A pipeline stage holds
+        the activations of min(pipe, passes) micro-batches.
         """
         model, mesh, numerics = self.model, self.mesh, self.programs.numerics
         gradients = numerics.gradients * self.held.learned
         of_layers = gradients * model.layers * model.layer_parameters / model.parameters
         summed = 0.0
-        if one.passes > 1 and numerics.adds_gradients:
+        if micro.passes > 1 and numerics.adds_gradients:
             summed = of_layers if model.scalar and numerics.own else gradients
-        every, at_work, outside = self._layer_update(one)
+        every, at_work, outside = self._layer_update(micro)
         if policy == NONE:
             kept = every
         else:
-            kept = self._activations(one.tokens, model.kept(policy))
+            kept = self._activations(micro.tokens, model.kept(policy))
             at_work += every
         if policy in (NONE, PRODUCTS):
             kept += outside
-        layers = model.layers / mesh.pipe * min(mesh.pipe, one.passes)
-        head = 4.0 * one.answered * model.hidden + 2 * self._logits(one.answered)
+        layers = model.layers / mesh.pipe * min(mesh.pipe, micro.passes)
+        head = 4.0 * micro.response_tokens * model.hidden + 2 * self._logits(micro.response_tokens)
         beside = gradients + summed - of_layers + self._cast() + layers * kept
-        return beside + self._gathered(one.tokens) + max(head, of_layers + at_work)
+        return beside + self._gathered(micro.tokens) + max(head, of_layers + at_work)
 
-    def _layer_update(self, one: MemoryPass) -> tuple[float, float, float]:
-        """Of a layer all that its backward pass reads; what stands besides while it runs; and what
-        experts keep of first products beyond what ``ModelCounts.kept`` counts."""
+    def _layer_update(self, micro: MemoryPass) -> tuple[float, float, float]:
+        """Per layer: what its backward pass reads; what else exists meanwhile; and what experts
+        keep of first products beyond ``ModelCounts.kept``."""
         model, mesh, numerics = self.model, self.mesh, self.programs.numerics
         read, whole = model.kept(NONE)
-        every = self._activations(one.tokens, (read + (0 if numerics.own else model.remade), whole))
-        if one.pairs:  # exponentials, in float32 and as they were multiplied; undivided outputs
+        every = self._activations(
+            micro.tokens, (read + (0 if numerics.own else model.remade), whole)
+        )
+        if micro.pairs:  # exponentials in float32 and in the compute dtype; undivided outputs
             each = 4.0 + (numerics.compute if numerics.compute < 4 else 0.0)
-            scores = each * one.pairs * model.heads
-            every += (scores + 4.0 * one.answered * model.attention_width) / mesh.tensor
-        if one.filled:
+            scores = each * micro.pairs * model.heads
+            every += (scores + 4.0 * micro.response_tokens * model.attention_width) / mesh.tensor
+        if micro.block_padding:
             heads = 2 * model.attention_width + model.cache_elements
-            every += self._activations(one.filled, (heads, 0))
+            every += self._activations(micro.block_padding, (heads, 0))
         gradients = model.layer_gradients, model.layer_gradients_whole
-        at_work = self._activations(one.tokens, gradients) + self._scores(one.pairs)
-        if one.places:
-            apart = model.apart(one.tokens, one.places)
+        at_work = self._activations(micro.tokens, gradients) + self._scores(micro.pairs)
+        if micro.row_tokens:
+            apart = model.apart(micro.tokens, micro.row_tokens)
             more, meanwhile = (n * numerics.compute / mesh.tensor for n in apart)
             every, at_work = every + more, max(at_work, meanwhile)
         outside = 0.0
         if model.experts and numerics.own:
-            experts, outside, piece = self._experts(one.tokens)
+            experts, outside, piece = self._experts(micro.tokens)
             every, at_work = every + experts, at_work + piece
         return every, at_work, outside
 
     def _experts(self, tokens: float) -> tuple[float, float, float]:
-        """What a layer's experts keep beside what is counted of an MLP; beside what is counted of
-        its first products, where these are kept; and what stands while a piece of their tokens is
-        at work."""
+        """Per layer, for experts: what is kept beyond the count for an MLP; what more is kept if
+        first products are; and what exists while a piece of their tokens is computed."""
         model, mesh, size = self.model, self.mesh, self.programs.numerics.compute
         chosen, ways = tokens * size * model.experts_per_token, mesh.expert
         own = 3 * model.mlp / mesh.tensor
-        if ways == 1:  # a row of each token for each of its experts: what comes in and goes out
+        if ways == 1:  # a row per token and expert, in and out
             return chosen * 5 * model.hidden, 0.0, 0.0
-        # In pieces of what an even load gives, of which no more than the first products is kept.
-        # Kept are tokens, of all devices along the axis where they are gathered, and matrices where
-        # they are.
+        # Tokens run in pieces sized for an even load; only first products are kept. Gathered
+        # tokens and gathered expert matrices are kept too.
         every = 1 if self.programs.tpu and ring_is_supported(ways) else ways
         kept = tokens * size * model.hidden * every if every > 1 else 0.0
         if mesh.fsdp > 1:
@@ -280,158 +280,165 @@ class MemoryEstimate:
         return kept, (CAPACITY_FACTOR - 1) * first, piece
 
     def _cast(self) -> float:
-        """Weights in the compute dtype, where an update has them so: of those in a byte, and of the
-        sum with DoRA's adapters, those of the layer in use."""
+        """Weights cast to the compute dtype in an update.
+
+        Of weights in one byte, and of DoRA's merged matrices, only the layer in use is cast.
+        """
         model, mesh, numerics = self.model, self.mesh, self.programs.numerics
         cast = numerics.compute * self.held.wide
         if not numerics.own:
             return cast
         if not self.programs.tpu and mesh.fsdp * mesh.pipe == 1:
-            # A TPU's compiler casts all before the loop over layers; others the one in use.
+            # A TPU's compiler casts all layers before the loop; others only the layer in use.
             in_use = model.layer_parameters + model.head_parameters
             cast = min(cast, in_use * numerics.compute / mesh.tensor)
         cast += numerics.compute * self.held.narrow * mesh.pipe / model.layers
         return cast + (4 * model.layer_parameters / mesh.tensor if model.dora else 0.0)
 
-    def forward(self, one: MemoryPass) -> float:
-        """The hidden states twice, a cast copy of the weights (on a TPU, whose compiler makes it
-        before the loop over layers, of all; else of the layer in use), and the most of one layer's
-        attention (scores where they are kept), its MLP, and the logits; or the copy while it is
-        made."""
+    def forward(self, micro: MemoryPass) -> float:
+        """Bytes of a forward pass beside the weights.
+
+        These are the hidden states twice, a cast copy of the weights (all layers on a TPU, whose
+        compiler casts before the loop over layers; else the layer in use), and the largest of one
+        layer's attention, its MLP, and the logits. While the copy is made it may itself be the
+        peak.
+        """
         model, mesh, numerics = self.model, self.mesh, self.programs.numerics
-        answered = one.answered * mesh.context
-        layer = self._layer_forward(one.tokens, one.pairs, one.places)
-        hidden = 2 * one.tokens * model.hidden * numerics.compute
+        response_tokens = micro.response_tokens * mesh.context
+        layer = self._layer_forward(micro.tokens, micro.pairs, micro.row_tokens)
+        hidden = 2 * micro.tokens * model.hidden * numerics.compute
         cast = numerics.compute * self.held.wide
-        made = ON_THE_WAY if cast and self.programs.tpu else 0.0
-        if not self.programs.tpu:  # of layers that are gathered two are counted already
+        made = CAST_PEAK_BYTES if cast and self.programs.tpu else 0.0
+        if not self.programs.tpu:  # with FSDP _gathered counts the layers in use
             whole = mesh.fsdp == 1
             cast *= model.layer_parameters / model.parameters * mesh.pipe if whole else 0.0
-        within = hidden + max(layer, self._forward_logits(answered)) + self._gathered(one.tokens)
+        within = (
+            hidden
+            + max(layer, self._forward_logits(response_tokens))
+            + self._gathered(micro.tokens)
+        )
         return cast + max(within, made)
 
-    def _layer_forward(self, tokens: float, pairs: float, places: float = 0.0) -> float:
-        """The larger of a layer's attention and its MLP, of which only one is there at a time."""
+    def _layer_forward(self, tokens: float, pairs: float, row_tokens: float = 0.0) -> float:
+        """The larger of a layer's attention and its MLP, which do not overlap."""
         model = self.model
         mlp = 3 * model.mlp * max(1, model.experts_per_token)
         attention = tokens * (model.layer_activations - model.layer_activations_whole - mlp)
-        if places:
-            attention += model.apart(tokens, places)[0]
+        if row_tokens:
+            attention += model.apart(tokens, row_tokens)[0]
         each = self.programs.numerics.compute / self.mesh.tensor
         return max(attention * each + self._scores(pairs), mlp * tokens * each)
 
     def _scores(self, pairs: float) -> float:
-        """float32 attention scores of one layer and their softmax, or gradients: 8 * pairs * heads
-        / tensor."""
+        """float32 attention scores of one layer and their softmax (or gradients): 8 * pairs *
+        heads / tensor."""
         return 8.0 * pairs * self.model.heads / self.mesh.tensor
 
     def _logits(self, tokens: float) -> float:
-        """float32 logits, at most ``ProgramOptions.logits`` at a time; none of a scalar head."""
+        """float32 logits, at most ``ProgramOptions.logits`` bytes at a time; 0 for a scalar
+        head."""
         if self.model.scalar:
             return 0.0
         return min(self.programs.logits, 4.0 * tokens * self.model.vocab / self.mesh.tensor)
 
     def _forward_logits(self, tokens: float) -> float:
-        """Those of a forward. A TPU's compiler writes out a loop of two turns, and has both pieces
-        at once."""
+        """Logits of a forward pass. A TPU's compiler unrolls a loop of two iterations, so both
+        pieces exist at once."""
         once = self._logits(tokens)
         whole = 4.0 * tokens * self.model.vocab / self.mesh.tensor
         return whole if self.programs.tpu and once < whole <= 2 * once else once
 
     def _activations(self, tokens: float, elements: tuple[float, float]) -> float:
-        """tokens * (split / tensor + whole) elements, of (all, whole) per token. Where weights
-        travel along the tensor axis nothing is whole."""
+        """Bytes of tokens * (split / tensor + whole) elements; ``elements``: (all, whole) per
+        token. With the collective matmul none are whole."""
         every, whole = elements
-        split = self.mesh.tensor if self._travels(tokens) else 1
+        split = self.mesh.tensor if self._uses_collective_matmul(tokens) else 1
         each = (every - whole) / self.mesh.tensor + whole / split
         return tokens * each * self.programs.numerics.compute
 
     def _gathered(self, tokens: float) -> float:
-        """Two layers gathered whole by FSDP, the one in use and the next; of weights that travel
-        the one in use and its gradients."""
-        travels = self._travels(tokens)
+        """Gathered weights: two layers under FSDP (in use, and prefetched); with the collective
+        matmul the layer in use and its gradients."""
+        travels = self._uses_collective_matmul(tokens)
         if self.mesh.fsdp == 1 and not travels:
             return 0.0
         layer = self.model.layer_parameters * self.programs.numerics.compute
         return 2 * layer / (1 if travels else self.mesh.tensor)
 
-    def _travels(self, tokens: float) -> bool:
+    def _uses_collective_matmul(self, tokens: float) -> bool:
         return self.programs.tpu and collective_matmul.weights_travel(self.model, self.mesh, tokens)
 
-    # Generation.
-
-    def generation(self, at_a_time: DecodeBatch, work: Workload) -> float:
-        """The generation copy, and the larger of reading prompts and drawing tokens, beside keys
-        and values. Before it a bucket of the transition."""
+    def generation(self, decoding: DecodeBatch, work: Workload) -> float:
+        """Weights for generation, KV cache, and the larger of prefill and decoding. Before
+        generation starts a bucket of the transition takes memory instead."""
         copy = self.generation_copy()
         bucket = min(self.programs.numerics.bucket, copy) if copy else 0.0
-        held = self._slots if at_a_time.slots else self._at_once
-        return copy + max(bucket, held(at_a_time, work))
+        held = self._slots if decoding.slots else self._static_batch
+        return copy + max(bucket, held(decoding, work))
 
     def generation_copy(self) -> float:
-        """Weights in the generation layout beside what is resident: M / (p_g t_g), less the
-        training shard where it takes the shard's place, as it cannot where adapters are added to a
-        copy."""
+        """Weights in the generate layout beyond what is resident: M / (p_g t_g), less the training
+        shard if the copy replaces it. It does not where adapters are merged into a copy."""
         numerics = self.programs.numerics
         staged = not numerics.own
-        whole = numerics.compute * self.model.on_device(self._generating.mesh, staged)
+        whole = numerics.compute * self.model.on_device(self._under_generate_layout.mesh, staged)
         if not numerics.in_place or self.model.frozen:
             return whole
         shard = self.model.on_device(self.mesh, staged) / self.mesh.fsdp
         return whole - numerics.compute * shard
 
     def cache(self, rows: float, tokens: float) -> float:
-        """Keys and values of so many tokens of each row, under the generate layout."""
+        """KV cache of so many tokens per row, in the generate layout."""
         model, mesh = self.model, self.mesh
         each = model.cache_elements * self.programs.numerics.cache * model.layers
         return rows * tokens * each / (model.cache_share(mesh.generate_tensor) * mesh.generate_pipe)
 
-    def slot_cache(self, at_a_time: DecodeBatch, work: Workload) -> float:
-        """Keys and values of slots: of each prompt once, and of its responses, with some columns
-        more where others follow (a TPU's kernel needs none)."""
-        room = MORE_COLUMNS if at_a_time.refills and not self.programs.tpu else 0
-        own = at_a_time.samples * (work.response_length + room)
-        return self.cache(at_a_time.prompts, work.prompt_length + own)
+    def slot_cache(self, decoding: DecodeBatch, work: Workload) -> float:
+        """KV cache of the slots: each prompt once, and its responses. If further sequences follow
+        there are extra columns (not for a TPU's kernel)."""
+        room = EXTRA_COLUMNS if decoding.refills and not self.programs.tpu else 0
+        own = decoding.samples * (work.response_length + room)
+        return self.cache(decoding.prompts, work.prompt_length + own)
 
-    def slot_reading(self, at_a_time: DecodeBatch, work: Workload) -> float:
-        """Of reading as many tokens of prompts as are read at a time: a layer's part, and their
-        keys and values before they are put beside the others."""
-        tokens = min(max(READING, work.prompt_length), at_a_time.prompts * work.prompt_length)
-        return self._reading(tokens, work) + self.cache(1, tokens)
+    def slot_prefill(self, decoding: DecodeBatch, work: Workload) -> float:
+        """Prefill of as many prompt tokens as are read at a time: activations of a layer, and keys
+        and values before they are inserted into the cache."""
+        tokens = min(max(READING, work.prompt_length), decoding.prompts * work.prompt_length)
+        return self._prefill(tokens, work) + self.cache(1, tokens)
 
-    def _slots(self, at_a_time: DecodeBatch, work: Workload) -> float:
-        """Of hjax's engine: the slots' keys and values, blocks of prompts' beginnings that are
-        shared, and the larger of reading prompts and drawing a token of every slot."""
-        held = self.slot_cache(at_a_time, work)
+    def _slots(self, decoding: DecodeBatch, work: Workload) -> float:
+        """hjax's engine: the slots' KV cache, shared prefix blocks, and the larger of prefill and
+        drawing a token for every slot."""
+        held = self.slot_cache(decoding, work)
         if work.prompt_length > SHORT and self.mesh.generate_pipe == 1:
             held += self.cache(SHARED + 1, work.prompt_length)
-        rows = at_a_time.prompts * at_a_time.samples
-        drawn = _DRAWN * 4.0 * rows * self.model.vocab / self.mesh.generate_tensor
-        return held + max(self.slot_reading(at_a_time, work), drawn)
+        rows = decoding.prompts * decoding.samples
+        drawn = _DRAW_ARRAYS * 4.0 * rows * self.model.vocab / self.mesh.generate_tensor
+        return held + max(self.slot_prefill(decoding, work), drawn)
 
-    def _at_once(self, at_a_time: DecodeBatch, work: Workload) -> float:
-        """Of one program that reads all prompts, then draws all tokens; of a shared prompt there
-        is one per group."""
+    def _static_batch(self, decoding: DecodeBatch, work: Workload) -> float:
+        """One program that reads all prompts, then draws all tokens; a shared prompt counts once
+        per group."""
         numerics, prompt = self.programs.numerics, work.prompt_length
-        rows = at_a_time.prompts * at_a_time.samples
-        prompts = at_a_time.prompts if numerics.shared_prompt else rows
+        rows = decoding.prompts * decoding.samples
+        prompts = decoding.prompts if numerics.shared_prompt else rows
         cached = self.cache(prompts, prompt)
         most = numerics.forward_tokens // prompt if numerics.forward_tokens else prompts
-        read = self._reading(max(1, min(prompts, most)) * prompt, work)
-        drawn = 2 * self._generating._logits(rows)
+        read = self._prefill(max(1, min(prompts, most)) * prompt, work)
+        drawn = 2 * self._under_generate_layout._logits(rows)
         own = self.cache(rows, work.response_length)
         return max(cached + read, numerics.prompt_copies * cached + own + drawn)
 
-    def _reading(self, tokens: float, work: Workload) -> float:
-        """Of a forward over so many tokens of prompts: hidden states twice and a layer's part."""
+    def _prefill(self, tokens: float, work: Workload) -> float:
+        """A forward pass over so many prompt tokens: hidden states twice and one layer."""
         numerics, prompt = self.programs.numerics, work.prompt_length
         pairs = tokens * prompt if prompt <= numerics.whole_scores else 0.0
         hidden = 2 * tokens * self.model.hidden * numerics.compute
-        return hidden + self._generating._layer_forward(tokens, pairs)
+        return hidden + self._under_generate_layout._layer_forward(tokens, pairs)
 
     @property
-    def _generating(self) -> MemoryEstimate:
-        """The same under the generate layout, which splits what hjax's does."""
+    def _under_generate_layout(self) -> MemoryEstimate:
+        """This estimate with the generate layout as its mesh."""
         expert = self.mesh.expert if self.programs.numerics.own else 1
         mesh = self.mesh
         layout = MeshSizes(expert=expert, pipe=mesh.generate_pipe, tensor=mesh.generate_tensor)
@@ -440,12 +447,12 @@ class MemoryEstimate:
 
 @dataclasses.dataclass(frozen=True)
 class RoleMemory:
-    """The memory of a run's role, its parameters counted from their shapes and shardings.
+    """Memory of a role in a run; its parameters are counted from their shapes and shardings.
 
     Attributes:
       memory: the estimate.
       context: of the role.
-      network: its frozen parameters in the dtype that they are kept in.
+      network: its frozen parameters in the dtype in which they are kept.
       layout: the train layout, as the worker has it.
     """
 
@@ -455,10 +462,11 @@ class RoleMemory:
     layout: Layout
 
     @classmethod
-    def described(
+    def from_context(
         cls, context: WorkerContext, scalar: bool, layout: Layout, tpu: bool
     ) -> RoleMemory:
-        """Of a role that is not built. ``scalar``: it has a scalar head; ``tpu``: on TPUs."""
+        """The memory of a role whose worker is not built. ``scalar``: the model has a scalar head;
+        ``tpu``: on TPUs."""
         assert context.model is not None
         network = (scalar_network if scalar else decoder_network)(context.model)
         if context.path:
@@ -467,8 +475,8 @@ class RoleMemory:
         return cls._of(context, scalar, network, layout, tpu, by_cudnn)
 
     @classmethod
-    def built(cls, worker: Any) -> RoleMemory:
-        """Of a worker with a model."""
+    def from_worker(cls, worker: Any) -> RoleMemory:
+        """The memory of a built worker with a model."""
         network, layout, compute = worker.network, worker.layouts.train, worker.compute
         by_cudnn = compute.kernels.attention is cudnn.attend
         return cls._of(worker.context, worker.scalar, network, layout, compute.travel, by_cudnn)
@@ -486,8 +494,8 @@ class RoleMemory:
         dtype, config = np.dtype(context.compute.dtype), network.config
         cache = element_bytes(None if context.cache_dtype == INT8 else dtype, config.head_dim)
         usual = FLOAT32 if dtype.itemsize == FLOAT32.compute else MASTERS
-        in_place = usual.in_place and context.role != ROLLOUT  # whose versions stand together
-        held = held_by(network, layout, dtype)
+        in_place = usual.in_place and context.role != ROLLOUT  # it holds two versions
+        held = parameter_share(network, layout, dtype)
         chosen = context.optimizer if held.learned else None
         state = chosen.state_bytes(network, layout) if chosen else 0
         numerics = dataclasses.replace(
@@ -502,32 +510,33 @@ class RoleMemory:
         memory = MemoryEstimate(programs, model_counts(config, context.role, scalar), mesh, held)
         return cls(memory, context, network, layout)
 
-    def with_state(self, rows: int, prompt: int, policy: str) -> float:
-        """Bytes of an update of so many rows of all devices, with its state; ``prompt``: tokens."""
-        one = self.update_pass(rows, self.context.samples, prompt)
-        return self.memory.resident(trained=True) + self.memory.update(one, policy)
+    def update_bytes(self, rows: int, prompt: int, policy: str) -> float:
+        """Bytes of an update of so many rows over all devices, state included; ``prompt``:
+        tokens."""
+        micro = self.update_pass(rows, self.context.samples, prompt)
+        return self.memory.resident(trained=True) + self.memory.update(micro, policy)
 
     def update_pass(self, rows: int, samples: int, prompt: int) -> MemoryPass:
-        """One of the passes of an update.
+        """One micro-batch of an update.
 
         Args:
-          rows: of all devices.
-          samples: of a prompt.
-          prompt: tokens of each row's.
+          rows: over all devices.
+          samples: responses per prompt.
+          prompt: tokens of each row's prompt.
         """
         context, layout = self.context, self.layout
         work = Workload(prompt, context.max_response_length, rows, samples)
         if context.packing:
-            return self._in_packs(work)
-        passes = MicroBatches(layout, self.network.axes, context.micro_batch, samples).pieces_of(
+            return self._packed_pass(work)
+        passes = MicroBatches(layout, self.network.axes, context.micro_batch, samples).count_for(
             rows
         )
         each = max(rows // layout.ways("batch") // passes, 1)
         return self.memory.rows(each, work, passes)
 
-    def _in_packs(self, work: Workload) -> MemoryPass:
-        """Of packs of sequences as long as they can be, each with its prompt where a kernel might
-        want that."""
+    def _packed_pass(self, work: Workload) -> MemoryPass:
+        """A pass over packs of sequences of the greatest length, each with its own prompt if a
+        kernel might want that."""
         context = self.context
         packer = Packer(context.packing, self.layout, context.micro_batch)
         shares = context.packing <= WHOLE and work.samples % context.unit == 0
@@ -538,22 +547,22 @@ class RoleMemory:
         return MemoryPass(
             passes=count // self.layout.ways("batch"),
             tokens=tokens,
-            answered=math.prod(packs.states.shape[1:]),
+            response_tokens=math.prod(packs.states.shape[1:]),
             pairs=tokens * length if length <= WHOLE else 0.0,
         )
 
 
-def held_by(network: Network, layout: Layout, dtype: np.dtype) -> ParameterShare:
-    """A device's part of a network's parameters, which are computed with in ``dtype``."""
+def parameter_share(network: Network, layout: Layout, dtype: np.dtype) -> ParameterShare:
+    """A device's shard of a network's parameters; ``dtype``: compute dtype."""
     shapes, shardings, split = network.shapes, network.shardings(layout), network.partition.split
 
-    def counted(shapes: Any, placed: Any) -> list[tuple[int, int]]:
+    def sizes(shapes: Any, placed: Any) -> list[tuple[int, int]]:
         """(bytes of an element, elements of a device) of each."""
         pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(placed), strict=True)
         return [(x.dtype.itemsize, math.prod(s.shard_shape(x.shape))) for x, s in pairs]
 
-    every, size = counted(shapes, shardings), dtype.itemsize
-    learned = counted(split(shapes)[0], split(shardings)[0])
+    every, size = sizes(shapes, shardings), dtype.itemsize
+    learned = sizes(split(shapes)[0], split(shardings)[0])
     return ParameterShare(
         weights=sum(each * n for each, n in every),
         learned=sum(n for _, n in learned),

@@ -1,7 +1,6 @@
-"""Passes over a batch: whole, in micro-batches, or through a pipeline of stages.
+"""Gradient accumulation over micro-batches, and forward passes in micro-batches or a pipeline.
 
-A batch with a packing goes through them in its packs' slots, and what is made of its rows comes
-back in their order.
+A packed batch runs in its packs' slots; results come back in the order of its rows.
 """
 
 from collections.abc import Callable
@@ -20,21 +19,21 @@ Batch = dict[str, Any]  # of arrays, and the packing
 # (params, micro-batch, stack) -> (weighted loss sum, weighted sums of statistics)
 Objective = Callable[[Params, Batch, Stack], tuple[jax.Array, dict[str, jax.Array]]]
 
-# Micro-batches per stage where the config names no size: an idle share of about a fifth.
-PER_STAGE = 4
+# Micro-batches per pipeline stage without a configured size: stages idle about a fifth of the time.
+MICRO_BATCHES_PER_STAGE = 4
 
 
 class MicroBatches:
-    """Runs a role's functions over batches under its train layout.
+    """Runs a role's functions over batches in micro-batches, under its train layout.
 
     Args:
       layout: the train layout.
       axes: nested dict like the parameters, of logical axis names.
-      micro_batch: most rows per pass over all devices (at least one per data-parallel part);
-        0: all at once, in a pipeline a few micro-batches per stage.
-      samples: rows of a prompt, kept together where they can be.
-      partition: of the parameters into what learns and what is frozen.
-      unit: consecutive rows that must be kept together.
+      micro_batch: most rows per pass over all devices (at least one per data-parallel part); 0: all
+        at once, in a pipeline a few micro-batches per stage.
+      samples: rows per prompt, kept together if possible.
+      partition: of the parameters into trainable and frozen ones.
+      unit: consecutive rows that must stay together.
     """
 
     def __init__(
@@ -55,8 +54,9 @@ class MicroBatches:
         self._samples = samples
 
     def gradients(self, objective: Objective, params: Params, batch: Batch) -> Any:
-        """((loss, statistics), gradients of what learns), summed over micro-batches; inside jit."""
-        pieces, filled = self.pieces(batch), passes_of(batch)
+        """((loss, statistics), gradients of trainable parameters), accumulated over micro-batches;
+        inside jit."""
+        count, filled = self.count(batch), filled_count(batch)
         batch = to_slots(batch)
         learned, frozen = self.partition.split(params)
 
@@ -64,9 +64,9 @@ class MicroBatches:
             return objective(self.partition.join(learned, frozen), batch, plain)
 
         value_and_grad = jax.value_and_grad(loss, has_aux=True)
-        if self.pipeline is None and pieces == 1:
+        if self.pipeline is None and count == 1:
             return value_and_grad(learned, batch)
-        parts = jax.tree.map(lambda x: self.layout.cut(x, pieces), batch)
+        parts = jax.tree.map(lambda x: self.layout.cut(x, count), batch)
         if self.pipeline is not None:
             return self.pipeline.gradients(objective, params, parts)
 
@@ -92,21 +92,21 @@ class MicroBatches:
     def _forward(
         self, compute: Callable[[Params, Batch, Stack], Any], params: Params, batch: Batch
     ) -> Any:
-        pieces, filled = self.pieces(batch), passes_of(batch)
+        count, filled = self.count(batch), filled_count(batch)
 
         def run(part: Batch) -> Any:
             return compute(params, part, plain)
 
-        if self.pipeline is None and pieces == 1:
+        if self.pipeline is None and count == 1:
             return run(batch)
-        parts = jax.tree.map(lambda x: self.layout.cut(x, pieces), batch)
+        parts = jax.tree.map(lambda x: self.layout.cut(x, count), batch)
         if self.pipeline is not None:
             made = self.pipeline.forward(compute, params, parts)
         elif filled is None:
             made = jax.lax.map(run, parts)
         else:
             shapes = jax.eval_shape(run, jax.tree.map(lambda x: x[0], parts))
-            empty = jax.tree.map(lambda x: jnp.zeros((pieces, *x.shape), x.dtype), shapes)
+            empty = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), shapes)
 
             def write(i: jax.Array, made: Any) -> Any:
                 return jax.tree.map(lambda all, x: all.at[i].set(x), made, run(_part(parts, i)))
@@ -114,22 +114,22 @@ class MicroBatches:
             made = jax.lax.fori_loop(0, filled, write, empty)
         return jax.tree.map(self.layout.join, made)
 
-    def pieces(self, batch: Batch) -> int:
-        """Into how many equal micro-batches a batch is cut: the fewest that are small enough.
-
-        Of a batch with a packing those that this has made.
-        """
+    def count(self, batch: Batch) -> int:
+        """Number of equal micro-batches of a batch: the fewest that are small enough; of packs as
+        made."""
         if KEY in batch:
             return batch[KEY].order.shape[0] // self.layout.ways("batch")
-        return self.pieces_of(rows_of(batch))
+        return self.count_for(rows_of(batch))
 
-    def pieces_of(self, rows: int) -> int:
-        """``pieces`` of a batch of so many rows."""
+    def count_for(self, rows: int) -> int:
+        """``count`` of a batch of so many rows."""
         local = rows // self.layout.ways("batch")
         if self._micro_batch:
             fewest = -(-rows // self._micro_batch)
         else:
-            fewest = PER_STAGE * self.pipeline.stages if self.pipeline is not None else 1
+            fewest = (
+                MICRO_BATCHES_PER_STAGE * self.pipeline.stages if self.pipeline is not None else 1
+            )
         units = (self._unit,) if self._micro_batch else (self._samples, self._unit)
         for unit in units:
             if local % unit == 0 and unit % self._unit == 0:
@@ -145,8 +145,8 @@ def rows_of(batch: Batch) -> int:
     return next(x.shape[0] for key, x in batch.items() if key != KEY and x.ndim)
 
 
-def passes_of(batch: Batch) -> jax.Array | None:
-    """Passes that have anything to compute, the first ones; None: all of them."""
+def filled_count(batch: Batch) -> jax.Array | None:
+    """Number of micro-batches that hold any rows, the first ones; None: all do."""
     return batch[KEY].passes if KEY in batch else None
 
 

@@ -18,29 +18,29 @@ from hjax.models.sequence_packing import KEY as PACKING
 from hjax.sharding.pipeline import Stack
 from hjax.sharding.protocols import PROMPT_ID
 from hjax.workers.micro_batching import MicroBatches, rows_of
-from hjax.workers.packer import BatchLayout, Packer, PaddedBatch, pack_places
+from hjax.workers.packer import BatchLayout, Packer, PaddedBatch, chosen_capacity
 from hjax.workers.parameter_worker import ParameterWorker, abstract
 from hjax.workers.worker import TOKEN_KEYS, WorkerContext
 from hjax.xla.abstract_program import AbstractProgram
 
 
 class ModelWorker(ParameterWorker):
-    """A worker with a model that it runs over batches, in passes and packs."""
+    """A worker that runs its model over batches, in micro-batches of padded rows or packs."""
 
-    # Places after the longest response's tokens.
-    places_after = 0
-    # What is computed with ``score``: by the protocol method the method that computes it.
-    scores: Mapping[str, str] = {}
+    # Positions after the longest response.
+    positions_after = 0
+    # By protocol method the method that computes it, for what ``score`` runs.
+    score_methods: Mapping[str, str] = {}
 
     def __init__(self, context: WorkerContext):
         super().__init__(context)
         train = self.layouts.train
-        # Stages of a pipeline take branches of their own, in which only a split length is held.
+        # Pipeline stages set shardings themselves, except that of a split length.
         held = train if train.ways("layers") == 1 or train.ways("length") > 1 else None
         self.compute = dataclasses.replace(context.compute.on(train), layout=held)
-        self.passes = self._passes(self.network)
-        packs = context.packing or context.chooses and self._may_choose()
-        # cuDNN's attention has no mask of several sequences, but short ones are attended to whole.
+        self.micro_batches = self._make_micro_batches(self.network)
+        packs = context.packing or context.choose_packing and self._can_choose_packing()
+        # cuDNN's attention cannot mask packs; short ones use the attention without kernel.
         longest = WHOLE if self.compute.kernels.attention is cudnn.attend else 0
         self.packer = None
         if packs:
@@ -48,14 +48,14 @@ class ModelWorker(ParameterWorker):
             self.packer = Packer(context.packing, train, micro_batch=micro_batch, longest=longest)
         self._forwards: dict[tuple, Any] = {}
 
-    def _may_choose(self) -> bool:
-        """Whether batches may choose packs: a split length and stages have none, and the loss that
-        balances experts is each pass's own."""
+    def _can_choose_packing(self) -> bool:
+        """Whether batches may choose packs. They may not with a split length, with pipeline stages,
+        or with a load-balancing loss, which depends on the micro-batches."""
         train = self.layouts.train
         whole = train.ways("layers") == train.ways("length") == 1
         return whole and not self.context.router_loss
 
-    def _passes(self, network: Network) -> MicroBatches:
+    def _make_micro_batches(self, network: Network) -> MicroBatches:
         context = self.context
         return MicroBatches(
             self.layouts.train,
@@ -67,50 +67,51 @@ class ModelWorker(ParameterWorker):
         )
 
     def programs(self, rows: int, prompt_length: int) -> Iterator[AbstractProgram]:
-        """The programs that calls on ``rows`` sequences run; here those of ``scores``.
+        """The programs that calls on ``rows`` sequences run; here those of ``score_methods``.
 
-        A call's name is that of the protocol method, or ``generate``, ``transition``, ``update``.
+        A program is named like the protocol method, or ``generate``, ``transition``, ``update``.
         """
-        for name, compute in self.scores.items():
+        for name, compute in self.score_methods.items():
             trace = functools.partial(self.trace_forward, getattr(self, compute))
             yield AbstractProgram(name, functools.partial(trace, rows, prompt_length))
 
-    def beside(self, program: str) -> dict[str, Any]:
-        """The part of ``abstract_state()`` that stays while a program runs but is no argument."""
+    def resident_state(self, program: str) -> dict[str, Any]:
+        """The part of ``abstract_state()`` that stays in memory while a program runs but is no
+        argument."""
         return {}
 
     def trace_forward(
         self, compute: Callable[..., Any], rows: int, prompt_length: int, base: bool = False
     ) -> Any:
-        """What ``forward`` compiles of ``compute`` for the tokens of ``rows`` sequences."""
+        """The program that ``forward`` compiles for ``compute`` and ``rows`` sequences, traced."""
         params = abstract(self.network.shapes, self.shardings)
         params = self.network.bare_of(params) if base else params
         batch = self.token_shapes(rows, prompt_length)
         return self._forward(compute, True, base).trace(params, batch)
 
-    def laid_out(self, batch: Mapping[str, Any], grouped: bool, unit: int = 1) -> BatchLayout:
-        """How a batch of prompts and responses is computed.
+    def batch_layout(self, batch: Mapping[str, Any], grouped: bool, unit: int = 1) -> BatchLayout:
+        """Whether and how a batch of prompts and responses is packed.
 
         Args:
-          batch: arrays, masks among them; masks on devices are waited for where packs are made.
+          batch: arrays and masks; masks on devices are waited for if packs are made.
           grouped: rows come in groups of one prompt (``self.grouped``).
-          unit: consecutive rows that are never cut apart.
+          unit: consecutive rows that are never split.
         """
         if self.packer is None:
             return BatchLayout()
         rows, width = batch["response_mask"].shape
         padded = self._padded(rows, (batch["prompt_mask"].shape[1], width), grouped)
-        return self.packer(batch, self._in_packs(padded, grouped, unit), padded, unit)
+        return self.packer(batch, self._rows_per_prompt(padded, grouped, unit), padded, unit)
 
     def _padded(self, rows: int, widths: tuple[int, int], grouped: bool) -> PaddedBatch:
-        """What is computed of so many padded rows."""
-        passes = self.passes.pieces_of(rows)
+        """Sizes of a batch of so many padded rows."""
+        passes = self.micro_batches.count_for(rows)
         return PaddedBatch(rows, widths, self.share(rows // passes) if grouped else 1, passes)
 
-    def _in_packs(self, padded: PaddedBatch, grouped: bool, unit: int = 1) -> int:
-        """Consecutive rows whose prompt stands in a pack once."""
+    def _rows_per_prompt(self, padded: PaddedBatch, grouped: bool, unit: int = 1) -> int:
+        """Consecutive rows that share their prompt in a pack; 1: none do."""
         samples = self.context.samples
-        places = self.context.packing or pack_places(padded, unit)
+        places = self.context.packing or chosen_capacity(padded, unit)
         shares = grouped and samples % unit == 0 and self.compute.form.shares(places)
         return samples if shares else 1
 
@@ -125,41 +126,42 @@ class ModelWorker(ParameterWorker):
         """Run ``compute(model, batch, share)`` compiled; ``share``: rows per copy of a prompt.
 
         Its arrays have a row per row of the batch, which a pipeline cuts into micro-batches.
-        Programs are kept by the function's code: whatever varies between calls goes in ``batch``.
+        Programs are cached by the function's code, so anything that varies between calls must be in
+        ``batch``.
 
         Args:
           compute: the function.
           params: of the model.
           batch: dict of arrays.
           grouped: rows come in groups of one prompt (``self.grouped``).
-          base: the parameters are those of the model without its adapters.
+          base: ``params`` are those of the model without its adapters.
         """
         return self._forward(compute, grouped, base)(params, batch)
 
     def score(
         self, compute: Callable[..., Any], batch: Mapping[str, Any], base: bool = False
     ) -> Any:
-        """``forward`` over a batch's prompts and responses, with the parameters as they are.
+        """``forward`` over a batch's prompts and responses, with the current parameters.
 
         Args:
           compute, batch: as there.
-          base: with the model's adapters left off.
+          base: without the model's adapters.
         """
         grouped = self.grouped(batch)
         tokens = {key: batch[key] for key in TOKEN_KEYS}
-        tokens = self.laid_out(tokens, grouped).beside(tokens)
+        tokens = self.batch_layout(tokens, grouped).with_packing(tokens)
         params = self.network.bare_of(self.params) if base else self.params
         return self.forward(compute, params, tokens, grouped, base)
 
     def _log_prob(self, model: Any, batch: Any, share: int) -> jax.Array:
-        """Of a language model: log-probs of the responses, at the rollouts' temperature."""
+        """Log-probs of the responses under a language model, at the rollouts' temperature."""
         return response_log_probs(model, batch, share, self.compute, self.context.temperature)
 
     def _forward(self, compute: Callable[..., Any], grouped: bool, base: bool = False) -> Any:
         key = (getattr(compute, "__code__", compute), grouped, base)
         if key not in self._forwards:
             network = self.network.bare if base else self.network
-            passes = self._passes(network) if base else self.passes
+            passes = self._make_micro_batches(network) if base else self.micro_batches
 
             def part(params: Params, batch: Any, stack: Stack) -> Any:
                 share = self.share(rows_of(batch)) if grouped else 1
@@ -174,15 +176,14 @@ class ModelWorker(ParameterWorker):
         return self._forwards[key]
 
     def share(self, rows: int) -> int:
-        """Rows per copy of a prompt, such that no copy straddles two devices' parts."""
+        """Rows per copy of a prompt, such that no group straddles two devices' shards."""
         return math.gcd(self.context.samples, rows // self.layouts.train.ways("batch"))
 
     def grouped(self, batch: Mapping[str, Any]) -> bool:
         """Whether the rows come in groups of ``samples`` that answer one prompt each.
 
-        The batch says so (``prompt_id``, on the host). A greedy batch has one row per prompt,
-        demonstrations say nothing, filtered batches have any order: their prompts must not be taken
-        for copies of one another.
+        The batch tells by ``prompt_id`` (on the host). Rows of greedy batches, demonstrations and
+        filtered batches do not, and their prompts must not be taken for copies of one another.
         """
         samples = self.context.samples
         if samples == 1:
@@ -194,9 +195,9 @@ class ModelWorker(ParameterWorker):
         return bool((groups == groups[:, :1]).all())
 
     def token_shapes(self, rows: int, prompt_length: int) -> dict[str, Any]:
-        """Abstract prompts and responses of a step, placed for training; full, where packed; where
-        batches choose, padded."""
-        length = self.context.max_response_length + self.places_after
+        """Abstract prompts and responses of a step in the train layout: full packs if ``packing``
+        is set, else padded rows."""
+        length = self.context.max_response_length + self.positions_after
         split = self.layouts.train.sharding("batch")
         sizes = {"prompts": prompt_length, "prompt_mask": prompt_length}
         shapes: dict[str, Any] = {
@@ -210,6 +211,6 @@ class ModelWorker(ParameterWorker):
         if self.context.packing:
             assert self.packer is not None
             padded, unit = self._padded(rows, (prompt_length, length), True), self.context.unit
-            share = self._in_packs(padded, True, unit)
+            share = self._rows_per_prompt(padded, True, unit)
             shapes[PACKING] = self.packer.abstract(rows, padded.widths, share, unit)
         return shapes

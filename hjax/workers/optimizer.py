@@ -1,8 +1,8 @@
-"""Optimizers from optax, and one training step as a compiled program.
+"""Optimizers from optax, and one training step (update) as a compiled program.
 
-A step's loss is a weighted sum over the tokens of the whole optimizer step, with weights computed
-once before the batch is cut into micro-batches. So gradients add up to those of the full batch,
-whatever the micro-batches or the mesh.
+A step's loss is a weighted sum over the tokens of the whole optimizer step. The weights are
+computed once, before the batch is cut into micro-batches, so accumulated gradients equal those of
+the full batch whatever the micro-batches or the mesh.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ from hjax.sharding.layout import Layout
 from hjax.user_code import error_line, load_object
 from hjax.workers.micro_batching import Batch, MicroBatches, Objective
 
-# In a batch whose update drops something: updates made before.
-UPDATE = "update"
+# Batch entry for dropout: number of updates made before.
+UPDATE_COUNT = "update"
 
 # Root mean square of Muon's updates: AdamW's, whose rates and weight decay fit then
 # (Liu et al. 2025, arXiv 2502.16982, section 2.2).
@@ -32,28 +32,28 @@ MUON_RMS = 0.2
 
 Metrics = dict[str, jax.Array]
 Prepare = Callable[[Batch], Batch]
-OwnOptimizer = Callable[[optax.Schedule], optax.GradientTransformation]
+OptimizerFactory = Callable[[optax.Schedule], optax.GradientTransformation]
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """An optimizer of optax's with warm-up, a schedule and clipping.
+    """An optax optimizer with warm-up, schedule and gradient clipping.
 
     Attributes:
       learning_rate: peak, per optimizer update; Adafactor's is relative to each parameter's root
         mean square.
       schedule: ``constant``, ``linear`` or ``cosine`` (both fall to 0 at ``total_updates``).
-      frozen_updates: updates at the beginning that change nothing: the rate is 0.
+      frozen_updates: first updates that change nothing: the rate is 0.
       warmup_updates: updates over which the rate then rises linearly from 0.
       total_updates: length of the schedule in updates.
       weight_decay: decoupled, on matrices and embeddings; vectors (norm weights, biases, scalar
-        heads) are left alone.
+        heads) have none.
       beta1, beta2, epsilon: of AdamW, Adam and of Muon's Adam; Lion takes the first two.
-      max_grad_norm: gradients are scaled down to this global norm; 0 leaves them.
-      optimizer: one of ``OPTIMIZERS``, or a function that makes an optax.GradientTransformation of
-        the rate by number of updates, with whatever weight decay it wants. SGD is without momentum.
-        Muon updates matrices, each layer's and expert's by itself, with momentum 0.95 and a root
-        mean square of 0.2; Adam everything else.
+      max_grad_norm: gradients are clipped to this global norm; 0: not.
+      optimizer: one of ``OPTIMIZERS``, or a function from a rate schedule (by number of updates) to
+        an optax.GradientTransformation, with its own weight decay if any. SGD has no momentum. Muon
+        updates matrices, each layer's and expert's by itself, with momentum 0.95 and a root mean
+        square of 0.2; Adam updates everything else.
     """
 
     learning_rate: float
@@ -66,10 +66,10 @@ class OptimizerConfig:
     beta2: float = 0.999
     epsilon: float = 1e-8
     max_grad_norm: float = 1.0
-    optimizer: str | OwnOptimizer = "adamw"
+    optimizer: str | OptimizerFactory = "adamw"
 
     def rate(self) -> optax.Schedule:
-        """Learning rate by number of updates made."""
+        """The learning rate schedule, by number of updates made."""
         frozen = self.frozen_updates
         rest = max(self.total_updates - frozen - self.warmup_updates, 1)
         after: optax.Schedule
@@ -85,20 +85,20 @@ class OptimizerConfig:
             )
         if self.warmup_updates:
             rise = optax.linear_schedule(0.0, self.learning_rate, self.warmup_updates)
-            # From the first update on a step is taken: rate(0) is one part of the rise, not 0.
+            # The first update already has a rate: rate(0) is one step of the rise, not 0.
             after = optax.join_schedules([lambda n: rise(n + 1), after], [self.warmup_updates])
         if not frozen:
             return after
         return optax.join_schedules([optax.constant_schedule(0.0), after], [frozen])
 
     def build(self, declared: Params) -> optax.GradientTransformation:
-        """The optax transformation of parameters so declared (nested dict of ``ParameterSpec``)."""
+        """The optax transformation for parameters (nested dict of ``ParameterSpec``)."""
         if callable(self.optimizer):
-            # The second counts updates, whatever the first keeps.
+            # The second one counts updates, whatever state the first one has.
             made = optax.chain(self.optimizer(self.rate()), optax.scale_by_schedule(lambda _: 1.0))
         else:
             made = optax.chain(
-                self._direction(declared),
+                self._update_rule(declared),
                 optax.add_decayed_weights(
                     self.weight_decay, jax.tree.map(lambda p: p.kind.decayed, declared)
                 ),
@@ -108,8 +108,8 @@ class OptimizerConfig:
             return made
         return optax.chain(optax.clip_by_global_norm(self.max_grad_norm), made)
 
-    def _direction(self, declared: Params) -> optax.GradientTransformation:
-        """What makes of gradients the updates at a rate of 1, without weight decay."""
+    def _update_rule(self, declared: Params) -> optax.GradientTransformation:
+        """Turns gradients into updates at a rate of 1, without weight decay."""
         match self.optimizer:
             case "adamw" | "adam":
                 return optax.scale_by_adam(b1=self.beta1, b2=self.beta2, eps=self.epsilon)
@@ -118,7 +118,7 @@ class OptimizerConfig:
             case "lion":
                 return optax.scale_by_lion(b1=self.beta1, b2=self.beta2)
             case "adafactor":
-                return optax.chain(optax.adafactor(), optax.scale(-1.0))  # it points downwards
+                return optax.chain(optax.adafactor(), optax.scale(-1.0))  # its updates are negated
             case "muon":
                 return optax.contrib.muon(
                     -1.0,  # as above
@@ -133,11 +133,11 @@ class OptimizerConfig:
         )
 
     def state_bytes(self, network: Network, layout: Layout | None = None) -> int:
-        """Bytes of what is kept beside the parameters that learn, on each device.
+        """Bytes of optimizer state of the trainable parameters, on each device.
 
         Args:
           network: whose parameters.
-          layout: by which they are split; None: not at all.
+          layout: their sharding; None: unsharded.
         """
         declared, _ = network.partition.split(network.declared)
         learned, _ = network.partition.split(network.shapes)
@@ -151,18 +151,20 @@ class OptimizerConfig:
         return sum(
             x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape) if layout else x.shape)
             for path, x in jax.tree.leaves_with_path(state)
-            if _owner(path, owners) is not None
+            if _parameter_path(path, owners) is not None
         )
 
 
-def _owner(path: tuple[Any, ...], owners: Collection[tuple[Any, ...]]) -> tuple[Any, ...] | None:
-    """The parameter under whose path an array of the state stands; None: there is none."""
+def _parameter_path(
+    path: tuple[Any, ...], owners: Collection[tuple[Any, ...]]
+) -> tuple[Any, ...] | None:
+    """The path of the parameter that an array of the state belongs to; None: to none."""
     return next((path[i:] for i in range(len(path)) if path[i:] in owners), None)
 
 
 def _matrix_dimensions(parameter: ParameterSpec) -> optax.contrib.MuonDimensionNumbers | None:
-    """Which dimensions of a parameter are a matrix's inputs and outputs; the others count matrices.
-    None: it is no matrix."""
+    """Which dimensions of a parameter are a matrix's inputs and outputs; further ones count
+    matrices. None: it is no matrix."""
     names = parameter.names
     low_rank = parameter.kind is ParameterKind.ADAPTER and "rank" in names
     if parameter.kind is not ParameterKind.MATRIX and not low_rank:
@@ -176,19 +178,19 @@ def _matrix_dimensions(parameter: ParameterSpec) -> optax.contrib.MuonDimensionN
     )
 
 
-def load_optimizer(name: str, key: str) -> str | OwnOptimizer:
-    """What ``OptimizerConfig`` takes as its optimizer.
+def load_optimizer(name: str, key: str) -> str | OptimizerFactory:
+    """The ``optimizer`` of an ``OptimizerConfig``, from a config value.
 
     Args:
       name: one of ``OPTIMIZERS``, or ``path.py:function``.
-      key: that names it, for messages.
+      key: the config key, for messages.
 
     Raises:
       ConfigError: no such file or function, or it makes no optax.GradientTransformation of a rate.
     """
     if name in OPTIMIZERS:
         return name
-    function: OwnOptimizer = load_object(name, key)
+    function: OptimizerFactory = load_object(name, key)
     try:
         made = function(optax.constant_schedule(0.0))
     except Exception as error:
@@ -205,16 +207,16 @@ def load_optimizer(name: str, key: str) -> str | OwnOptimizer:
 def abstract_state(
     optimizer: optax.GradientTransformation, learned: Params, shardings: Params, replicated: Any
 ) -> Any:
-    """The optimizer's state as jax.ShapeDtypeStruct with shardings.
+    """The optimizer state as jax.ShapeDtypeStruct with shardings.
 
-    An array that stands under a parameter's name is split as the parameter is, or as its dimensions
-    are that the array has left (Adafactor's means); all else stands whole on every device.
+    State of a parameter is sharded like the parameter, or like those of its dimensions that the
+    state has (Adafactor's means). Everything else is replicated.
 
     Args:
       optimizer: whose.
       learned: nested dict of the parameters, jax.Array or jax.ShapeDtypeStruct.
       shardings: nested dict like it.
-      replicated: the sharding of all else.
+      replicated: the sharding of everything else.
     """
     owners = {
         path: (x.shape, sharding)
@@ -224,22 +226,24 @@ def abstract_state(
     }
 
     def placed(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        owner = _owner(path, owners)
-        sharding = replicated if owner is None else _left(x.shape, *owners[owner]) or replicated
+        owner = _parameter_path(path, owners)
+        sharding = (
+            replicated
+            if owner is None
+            else _reduced_sharding(x.shape, *owners[owner]) or replicated
+        )
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     return jax.tree.map_with_path(placed, jax.eval_shape(optimizer.init, learned))
 
 
-def _left(shape: tuple[int, ...], whole: tuple[int, ...], sharding: Any) -> Any:
-    """The sharding of an array with the dimensions that are left of a parameter's; None: it has
-    others."""
+def _reduced_sharding(shape: tuple[int, ...], whole: tuple[int, ...], sharding: Any) -> Any:
+    """The sharding of an array that has some of a parameter's dimensions; None: it has others."""
     if shape == whole:
         return sharding
     spec = (*sharding.spec, *(None,) * (len(whole) - len(sharding.spec)))
     dimensions, left = zip(whole, spec, strict=True), []
     for size in shape:
-        # Of two of the same size either will do.
         axes = next(([axes] for n, axes in dimensions if n == size), None)
         if axes is None:
             return None
@@ -252,16 +256,15 @@ class Updater:
 
     Args:
       objective: maps (params, micro-batch, stack) to a weighted loss sum and sums of statistics;
-        both add up over micro-batches. The batch carries its weights.
+        both add up over micro-batches. The batch has its weights.
       prepare: adds the weights to the whole step's batch, before it is cut.
       optimizer: settings of the update.
-      passes: how batches are cut and run under the train layout.
-      network: the model whose parameters are updated, those that learn: their kinds, shapes and
-        axes.
-      pretraining: a second objective and its ``prepare``, for the batch's entry ``pretrain``
-        where it has one; its loss is added (PPO-ptx).
+      passes: cuts batches into micro-batches under the train layout.
+      network: the model whose trainable parameters are updated.
+      pretraining: a second objective and its ``prepare``, for the batch entry ``pretrain`` if there
+        is one; its loss is added (PPO-ptx).
       name: of the compiled program.
-      finish: makes metrics of the summed statistics; None: they are metrics.
+      finish: turns summed statistics into metrics; None: they are metrics.
     """
 
     def __init__(
@@ -285,7 +288,7 @@ class Updater:
         declared, _ = self._partition.split(network.declared)
         self._optimizer = optimizer.build(declared)
         self._rate = optimizer.rate()
-        self._drops = network.config.lora is not None and network.config.lora.dropout > 0
+        self._has_dropout = network.config.lora is not None and network.config.lora.dropout > 0
 
         def step(learned: Params, frozen: Params, state: Any, batch: dict[str, Any]) -> Any:
             return self._step(learned, frozen, state, batch)
@@ -301,7 +304,7 @@ class Updater:
         )
 
     def init(self, params: Params) -> Any:
-        """Optimizer state of what learns, its moments sharded like the parameters."""
+        """Optimizer state of the trainable parameters, sharded like them."""
         placed = jax.tree.map(lambda x: x.sharding, self.abstract_state(params))
         learned, _ = self._partition.split(params)
         return jax.jit(self._optimizer.init, out_shardings=placed)(learned)
@@ -315,19 +318,19 @@ class Updater:
     def __call__(
         self, params: Params, state: Any, batch: dict[str, jax.Array]
     ) -> tuple[Params, Any, Metrics]:
-        """Take a step; ``state`` and those of ``params`` that learn are donated.
+        """Take a step; ``state`` and the trainable part of ``params`` are donated.
 
         Returns:
-          the new parameters and state (the old ones where loss or gradient is not finite:
-          ``skipped`` is then 1), laid out as they were, and metrics, on every device: ``loss``,
-          ``grad_norm``, ``learning_rate``, ``skipped`` and the objective's statistics.
+          the new parameters and state, laid out as before (the old ones if loss or gradient is not
+          finite: ``skipped`` is then 1), and metrics, on every device: ``loss``, ``grad_norm``,
+          ``learning_rate``, ``skipped`` and the objective's statistics.
         """
         learned, frozen = self._partition.split(params)
         learned, state, metrics = self._program(learned, frozen, state, batch)
         return self._partition.join(learned, frozen), state, metrics
 
     def trace(self, params: Any, state: Any, batch: Any) -> Any:
-        """The program traced for abstract arguments, to count what it costs without running it."""
+        """The program traced for abstract arguments, to count its costs without running it."""
         return self._program.trace(*self._partition.split(params), state, batch)
 
     def _step(
@@ -335,11 +338,11 @@ class Updater:
     ) -> tuple[Params, Any, Metrics]:
         batch, params = dict(batch), self._partition.join(learned, frozen)
         pretrain: Batch | None = batch.pop("pretrain", None)
-        # The last counts the updates; what stands before it counts alike, or what it wants.
+        # The last count in the state is that of updates (see ``build``).
         *_, (_, count) = optax.tree.get_all_with_path(state, "count")
-        if self._drops:
-            batch[UPDATE] = count
-            pretrain = None if pretrain is None else pretrain | {UPDATE: count}
+        if self._has_dropout:
+            batch[UPDATE_COUNT] = count
+            pretrain = None if pretrain is None else pretrain | {UPDATE_COUNT: count}
         gradients = self._passes.gradients
         (loss, stats), grads = gradients(self._objective, params, self._prepare(batch))
         if pretrain is not None and self._pretraining is not None:
@@ -356,8 +359,8 @@ class Updater:
         rate = self._rate(count)
         updates, new = self._optimizer.update(grads, state, learned)
         taken = optax.apply_updates(learned, updates), new
-        # Element by element, in the arguments' place: of a conditional's two branches the GPU
-        # compiler keeps results of their own, a second copy of parameters and state.
+        # jnp.where updates in place; for lax.cond the GPU compiler would keep a second copy of
+        # parameters and state.
         learned, state = jax.tree.map(
             lambda after, before: jnp.where(finite, after, before), taken, (learned, state)
         )

@@ -1,9 +1,8 @@
-"""Which rows of a batch share a pack: first-fit decreasing, in plain Python and NumPy on the host.
+"""Bin packing of rows into packs: first-fit decreasing, in plain Python and NumPy on the host.
 
-Every process of a world makes the same packs of the same lengths. Shapes are few: where a run asks
-for packs, the numbers of packs, of slots and of answers are rounded up, so that lengths that vary
-from step to step compile few programs; where each batch chooses (``hjax.workers.packer``), packs
-have one shape.
+Every process makes the same packs from the same lengths. Shapes are few, so that varying lengths
+compile few programs: with a fixed capacity the numbers of packs, slots and response tokens are
+rounded up; where batches choose (``hjax.workers.packer``) there is one shape.
 """
 
 import math
@@ -15,14 +14,14 @@ from hjax.models.sequence_packing import Packing
 
 
 class PackShape(NamedTuple):
-    """Of a packing.
+    """The shape of a packing. A cell is one pass of one data-parallel part.
 
     Attributes:
-      passes: of a data-parallel part, each a cell.
+      passes: cells of a data-parallel part.
       height: packs of a cell.
       capacity: places of a pack.
-      slots: rows that a cell has room for.
-      answers: response tokens of a cell, by pack.
+      slots: most rows of a cell.
+      answers: response tokens of a cell, over all its packs.
     """
 
     passes: int
@@ -33,7 +32,7 @@ class PackShape(NamedTuple):
 
 
 class PackedGroup(NamedTuple):
-    """Rows that answer one prompt, which stands before them once."""
+    """Rows in one pack that share a prompt, which stands before them once."""
 
     rows: tuple[int, ...]
     places: int
@@ -48,12 +47,11 @@ def first_fit(
     answers: int = 0,
     rows_of_pack: int = 0,
 ) -> list[list[PackedGroup]]:
-    """Packs of rows: the longest first, each where it fits first.
+    """Pack rows, the longest first, each into the first pack with room.
 
-    A row goes into the first pack that has its prompt and room for its response, else into the
-    first with room for both. Without shared prompts that is first-fit decreasing, which takes at
-    most 11/9 of the fewest packs and 6/9 of one (Dosa 2007). Rows of a unit go into one pack, as
-    one row of their places would.
+    A row prefers packs that hold its prompt already. Without shared prompts this is first-fit
+    decreasing, which needs at most 11/9 of the fewest packs and 6/9 of one (Dosa 2007). Rows of a
+    unit go into one pack, like one row of their total length.
 
     Args:
       prompts, responses: int [rows], tokens. A response's last token takes no place, and rows
@@ -65,7 +63,7 @@ def first_fit(
       rows_of_pack: most rows of a pack; 0: any.
 
     Raises:
-      AssertionError: a row or unit that is longer than a pack, or a response to no prompt.
+      AssertionError: a row or unit longer than a pack, or a response without a prompt.
     """
     if share > 1 and share % unit:
         raise AssertionError(f"units of {unit} rows, {share} of which share a prompt")
@@ -87,21 +85,21 @@ def first_fit(
     limits = capacity, answers or responses.sum(), rows_of_pack or unit * len(units)
     free = np.tile(limits, (len(units), 1))
     packs: list[dict[int, list[int]]] = []  # rows by group
-    standing: dict[int, list[int]] = {}  # packs that have a group's prompt
+    packs_with_prompt: dict[int, list[int]] = {}  # by group
     for rows in sorted(units, key=lambda rows: -(before(rows) + own[rows].sum())):
-        # The rows of a unit are of one group, or each is one of its own, which stands nowhere yet.
-        taken = np.array([own[rows].sum(), responses[rows].sum(), unit])
-        ready = standing.get(rows[0] // share, ())
-        at = next((pack for pack in ready if (free[pack] >= taken).all()), None)
+        # A unit's rows are one group, or each its own group, whose prompt is in no pack yet.
+        needed = np.array([own[rows].sum(), responses[rows].sum(), unit])
+        ready = packs_with_prompt.get(rows[0] // share, ())
+        at = next((pack for pack in ready if (free[pack] >= needed).all()), None)
         if at is None:
-            taken[0] += before(rows)
-            at = int(np.argmax((free >= taken).all(axis=1)))
+            needed[0] += before(rows)
+            at = int(np.argmax((free >= needed).all(axis=1)))
             if at == len(packs):
                 packs.append({})
-            standing.setdefault(rows[0] // share, []).append(at)
+            packs_with_prompt.setdefault(rows[0] // share, []).append(at)
         for row in rows:
             packs[at].setdefault(row // share, []).append(row)
-        free[at] -= taken
+        free[at] -= needed
     return [
         [
             PackedGroup(tuple(sorted(held)), int(prompts[held[0]] + own[held].sum()))
@@ -125,34 +123,34 @@ def make_packing(
 
     Args:
       prompts, responses: int [rows], tokens.
-      widths: of the batch's prompts and responses, padding included.
-      share: consecutive rows that answer one prompt and are to share it; 1: none do.
+      widths: padded lengths of the batch's prompts and responses.
+      share: consecutive rows that share one prompt; 1: none do.
       capacity: places of a pack.
       parts: data-parallel parts.
       per_pass: packs of a part in one pass; 0: all.
-      unit: consecutive rows that stay together, in one pack and in slots that follow each other.
+      unit: consecutive rows that stay together, in one pack and in consecutive slots.
 
     Raises:
       AssertionError: as of ``first_fit``.
     """
     packs = first_fit(prompts, responses, share, capacity, unit)
     each = max(-(-len(packs) // parts), 1)
-    passes, height = 1, rounded(each)
+    passes, height = 1, round_up(each)
     if per_pass and each > per_pass:
-        passes, height = rounded(-(-each // per_pass)), per_pass
+        passes, height = round_up(-(-each // per_pass)), per_pass
     elif per_pass:
         height = min(height, per_pass)
-    cells = _dealt(packs, parts * passes)
-    slots = _slots(cells, len(responses), unit)
-    size = _roomy(max(map(len, slots)), len(prompts), len(cells), unit)
+    cells = _distribute(packs, parts * passes)
+    slots = _rows_by_cell(cells, len(responses), unit)
+    size = _slots_per_cell(max(map(len, slots)), len(prompts), len(cells), unit)
     most = max(sum(int(responses[row]) for row in rows) for rows in slots)
     step = max(capacity // 4, 1)
     width = max(-(-most // (height * step)), 1) * step
     shape = PackShape(passes, height, capacity, size, width)
-    return _written(cells, slots, prompts, responses, widths, share, shape)
+    return _build_packing(cells, slots, prompts, responses, widths, share, shape)
 
 
-def fill(
+def fill_shape(
     prompts: np.ndarray,
     responses: np.ndarray,
     widths: tuple[int, int],
@@ -161,7 +159,7 @@ def fill(
     parts: int,
     unit: int = 1,
 ) -> Packing | None:
-    """Packs of one shape, their passes counted; None: the rows do not go into it.
+    """Packs of the given shape, with the number of passes used; None: the rows do not fit.
 
     Args:
       prompts, responses, widths, share, unit: as of ``make_packing``.
@@ -185,24 +183,24 @@ def fill(
     passes = max(-(-len(packs) // (parts * shape.height)), 1)
     if passes > shape.passes:
         return None
-    dealt = _dealt(packs, parts * passes)
-    rows = _slots(dealt, len(responses), unit)
+    dealt = _distribute(packs, parts * passes)
+    rows = _rows_by_cell(dealt, len(responses), unit)
     if max(map(len, rows)) > shape.slots:
         return None
     cells: list[list[list[PackedGroup]]] = [[] for _ in range(parts * shape.passes)]
     slots: list[list[int]] = [[] for _ in cells]
-    for number, cell in enumerate(first_cells(passes, parts, shape.passes)):
+    for number, cell in enumerate(filled_cells(passes, parts, shape.passes)):
         cells[cell], slots[cell] = dealt[number], rows[number]
-    packing = _written(cells, slots, prompts, responses, widths, share, shape)
+    packing = _build_packing(cells, slots, prompts, responses, widths, share, shape)
     return packing._replace(passes=np.asarray(passes, np.int32))
 
 
-def first_cells(passes: int, parts: int, of: int) -> np.ndarray:
-    """The cells of the first passes, of all parts that have so many each."""
+def filled_cells(passes: int, parts: int, of: int) -> np.ndarray:
+    """Indices of the cells of the first ``passes`` passes of all parts; ``of``: passes per part."""
     return (np.arange(parts)[:, None] * of + np.arange(passes)).reshape(-1)
 
 
-def _written(
+def _build_packing(
     cells: list[list[list[PackedGroup]]],
     slots: list[list[int]],
     prompts: np.ndarray,
@@ -211,7 +209,7 @@ def _written(
     share: int,
     shape: PackShape,
 ) -> Packing:
-    """The packing of packs and rows by cell; the rest as of ``make_packing``."""
+    """The arrays of a packing from packs and rows by cell; the rest as of ``make_packing``."""
     rows, tokens = len(prompts), sum(widths)
     count, size, height, width = len(cells), shape.slots, shape.height, shape.answers
     filled = height, shape.capacity
@@ -237,14 +235,14 @@ def _written(
     return packing
 
 
-def rounded(count: int) -> int:
+def round_up(count: int) -> int:
     """The next number with at most four leading bits: at most an eighth more."""
     step = 1 << max((count - 1).bit_length() - 4, 0)
     return -(-count // step) * step
 
 
-def _roomy(slots: int, rows: int, cells: int, unit: int) -> int:
-    """Slots that hold so many rows also when they are dealt out a little otherwise; of units."""
+def _slots_per_cell(slots: int, rows: int, cells: int, unit: int) -> int:
+    """Slots per cell with a margin for an uneven split of the rows; a multiple of ``unit``."""
     if cells == 1:
         return rows
     room = -(-5 * rows // (4 * cells))
@@ -254,19 +252,19 @@ def _roomy(slots: int, rows: int, cells: int, unit: int) -> int:
     return room
 
 
-def _dealt(packs: list[list[PackedGroup]], cells: int) -> list[list[list[PackedGroup]]]:
-    """Packs by cell, the fullest first, back and forth, so that all cells get about as much."""
+def _distribute(packs: list[list[PackedGroup]], cells: int) -> list[list[list[PackedGroup]]]:
+    """Packs by cell, the fullest first, back and forth, so that cells are filled about evenly."""
     dealt: list[list[list[PackedGroup]]] = [[] for _ in range(cells)]
     fullest = sorted(packs, key=lambda pack: -sum(piece.places for piece in pack))
     for number, pack in enumerate(fullest):
-        turn, cell = divmod(number, cells)
-        dealt[cell if turn % 2 == 0 else cells - 1 - cell].append(pack)
+        sweep, cell = divmod(number, cells)
+        dealt[cell if sweep % 2 == 0 else cells - 1 - cell].append(pack)
     return dealt
 
 
-def _slots(cells: list[list[list[PackedGroup]]], rows: int, unit: int) -> list[list[int]]:
-    """Rows by cell, in the order of its packs; those without a response beside the rest of their
-    unit, or where there is room."""
+def _rows_by_cell(cells: list[list[list[PackedGroup]]], rows: int, unit: int) -> list[list[int]]:
+    """Rows by cell, in the order of its packs. Rows without a response go to their unit's cell, or
+    to the emptiest."""
     of_cells = [
         dict.fromkeys(row // unit for pack in cell for piece in pack for row in piece.rows)
         for cell in cells
@@ -282,11 +280,11 @@ def _slots(cells: list[list[list[PackedGroup]]], rows: int, unit: int) -> list[l
 
 
 class _Writer:
-    """Writes one cell's packs, from their first place on.
+    """Writes one cell's packs, from the first place on.
 
     Args:
       cell: the cell's arrays.
-      widths: of the batch's prompts and responses.
+      widths: padded lengths of the batch's prompts and responses.
     """
 
     def __init__(self, cell: Packing, widths: tuple[int, int]):
@@ -296,7 +294,7 @@ class _Writer:
         self._place, self._number = [0] * len(cell.source), [0] * len(cell.source)
 
     def write(self, pack: int, slots: list[int], prompt: int, responses: list[int]) -> None:
-        """A prompt of so many tokens and its responses, each in its slot."""
+        """Write a prompt of so many tokens and its responses, each with its slot."""
         cell, (prompt_width, width) = self._cell, self._widths
         row = prompt_width + width
         before = pack * cell.source.shape[1]
@@ -317,7 +315,8 @@ class _Writer:
             self._put(pack, first, prompt, count - 1, of_prompt)
 
     def _put(self, pack: int, token: int, position: int, count: int, of_prompt: int) -> None:
-        """Consecutive tokens from one on, at the pack's next places."""
+        """Write ``count`` consecutive tokens, the first being ``token``, at the pack's next
+        places."""
         at = slice(self._place[pack], self._place[pack] + count)
         self._place[pack] += count
         cell = self._cell

@@ -1,6 +1,6 @@
-"""A worker with a model's parameters: where they come from, wait and go.
+"""A worker with a model's parameters: loading, weight sync between roles, offload, checkpoints.
 
-``AdapterMerge`` adds a worker's adapters (LoRA) to their matrices for whoever reads the model.
+``AdapterMerge`` merges a worker's LoRA adapters into their matrices for generation and weight sync.
 """
 
 from collections.abc import Mapping
@@ -25,12 +25,12 @@ from hjax.sharding.protocols import control
 from hjax.sharding.transfer_plan import TargetRegions, crossing_to, landing_of
 from hjax.workers.worker import Worker, WorkerContext
 
-_PARTS = ("", "_a", "_b", "_m", "_scale")  # of a matrix, those that there are
+_PARTS = ("", "_a", "_b", "_m", "_scale")  # suffixes of a matrix's parameters; not all exist
 
 
 class AdapterMerge:
-    """Adds a model's adapters to their matrices, each device its own parts of them; quantized
-    matrices become floats.
+    """Merges LoRA adapters into their matrices, each device its own shards. Quantized matrices
+    become floats.
 
     Args:
       network: with adapters.
@@ -60,45 +60,47 @@ class AdapterMerge:
         self._network = network
 
     def __call__(self, params: Params) -> Params:
-        """The parameters without adapters; float matrices that have none are the same arrays."""
+        """The parameters without adapters; float matrices without adapters are the same arrays."""
         layers, base = layers_of(params), layers_of(self._network.base.shapes)
         matrices = self._program({name: layers[name] for name in self._reads})
         return _with_layers(params, {name: layers[name] for name in base} | matrices)
 
-    def restored(self, plain: Params, params: Params) -> Params:
-        """The parameters with adapters, of those that ``__call__`` made and were brought back.
+    def unmerge(self, plain: Params, params: Params) -> Params:
+        """The parameters with adapters again, after ``__call__``'s result was moved and brought
+        back.
 
         Args:
-          plain: as made, perhaps other arrays of the same values.
-          params: that were merged; matrices with adapters and quantized ones are taken from here.
+          plain: the merged parameters, perhaps in other arrays.
+          params: the parameters before the merge; matrices with adapters and quantized ones are
+            taken from here.
         """
         layers = layers_of(params)
         own = {name: x for name, x in layers.items() if name in self._reads}
         return _with_layers(plain, {**layers_of(plain), **own})
 
     def trace(self) -> Any:
-        """The program, a jax.stages.Traced of abstract arguments."""
+        """The program as a jax.stages.Traced of abstract arguments."""
         return self._program.trace(self._shapes)
 
-    def kept(self) -> Any:
-        """Abstract arrays that stand beside the merged ones."""
+    def resident(self) -> Any:
+        """Abstract arrays that stay in memory beside the merged ones."""
         return self._shapes
 
 
 def _with_layers(tree: Params, layers: Params) -> Params:
-    """The tree with these layers in place of its own."""
+    """The tree with its layers replaced."""
     if "decoder" in tree:
         return {**tree, "decoder": _with_layers(tree["decoder"], layers)}
     return {**tree, "layers": layers}
 
 
 class ParameterWorker(Worker):
-    """A worker with a model: knows its shapes at once, gets its numbers by ``initialize``."""
+    """A worker with a model. Shapes are known at once; weights come with ``initialize``."""
 
     scalar = False
     layouts: RoleLayouts
-    # Kinds of state, and the attributes that hold them.
-    kept: Mapping[str, str] = {"params": "params"}
+    # By kind of state the attribute that holds it.
+    state_attributes: Mapping[str, str] = {"params": "params"}
 
     def __init__(self, context: WorkerContext):
         super().__init__(context)
@@ -108,17 +110,21 @@ class ParameterWorker(Worker):
         if context.path:  # what is frozen can be read again, so it is kept as it is read
             self.network = self.network.frozen_in(context.compute.dtype)
         train, generate = context.layouts.train, context.layouts.generate
-        self.kept_whole = check_shapes(train, context.model.dimensions, f"layout.{self.role}.train")
+        self.unsharded_dimensions = check_shapes(
+            train, context.model.dimensions, f"layout.{self.role}.train"
+        )
         narrow = check_shapes(generate, context.model.dimensions, f"layout.{self.role}.generate")
-        self.layouts = RoleLayouts(without(train, self.kept_whole), without(generate, narrow))
+        self.layouts = RoleLayouts(
+            without(train, self.unsharded_dimensions), without(generate, narrow)
+        )
         train = self.layouts.train
         self.shardings = self.network.shardings(train)
         self.merge = (
             None if self.network.partition.everything else AdapterMerge(self.network, train)
         )
         self.params: Params = {}  # until initialize, take_weights or restore
-        self.version: int | None = None  # of the weights taken; None: they came without
-        self.fetched_bytes = 0  # by this process, of the weights last taken in pieces
+        self.version: int | None = None  # of the weights taken; None: they had none
+        self.fetched_bytes = 0  # by this process, in the last take_weights
         self._phase = ""
 
     @control
@@ -130,77 +136,79 @@ class ParameterWorker(Worker):
         self.params = self._read()
 
     def _read(self) -> Params:
-        """The parameters at the role's path; adapters that are not there are drawn."""
+        """The parameters at the role's path; adapters that no file has are drawn."""
         path, model = self.context.path, self.context.model
         assert model is not None
         if read_config(path) != model.base:
-            raise ConfigError(f"{path}: its shapes changed since the run was set up")
+            raise ConfigError(f"{path}: the model's shapes changed since the run was set up")
         base = self.context.base
         step = None if base is None else base.check(path)
         return load_params(path, self.network, self.layouts.train, self.context.seed, step)
 
     @control
-    def landing(self) -> TargetRegions:
-        """How ``take_weights`` has parameters arrive, for the ``weights`` of another pool's."""
+    def target_regions(self) -> TargetRegions:
+        """The array regions that ``take_weights`` needs per device, for ``weights`` of another
+        pool."""
         return landing_of(self.shardings, self.network.shapes)
 
     @control
-    def weights(self, landing: TargetRegions | None = None) -> Any:
+    def weights(self, target_regions: TargetRegions | None = None) -> Any:
         """The parameters, for another worker's ``take_weights``; wait for that before an update.
 
-        They are lent, not copied: an update writes over them.
+        They are lent, not copied: an update overwrites them.
 
         Args:
-          landing: of a worker in other processes: it is given ``ArrayRegions``, copies cut as it
-            wants them, where its model has the same arrays as this one.
+          target_regions: of a worker in other processes. It gets ``ArrayRegions``, copies cut to
+            its regions, if both models have the same arrays.
         """
         params = self.without_adapters()
-        if landing is None or landing.regions.keys() != named_leaves(params).keys():
+        if target_regions is None or target_regions.regions.keys() != named_leaves(params).keys():
             return params
-        return self.lent(params, landing, self.network.base.shapes)
+        return self.weights_to_send(params, target_regions, self.network.base.shapes)
 
     @control
     def learned_weights(self) -> Params:
-        """The parameters that learn: all of them, or adapters and a scalar head."""
+        """The trainable parameters: all of them, or adapters and a scalar head."""
         return self.network.partition.split(self.params)[0]
 
     @control
     def base_weights(self) -> Params:
-        """The parameters beside which adapters learn, without these."""
+        """The base parameters, without adapters."""
         return self.network.bare_of(self.params)
 
     def without_adapters(self) -> Params:
-        """The parameters of the model without adapters: these are added to their matrices."""
+        """The parameters with adapters merged into their matrices."""
         if self.merge is None:
             return self.params
         # They may wait in the host's memory.
         return self.merge(jax.tree.map(jax.device_put, self.params, self.shardings))
 
-    def lent(self, params: Params, landing: TargetRegions, shapes: Params) -> Any:
-        """What this process sends to a landing, in the dtypes of ``shapes``, see ``lend``."""
+    def weights_to_send(self, params: Params, target_regions: TargetRegions, shapes: Params) -> Any:
+        """What this process sends for another pool's regions, in the dtypes of ``shapes``, see
+        ``lend``."""
         held = self.shardings
         if self.merge is not None:
             held = self.network.base.shardings(self.layouts.train)
-        return lend(params, crossing_to(landing, held, shapes), jax.process_index())
+        return lend(params, crossing_to(target_regions, held, shapes), jax.process_index())
 
     @control
     def take_weights(self, params: Params, manifest: ParameterManifest | None = None) -> None:
-        """Take another worker's parameters of the same shapes, in copy, whatever their layout.
+        """Copy another worker's parameters of the same shapes, whatever their layout (reshard).
 
-        From another pool's devices every byte crosses once (``PoolTransition``); from another
-        pool's processes they come as ``ArrayRegions``, of which each process of this one's reads
-        what its devices land (``IncomingParameters``).
+        From another pool's devices every byte crosses once (``PoolTransition``). From another
+        pool's processes they come as ``ArrayRegions``, of which each process reads only what its
+        devices need (``IncomingParameters``).
 
         Args:
           params: nested dict of jax.Array, numpy arrays or ``ArrayRegions``.
-          manifest: what the sender says that it gives; these weights are newer than those in use.
+          manifest: what the sender says it sends; the version must be newer than the one in use.
 
         Raises:
-          RunError: the parameters are not those of the manifest, or, in pieces, not this model's.
+          RunError: the parameters are not those of the manifest, or regions are not this model's.
         """
         if manifest is not None:
             check(manifest_of(params, manifest.version), manifest, after=self.version)
-        frozen = self._brought(self.adapted(params))
+        frozen = self._reshard(self.adapted(params))
         if self.merge is not None:
             drawn = self.network.create_learned(self.context.seed, self.layouts.train)
             frozen = self.network.partition.join(drawn, frozen)
@@ -208,11 +216,11 @@ class ParameterWorker(Worker):
         self.version = None if manifest is None else manifest.version
 
     def adapted(self, params: Params) -> Params:
-        """Another role's parameters as a tree of this one's, or where adapters learn of what is
-        frozen beside them."""
+        """Another role's parameters converted to this model's tree; with adapters to its frozen
+        part."""
         return params
 
-    def _brought(self, params: Params) -> Params:
+    def _reshard(self, params: Params) -> Params:
         """Another role's parameters, in this role's train layout and dtypes."""
         shardings, shapes = self.shardings, self.network.shapes
         if self.merge is not None:
@@ -244,50 +252,52 @@ class ParameterWorker(Worker):
 
         meshes = [x.sharding.mesh for x in leaves if isinstance(x.sharding, NamedSharding)]
         if len(meshes) == len(leaves) and all(list(m.devices.flat) == devices for m in meshes):
-            # One program, over however many processes the pool has.
             return jax.jit(copies, out_shardings=shardings)(params)
         # Copied first: device_put between shuffled shards shares buffers whatever may_alias says.
         return jax.tree.map(jax.device_put, jax.jit(copies)(params), shardings)
 
-    def away(self, phase: str, called: bool) -> set[str]:
-        """Kinds of state that wait on the host in a phase, where it is or isn't this role's call.
+    def offloaded_state(self, phase: str, called: bool) -> set[str]:
+        """Kinds of state that are on the host in a phase; ``called``: during this role's own call.
 
-        While updating, what was once needed stays until the phase ends.
+        In an update phase, state that was fetched stays on the device until the phase ends.
         """
         return set() if called or self.context.offload != "all" else {"params"}
 
     @control
     def offloaded_bytes(self, phase: str, called: bool) -> int:
-        """Bytes per device that wait in the host's memory in a phase, see ``away``."""
-        away = self.away(phase, called)
+        """Bytes per device that are offloaded to host memory in a phase, see
+        ``offloaded_state``."""
+        away = self.offloaded_state(phase, called)
         state = self.abstract_state()
         return sum(shard_bytes(state[kind]) for kind in away)
 
-    def turn(self, phase: str, called: bool) -> None:
-        """Put away what a call does not need, or fetch what it does; asked by its pool's host."""
-        self._place("params", self.away(phase, called), phase, called)
+    def apply_offload(self, phase: str, called: bool) -> None:
+        """Offload state that the next call does not need and fetch what it needs; called by the
+        pool's host."""
+        self._place("params", self.offloaded_state(phase, called), phase, called)
         self._phase = phase
 
     def _place(self, kind: str, away: set[str], phase: str, called: bool) -> None:
-        name = self.kept[kind]
+        name = self.state_attributes[kind]
         if kind not in away:
             setattr(self, name, to_device(getattr(self, name)))
         elif called or phase != "update" or self._phase != "update":
             setattr(self, name, to_host(getattr(self, name)))
 
     def state(self) -> dict[str, Any]:
-        """Everything that decides what this worker does next, as trees of arrays."""
+        """Everything that determines what this worker does next, as trees of arrays."""
         return {"params": self.params}
 
-    def stored(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Frozen parameters apart from those that learn, and only where no file has them."""
+    def checkpointed(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state of a checkpoint: trainable parameters, and frozen ones only if no file has
+        them."""
         if self.merge is None:
             return state
         learned, frozen = self.network.partition.split(state["params"])
         return {**state, "params": learned} | ({} if self.context.path else {"base": frozen})
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what was ``stored``."""
+        """Continue from a ``checkpointed`` state."""
         self.params = state["params"]
         if self.merge is not None:
             partition = self.network.partition
@@ -300,7 +310,7 @@ class ParameterWorker(Worker):
 
 
 def _in_dtypes(shapes: Params, sent: Params) -> Params:
-    """Abstract arrays in the dtypes in which those of the same names were sent."""
+    """Abstract arrays of ``shapes`` in the dtypes of the arrays sent under the same names."""
     there = named_leaves(sent)
     dtypes = [there.get(name, x).dtype for name, x in named_leaves(shapes).items()]
     leaves, structure = jax.tree.flatten(shapes)

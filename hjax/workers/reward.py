@@ -19,21 +19,21 @@ from hjax.rollout.generator import bucket_length
 from hjax.sharded_values import ArrayRegions, SummedValue
 from hjax.sharding.global_arrays import place, to_numpy
 from hjax.sharding.protocols import protocol
-from hjax.workers.generating_worker import JUDGED, ragged
+from hjax.workers.generating_worker import PENDING_REWARDS, without_padding
 from hjax.workers.model import ModelWorker
 from hjax.workers.parameter_worker import abstract
 from hjax.workers.worker import TOKEN_KEYS, Worker, WorkerContext
 from hjax.xla.abstract_program import AbstractProgram
 
-# What a reward model reads, and what a function is shown beside it.
+# Entries that a reward model reads; a reward function also reads those below.
 TEXT_KEYS = (*TOKEN_KEYS, "prompt_text", "response_text")
-# As ``steps``: every token is one.
+# A ``step_separator``: every token is a step.
 EACH_TOKEN = "token"
-JUDGED_KEYS = (*TEXT_KEYS, "columns", JUDGED)
+REWARD_KEYS = (*TEXT_KEYS, "columns", PENDING_REWARDS)
 
 
 class FunctionReward(Worker):
-    """Scores with a Python function; needs no device.
+    """Scores with a Python function, without devices.
 
     Args:
       context: of the role.
@@ -47,8 +47,8 @@ class FunctionReward(Worker):
         self.max_unscored = max_unscored
         function.start()
 
-    def share(self, batch: Mapping[str, Any]) -> slice:
-        """The rows that this process of its pool judges: whole groups of one prompt's samples."""
+    def own_rows(self, batch: Mapping[str, Any]) -> slice:
+        """The rows that this process of the pool scores: whole groups of one prompt's samples."""
         index, processes = self.context.process
         rows = len(batch["responses"])
         samples = self.context.samples if rows % self.context.samples == 0 else 1
@@ -57,14 +57,14 @@ class FunctionReward(Worker):
         return slice(start, stop)
 
     def score(self, batch: Mapping[str, Any]) -> RewardResult:
-        """Call the function on every row's prompt, response and dataset columns, or take what it
-        said while they were generated."""
-        if verdicts := batch.get(JUDGED, {}).get(self.context.role):
+        """Rewards of every row from its prompt, response and dataset columns: computed now, or
+        during generation."""
+        if verdicts := batch.get(PENDING_REWARDS, {}).get(self.context.role):
             result = PendingReward.gathered(verdicts)
             check_unscored(result, self.max_unscored)
             return result
-        prompts = ragged(batch["prompts"], batch["prompt_mask"])
-        responses = ragged(batch["responses"], batch["response_mask"])
+        prompts = without_padding(batch["prompts"], batch["prompt_mask"])
+        responses = without_padding(batch["responses"], batch["response_mask"])
         result = self.function(
             batch.get("prompt_text", prompts),
             batch.get("response_text", responses),
@@ -75,25 +75,25 @@ class FunctionReward(Worker):
         check_unscored(result, self.max_unscored)
         return result
 
-    @protocol("ALL_TO_ALL", reads=JUDGED_KEYS)
+    @protocol("ALL_TO_ALL", reads=REWARD_KEYS)
     def compute_reward(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """``rewards`` float32 [rows], NaN where unscored; ``reward_outcomes`` counts them.
+        """``rewards`` float32 [rows], NaN where unscored; ``reward_outcomes`` counts outcomes.
 
-        Of several named rewards also ``named_rewards``, float32 [rows] by name, NaN where one says
-        nothing; of rewards by token ``token_rewards`` float32 [rows, length].
+        With several named rewards also ``named_rewards``, float32 [rows] by name, NaN where one is
+        missing; with token rewards ``token_rewards`` float32 [rows, length].
         """
-        result = self._judged(batch)
+        result = self._scored(batch)
         return {"rewards": result["rewards"], "reward_outcomes": result["outcomes"]} | {
             key: result[key] for key in ("named_rewards", "token_rewards") if key in result
         }
 
-    @protocol("ALL_TO_ALL", reads=JUDGED_KEYS)
+    @protocol("ALL_TO_ALL", reads=REWARD_KEYS)
     def compute_cost(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """``costs`` float32 [rows], NaN where unscored."""
-        return {"costs": self._judged(batch)["rewards"]}
+        return {"costs": self._scored(batch)["rewards"]}
 
-    def _judged(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """``rewards`` and ``outcomes``: of several processes each gives its share."""
+    def _scored(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """``rewards`` and ``outcomes``; of several processes each returns its part."""
         width = batch["responses"].shape[1]
         if self.context.process[1] == 1:
             result = self.score(batch)
@@ -101,19 +101,19 @@ class FunctionReward(Worker):
             tokens = result.by_token(_lengths(batch), width)
             made |= {} if tokens is None else {"token_rewards": tokens}
             return made | ({"named_rewards": dict(result.named)} if result.named else {})
-        rows, share = len(batch["responses"]), self.share(batch)
-        part = cut(batch, share)
+        rows, share = len(batch["responses"]), self.own_rows(batch)
+        part = slice_rows(batch, share)
         result = self.score(part)
         region = ((share.start, share.stop),)
         rewards = ArrayRegions((rows,), result.rewards.dtype, ((region, result.rewards),))
         if result.tokens:
             raise RunError(
-                f"{self.role}: rewards by token are made in one process; set "
+                f"{self.role}: token rewards work in one process only; set "
                 "cluster.reward_processes=1"
             )
         named = {}
         for name, values in result.named.items():
-            # Of the other processes' rows nothing: together they are the sum.
+            # Zero on other processes' rows: the parts are summed.
             named[name] = np.zeros(rows, np.float32)
             named[name][share] = values
         parts = {"outcomes": SummedValue(result.outcomes), "named_rewards": SummedValue(named)}
@@ -121,28 +121,29 @@ class FunctionReward(Worker):
 
 
 def step_ends(prompt: list[int], response: list[int], context: WorkerContext) -> list[int]:
-    """Places of a response's tokens that end a step.
+    """Indices of a response's tokens that end a step.
 
-    A step ends with the token that completes ``context.steps`` in the text, and the last one with
-    the last token before an end token; an end token is no step. With ``token`` each token is one.
+    A step ends with the token that completes ``context.step_separator`` in the text. The last step
+    ends with the last token before an end token, which belongs to no step. With the separator
+    ``token`` every token is a step.
 
     Args:
       prompt, response: token ids.
-      context: with ``steps``, the stop tokens of ``sampling`` and the tokenizer.
+      context: with ``step_separator``, the stop tokens of ``sampling`` and the tokenizer.
     """
     own = len(response)
     if response and response[-1] in context.sampling.stop:
         own -= 1
-    if context.steps == EACH_TOKEN:
+    if context.step_separator == EACH_TOKEN:
         return list(range(own))
     text, seen, ends = "", 0, []
     source = ResponseText(context.tokenizer, prompt)
     for at, token in enumerate(response[:own]):
         text += source.feed(token)
-        if (count := text.count(context.steps)) > seen:
+        if (count := text.count(context.step_separator)) > seen:
             seen = count
             ends.append(at)
-    rest = (text + source.close()).rpartition(context.steps)[2]
+    rest = (text + source.close()).rpartition(context.step_separator)[2]
     if own and rest.strip() and own - 1 not in ends:
         ends.append(own - 1)
     return ends
@@ -153,19 +154,19 @@ def _lengths(batch: Mapping[str, Any]) -> list[int]:
     return to_numpy(batch["response_mask"]).sum(axis=1).tolist()
 
 
-def cut(batch: Mapping[str, Any], rows: slice) -> dict[str, Any]:
-    """Rows of a batch, of arrays, lists and dicts of lists."""
+def slice_rows(batch: Mapping[str, Any], rows: slice) -> dict[str, Any]:
+    """Rows of a batch, of its arrays, lists and dicts of lists."""
     return {
-        key: cut(value, rows) if isinstance(value, Mapping) else value[rows]
+        key: slice_rows(value, rows) if isinstance(value, Mapping) else value[rows]
         for key, value in batch.items()
     }
 
 
 class ModelReward(ModelWorker):
-    """Scores with a model: its head at the last token of prompt and response.
+    """Scores with a reward model: its scalar head at the last token of prompt and response.
 
-    A model with another tokenizer than the actor's gets the text, tokenised again. With ``steps``
-    it is a process reward model, which scores each step of a response at its last token.
+    A model with another tokenizer than the actor's gets the text, tokenised again. With a
+    ``step_separator`` it is a process reward model: it scores each step at the step's last token.
 
     Raises:
       ConfigError: steps of a model that reads other tokens than the actor's.
@@ -174,19 +175,19 @@ class ModelReward(ModelWorker):
     scalar = True
 
     def __init__(self, context: WorkerContext):
-        if context.steps and context.retokenize:
+        if context.step_separator and context.retokenize:
             raise ConfigError(
-                f"config.reward.step_separator={context.steps!r}: scores of steps stand at the "
-                "actor's tokens, and this model has another tokenizer; leave it out, or use a "
+                f"config.reward.step_separator={context.step_separator!r}: step scores belong to "
+                "the actor's tokens, and this model has another tokenizer; leave it out, or use a "
                 "model with the actor's"
             )
         super().__init__(context)
 
     @protocol("ALL_TO_ALL", reads=TEXT_KEYS)
     def compute_reward(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """``rewards`` float32 [rows]; with ``steps`` also ``token_rewards`` float32 [rows, length],
-        0 but at the steps' last tokens, whose sums ``rewards`` are."""
-        if self.context.steps:
+        """``rewards`` float32 [rows]. A process reward model adds ``token_rewards`` float32
+        [rows, length], 0 except at each step's last token; ``rewards`` are their sums."""
+        if self.context.step_separator:
             by_token = self.step_scores(batch)
             return {"rewards": by_token.sum(axis=1), "token_rewards": by_token}
         return {"rewards": self.last_scores(batch)}
@@ -204,8 +205,8 @@ class ModelReward(ModelWorker):
         return to_numpy(scores)[: len(sequences)]
 
     def step_scores(self, batch: Mapping[str, Any]) -> np.ndarray:
-        """float32 [rows, length] on the host: the head's value at the last token of each step of a
-        response, 0 elsewhere. Rows are padded, packs or not: every place is read."""
+        """float32 [rows, length] on the host: the head's value at each step's last token, 0
+        elsewhere. Rows are always padded, since every position is read."""
         sequences = self._sequences(batch)
         arrays = self._arrays(sequences, self._bucket(sequences), padded=True)
         scores = to_numpy(self.forward(self._every_score, self.params, arrays))
@@ -217,7 +218,7 @@ class ModelReward(ModelWorker):
         return made
 
     def _bucket(self, sequences: list[list[int]]) -> int:
-        """Places of padded rows that hold the sequences."""
+        """Length of padded rows that hold the sequences (length bucket)."""
         longest = max(map(len, sequences))
         limit = self.network.config.max_length
         if longest > limit:
@@ -231,7 +232,8 @@ class ModelReward(ModelWorker):
     def _arrays(
         self, sequences: list[list[int]], length: int, padded: bool = False
     ) -> dict[str, Any]:
-        """What a forward takes of sequences of at most so many tokens; ``padded``: never packs."""
+        """The arrays of a forward over sequences of at most so many tokens; ``padded``: never
+        packs."""
         ways = self.layouts.train.ways("batch")
         rows = -(-len(sequences) // ways) * ways
         counts = np.zeros(rows, int)
@@ -240,7 +242,7 @@ class ModelReward(ModelWorker):
         tokens = np.zeros((rows, length), np.int32)
         mask = np.zeros((rows, length), bool)
         for row, sequence in enumerate(sequences):
-            # Prompts end where their responses begin.
+            # In packs prompts are padded on the left.
             start = 0 if packing is None else length - len(sequence)
             at = slice(start, start + len(sequence))
             tokens[row, at], mask[row, at] = sequence, True
@@ -254,8 +256,8 @@ class ModelReward(ModelWorker):
         }
 
     def _packing(self, counts: np.ndarray, length: int) -> Packing | None:
-        """Packs of sequences of so many tokens: prompts, each with the first token of a response to
-        be predicted, from the last state."""
+        """Packs of sequences of so many tokens. Each is a prompt with one response token, so that
+        the prompt's last state is read."""
         if self.packer is None:
             return None
         mask = np.arange(length) < counts[:, None]
@@ -279,7 +281,7 @@ class ModelReward(ModelWorker):
         return jnp.sum(jnp.where(last, model.score(hidden), 0.0), axis=1)
 
     def programs(self, rows: int, prompt_length: int) -> Iterator[AbstractProgram]:
-        """Scores of ``rows`` sequences of the greatest length that the actor's tokens can give."""
+        """Scoring of ``rows`` sequences of the greatest possible length."""
         longest = prompt_length + self.context.max_response_length
         length = bucket_length(longest, self.network.config.max_length)
         split = self.layouts.train.sharding("batch")
@@ -287,7 +289,7 @@ class ModelReward(ModelWorker):
         def array(width: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((rows, width), dtype, sharding=split)
 
-        if not self.context.packing or self.context.steps:
+        if not self.context.packing or self.context.step_separator:
             batch: dict[str, Any] = {"tokens": array(length), "mask": array(length, np.bool_)}
         else:
             assert self.packer is not None
@@ -295,13 +297,13 @@ class ModelReward(ModelWorker):
             batch = {"prompts": array(length), "responses": array(1), PACKING: packing}
         params = abstract(self.network.shapes, self.shardings)
         name = "compute_reward" if self.role == "reward" else "compute_cost"
-        score = self._every_score if self.context.steps else self._last_score
+        score = self._every_score if self.context.step_separator else self._last_score
         yield AbstractProgram(name, lambda: self._forward(score, False).trace(params, batch))
 
     def _sequences(self, batch: Mapping[str, Any]) -> list[list[int]]:
         if self.context.retokenize:
             texts = zip(batch["prompt_text"], batch["response_text"], strict=True)
             return [self.context.tokenizer.encode(prompt + text) for prompt, text in texts]
-        prompts = ragged(batch["prompts"], batch["prompt_mask"])
-        responses = ragged(batch["responses"], batch["response_mask"])
+        prompts = without_padding(batch["prompts"], batch["prompt_mask"])
+        responses = without_padding(batch["responses"], batch["response_mask"])
         return [p + r for p, r in zip(prompts, responses, strict=True)]

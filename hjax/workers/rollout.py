@@ -1,4 +1,4 @@
-"""The rollout: generation on devices of its own, with weights that the actor publishes."""
+"""The rollout worker: generation on devices of its own, with weights that the actor publishes."""
 
 import dataclasses
 import time
@@ -15,7 +15,7 @@ from hjax.sharding.layout import RoleLayouts
 from hjax.sharding.parameter_manifest import check, manifest_of
 from hjax.sharding.protocols import control, protocol
 from hjax.workers.generating_worker import (
-    JUDGED,
+    PENDING_REWARDS,
     PROMPT_KEYS,
     GeneratingWorker,
     once_per_prompt,
@@ -24,11 +24,11 @@ from hjax.workers.worker import WorkerContext
 
 
 class Rollout(GeneratingWorker):
-    """Generates with the weights of one version, and takes those of the next beside them.
+    """Generates with one version of the weights and can hold the next version beside it.
 
-    A version is published in two phases: ``take`` brings it here, ``commit`` makes it the one that
-    generates. Both are messages of the pool, so that no generation sees half of it. Versions are
-    numbers that rise; nothing here is in a checkpoint, for the actor publishes anew.
+    The weight sync (actor to rollout) has two phases: ``receive_weights`` brings a version here,
+    ``commit`` switches generation to it. Both are messages of the pool, so no generation sees half
+    an update. Version numbers rise. A checkpoint holds none of this: the actor publishes again.
     """
 
     def __init__(self, context: WorkerContext):
@@ -40,36 +40,36 @@ class Rollout(GeneratingWorker):
         shapes = jax.tree.map(
             lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype), self.network.shapes, dtypes
         )
-        # What it keeps, and what it is to be sent, is what generation reads.
+        # It keeps, and is sent, the weights in generation's dtypes.
         self.network = self.network.with_shapes(shapes)
-        self._forget()
+        self._clear()
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         self.params: Params = {}
         self.version: int | None = None
-        self._taken: tuple[int, Params] | None = None
+        self._received: tuple[int, Params] | None = None
         self._seconds = 0.0
 
     @control
     def initialize(self) -> None:
-        """Nothing to read: the weights are published."""
-        self._forget()
+        """Nothing to load: the actor publishes the weights."""
+        self._clear()
 
     @control
     def load_state(self, folder: str) -> None:
-        """A checkpoint has nothing of it: what was published is forgotten, it will be anew."""
-        self._forget()
+        """Clear the weights: a checkpoint has none of them, and the actor publishes again."""
+        self._clear()
 
     def state(self) -> dict[str, Any]:
-        """Nothing that decides a step: its weights are the actor's."""
+        """Empty: the weights are the actor's."""
         return {}
 
     @control
-    def take(self, params: Params, version: int) -> int:
-        """Take a version of the weights beside the one that generates; returns its number.
+    def receive_weights(self, params: Params, version: int) -> int:
+        """Receive a version of the weights beside the one in use (weight sync); returns its number.
 
         Args:
-          params: of ``Actor.publish``.
+          params: from ``Actor.publish``.
           version: larger than that of the weights here.
 
         Raises:
@@ -77,22 +77,22 @@ class Rollout(GeneratingWorker):
         """
         check(manifest_of(params, version), self.network.shapes, after=self.version)
         start = time.perf_counter()
-        self._taken = version, jax.block_until_ready(self._brought(params))
+        self._received = version, jax.block_until_ready(self._reshard(params))
         self._seconds += time.perf_counter() - start
         return version
 
     @control
     def commit(self, version: int) -> int:
-        """Generate with a version from now on; the weights before it are freed.
+        """Switch generation to a received version; the previous weights are freed.
 
         Raises:
-          RunError: it has not been taken.
+          RunError: it was not received.
         """
-        if self._taken is None or self._taken[0] != version:
-            taken = "none" if self._taken is None else f"version {self._taken[0]}"
-            raise RunError(f"{self.role}: version {version} was not taken ({taken} was)")
-        params, self._taken = self._taken[1], None
-        self.params = {}  # freed before others are cut by layer
+        if self._received is None or self._received[0] != version:
+            received = "none" if self._received is None else f"version {self._received[0]}"
+            raise RunError(f"{self.role}: version {version} was not received ({received} was)")
+        params, self._received = self._received[1], None
+        self.params = {}  # freed before the new ones are split by layer
         self.params = self.generator.as_read(params)
         self.version = version
         return version
@@ -106,19 +106,20 @@ class Rollout(GeneratingWorker):
         version: int | None = None,
         tokens: int = 0,
     ) -> dict[str, Any]:
-        """Answer prompts, see ``GeneratingWorker``.
+        """Generate responses, see ``GeneratingWorker``.
 
         Args:
           prompts, greedy, samples: as there.
-          version: that of the weights that are to generate.
-          tokens: after which to leave off, for ``continue_sequences``; 0: to the end.
+          version: of the weights that must generate.
+          tokens: after which to pause, for ``continue_sequences``; 0: run to the end.
 
         Returns:
-          the batch, with ``versions`` int32 [rows, length]: of the weights that drew each token,
-          0 on padding. Left off, it is that method's argument and no batch to learn from.
+          the batch, with ``versions`` int32 [rows, length]: of the weights that drew each token, 0
+          on padding. If paused it is the argument of ``continue_sequences``, not a batch to train
+          on.
         """
-        self._expect(version)
-        rollout = self.answer(prompts, greedy, samples, tokens or None)
+        self._check_version(version)
+        rollout = self.generate_tokens(prompts, greedy, samples, tokens or None)
         rollout["versions"] = self._versions(rollout["response_mask"])
         if not tokens:
             return self.with_text(rollout)
@@ -128,23 +129,24 @@ class Rollout(GeneratingWorker):
     @protocol("3D_ALL_MICRO_DP", phase="generate")
     def continue_sequences(
         self,
-        begun: Mapping[str, Any],
+        partial: Mapping[str, Any],
         start: int,
         tokens: int,
         last: bool,
         version: int | None = None,
     ) -> dict[str, Any]:
-        """Go on with a batch that was left off, with the weights as they are now.
+        """Continue a paused batch with the current weights (partial rollout).
 
         Args:
-          begun: from ``generate_sequences`` or this method; rows that have ended stay.
-          start: tokens after which it was left off.
-          tokens: after which to leave off again.
-          last: whether this is the last part: what comes back is a batch as any other.
-          version: that of the weights that are to generate.
+          partial: from ``generate_sequences`` or this method; rows that have ended stay as they
+            are.
+          start: tokens after which it was paused.
+          tokens: after which to pause again.
+          last: whether this is the last part; the result is then a complete batch.
+          version: of the weights that must generate.
         """
-        self._expect(version)
-        context, rollout = self.context, dict(begun)
+        self._check_version(version)
+        context, rollout = self.context, dict(partial)
         step, first, samples = (rollout.pop(name) for name in ("step", "first", "samples"))
         rows = rollout["responses"].shape[0]
         if to_numpy(rollout["truncated"]).any():
@@ -152,37 +154,39 @@ class Rollout(GeneratingWorker):
             before = drawn.pop("versions")
             config = self.generation_config(samples=samples, end=None if last else start + tokens)
             asked = once_per_prompt(rollout, config.samples)
-            judged = {role: list(said) for role, said in rollout.get(JUDGED, {}).items()}
-            with self.gathered() as params:
+            pending = {role: list(said) for role, said in rollout.get(PENDING_REWARDS, {}).items()}
+            with self.generation_weights() as params:
                 drawn = self.generator.resume(
                     params,
                     drawn,
-                    self.sequence(rows, first),
+                    self.sequence_numbers(rows, first),
                     dataclasses.replace(config, surplus=0),
                     seed=context.seed,
                     step=step,
                     start=start,
-                    on_ended=self.judging(asked, judged),
+                    on_ended=self.reward_callback(asked, pending),
                 )
             new = drawn["response_mask"] & ~rollout["response_mask"]
             versions = jnp.where(new, self._versions(new), before)
-            rollout |= drawn | {"versions": versions} | ({JUDGED: judged} if judged else {})
+            rollout |= (
+                drawn | {"versions": versions} | ({PENDING_REWARDS: pending} if pending else {})
+            )
         if last:
-            return self.with_text(self.ended(rollout))
+            return self.with_text(self.cut_at_stop_strings(rollout))
         return rollout | {"step": step, "first": first, "samples": samples}
 
     def _versions(self, mask: jax.Array) -> jax.Array:
         return jnp.where(mask, jnp.int32(self.version), 0)
 
-    def _expect(self, version: int | None) -> None:
+    def _check_version(self, version: int | None) -> None:
         if self.version is None or version not in (None, self.version):
             raise RunError(
-                f"{self.role}: version {version} of the weights is to generate, "
-                f"{'none' if self.version is None else self.version} is here"
+                f"{self.role}: version {version} of the weights must generate, but "
+                f"{'none' if self.version is None else self.version} is loaded"
             )
 
     @control
     def take_seconds(self) -> dict[str, float]:
-        """Seconds in which weights were taken since last asked."""
+        """Seconds spent receiving weights since the last time this was called."""
         taken, self._seconds = self._seconds, 0.0
         return {"transition": taken}

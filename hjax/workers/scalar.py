@@ -1,4 +1,4 @@
-"""Models with a scalar head that learn: the critic, and the model that learns to judge."""
+"""Trainable models with a scalar head: the critic, and the trainer of reward models."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,39 +17,40 @@ from hjax.workers.worker import SCORED_KEYS
 
 
 class ScalarWorker(TrainableWorker):
-    """A number for each place before a response token."""
+    """A scalar for each response token, computed at the position before it."""
 
     scalar = True
 
     def token_loss(
         self, model: Any, batch: dict[str, jax.Array], share: int, loss: Any
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The loss of the numbers, and its statistics."""
-        return loss(self._numbers(model, batch, share), batch)
+        """The loss of the head's values, and its statistics."""
+        return loss(self._token_scores(model, batch, share), batch)
 
     def _values(self, model: Any, batch: Any, share: int) -> jax.Array:
-        return jnp.where(batch["response_mask"], self._numbers(model, batch, share), 0.0)
+        return jnp.where(batch["response_mask"], self._token_scores(model, batch, share), 0.0)
 
-    def _numbers(self, model: Any, batch: Mapping[str, jax.Array], share: int) -> jax.Array:
+    def _token_scores(self, model: Any, batch: Mapping[str, jax.Array], share: int) -> jax.Array:
         def read(states: jax.Array, _: jax.Array) -> jax.Array:
-            return self.head(model, states)
+            return self.apply_head(model, states)
 
         return map_response_states(model.decoder, dict(batch), share, self.compute, read)
 
-    def head(self, model: Any, states: jax.Array) -> jax.Array:
-        """The numbers of hidden states."""
+    def apply_head(self, model: Any, states: jax.Array) -> jax.Array:
+        """The head's values of hidden states."""
         return model.score(states)
 
 
 class Critic(ScalarWorker):
-    """Primitive calls of HybridFlow's Table 4 for the value model: a value for every response
+    """The value model, with the primitive calls of HybridFlow's Table 4: a value per response
     token, before it is drawn."""
 
     scores = {"compute_values": "_values"}
 
     def adapted(self, params: Params) -> Params:
-        """A language model's parameters, with a value head of zeros; under adapters without."""
-        # What is missing is named where the parameters are taken.
+        """A language model's parameters with a value head of zeros; with adapters only the
+        decoder."""
+        # Missing parameters are reported by take_weights.
         kept = {key: params[key] for key in self.network.shapes["decoder"] if key in params}
         if self.merge is not None:
             return {"decoder": kept}
@@ -59,7 +60,7 @@ class Critic(ScalarWorker):
         first = jax.tree.leaves(params)[0]
         placed = getattr(first, "sharding", None)
         if isinstance(placed, NamedSharding):
-            # Where the others are, so that all of them cross between pools alike.
+            # On the same mesh, so that all parameters cross between pools alike.
             head = jax.device_put(head, NamedSharding(placed.mesh, PartitionSpec()))
         elif isinstance(first, ArrayRegions):
             head = jax.tree.map(ArrayRegions.of, head)
@@ -77,13 +78,14 @@ class Critic(ScalarWorker):
 
 
 class RewardTrainer(ScalarWorker):
-    """Scores of responses, after each of their tokens; trained on pairs or on labelled steps."""
+    """Trains reward models, on preference pairs or labelled steps: a score after each response
+    token."""
 
-    places_after = 1
+    positions_after = 1
     scores = {"compute_scores": "_values"}
 
-    def head(self, model: Any, states: jax.Array) -> jax.Array:
-        """Without the head's bias."""
+    def apply_head(self, model: Any, states: jax.Array) -> jax.Array:
+        """The head's values without its bias."""
         return model.unbiased(states)
 
     @protocol("3D_PROTO", phase="prepare", reads=SCORED_KEYS)
@@ -93,5 +95,5 @@ class RewardTrainer(ScalarWorker):
 
     @protocol("3D_PROTO", phase="update", reads=update_reads)
     def update_scores(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """One optimizer step of the loss; metrics as scalars."""
+        """One optimizer step; metrics as scalars."""
         return self.update(batch)

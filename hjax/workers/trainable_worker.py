@@ -1,4 +1,4 @@
-"""A worker that learns: a model with an optimizer, whose updates are a loss over batches."""
+"""A worker that is trained: a model with an optimizer, updated on a loss over batches."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,20 +22,18 @@ from hjax.sharding.pipeline import Stack
 from hjax.sharding.protocols import PROMPT_ID, control
 from hjax.workers.micro_batching import Batch, Objective
 from hjax.workers.model import ModelWorker
-from hjax.workers.optimizer import UPDATE, Prepare, Updater
+from hjax.workers.optimizer import UPDATE_COUNT, Prepare, Updater
 from hjax.workers.worker import TOKEN_KEYS, LearningContext, WorkerContext
 from hjax.xla.abstract_program import AbstractProgram
 
-# What a trained worker learns: the algorithm's objective, or the warm start's.
-TRAININGS = ("main", "warm_start")
-
-
-# What an objective's sums have of routers.
+# Stages of training: on the algorithm's loss, or on demonstrations before it.
+STAGES = ("main", "warm_start")
+# Entry of an objective's sums for the routers' statistics.
 ROUTED = "routed"
 
 
-def with_balance(sums: dict[str, Any]) -> dict[str, jax.Array]:
-    """An update's metrics, of the sums of an objective with the loss that balances experts."""
+def routing_metrics(sums: dict[str, Any]) -> dict[str, jax.Array]:
+    """An update's metrics, from the sums of an objective with the load-balancing loss."""
     metrics = dict(sums)
     return metrics | balance_metrics(metrics.pop(ROUTED))
 
@@ -43,7 +41,7 @@ def with_balance(sums: dict[str, Any]) -> dict[str, jax.Array]:
 class TrainableWorker(ModelWorker):
     """A model worker with an optimizer."""
 
-    kept = {"params": "params", "optimizer": "optimizer_state"}
+    state_attributes = {"params": "params", "optimizer": "optimizer_state"}
 
     def __init__(self, context: WorkerContext):
         super().__init__(context)
@@ -51,8 +49,8 @@ class TrainableWorker(ModelWorker):
             raise ConfigError(f"{self.role}: a trained role needs a loss and an optimizer")
         if context.router_loss and not self.network.config.experts:
             raise ConfigError(
-                f"{self.role}: router_loss={context.router_loss} is for models with experts, which "
-                "this one has not; use 0"
+                f"{self.role}: router_loss={context.router_loss} is for models with experts, and "
+                "this model has none; use 0"
             )
         self.stage = "main"
         self._updaters: dict[tuple[str, bool], Updater] = {}
@@ -68,33 +66,36 @@ class TrainableWorker(ModelWorker):
                 loss, optimizer = context.supervised_loss, context.warm_start
             if loss is None or optimizer is None:
                 raise ConfigError(f"{self.role}: this run was set up without a {stage} stage")
-            network = self.learner(stage)
+            network = self.trained_network(stage)
             self._updaters[stage, grouped] = Updater(
                 *self.objective(loss, grouped, network, context.router_loss),
                 optimizer,
-                self.passes if network is self.network else self._passes(network),
+                self.micro_batches
+                if network is self.network
+                else self._make_micro_batches(network),
                 network,
-                self.pretraining(network),
+                self.pretraining_objective(network),
                 name=f"{self.role}_update",
-                finish=with_balance if context.router_loss else None,
+                finish=routing_metrics if context.router_loss else None,
             )
         return self._updaters[stage, grouped]
 
-    def learner(self, stage: str) -> Network:
-        """What learns in a stage: a warm start makes the base of later adapters."""
+    def trained_network(self, stage: str) -> Network:
+        """The network trained in a stage; a warm start trains the base of later adapters."""
         return self.network.base if stage == "warm_start" else self.network
 
     def objective(
         self, loss: Any, grouped: bool, network: Network, router_loss: float = 0.0
     ) -> tuple[Objective, Prepare]:
-        """A loss as a weighted sum over a micro-batch, and the weights of the whole step.
+        """A loss as a weighted sum over a micro-batch, and a function that computes the whole
+        step's weights.
 
         Args:
           loss: the algorithm's.
           grouped: samples of a prompt are consecutive.
-          network: what learns.
-          router_loss: weight of the loss that balances experts. That is no sum over tokens: it is
-            each micro-batch's own, weighted by its share of the step's tokens.
+          network: what is trained.
+          router_loss: weight of the load-balancing loss of experts. It is no sum over tokens: each
+            micro-batch has its own, weighted by its share of the step's tokens.
         """
 
         def objective(params: Params, batch: Batch, stack: Stack) -> Any:
@@ -107,7 +108,7 @@ class TrainableWorker(ModelWorker):
             if tally is not None:
                 if tally.routed is None:
                     raise ConfigError(
-                        f"{self.role}: its token_loss reads no states of read_responses, so that "
+                        f"{self.role}: its token_loss reads no states of read_responses, so "
                         f"router_loss={router_loss} has no tokens; use 0"
                     )
                 share = tally.routed.tokens / batch["counted"]
@@ -121,18 +122,19 @@ class TrainableWorker(ModelWorker):
             made = {"weights": loss.weights(batch), "stat_weights": loss.stat_weights(batch)}
             if hasattr(loss, "prepared"):
                 made |= loss.prepared(batch)
-            if UPDATE in batch:
+            if UPDATE_COUNT in batch:
                 samples = self.context.samples if grouped else 1
                 rows = batch["responses"].shape[0]
-                made[DROPOUT] = row_keys(self.context.seed, batch[UPDATE], rows, samples)
+                made[DROPOUT] = row_keys(self.context.seed, batch[UPDATE_COUNT], rows, samples)
             if router_loss:
                 made |= router_token_weights(batch)
             return batch | made
 
         return objective, prepare
 
-    def pretraining(self, network: Network) -> tuple[Objective, Prepare] | None:
-        """Objective and preparation of the batch's ``pretrain`` entry; None: no such loss."""
+    def pretraining_objective(self, network: Network) -> tuple[Objective, Prepare] | None:
+        """Objective and preparation of the batch's ``pretrain`` entry (PPO-ptx); None: no such
+        loss."""
         return None
 
     def token_loss(
@@ -143,73 +145,74 @@ class TrainableWorker(ModelWorker):
 
     @control
     def initialize(self) -> None:
-        """Read or draw the weights, and start the optimizer."""
+        """Load or draw the weights, and start the optimizer."""
         super().initialize()
-        self.begin(self.stage)
+        self.begin_stage(self.stage)
 
     @control
     def take_weights(self, params: Params, manifest: ParameterManifest | None = None) -> None:
-        """Take another worker's parameters, in copy, and start the optimizer."""
+        """Copy another worker's parameters, and start the optimizer."""
         super().take_weights(params, manifest)
-        self.begin(self.stage)
+        self.begin_stage(self.stage)
 
     @control
-    def begin(self, stage: str) -> None:
-        """Start a stage of training with a fresh optimizer: updates are of its loss from now on.
+    def begin_stage(self, stage: str) -> None:
+        """Start a stage of training with a fresh optimizer; later updates use its loss.
 
         Args:
-          stage: ``main``, the algorithm's loss; ``warm_start``, demonstrations'.
+          stage: ``main``, the algorithm's loss; ``warm_start``, that on demonstrations.
 
         Raises:
           ConfigError: another stage, or one that the run was set up without.
         """
-        if stage not in TRAININGS:
-            raise ConfigError(f"stage {stage!r}; allowed: {', '.join(TRAININGS)}")
+        if stage not in STAGES:
+            raise ConfigError(f"stage {stage!r}; allowed: {', '.join(STAGES)}")
         updater = self._updater(stage, True)
         self.stage = stage
-        self.optimizer_state = updater.init(self._learning())
+        self.optimizer_state = updater.init(self._trained_params())
 
-    def _learning(self) -> Params:
-        """The parameters of what learns in this stage."""
-        if self.learner(self.stage) is self.network:
+    def _trained_params(self) -> Params:
+        """The parameters of the network that this stage trains."""
+        if self.trained_network(self.stage) is self.network:
             return self.params
         return self.network.bare_of(self.params)
 
-    def away(self, phase: str, called: bool) -> set[str]:
-        """The optimizer's state waits outside of updates, the parameters outside of own calls."""
+    def offloaded_state(self, phase: str, called: bool) -> set[str]:
+        """The optimizer state is offloaded outside of updates, the parameters outside of own
+        calls."""
         offload, update = self.context.offload, phase == "update"
         optimizer = offload != "none" and not (update and called)
-        return super().away(phase, called) | ({"optimizer"} if optimizer else set())
+        return super().offloaded_state(phase, called) | ({"optimizer"} if optimizer else set())
 
-    def turn(self, phase: str, called: bool) -> None:
-        """Parameters and optimizer state, each where this phase needs it."""
-        self._place("optimizer", self.away(phase, called), phase, called)
-        super().turn(phase, called)
+    def apply_offload(self, phase: str, called: bool) -> None:
+        """Move parameters and optimizer state to where this phase needs them."""
+        self._place("optimizer", self.offloaded_state(phase, called), phase, called)
+        super().apply_offload(phase, called)
 
     def update(self, batch: Mapping[str, Any], **more: Any) -> dict[str, jax.Array]:
         """One optimizer step on a batch; returns metrics as scalars on the device.
 
         Args:
-          batch: of which the losses' entries are taken.
-          more: entries for the update program beside them.
+          batch: has the entries that the losses need.
+          more: further entries for the update program.
         """
         needs = update_keys(self.context, *self.extra_keys)
         arrays = {key: batch[key] for key in needs if batch.get(key) is not None} | more
         grouped = self.grouped(batch)
-        laid_out = self.laid_out(arrays, grouped, self.context.unit)
-        arrays = laid_out.beside(arrays)
+        layout = self.batch_layout(arrays, grouped, self.context.unit)
+        arrays = layout.with_packing(arrays)
         params, self.optimizer_state, metrics = self._updater(self.stage, grouped)(
-            self._learning(), self.optimizer_state, arrays
+            self._trained_params(), self.optimizer_state, arrays
         )
-        if self.learner(self.stage) is not self.network:
+        if self.trained_network(self.stage) is not self.network:
             learned, _ = self.network.partition.split(self.params)
             params = self.network.partition.join(learned, params)
         self.params = params
-        if laid_out.padding is None:
+        if layout.padding is None:
             return metrics
-        return metrics | {"padding": place(laid_out.padding, self.layouts.train.replicated)}
+        return metrics | {"padding": place(layout.padding, self.layouts.train.replicated)}
 
-    # What an update reads beside prompts, responses and what the losses need.
+    # Entries that an update reads beside tokens and what the losses need.
     extra_keys: tuple[str, ...] = ()
 
     def state(self) -> dict[str, Any]:
@@ -217,7 +220,7 @@ class TrainableWorker(ModelWorker):
         return super().state() | {"optimizer": self.optimizer_state}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what was ``stored``."""
+        """Continue from a ``checkpointed`` state."""
         super().restore(state)
         self.optimizer_state = state["optimizer"]
 
@@ -227,13 +230,14 @@ class TrainableWorker(ModelWorker):
         optimizer = self.updater.abstract_state(state["params"])
         return state | {"optimizer": optimizer}
 
-    def beside(self, program: str) -> dict[str, Any]:
-        """Whatever a program does not read; an update reads all."""
+    def resident_state(self, program: str) -> dict[str, Any]:
+        """State that a program does not read; an update reads all of it."""
         state = self.abstract_state()
         return {} if program == "update" else {"optimizer": state["optimizer"]}
 
     def programs(self, rows: int, prompt_length: int) -> Iterator[AbstractProgram]:
-        """The passes of ``scores``, and the update of a mini-batch of ``rows`` sequences."""
+        """The programs of ``score_methods``, and the update of a mini-batch of ``rows``
+        sequences."""
         yield from ModelWorker.programs(self, rows, prompt_length)
         batch = self.token_shapes(rows, prompt_length)
         floats = jax.ShapeDtypeStruct(
@@ -257,7 +261,8 @@ class TrainableWorker(ModelWorker):
 
 
 def update_reads(worker: type[TrainableWorker], context: WorkerContext, *_: Any) -> tuple[str, ...]:
-    """Entries of a batch that travel to a role's updates; pretraining's coefficient among them."""
+    """Entries of a batch that are sent to a role's updates, the pretraining coefficient
+    included."""
     return (*update_keys(context, *worker.extra_keys), PROMPT_ID, "coefficient")
 
 

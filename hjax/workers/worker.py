@@ -1,4 +1,4 @@
-"""Workers: the model class of a role, which owns its compiled programs and its parameters."""
+"""Workers: the model class of a role; it owns the role's compiled programs and parameters."""
 
 from __future__ import annotations
 
@@ -26,27 +26,28 @@ from hjax.workers.optimizer import OptimizerConfig
 
 # The arrays that a forward over prompts and responses reads.
 TOKEN_KEYS = ("prompts", "prompt_mask", "responses", "response_mask")
-# Those, and what says which rows answer the same prompt.
+# Those, and the ids by which rows of one prompt are found.
 SCORED_KEYS = (*TOKEN_KEYS, PROMPT_ID)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchingContext:
-    """How a worker cuts its batches.
+    """How a worker cuts batches into micro-batches or packs.
 
     Attributes:
-      samples: rows of a batch that share a prompt.
-      unit: rows that no micro-batch may cut apart.
-      micro_batch: rows (or packs) per pass over all devices, of updates and scores; 0: all.
-      packing: places of the packs in which rows are computed; 0: they are padded.
-      chooses: rows are padded or in packs as each batch has it, see ``hjax.workers.packer``.
+      samples: rows per prompt.
+      unit: consecutive rows that no micro-batch may split (2 for preference pairs).
+      micro_batch: rows (or packs) per forward or backward pass over all devices; 0: all.
+      packing: tokens per pack (sequence packing); 0: padded rows.
+      choose_packing: each batch is padded or packed, whichever is cheaper, see
+        ``hjax.workers.packer``.
     """
 
     samples: int = 1
     unit: int = 1
     micro_batch: int = 0
     packing: int = 0
-    chooses: bool = False
+    choose_packing: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,18 +55,18 @@ class GenerationContext:
     """How a worker generates.
 
     Attributes:
-      sampling: how responses are drawn, and which tokens end one; its temperature applies to all
-        log-probs.
-      stop_strings: texts of several tokens that end one.
+      sampling: sampling parameters and stop tokens; the temperature applies to all log-probs.
+      stop_strings: texts that end a response and may span several tokens.
       max_response_length: tokens.
-      slots: rows that are generated at a time; 0: all.
-      speculative_tokens: tokens that are guessed at a time, see ``hjax.rollout.prompt_lookup``.
-      cache_dtype: what keys and values are kept in, see ``hjax.rollout.generator``.
-      extra_samples: further responses to a prompt, of which the last ones to end are given up.
-      in_parts: whether responses are left off and continued.
-      judges: reward functions, by role, that are called with a prompt's answers while others are
+      slots: sequences that are generated at a time; 0: all.
+      speculative_tokens: draft tokens at a time, see ``hjax.rollout.prompt_lookup``.
+      cache_dtype: dtype of the KV cache, see ``hjax.rollout.generator``.
+      extra_samples: further responses per prompt (oversampling); the last ones to finish are
+        dropped.
+      partial_rollouts: responses may be interrupted and continued.
+      reward_functions: by role, functions that score a prompt's responses while others are
         generated.
-      transition_bucket_bytes: of parameters that go to the generate layout in one program.
+      transition_bucket_bytes: bytes of parameters that one program moves to the generate layout.
     """
 
     sampling: SamplingParams = SamplingParams()
@@ -75,26 +76,26 @@ class GenerationContext:
     speculative_tokens: int = 0
     cache_dtype: str = AUTO
     extra_samples: int = 0
-    in_parts: bool = False
-    judges: Mapping[str, RewardFunction] = dataclasses.field(default_factory=dict)
+    partial_rollouts: bool = False
+    reward_functions: Mapping[str, RewardFunction] = dataclasses.field(default_factory=dict)
     transition_bucket_bytes: int = BUCKET_BYTES
 
     @property
     def temperature(self) -> float:
-        """What logits are divided by wherever rollouts are scored; 1 for greedy sampling."""
+        """Divisor of logits wherever rollouts are scored; 1 for greedy sampling."""
         return self.sampling.temperature or 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearningContext:
-    """What a worker learns.
+    """How a worker is trained.
 
     Attributes:
       loss: the algorithm's loss for this role, or None.
       optimizer: settings of its updates, or None.
-      supervised_loss: of demonstrations: the warm start's, and PPO-ptx's second term; or None.
+      supervised_loss: loss on demonstrations, for the warm start and PPO-ptx; or None.
       warm_start: settings of the warm start's updates, or None.
-      router_loss: weight in its updates of the loss that balances experts; 0: there is none.
+      router_loss: weight of the load-balancing loss of experts; 0: none.
     """
 
     loss: Any = None
@@ -106,26 +107,26 @@ class LearningContext:
 
 @dataclasses.dataclass(frozen=True)
 class WorkerContext(BatchingContext, GenerationContext, LearningContext):
-    """What a worker is built from: a plain description that can be pickled, without devices.
+    """Everything a worker is built from: a plain description without devices, which can be pickled.
 
     Attributes:
       role: name in the dataflow.
       sizes: of the mesh axes under ``train`` and ``generate``; None for a worker without devices.
-      layouts: train and generate layouts on its pool's devices, made of ``sizes`` where the worker
-        is built (``on``); None for a worker without any.
+      layouts: train and generate layouts on the pool's devices, made from ``sizes`` where the
+        worker is built (``on``); None for a worker without devices.
       seed: of the run.
       tokenizer: of the role's model, or None.
       model: shapes of the role's model.
-      path: where its weights are read; empty: from scratch, or taken from the role it starts from.
-      base: the checkpoint that ``path`` means where that is a workdir; else None.
+      path: of its weights; empty: from scratch, or taken from the role it starts from.
+      base: the checkpoint that ``path`` means if it is a workdir; else None.
       compute: dtype and loop form.
-      steps: text behind which a step of a response ends that a reward model scores, ``token`` or
+      step_separator: text that ends a step of a response for a process reward model, ``token`` or
         empty, see the key ``reward.step_separator``.
-      offload: what waits in pinned host memory while it is idle: ``none``, ``optimizer`` (its
-        state, but in updates) or ``all`` (the parameters too, but in the role's own calls).
+      offload: what is kept in pinned host memory while idle: ``none``, ``optimizer`` (its state,
+        except in updates) or ``all`` (parameters too, except in the role's own calls).
       retokenize: the role's tokenizer differs from the actor's, so text is tokenised again.
-      options: whatever a user's own worker wants: the run's whole config.
-      process: which of its pool's processes this worker is in, and how many there are.
+      options: the run's whole config, for a user's own worker.
+      process: (rank of this process in the pool, number of processes).
     """
 
     role: str
@@ -137,18 +138,18 @@ class WorkerContext(BatchingContext, GenerationContext, LearningContext):
     path: str = ""
     base: BaseCheckpoint | None = None
     compute: Compute = Compute()
-    steps: str = ""
+    step_separator: str = ""
     offload: str = "none"
     retokenize: bool = False
     options: Any = None
     process: tuple[int, int] = (0, 1)
 
     def on(self, devices: Sequence[jax.Device], process: tuple[int, int] = (0, 1)) -> WorkerContext:
-        """The same with its layouts on these devices; whoever builds the worker calls it.
+        """This context with its layouts on these devices; whoever builds the worker calls it.
 
         Args:
           devices: of its pool.
-          process: which of the pool's processes this is, and how many there are.
+          process: (rank of this process in the pool, number of processes).
 
         Raises:
           ConfigError: sizes that do not give the number of devices.
@@ -163,9 +164,9 @@ class WorkerContext(BatchingContext, GenerationContext, LearningContext):
 
 
 class Worker:
-    """Base of every role. Subclass it and bind methods with ``@hjax.protocol``.
+    """Base class of every role's worker. Subclass it and bind methods with ``@hjax.protocol``.
 
-    State that must survive a resume: override ``state`` and ``restore``.
+    Override ``state`` and ``restore`` for state that must survive a resume.
     """
 
     def __init__(self, context: WorkerContext):
@@ -176,10 +177,10 @@ class Worker:
 
     @control
     def initialize(self) -> None:
-        """Get ready for the first step of a new run."""
+        """Prepare for the first step of a new run."""
 
     def state(self) -> dict[str, Any]:
-        """Everything that decides what this worker does next: trees of arrays by kind."""
+        """Everything that determines what this worker does next: trees of arrays, by kind."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -189,28 +190,28 @@ class Worker:
         """``state()`` as jax.ShapeDtypeStruct with shardings, or a state of the same form."""
         return self.state()
 
-    def stored(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Of a ``state()`` what a checkpoint has; ``restore`` gets that back."""
+    def checkpointed(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The part of a ``state()`` that a checkpoint keeps and ``restore`` gets back."""
         return state
 
     @control_in_background
     def save_state(self, folder: str) -> Callable[[], None]:
-        """Write what is ``stored`` as ``<role>.<kind>`` into a folder; done when it is there."""
-        return write_state(Path(folder), self._named(self.stored(self.state())))
+        """Write the ``checkpointed`` state as ``<role>.<kind>``; done once it is on disk."""
+        return write_state(Path(folder), self._named(self.checkpointed(self.state())))
 
     @control
     def load_state(self, folder: str) -> None:
-        """Continue from what ``save_state`` wrote into a folder.
+        """Continue from what ``save_state`` wrote.
 
         Raises:
-          DataError: it is damaged, or of other shapes.
+          DataError: it is damaged, or has other shapes.
         """
-        promised = self.stored(self.abstract_state())
+        promised = self.checkpointed(self.abstract_state())
         unknown = set(saved_items(Path(folder), self.role)) - set(self._named(promised))
         if unknown:
             raise DataError(
                 f"{folder}: {', '.join(sorted(unknown))} was saved, but the new worker of "
-                f"{self.role} has no such state; its state() must show every kind from the start"
+                f"{self.role} has no such state; state() must have every kind from the start"
             )
         read = read_state(Path(folder), self._named(promised))
         if promised:
@@ -221,16 +222,16 @@ class Worker:
 
     @protocol("3D_PROTO")
     def apply(self, function: Callable[..., Any], *values: Any) -> Any:
-        """Call a pure function where this role's data is, so that nothing passes the controller.
+        """Call a pure function on this role's devices, so that no data passes the controller.
 
         Args:
-          function: of a module or a user's file, or a ``functools.partial`` of one; traced and
-            compiled once where the role has devices. Else it gets numpy arrays.
-          values: batches and arrays, split by rows, or futures of them. Of a batch it gets the
-            arrays; what else is in it (texts) stays where it was.
+          function: of a module or a user's file, or a ``functools.partial`` of one. It is traced
+            and compiled once; without devices it is called with numpy arrays.
+          values: batches and arrays, split by rows, or futures of them. The function gets a batch's
+            arrays only; other entries (texts) stay behind.
 
         Returns:
-          what the function does; a batch of the same rows can be handed on as any other.
+          the function's result; a batch of the same rows can be passed on like any other.
         """
         arrays = tuple(_arrays_of(value) for value in values)
         if self.layouts is None:
@@ -243,22 +244,24 @@ class Worker:
 
     @protocol("3D_PROTO", phase="")
     def hold_batch(self, batch: Any) -> Any:
-        """Hold a batch for calls on mini-batches of it, while there is a future of this call's."""
+        """Keep a batch on the worker for calls on its mini-batches, as long as this call's future
+        exists."""
         return batch
 
     @control
     def take_seconds(self) -> dict[str, float]:
-        """Seconds spent inside calls since last asked, by what for."""
+        """Seconds spent inside calls since the last time this was called, by activity."""
         return {}
 
     @control
     def offloaded_bytes(self, phase: str, called: bool) -> int:
-        """Bytes per device that wait in the host's memory in a phase, see ``away``."""
+        """Bytes per device that are offloaded to host memory in a phase, see
+        ``offloaded_state``."""
         return 0
 
 
 def _arrays_of(value: Any) -> Any:
-    """Of a batch the arrays; another value as it is."""
+    """A batch's arrays; any other value unchanged."""
     if not isinstance(value, Mapping):
         return value
     return {key: x for key, x in value.items() if is_array(x)}

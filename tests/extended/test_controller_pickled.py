@@ -11,7 +11,7 @@ from pickling import ObjectStore, PicklingExecutor
 
 import hjax
 from hjax.controller import ResourcePool, WorkerGroup, join
-from hjax.controller.messages import BuildWorker, Call, from_bytes, to_bytes
+from hjax.controller.messages import BuildWorker, Call, deserialize, serialize
 from hjax.errors import ConfigError, RunError
 from hjax.settings.config_loading import config_names
 
@@ -163,7 +163,7 @@ def test_an_error_arises_where_its_result_is_asked_for(desks):
 
 def test_a_worker_is_out_of_reach(desks):
     _, (left, _) = desks
-    with pytest.raises(RunError, match="left: its worker is not within reach"):
+    with pytest.raises(RunError, match="left: its worker is in another process"):
         _ = left.worker
 
 
@@ -172,12 +172,12 @@ def test_messages_are_plain(desks):
     try:
         for build in trainer.roles.builds.values():
             assert isinstance(build, BuildWorker)
-            data = to_bytes(build)
+            data = serialize(build)
             # No device is in it, and reading it again gives the same description.
             assert b"Device" not in data
-            context = from_bytes(data).arguments[0]
+            context = deserialize(data).arguments[0]
             assert context.sizes == build.arguments[0].sizes and context.layouts is None
     finally:
         trainer.close()
     call = Call("actor", "update_actor", ({"x": jax.numpy.arange(3)},))
-    np.testing.assert_array_equal(from_bytes(to_bytes(call)).arguments[0]["x"], [0, 1, 2])
+    np.testing.assert_array_equal(deserialize(serialize(call)).arguments[0]["x"], [0, 1, 2])

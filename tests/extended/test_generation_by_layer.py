@@ -59,7 +59,7 @@ def test_metrics_are_those_of_a_cpu(name, tmp_path, monkeypatch):
                 lambda held: stacked.append(advance(held)) or stacked[-1],
             )
             before = jax.tree.map(np.array, actor.params)
-            with actor.gathered() as params:
+            with actor.generation_weights() as params:
                 assert isinstance(params, Layered)
                 assert stacked[0]["layers"]["q"].is_deleted() == freed
             assert jax.tree.all(jax.tree.map(np.array_equal, actor.params, before))

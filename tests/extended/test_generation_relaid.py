@@ -79,7 +79,7 @@ def test_metrics_are_those_of_weights_as_they_are_declared(name, monkeypatch):
         rows = trainer.run()
         if "rollout" not in trainer.roles.groups:
             before = jax.tree.map(np.array, worker.params)
-            with worker.gathered() as params:
+            with worker.generation_weights() as params:
                 assert memory_order(params["layers"]["gate_up"]) == (0, 2, 1, 3)
             assert jax.tree.all(jax.tree.map(np.array_equal, worker.params, before))
             assert memory_order(worker.params["layers"]["gate_up"]) == (0, 1, 2, 3)

@@ -282,18 +282,18 @@ jax.config.update("jax_enable_compilation_cache", False)
 from jax.sharding import NamedSharding, PartitionSpec
 from program_costs.account import account
 from hjax.kernels import cudnn
-from hjax.kernels.attention import Scoring, Sight, attend
-from hjax.models.remat import recomputed
+from hjax.kernels.attention import ScoreOptions, MaskSpec, attend
+from hjax.models.remat import with_remat
 from hjax.sharding.layout import make_layouts
 asked = json.loads(sys.argv[1])
 topology = find_topology(asked["topology"])
 spread = make_layouts(topology.devices, {"data": 2, "tensor": 2}, None, "layout").train.spread
-sight, scoring = Sight(*asked["sight"]), Scoring(window=asked["window"])
+sight, scoring = MaskSpec(*asked["sight"]), ScoreOptions(window=asked["window"])
 def loss(q, k, v, marks):
     def layer(_, q, k, v):
         marked = marks if asked["padded"] else None
         return attend(cudnn.attend, q * 2, k, v, marked, None, scoring, sight, spread)
-    out = recomputed(layer, asked["remat"], True)(0, q, k, v)
+    out = with_remat(layer, asked["remat"], True)(0, q, k, v)
     return jnp.sum(out.astype(jnp.float32) ** 2)
 def given(dtype, *sizes, axes=()):
     sharding = NamedSharding(spread.mesh, PartitionSpec(spread.rows, None, *axes))

@@ -93,14 +93,14 @@ import json, jax, jax.numpy as jnp
 jax.config.update("jax_enable_compilation_cache", False)
 from jax.sharding import SingleDeviceSharding
 from hjax.kernels import splash
-from hjax.kernels.attention import Scoring, Sight, attend
+from hjax.kernels.attention import ScoreOptions, MaskSpec, attend
 place = SingleDeviceSharding(find_topology(sys.argv[1]).devices[0])
 def given(dtype, *sizes):
     return jax.ShapeDtypeStruct(sizes, dtype, sharding=place)
 for heads, kv_heads, dim, length, sight, window, softcap, sinks in json.loads(sys.argv[2]):
-    scoring = Scoring(softcap=softcap, window=window)
+    scoring = ScoreOptions(softcap=softcap, window=window)
     def loss(q, k, v, sink, marks):
-        out = attend(splash.attend, q, k, v, marks, sink, scoring, Sight(*sight))
+        out = attend(splash.attend, q, k, v, marks, sink, scoring, MaskSpec(*sight))
         return jnp.sum(out.astype(jnp.float32) ** 2)
     q = given(jnp.bfloat16, 2, length, heads, dim)
     k = given(jnp.bfloat16, 2, length, kv_heads, dim)
@@ -139,7 +139,7 @@ import jax, jax.numpy as jnp
 jax.config.update("jax_enable_compilation_cache", False)
 from jax.sharding import SingleDeviceSharding
 from hjax.kernels import attention, splash
-from hjax.models.remat import recomputed
+from hjax.models.remat import with_remat
 place = SingleDeviceSharding(find_topology("v5e:2x2").devices[0])
 x = jax.ShapeDtypeStruct((1, 1024, 2, 128), jnp.bfloat16, sharding=place)
 weights = jax.ShapeDtypeStruct((3, 128), jnp.bfloat16, sharding=place)
@@ -147,7 +147,7 @@ def layer(_, weight, x):
     q = x * weight
     return attention.attend(splash.attend, q, q, q)
 def kernels(policy):
-    run = functools.partial(recomputed(layer, policy, False), 0)
+    run = functools.partial(with_remat(layer, policy, False), 0)
     def loss(weights, x):
         x, _ = jax.lax.scan(lambda x, weight: (run(weight, x), None), x, weights)
         return jnp.sum(x.astype(jnp.float32))

@@ -11,14 +11,14 @@ from helpers import tiny_config
 
 import hjax
 from hjax.controller.hosts import (
-    KIND,
-    SLICE,
-    TOPOLOGY,
+    KIND_LABEL,
+    SLICE_LABEL,
+    TOPOLOGY_LABEL,
     FoundDevice,
     HostGroup,
     Hosts,
     host_groups,
-    rooms,
+    placements,
 )
 from hjax.devices import DEVICES, Device, device_of_kind
 from hjax.errors import ConfigError
@@ -31,11 +31,13 @@ from hjax.run.placement import make_plan
 def host(kind, count, alive=True, **labels):
     resource = "TPU" if kind.startswith("TPU") else "GPU"
     more = {"rack": labels.pop("rack")} if "rack" in labels else {}
-    more |= {SLICE: labels["slice"], TOPOLOGY: labels["sides"]} if "slice" in labels else {}
+    more |= (
+        {SLICE_LABEL: labels["slice"], TOPOLOGY_LABEL: labels["sides"]} if "slice" in labels else {}
+    )
     return {
         "Alive": alive,
         "Resources": {"CPU": 64.0, resource: float(count)},
-        "Labels": {KIND: kind} | more,
+        "Labels": {KIND_LABEL: kind} | more,
         "NodeManagerAddress": "10.0.0.1",
     }
 
@@ -68,10 +70,10 @@ H100, A100 = [host("H100", 8)] * 2, [host("A100", 8)] * 4
          [(4, 8, "a100-80g", {})]),
         # Of two kinds the faster one is filled first.
         ([*A100, *H100], 6, 8,
-         [(2, 8, "h100", {KIND: "H100"}), (4, 8, "a100-80g", {KIND: "A100"})]),
+         [(2, 8, "h100", {KIND_LABEL: "H100"}), (4, 8, "a100-80g", {KIND_LABEL: "A100"})]),
         ([*A100, *H100], 3, 8,
-         [(2, 8, "h100", {KIND: "H100"}), (1, 8, "a100-80g", {KIND: "A100"})]),
-        ([*A100, *H100], 2, 8, [(2, 8, "h100", {KIND: "H100"})]),
+         [(2, 8, "h100", {KIND_LABEL: "H100"}), (1, 8, "a100-80g", {KIND_LABEL: "A100"})]),
+        ([*A100, *H100], 2, 8, [(2, 8, "h100", {KIND_LABEL: "H100"})]),
     ],
 )  # fmt: skip
 def test_hosts_with_gpus_become_pools(nodes, processes, each, expected):
@@ -84,7 +86,7 @@ def test_a_label_of_ones_own_keeps_pools_apart():
     assert found == [(2, 8, "h100", {"rack": "r1"}), (1, 8, "h100", {"rack": "r2"})]
     both = [*racks, host("A100", 8, rack="r1")]
     found = pools_of(both, "gpu", 4, 8, together="rack")
-    assert found[-1] == (1, 8, "a100-80g", {KIND: "A100", "rack": "r1"})
+    assert found[-1] == (1, 8, "a100-80g", {KIND_LABEL: "A100", "rack": "r1"})
 
 
 def slices(**hosts):
@@ -101,9 +103,9 @@ def test_a_slice_is_taken_whole():
     groups = host_groups(nodes, "tpu", 6, 4)
     known = [DEVICES["v5p"]] * 2
     large, small = cluster_from_hosts(groups, known, 6, 4).pools
-    assert (large.shape, large.counts, large.where) == ((2, 2, 4), (16,), ((SLICE, "b"),))
-    assert (small.shape, small.counts, small.where) == ((2, 2, 2), (8,), ((SLICE, "a"),))
-    assert pools_of(nodes, "tpu", 2, 4) == [(2, 4, "v5p", {SLICE: "a"})]
+    assert (large.shape, large.counts, large.where) == ((2, 2, 4), (16,), ((SLICE_LABEL, "b"),))
+    assert (small.shape, small.counts, small.where) == ((2, 2, 2), (8,), ((SLICE_LABEL, "a"),))
+    assert pools_of(nodes, "tpu", 2, 4) == [(2, 4, "v5p", {SLICE_LABEL: "a"})]
     with pytest.raises(ConfigError, match=r"processes=3, of 4 devices each: .*hosts take 2, 4, 6$"):
         cluster_from_hosts(groups, known, 3, 4)
     with pytest.raises(ConfigError, match=r"2 TPU hosts are 2x2x2, which processes of 2 chips"):
@@ -251,7 +253,7 @@ def test_a_plan_s_sets_stand_on_the_hosts_it_was_made_for(name, monkeypatch):
     taken = {}
     for labels, count in zip(plan.where, plan.allocation, strict=True):
         assert count <= each or count % each == 0
-        place = rooms(nodes, "p", platform, max(count // each, 1), min(count, each), together,
+        place = placements(nodes, "p", platform, max(count // each, 1), min(count, each), together,
                       labels)  # fmt: skip
         assert labels and set(labels.items()) <= set(place[0].labels)
         key = tuple(sorted(labels.items()))
@@ -265,19 +267,19 @@ def test_the_search_weighs_kinds_against_each_other(monkeypatch):
     # Either host would do; the step is shorter on the faster one than on the other.
     plan, *_ = plan_on("two kinds", monkeypatch, **{"algorithm.kl_coef": 0.0})
     actor = next(i for i, roles in enumerate(plan.placement) if "actor" in roles)
-    assert plan.where[actor] == {KIND: "H100"}
+    assert plan.where[actor] == {KIND_LABEL: "H100"}
 
 
 def test_a_plan_is_read_back_with_its_hosts(tmp_path):
     file = tmp_path / "plan.json"
     content = {
         "placement": [["actor", "reference"], ["critic"]], "allocation": [8, 8],
-        "where": [{KIND: "H100"}, {}],
+        "where": [{KIND_LABEL: "H100"}, {}],
     }  # fmt: skip
     file.write_text(json.dumps(content))
     roles = ("actor", "critic", "reference")
     plan = make_plan(str(file), roles, 16)
-    assert plan.where == ({KIND: "H100"}, {})
+    assert plan.where == ({KIND_LABEL: "H100"}, {})
     config = tiny_config("PPO", {"placement": str(file), "cluster.devices_per_process": 2})
     for wrong, said in (
         ([{"rack": 1}, {}], "no labels, name and value both strings"),
@@ -294,4 +296,4 @@ def test_a_plan_is_read_back_with_its_hosts(tmp_path):
 
 def test_hosts_that_a_plan_wants_and_nobody_has_are_named():
     with pytest.raises(ConfigError, match=r"hosts with rack=r9, which none has;.* rack=r1"):
-        rooms([host("H100", 8, rack="r1")], "p", "gpu", 1, 8, labels={"rack": "r9"})
+        placements([host("H100", 8, rack="r1")], "p", "gpu", 1, 8, labels={"rack": "r9"})

@@ -118,7 +118,7 @@ def test_a_plan_counts_parameters_and_passes_as_its_run_does(name, platform):
                 micro_batch=rows * mesh.replicas,
                 optimizer=OptimizerConfig(1e-6),
             )
-            run = RoleMemory.described(context, scalar, layout, platform == "tpu")
+            run = RoleMemory.from_context(context, scalar, layout, platform == "tpu")
             one = mine.rows(rows, work, micro_batches(64, mesh, rows))
             assert one == run.update_pass(64, work.samples, work.prompt_length)
             theirs = run.memory.update(one, remat)

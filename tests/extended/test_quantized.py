@@ -221,7 +221,7 @@ def test_what_a_run_learned_goes_out_as_it_generated(base, tmp_path):
         trainer.export(tmp_path / "merged")
         trainer.export(tmp_path / "adapter", adapter=True)
         actor = trainer.roles.groups["actor"].worker
-        with actor.gathered() as params:
+        with actor.generation_weights() as params:
             generated = jax.tree.map(np.asarray, params)
     _, of_workdir = hjax.models.weights.load_decoder(tmp_path / "run")
     _, of_export = hjax.models.weights.load_decoder(tmp_path / "merged")
@@ -243,7 +243,7 @@ def test_a_matrix_takes_a_byte_per_element(base):
             [update] = [p for p in step_programs(*of)[0] if p.name == "update"]
             used = update.program.trace().lower().compile().memory_analysis()
             total = sum(x.nbytes for x in jax.tree.leaves(actor.params))
-            estimate = RoleMemory.built(actor).memory.resident(trained=False)
+            estimate = RoleMemory.from_worker(actor).memory.resident(trained=False)
             assert estimate == total
             counted = model_counts(actor.network.config).bytes_each
             small = (x.size for x in jax.tree.leaves(actor.params) if x.dtype.itemsize == 1)

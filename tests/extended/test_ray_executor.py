@@ -93,7 +93,7 @@ class Small:
 def small(tmp_path_factory):
     with contextlib.ExitStack() as ends:
         if not ray.is_initialized():
-            ray_calls.start_here(10)
+            ray_calls.start_local_cluster(10)
             ends.callback(ray_calls.end_here)
         with jax.default_matmul_precision("highest"), pytest.MonkeyPatch.context() as patch:
             patch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_cpu_use_onednn=false")
@@ -174,13 +174,13 @@ def test_a_pure_function_runs_where_the_data_is(small):
 
 @pytest.mark.slow
 def test_who_is_late_at_the_start_is_said(small, monkeypatch):
-    wait = ray_pool.ProcessPool._all
+    wait = ray_pool.ProcessPool._wait_all
 
     def impatient(pool, references, doing, **options):
         monkeypatch.setattr(ray_pool, "START_SECONDS", 0)
         return wait(pool, references, doing, **options)
 
-    monkeypatch.setattr(ray_pool.ProcessPool, "_all", impatient)
+    monkeypatch.setattr(ray_pool.ProcessPool, "_wait_all", impatient)
     with pytest.raises(ProcessLost, match=r"late:0, late:1: not done with starting within 0 s"):
         small.group("late")
 
@@ -191,7 +191,7 @@ def test_nobody_joins_without_the_token(tmp_path):
     program = (
         "import os, ray\n"
         "from hjax.controller import ray_calls\n"
-        "ray_calls.start_here(2)\n"
+        "ray_calls.start_local_cluster(2)\n"
         "print(ray_calls.whereabouts()[1], os.environ['RAY_AUTH_TOKEN'], flush=True)\n"
         "input()\n"
         "ray_calls.end_here()\n"
@@ -268,7 +268,7 @@ def test_an_object_store_that_runs_full_goes_on_disk(tmp_path):
         "import pathlib\n"
         "from test_ray_executor import Small\n"
         "from hjax.controller import ray_calls\n"
-        "ray_calls.start_here(6)\n"
+        "ray_calls.start_local_cluster(6)\n"
         f"small = Small(pathlib.Path({str(tmp_path)!r}))\n"
         "made = [small.one.make(40_000_000) for _ in range(5)]\n"
         "print([small.other.total(batch).result()['sum'] for batch in made])\n"

@@ -23,7 +23,7 @@ from hjax.controller import ResourcePool, Timeline, WorkerGroup, ray_calls
 from hjax.controller.ray_cluster import RayCluster
 from hjax.controller.ray_executor import RayExecutor
 from hjax.errors import ProcessLost, RunError
-from hjax.machine import descendants, name_of, state
+from hjax.machine import descendants, process_name, process_state
 from hjax.user_code import load_object
 from hjax.workers import WorkerContext
 
@@ -58,7 +58,7 @@ def cluster():
     """A Ray of this module's own, which trainers find and use."""
     with contextlib.ExitStack() as ends:
         if not ray.is_initialized():
-            ray_calls.start_here(8)
+            ray_calls.start_local_cluster(8)
             ends.callback(ray_calls.end_here)
         yield
 
@@ -171,7 +171,8 @@ TABLE = {
     ),
     # Generation ahead of learning, of which the schedule makes the same in each run.
     "ahead: the rollout": ("ahead", Strike("rollout.generate_sequences", 2, "rollout")),
-    "ahead: the rollout, taking weights": ("ahead", Strike("rollout.take", 2, "rollout")),
+    "ahead: the rollout, taking weights": (
+        "ahead", Strike("rollout.receive_weights", 2, "rollout")),
     "ahead: the actor, publishing": ("ahead", Strike("actor.publish", 2, "actor")),
     "ahead: the actor, update": ("ahead", Strike("actor.update_actor", 5, "actor")),
     "ahead: the rollout stopped": (
@@ -229,7 +230,7 @@ def elastic(**changes):
 @pytest.mark.parametrize("call, nth", [
     ("rollout.generate_sequences", 3),
     pytest.param("actor.update_actor", 5, marks=pytest.mark.slow),
-    pytest.param("rollout.take", 2, marks=pytest.mark.slow),
+    pytest.param("rollout.receive_weights", 2, marks=pytest.mark.slow),
     pytest.param("evaluated", 2, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_learning_goes_on_while_a_rollout_is_replaced(call, nth, cluster):
@@ -323,7 +324,7 @@ def test_a_call_that_never_ends_is_noticed_though_its_process_answers(tmp_path, 
     config = tiny_config(f"{tmp_path}/stuck.py:Hangs", keys)
     trainer = hjax.Trainer(config, tmp_path / "run", Said())
     try:
-        with pytest.raises(RunError, match=r"all:0 .* has been at reference.* for 15 seconds"):
+        with pytest.raises(RunError, match=r"all:0 .* has run reference.* for 15 seconds"):
             trainer.run()
     finally:
         trainer.close()
@@ -405,7 +406,7 @@ def test_who_may_wait_in_vain_for_what_was_lost_counts_as_lost_too(tmp_path, clu
             assert time.monotonic() < until
             time.sleep(0.1)
         os.kill(short.pool.executor.pids()[0], signal.SIGKILL)
-        with pytest.raises(ProcessLost, match="pool long waits for what was lost with pool short"):
+        with pytest.raises(ProcessLost, match="pool long waits for results lost with pool short"):
             stuck.result(60)
         assert set(cluster.lost()) == {long.pool.executor, short.pool.executor}
 
@@ -455,7 +456,9 @@ class Command:
                 for each in (*descendants(pid), pid):
                     os.kill(each, signal.SIGKILL)
         until = time.monotonic() + 15
-        while left := [name_of(pid) for pid in self.others if state(pid) not in ("", "Z")]:
+        while left := [
+            process_name(pid) for pid in self.others if process_state(pid) not in ("", "Z")
+        ]:
             assert time.monotonic() < until, left
             time.sleep(0.1)
         # A process counts as gone while threads of it may still be closing what they had.
@@ -468,7 +471,7 @@ class Command:
 
 def workers_start(command):
     """Ray runs, and starts the first of the run's processes."""
-    return any("RayProcess" in name_of(pid) for pid in descendants(command.process.pid))
+    return any("RayProcess" in process_name(pid) for pid in descendants(command.process.pid))
 
 
 def steps_are_taken(command):
@@ -495,7 +498,7 @@ def alone(tmp_path_factory):
 def test_ray_itself_is_started_again(server, sent, tmp_path, alone):
     command = Command(tmp_path, **LONGER)
     command.wait_for(lambda command: command.rows())
-    [pid] = [p for p in descendants(command.process.pid) if name_of(p) == server]
+    [pid] = [p for p in descendants(command.process.pid) if process_name(p) == server]
     os.kill(pid, sent)
     status, printed = command.end()
     assert status == 0, printed

@@ -18,7 +18,7 @@ import pytest
 from helpers import TINY, computed, read_rows, tiny_config, write_config
 
 import hjax
-from hjax.controller.hosts import SLICE
+from hjax.controller.hosts import SLICE_LABEL
 from hjax.devices import Device
 from hjax.errors import ConfigError
 from hjax.machine import descendants
@@ -36,7 +36,7 @@ def racks():
     from ray.cluster_utils import Cluster
 
     def host(rack):
-        labels = {"rack": rack, SLICE: f"slice-{rack}"}
+        labels = {"rack": rack, SLICE_LABEL: f"slice-{rack}"}
         return {"num_cpus": 2, "labels": labels, "node_ip_address": "127.0.0.10"}
 
     first, *others = map(host, RACKS)
@@ -94,7 +94,7 @@ def test_a_plan_of_ones_own_says_where_its_sets_stand(critic, actor, racks, tmp_
     file = tmp_path / "plan.json"
     plan = {
         "placement": [["critic"], ["actor", "reference"]], "allocation": [1, 1],
-        "where": [{"rack": critic}, {"rack": actor, SLICE: f"slice-{actor}"}],
+        "where": [{"rack": critic}, {"rack": actor, SLICE_LABEL: f"slice-{actor}"}],
     }  # fmt: skip
     file.write_text(json.dumps(plan))
     changes = {
@@ -119,13 +119,13 @@ def test_gpus_that_jax_does_not_find_are_named(racks, monkeypatch):
     for node in nodes:
         node["Resources"]["GPU"] = 1.0
     monkeypatch.setattr("hjax.controller.ray_calls.nodes", lambda: nodes)
-    ask = ray_hosts.ray_calls.ask_host
+    ask = ray_hosts.ray_calls.run_on_host
     monkeypatch.setattr(
-        "hjax.controller.ray_calls.ask_host",
+        "hjax.controller.ray_calls.run_on_host",
         lambda address, function, takes: ask(address, function, {}),
     )
     with pytest.raises(ConfigError, match=r"host 127.0.0.10 has GPUs, but JAX there finds 'cpu'"):
-        ray_hosts.look(racks, 3, 0, "none")
+        ray_hosts.discover_hosts(racks, 3, 0, "none")
 
 
 # Hosts as docs/cluster.md starts them, one of which is lost with all that runs on it.

@@ -37,7 +37,7 @@ def reward(prompts, responses, prompt_tokens, response_tokens, **columns):
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    ray_calls.start_here(processes=6)
+    ray_calls.start_local_cluster(processes=6)
     yield
     ray_calls.end_here()
 

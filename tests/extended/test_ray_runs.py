@@ -31,7 +31,7 @@ MODEL = ModelConfig(
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
     """One Ray cluster for the tests of this file; every run starts its own processes on it."""
-    ray_calls.start_here(processes=6)
+    ray_calls.start_local_cluster(processes=6)
     yield
     ray_calls.end_here()
 
@@ -161,7 +161,7 @@ def test_generation_ahead_of_learning_is_the_same(tmp_path):
 COUNTING = """
 import hjax
 from hjax.controller.ray_calls import StoredArray
-from hjax.sharded_values import Added
+from hjax.sharded_values import SummedValue
 from hjax.sharding.protocols import control
 
 fetch, fetches = StoredArray.fetch, {}
@@ -176,12 +176,12 @@ StoredArray.fetch = counted
 class Counting(hjax.workers.Reference):
     @control
     def fetched(self):
-        return Added({"bytes": self.fetched_bytes})
+        return SummedValue({"bytes": self.fetched_bytes})
 
     @hjax.protocol("3D_PROTO", reads=("x",))
     def doubled(self, batch):
         held = sum(shard.data.nbytes for shard in batch["x"].addressable_shards)
-        counts = Added({"held": held, "fetched": sum(fetches.values())})
+        counts = SummedValue({"held": held, "fetched": sum(fetches.values())})
         fetches.clear()
         return {"x": 2 * batch["x"], "counts": counts}
 """
@@ -251,7 +251,7 @@ def test_weights_of_a_pool_s_own_go_by_one_program_of_its_world(tmp_path):
 def test_weights_between_pools_are_given_and_fetched_once(tmp_path):
     """Rows of the one are columns of the other, each over two processes."""
     with two_groups(tmp_path, 2, {"fsdp": 4}, {"tensor": 4}) as (made, actor, rollout):
-        landing = rollout.landing().result()
+        landing = rollout.target_regions().result()
         before, passed = given(actor), made.sent_bytes + made.fetched_bytes
         rollout.take_weights(actor.weights(landing)).result()
         fetched = rollout.fetched().result()["bytes"]

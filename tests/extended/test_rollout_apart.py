@@ -122,7 +122,7 @@ def groups():
 def test_a_version_is_taken_beside_and_then_committed(groups):
     actor, rollout = groups
     before = rollout.worker.params
-    assert rollout.take(actor.publish(), 7).result() == 7
+    assert rollout.receive_weights(actor.publish(), 7).result() == 7
     assert rollout.worker.params is before and rollout.worker.version < 7
     assert rollout.commit(7).result() == 7
     for new, own in zip(
@@ -149,7 +149,7 @@ def test_weights_that_do_not_fit_are_refused(damage, message, groups):
     weights = damage(dict(actor.publish().result()))
     with pytest.raises(RunError, match=message):
         # What generates with a version fails as its publication did.
-        taken = rollout.take(weights, 9)
+        taken = rollout.receive_weights(weights, 9)
         rollout.generate_sequences({}, version=rollout.commit(taken)).result()
 
 
@@ -157,10 +157,10 @@ def test_versions_rise_and_are_taken_before_they_generate(groups):
     actor, rollout = groups
     now = rollout.worker.version
     with pytest.raises(RunError, match=f"version {now} came while version {now} is in use"):
-        rollout.take(actor.publish(), now).result()
-    with pytest.raises(RunError, match="version 99 was not taken"):
+        rollout.receive_weights(actor.publish(), now).result()
+    with pytest.raises(RunError, match="version 99 was not received"):
         rollout.commit(99).result()
-    with pytest.raises(RunError, match=f"version 99 of the weights is to generate, {now} is here"):
+    with pytest.raises(RunError, match=f"version 99 of the weights must generate, but {now} is loaded"):
         rollout.generate_sequences({}, version=99).result()
 
 

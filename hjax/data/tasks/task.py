@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hjax.data.tokenizer import Tokenizer
-from hjax.errors import ConfigError, DataError, meant
+from hjax.errors import ConfigError, DataError, did_you_mean
 
 # One prompt in eight is held out. A hash of its text decides, so that no seed or count ever puts a
 # prompt into both splits.
@@ -246,13 +246,13 @@ def register(cls: type[Task]) -> type[Task]:
 def get_task(name: str, **options: Any) -> Task:
     """Make a task by name; ConfigError lists what exists for an unknown name or option."""
     if name not in TASKS:
-        there = f"{meant(name, TASKS)}there are {', '.join(sorted(TASKS))}"
+        there = f"{did_you_mean(name, TASKS)}there are {', '.join(sorted(TASKS))}"
         raise ConfigError(f"no task {name!r}: {there}")
     cls = TASKS[name]
     known = cls.default_options()
     for option in options:
         if option not in known:
-            has = f"{meant(option, known)}it has {', '.join(known)}"
+            has = f"{did_you_mean(option, known)}it has {', '.join(known)}"
             raise ConfigError(f"task {name} has no option {option!r}: {has}")
     return cls(**options)
 

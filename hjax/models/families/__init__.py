@@ -16,7 +16,7 @@ from hjax.models.families.phi3 import Phi3
 from hjax.models.families.qwen import Qwen2, Qwen3, Qwen3Moe
 from hjax.models.families.smollm3 import SmolLM3
 from hjax.models.model_config import ModelConfig
-from hjax.user_code import load_object, origin
+from hjax.user_code import file_and_name, load_object
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -70,7 +70,7 @@ def load_family(spec: str, setting: str = "model.family") -> Family:
             f"{setting}={spec!r}: its model_type is {model_type!r}; give it one that is not "
             f"among hjax's own ({', '.join(FAMILIES)})"
         )
-    path, name = origin(found) or spec.rsplit(":", 1)
+    path, name = file_and_name(found) or spec.rsplit(":", 1)
     own = _user_families[model_type] = _UserFamily(f"{path}:{name}", found())
     return own.family
 
