@@ -160,7 +160,8 @@ def test_versions_rise_and_are_taken_before_they_generate(groups):
         rollout.receive_weights(actor.publish(), now).result()
     with pytest.raises(RunError, match="version 99 was not received"):
         rollout.commit(99).result()
-    with pytest.raises(RunError, match=f"version 99 of the weights must generate, but {now} is loaded"):
+    said = f"version 99 of the weights must generate, but {now} is loaded"
+    with pytest.raises(RunError, match=said):
         rollout.generate_sequences({}, version=99).result()
 
 
