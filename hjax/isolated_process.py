@@ -20,17 +20,8 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from hjax.process_supervisor import (
-    DONE,
-    FAILED,
-    FRAME_HEADER,
-    READY,
-    REQUEST,
-    SETUP,
-    STARTED,
-    STATUS,
-    send_frame,
-)
+from hjax import process_supervisor as frames
+from hjax.process_supervisor import send_frame
 
 # Timeouts: to start and import, and to read a request.
 _START_SECONDS, _READ_SECONDS = 300.0, 10.0
@@ -61,8 +52,7 @@ class TaskFailed(Exception):
 
 
 class IsolatedProcess:
-    """A subprocess that answers requests, one at a time; started by the first request or by
-    ``start``.
+    """A subprocess that answers requests one at a time; started by the first, or by ``start``.
 
     If it exceeds a timeout or dies it is killed with all its descendants, and the next request
     starts another. Its output is printed here. It ends with this object, and with this process,
@@ -110,11 +100,11 @@ class IsolatedProcess:
             process = self._ensure_started()
             try:
                 if not process.ready:
-                    process.expect(READY, self._start_seconds)
+                    process.expect(frames.READY, self._start_seconds)
                     process.ready = True
                 process.send(request, _READ_SECONDS + seconds)
-                process.expect(STARTED, _READ_SECONDS + seconds)
-                return process.expect(DONE, seconds + _GRACE_SECONDS)
+                process.expect(frames.STARTED, _READ_SECONDS + seconds)
+                return process.expect(frames.DONE, seconds + _GRACE_SECONDS)
             except BaseException as error:
                 # After Ctrl-C too: a late answer would be taken for the next request's.
                 if not isinstance(error, TaskFailed) or error.at_start:
@@ -179,18 +169,18 @@ class _Process:
         # Sent now, so that it imports in the background.
         self._requests.settimeout(_READ_SECONDS)
         with contextlib.suppress(OSError):  # then it will not be ready either
-            send_frame(self._requests, SETUP, setup)
+            send_frame(self._requests, frames.SETUP, setup)
 
     def send(self, request: bytes, seconds: float) -> None:
         self._requests.settimeout(seconds)
-        send_frame(self._requests, REQUEST, request)
+        send_frame(self._requests, frames.REQUEST, request)
 
     def expect(self, kind: bytes, seconds: float) -> bytes:
         """The content of the next frame, which must be of this kind."""
         deadline = time.monotonic() + seconds
-        found, size = FRAME_HEADER.unpack(self._read(FRAME_HEADER.size, deadline))
+        found, size = frames.FRAME_HEADER.unpack(self._read(frames.FRAME_HEADER.size, deadline))
         content = self._read(size, deadline)
-        if found == FAILED:
+        if found == frames.FAILED:
             raise TaskFailed(content.decode(errors="replace"), at_start=not self.ready)
         if found != kind:
             raise ProcessDied("its process answered out of turn")
@@ -217,9 +207,9 @@ class _Process:
         """How the worker ended, in words."""
         self._control.settimeout(_END_SECONDS)
         with contextlib.suppress(OSError):
-            status_bytes = self._control.recv(STATUS.size)
-            if len(status_bytes) == STATUS.size:
-                status = os.waitstatus_to_exitcode(STATUS.unpack(status_bytes)[0])
+            status_bytes = self._control.recv(frames.STATUS.size)
+            if len(status_bytes) == frames.STATUS.size:
+                status = os.waitstatus_to_exitcode(frames.STATUS.unpack(status_bytes)[0])
                 if status >= 0:
                     return f"its process ended with exit status {status}"
                 with contextlib.suppress(ValueError):

@@ -317,7 +317,7 @@ def test_greedy_tokens_are_transformers_on_every_layout(name, directory, batch, 
 
 def test_kv_heads_kept_whole_are_reported(directory):
     group = make_actor(directory, *LAYOUTS["tensor 8, KV heads kept whole"])
-    assert group.worker.unsharded_dimensions == ["kv_heads"]
+    assert group.worker.unsharded_axes == ["kv_heads"]
     group.pool.close()
 
 

@@ -183,11 +183,7 @@ def serialize_value(value: Any, store: ObjectStore) -> SerializedValue:
             from hjax.sharding.global_arrays import pieces_of
 
             x = pieces_of(x)
-        elif (
-            isinstance(x, np.ndarray)
-            and x.nbytes >= LARGE_ARRAY_BYTES
-            and x.dtype.kind not in "OUSMm"
-        ):
+        elif is_large(x) and x.dtype.kind not in "OUSMm":
             x = ArrayRegions(x.shape, x.dtype, ((tuple((0, n) for n in x.shape), x),))
         if isinstance(x, ArrayRegions):
             stored_bytes += sum(data.nbytes for _, data in x.parts if is_large(data))
@@ -230,13 +226,11 @@ def deserialize_value(written: SerializedValue) -> Any:
 
 def merge_exports(exports: Sequence[Mapping[Any, SerializedValue]]) -> Any:
     """The value of a result, merged from the exports of all processes of a pool."""
-    first = exports[0]
-    if None in first:
-        return sharded_values.merge([deserialize_value(export[None]) for export in exports])
-    return {
-        key: sharded_values.merge([deserialize_value(export[key]) for export in exports])
-        for key in first
-    }
+
+    def merged(key: Any) -> Any:
+        return sharded_values.merge([deserialize_value(export[key]) for export in exports])
+
+    return merged(None) if None in exports[0] else {key: merged(key) for key in exports[0]}
 
 
 class HostProcess:
@@ -260,8 +254,6 @@ class HostProcess:
         self._messages: MessageQueue | None = None
         self._probe: Any = None
         self._exported_bytes = 0
-
-    # Starting and stopping
 
     def prepare(self, setup: ProcessSetup) -> ProcessInfo:
         """Apply the settings, before JAX starts a backend."""
@@ -322,8 +314,6 @@ class HostProcess:
             self._messages.close()
         if self._setup.devices and self._setup.processes > 1:
             jax.distributed.shutdown()
-
-    # Messages
 
     def submit(
         self, sequence: int, parcel: Sequence[QueuedMessage]
@@ -394,8 +384,6 @@ class HostProcess:
 
         return sharded_values.map_leaves(leaf, value)
 
-    # Results
-
     def result(self, number: int) -> concurrent.futures.Future:
         """The future of a message's result."""
         with self._lock:
@@ -452,8 +440,6 @@ class HostProcess:
             self._results.pop(number, None)
             for key in [key for key in self._exports if key[0] == number]:
                 del self._exports[key]
-
-    # Calls of the cluster
 
     def heartbeat(self) -> Heartbeat:
         """A heartbeat with the log lines since the last one."""

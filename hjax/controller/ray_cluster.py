@@ -124,10 +124,7 @@ class RayCluster:
             raise
         self._callbacks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.run_later: Callable[[Callable[[], None]], None] = self._callbacks.put
-        self._callback_thread = threading.Thread(
-            target=self._run_callbacks, name="answers", daemon=True
-        )
-        self._callback_thread.start()
+        threading.Thread(target=self._run_callbacks, name="answers", daemon=True).start()
         self._ended = threading.Event()
         self._watch = threading.Thread(target=self._watch_processes, name="heartbeat", daemon=True)
         self._watch.start()
@@ -193,8 +190,6 @@ class RayCluster:
                     f"process {name} has {what} {theirs.get(what)}, the controller {ours}; install "
                     "the same on every host"
                 )
-
-    # Fault detection
 
     def call_ray(self, function: Callable[[], Any], done: str) -> Any:
         """Call a function that waits for Ray's servers.
@@ -266,8 +261,7 @@ class RayCluster:
                 executor.mark_lost(handle, "died", error)
 
     def _check_servers(self) -> None:
-        """Notice failed servers: without them Ray answers nothing, and ends this process after a
-        minute."""
+        """Notice failed servers, without which Ray ends this process after a minute."""
         if self.ray_failure is not None:
             return
         why = self._servers.failure(self.heartbeat_seconds)

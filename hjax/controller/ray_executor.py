@@ -24,9 +24,9 @@ from hjax.controller import ray_calls
 from hjax.controller.futures import DEADLINE_SECONDS, Future
 from hjax.controller.messages import BuildWorker, Call, Message, ResultOf, deserialize
 from hjax.controller.process import (
-    LARGE_ARRAY_BYTES,
     QueuedMessage,
     RemoteResult,
+    is_large,
     merge_exports,
     serialize_value,
 )
@@ -72,10 +72,7 @@ class RayExecutor(ProcessPool):
         self._sequence = itertools.count()
         # Pending calls, by number.
         self._waiting: dict[int, _Waiting] = {}
-        self._blocked_call = (
-            -1,
-            0.0,
-        )  # call that needs lost results, and since when
+        self._blocked_call = (-1, 0.0)  # call that needs lost results, and since when
         self._oldest_call = (-1, 0.0)  # oldest pending call, and since when it is that
         self._dropped: list[int] = []
         self._outbox: list[tuple[QueuedMessage, Message, list[Any]]] = []
@@ -89,8 +86,6 @@ class RayExecutor(ProcessPool):
             self._sequence = itertools.count()
             self._dropped, self._outbox, self._in_flight = [], [], 0
         super().restart(counts)
-
-    # Messages
 
     def submit(self, message: Message) -> Future:
         """Send a message to every process of the pool."""
@@ -135,8 +130,7 @@ class RayExecutor(ProcessPool):
                 references, list(self._handles))  # fmt: skip
 
     def _sent(self, value: Any, message: Message, used: list[Any]) -> Any:
-        """A message's values with results replaced by references, and large arrays split by
-        rows."""
+        """A message's values: results become references, large arrays are split by rows."""
         reads = message.reads if isinstance(message, Call) else None
 
         def leaf(x: Any) -> Any:
@@ -150,11 +144,7 @@ class RayExecutor(ProcessPool):
                 return x.result()
             if isinstance(x, jax.Array):
                 x = np.asarray(x)
-            if (
-                isinstance(x, np.ndarray)
-                and x.nbytes >= LARGE_ARRAY_BYTES
-                and x.dtype.kind not in "OUSMm"
-            ):
+            if is_large(x) and x.dtype.kind not in "OUSMm":
                 return split_rows(x, self.processes)
             return x
 
@@ -212,8 +202,6 @@ class RayExecutor(ProcessPool):
             if not call.inner.done():
                 call.inner.set_exception(told)
 
-    # Results
-
     def export(self, future: RayFuture, reads: frozenset[str] | None) -> list[Any]:
         """References to a result as each process exports it."""
         self._check_start(future)
@@ -221,9 +209,7 @@ class RayExecutor(ProcessPool):
 
     def _check_start(self, future: RayFuture) -> None:
         if future.start != self.starts:
-            raise ProcessLost(
-                f"{future.label}: its result was lost with pool {self.name}'s processes"
-            )
+            raise ProcessLost(f"{future.label}: its result was lost with pool {self.name}")
 
     def fetch(self, future: RayFuture, seconds: float) -> Any:
         """A result, fetched to the controller."""
@@ -244,14 +230,11 @@ class RayExecutor(ProcessPool):
         """Release a result; the processes are told with the next message."""
         self._dropped.append(number)
 
-    # Called by the cluster
-
     def waits_for_lost_results(self, seconds: float) -> bool:
         """Whether the running call needs results that were lost with their pool.
 
         One of the pool's processes may have what it needs, and wait inside a program for another
-        that has not: after so many seconds the pool counts as lost. A single process waits for no
-        other.
+        that has not: after so many seconds the pool counts as lost. One process waits for none.
         """
         with self._lock:
             number, call = next(iter(self._waiting.items()), (-1, None))
@@ -275,8 +258,7 @@ class RayExecutor(ProcessPool):
         yield from super()._check_heartbeats(seconds)
 
     def _check_call_deadlines(self) -> None:
-        """Fail the pool if a call exceeds its timeout: a process that answers may hang in a
-        program."""
+        """Fail the pool if a call exceeds its timeout; the process may hang in a program."""
         now, most = time.monotonic(), self._cluster.call_seconds
         with self._lock:
             number, call = next(iter(self._waiting.items()), (-1, None))

@@ -37,9 +37,7 @@ def discover_hosts(
             each = devices_per_host(nodes, platform)
         groups = host_groups(nodes, platform, processes, each, colocation_label)
         found = tuple(_device_of(group) for group in groups) if platform == "gpu" else ()
-        if (
-            platform == "tpu"
-        ):  # a slice's hosts start together or not at all, so Ray's labels are used
+        if platform == "tpu":  # by Ray's labels: a slice's hosts start together or not at all
             found = tuple(FoundDevice("tpu", group.kind) for group in groups)
         return Hosts(platform, each, tuple(groups), found)
 

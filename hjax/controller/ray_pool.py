@@ -75,13 +75,11 @@ class ProcessPool:
         self._heartbeat_lock = threading.Lock()
         self._handles: list[ProcessHandle] = []
         self._group: Any = None
-        self._missing_placements: list[Any] = []  # requested, for processes that are missing
-        self._available_count = 0
+        self._missing: list[Any] = []  # requested, for processes that are missing
+        self._granted = 0
         self._lost: ProcessLost | None = None
         self._closed = False
         self.starts = 0
-
-    # Starting
 
     def _start(self, counts: Sequence[int] = ()) -> None:
         """Start as many processes as can be placed, of the allowed numbers."""
@@ -143,9 +141,7 @@ class ProcessPool:
                 ask = functools.partial(self._try_placement, bundle, count, room, seconds)
                 if cluster.call_ray(ask, f"placed pool {self.name}"):
                     wanted = range(self.planned - count)
-                    self._missing_placements = [
-                        ray_calls.request_placement([bundle], room) for _ in wanted
-                    ]
+                    self._missing = [ray_calls.request_placement([bundle], room) for _ in wanted]
                     return count
             if time.monotonic() > until:
                 raise RunError(
@@ -237,8 +233,7 @@ class ProcessPool:
             handle.offset = (before + time.perf_counter()) / 2 - pulse.clock
 
     def _get(self, references: Sequence[Any], seconds: float, late: str) -> list[Any]:
-        """Results; raises if a process is lost in the meantime, or with ``late`` after so many
-        seconds."""
+        """Results; raises if a process is lost, or after ``seconds`` with the text ``late``."""
         until, references = time.monotonic() + seconds, list(references)
         while True:
             # Short waits: without its servers Ray would never return from a long one.
@@ -250,8 +245,6 @@ class ProcessPool:
                 raise copy_error(error)
             if time.monotonic() >= until:
                 raise RunError(late)
-
-    # Ending
 
     def _kill(self) -> None:
         handles, groups = self.release_processes()
@@ -267,16 +260,8 @@ class ProcessPool:
 
     def release_processes(self) -> tuple[list[ProcessHandle], list[Any]]:
         """Forget the processes and their placement groups, which are returned."""
-        handles, groups = (
-            self._handles,
-            [g for g in (self._group, *self._missing_placements) if g is not None],
-        )
-        self._handles, self._group, self._missing_placements, self._available_count = (
-            [],
-            None,
-            [],
-            0,
-        )
+        handles, groups = self._handles, [g for g in (self._group, *self._missing) if g is not None]
+        self._handles, self._group, self._missing, self._granted = [], None, [], 0
         return handles, groups
 
     def restart(self, counts: Sequence[int] = ()) -> None:
@@ -290,20 +275,17 @@ class ProcessPool:
         self._cluster.restart_ray()
         self._start(counts)
 
-    # Fault detection
-
     @property
     def room(self) -> int:
-        """Number of processes that the pool could have now, missing ones that were granted
-        included."""
-        return self.processes + self._available_count
+        """Processes that the pool could have now, missing ones with a placement included."""
+        return self.processes + self._granted
 
     def check_capacity(self) -> None:
         """Check which of the missing processes have been granted a placement."""
-        wishes = self._missing_placements
+        wishes = self._missing
         granted = sum(bool(wish.wait(0.05)) for wish in wishes)
-        if wishes is self._missing_placements:
-            self._available_count = granted
+        if wishes is self._missing:
+            self._granted = granted
 
     def handles(self) -> list[ProcessHandle]:
         """Its processes, in rank order."""
@@ -374,9 +356,8 @@ class ProcessPool:
             done, _ = ray_calls.wait([reference], 0)
             if not done:
                 if now - since > seconds:
-                    self.mark_lost(
-                        handle, f"has given no sign of life for {now - since:.0f} seconds"
-                    )
+                    how = f"has given no sign of life for {now - since:.0f} seconds"
+                    self.mark_lost(handle, how)
                 continue
             handle.pending_heartbeat = None
             try:

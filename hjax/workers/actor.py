@@ -75,8 +75,7 @@ class Actor(LanguageWorker, GeneratingWorker):
 
     @contextlib.contextmanager
     def generation_weights(self) -> Iterator[Any]:
-        """Context manager: the actor's weights in the generate layout (reshard to generation and
-        back).
+        """Context manager: the weights in the generate layout (reshard to generation and back).
 
         Meanwhile the train layout's weights do not exist. Adapters are merged first; the adapters
         and their original matrices are kept. Training's weights come back even after an error.
@@ -144,9 +143,7 @@ class Actor(LanguageWorker, GeneratingWorker):
         if pretrain is None:
             return self.update(batch)
         more = {key: pretrain[key] for key in (*TOKEN_KEYS, "coefficient")}
-        if (
-            self.context.packing
-        ):  # if batches choose, demonstrations stay padded: two programs, not four
+        if self.context.packing:  # where batches choose these stay padded: two programs, not four
             more = self.batch_layout(more, grouped=False).with_packing(more)
         return self.update(batch, pretrain=more)
 
@@ -209,8 +206,7 @@ class Actor(LanguageWorker, GeneratingWorker):
         yield from TrainableWorker.programs(self, rows, prompt_length)
 
     def resident_state(self, program: str) -> dict[str, Any]:
-        """During the transition the buckets that are not moving; in generation the train layout's
-        masters of a copy."""
+        """In the transition all buckets but the moving one; in generation the masters of a copy."""
         names = [name for name, _ in self.transition.programs()]
         if program == "transition_merge":
             return super().resident_state(program)

@@ -38,7 +38,7 @@ class GeneratingWorker(ModelWorker):
             cache_dtype=context.cache_dtype,
         )  # fmt: skip
         self._prompt_count = 0  # prompts so far, for prompt_id
-        self._stop_conditions = StopConditions(
+        self._stop = StopConditions(
             context.stop_strings, context.tokenizer, context.sampling.min_tokens
         )
         self._scorers = {
@@ -122,9 +122,7 @@ class GeneratingWorker(ModelWorker):
                 seed=context.seed,
                 step=prompts.get("step", 0),
                 on_ended=self.reward_callback(prompts, pending),
-                ends=self._stop_string_ends(prompts, count + config.surplus)
-                if end is None
-                else None,
+                ends=self._stop_ends(prompts, count + config.surplus) if end is None else None,
             )
             # Waits for the responses, so the cache is freed before training's weights come back.
             rollout = self.cut_at_stop_strings(rollout) if end is None else rollout
@@ -169,15 +167,14 @@ class GeneratingWorker(ModelWorker):
         tokens = prompt_tokens[number]
         responses = [self._cut_response(tokens, response) for response in responses]
         count, tokenizer = len(responses), self.context.tokenizer
-        shown_prompts: list[Any] = [tokens] * count
+        shown: list[Any] = [tokens] * count
         answers: list[Any] = responses
         if tokenizer is not None:
             texts = prompts.get("prompt_text")
-            text = tokenizer.decode(tokens) if texts is None else texts[number]
-            shown_prompts = [text] * count
+            shown = [tokenizer.decode(tokens) if texts is None else texts[number]] * count
             answers = [tokenizer.decode_response(tokens, response) for response in responses]
         columns = {name: [x[number]] * count for name, x in prompts.get("columns", {}).items()}
-        group = PromptResponses(shown_prompts, answers, columns, [tokens] * count, responses)
+        group = PromptResponses(shown, answers, columns, [tokens] * count, responses)
         for role, scorer in self._scorers.items():
             pending[role][number * count : (number + 1) * count] = scorer.submit(group)
 
@@ -187,15 +184,13 @@ class GeneratingWorker(ModelWorker):
         Tokens after a stop string become padding, and a response that was cut is not ``truncated``.
         In a pool of several processes all must call this.
         """
-        if not self._stop_conditions.strings:
+        if not self._stop.strings:
             return trim(rollout)
         prompts = without_padding(rollout["prompts"], rollout["prompt_mask"])
         responses = without_padding(rollout["responses"], rollout["response_mask"])
         tokenizer = self.context.tokenizer
         pairs = list(zip(prompts, responses, strict=True))
-        cuts = [
-            self._stop_conditions.cut(tokenizer, prompt, response) for prompt, response in pairs
-        ]
+        cuts = [self._stop.cut(tokenizer, prompt, response) for prompt, response in pairs]
         ends = zip(responses, cuts, strict=True)
         kept = np.array([len(response if cut is None else cut[0]) for response, cut in ends])
         shape = rollout["responses"].shape
@@ -210,16 +205,16 @@ class GeneratingWorker(ModelWorker):
         }
         return trim(made | {"truncated": rollout["truncated"] & whole})
 
-    def _stop_string_ends(self, prompts: Mapping[str, Any], samples: int) -> Ends | None:
+    def _stop_ends(self, prompts: Mapping[str, Any], samples: int) -> Ends | None:
         """What ends responses to these prompts at a stop string; None without stop strings."""
-        if not self._stop_conditions.strings:
+        if not self._stop.strings:
             return None
         tokens = without_padding(prompts["prompts"], prompts["prompt_mask"])
-        return text_ends(self._stop_conditions, self.context.tokenizer, tokens, samples)
+        return text_ends(self._stop, self.context.tokenizer, tokens, samples)
 
     def _cut_response(self, prompt: list[int], response: list[int]) -> list[int]:
         """A response up to the token that completes its first stop string."""
-        cut = self._stop_conditions.cut(self.context.tokenizer, prompt, response)
+        cut = self._stop.cut(self.context.tokenizer, prompt, response)
         return response if cut is None else cut[0]
 
     def sequence_numbers(self, rows: int, first: int = 0) -> jax.Array:

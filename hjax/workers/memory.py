@@ -238,9 +238,8 @@ class MemoryEstimate:
         keep of first products beyond ``ModelCounts.kept``."""
         model, mesh, numerics = self.model, self.mesh, self.programs.numerics
         read, whole = model.kept(NONE)
-        every = self._activations(
-            micro.tokens, (read + (0 if numerics.own else model.remade), whole)
-        )
+        read += 0 if numerics.own else model.remade
+        every = self._activations(micro.tokens, (read, whole))
         if micro.pairs:  # exponentials in float32 and in the compute dtype; undivided outputs
             each = 4.0 + (numerics.compute if numerics.compute < 4 else 0.0)
             scores = each * micro.pairs * model.heads
@@ -280,10 +279,8 @@ class MemoryEstimate:
         return kept, (CAPACITY_FACTOR - 1) * first, piece
 
     def _cast(self) -> float:
-        """Weights cast to the compute dtype in an update.
-
-        Of weights in one byte, and of DoRA's merged matrices, only the layer in use is cast.
-        """
+        """Weights cast to the compute dtype in an update; of weights in one byte, and of DoRA's
+        merged matrices, only those of the layer in use."""
         model, mesh, numerics = self.model, self.mesh, self.programs.numerics
         cast = numerics.compute * self.held.wide
         if not numerics.own:
@@ -296,15 +293,12 @@ class MemoryEstimate:
         return cast + (4 * model.layer_parameters / mesh.tensor if model.dora else 0.0)
 
     def forward(self, micro: MemoryPass) -> float:
-        """Bytes of a forward pass beside the weights.
-
-        These are the hidden states twice, a cast copy of the weights (all layers on a TPU, whose
-        compiler casts before the loop over layers; else the layer in use), and the largest of one
-        layer's attention, its MLP, and the logits. While the copy is made it may itself be the
-        peak.
-        """
+        """Bytes of a forward pass beside the weights: the hidden states twice, a cast copy of the
+        weights (all layers on a TPU, whose compiler casts before the loop over layers; else the
+        layer in use), and the largest of one layer's attention, its MLP, and the logits. The peak
+        may also be while the copy is made."""
         model, mesh, numerics = self.model, self.mesh, self.programs.numerics
-        response_tokens = micro.response_tokens * mesh.context
+        logits = self._forward_logits(micro.response_tokens * mesh.context)
         layer = self._layer_forward(micro.tokens, micro.pairs, micro.row_tokens)
         hidden = 2 * micro.tokens * model.hidden * numerics.compute
         cast = numerics.compute * self.held.wide
@@ -312,12 +306,7 @@ class MemoryEstimate:
         if not self.programs.tpu:  # with FSDP _gathered counts the layers in use
             whole = mesh.fsdp == 1
             cast *= model.layer_parameters / model.parameters * mesh.pipe if whole else 0.0
-        within = (
-            hidden
-            + max(layer, self._forward_logits(response_tokens))
-            + self._gathered(micro.tokens)
-        )
-        return cast + max(within, made)
+        return cast + max(hidden + max(layer, logits) + self._gathered(micro.tokens), made)
 
     def _layer_forward(self, tokens: float, pairs: float, row_tokens: float = 0.0) -> float:
         """The larger of a layer's attention and its MLP, which do not overlap."""
@@ -335,8 +324,7 @@ class MemoryEstimate:
         return 8.0 * pairs * self.model.heads / self.mesh.tensor
 
     def _logits(self, tokens: float) -> float:
-        """float32 logits, at most ``ProgramOptions.logits`` bytes at a time; 0 for a scalar
-        head."""
+        """float32 logits, at most ``ProgramOptions.logits`` bytes at a time; 0: a scalar head."""
         if self.model.scalar:
             return 0.0
         return min(self.programs.logits, 4.0 * tokens * self.model.vocab / self.mesh.tensor)
@@ -465,8 +453,7 @@ class RoleMemory:
     def from_context(
         cls, context: WorkerContext, scalar: bool, layout: Layout, tpu: bool
     ) -> RoleMemory:
-        """The memory of a role whose worker is not built. ``scalar``: the model has a scalar head;
-        ``tpu``: on TPUs."""
+        """Memory of a role without a worker. ``scalar``: with a scalar head; ``tpu``: on TPUs."""
         assert context.model is not None
         network = (scalar_network if scalar else decoder_network)(context.model)
         if context.path:
@@ -511,7 +498,7 @@ class RoleMemory:
         return cls(memory, context, network, layout)
 
     def update_bytes(self, rows: int, prompt: int, policy: str) -> float:
-        """Bytes of an update of so many rows over all devices, state included; ``prompt``:
+        """Bytes of an update of so many rows over all devices, with its state; ``prompt``:
         tokens."""
         micro = self.update_pass(rows, self.context.samples, prompt)
         return self.memory.resident(trained=True) + self.memory.update(micro, policy)

@@ -38,7 +38,7 @@ class ModelWorker(ParameterWorker):
         # Pipeline stages set shardings themselves, except that of a split length.
         held = train if train.ways("layers") == 1 or train.ways("length") > 1 else None
         self.compute = dataclasses.replace(context.compute.on(train), layout=held)
-        self.micro_batches = self._make_micro_batches(self.network)
+        self.micro_batches = self._batching(self.network)
         packs = context.packing or context.choose_packing and self._can_choose_packing()
         # cuDNN's attention cannot mask packs; short ones use the attention without kernel.
         longest = WHOLE if self.compute.kernels.attention is cudnn.attend else 0
@@ -55,7 +55,7 @@ class ModelWorker(ParameterWorker):
         whole = train.ways("layers") == train.ways("length") == 1
         return whole and not self.context.router_loss
 
-    def _make_micro_batches(self, network: Network) -> MicroBatches:
+    def _batching(self, network: Network) -> MicroBatches:
         context = self.context
         return MicroBatches(
             self.layouts.train,
@@ -161,7 +161,7 @@ class ModelWorker(ParameterWorker):
         key = (getattr(compute, "__code__", compute), grouped, base)
         if key not in self._forwards:
             network = self.network.bare if base else self.network
-            passes = self._make_micro_batches(network) if base else self.micro_batches
+            passes = self._batching(network) if base else self.micro_batches
 
             def part(params: Params, batch: Any, stack: Stack) -> Any:
                 share = self.share(rows_of(batch)) if grouped else 1

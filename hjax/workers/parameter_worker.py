@@ -66,13 +66,11 @@ class AdapterMerge:
         return _with_layers(params, {name: layers[name] for name in base} | matrices)
 
     def unmerge(self, plain: Params, params: Params) -> Params:
-        """The parameters with adapters again, after ``__call__``'s result was moved and brought
-        back.
+        """The parameters with adapters again, once ``__call__``'s result was brought back.
 
         Args:
           plain: the merged parameters, perhaps in other arrays.
-          params: the parameters before the merge; matrices with adapters and quantized ones are
-            taken from here.
+          params: those before the merge, from which adapted and quantized matrices are taken.
         """
         layers = layers_of(params)
         own = {name: x for name, x in layers.items() if name in self._reads}
@@ -110,13 +108,11 @@ class ParameterWorker(Worker):
         if context.path:  # what is frozen can be read again, so it is kept as it is read
             self.network = self.network.frozen_in(context.compute.dtype)
         train, generate = context.layouts.train, context.layouts.generate
-        self.unsharded_dimensions = check_shapes(
+        self.unsharded_axes = check_shapes(
             train, context.model.dimensions, f"layout.{self.role}.train"
         )
         narrow = check_shapes(generate, context.model.dimensions, f"layout.{self.role}.generate")
-        self.layouts = RoleLayouts(
-            without(train, self.unsharded_dimensions), without(generate, narrow)
-        )
+        self.layouts = RoleLayouts(without(train, self.unsharded_axes), without(generate, narrow))
         train = self.layouts.train
         self.shardings = self.network.shardings(train)
         self.merge = (
@@ -147,8 +143,8 @@ class ParameterWorker(Worker):
 
     @control
     def target_regions(self) -> TargetRegions:
-        """The array regions that ``take_weights`` needs per device, for ``weights`` of another
-        pool."""
+        """The array regions that ``take_weights`` needs per device, for another pool's
+        ``weights``."""
         return landing_of(self.shardings, self.network.shapes)
 
     @control
@@ -184,7 +180,7 @@ class ParameterWorker(Worker):
         return self.merge(jax.tree.map(jax.device_put, self.params, self.shardings))
 
     def weights_to_send(self, params: Params, target_regions: TargetRegions, shapes: Params) -> Any:
-        """What this process sends for another pool's regions, in the dtypes of ``shapes``, see
+        """This process's part of another pool's regions, in the dtypes of ``shapes``, see
         ``lend``."""
         held = self.shardings
         if self.merge is not None:
@@ -265,15 +261,13 @@ class ParameterWorker(Worker):
 
     @control
     def offloaded_bytes(self, phase: str, called: bool) -> int:
-        """Bytes per device that are offloaded to host memory in a phase, see
-        ``offloaded_state``."""
+        """Bytes per device that a phase offloads to host memory, see ``offloaded_state``."""
         away = self.offloaded_state(phase, called)
         state = self.abstract_state()
         return sum(shard_bytes(state[kind]) for kind in away)
 
     def apply_offload(self, phase: str, called: bool) -> None:
-        """Offload state that the next call does not need and fetch what it needs; called by the
-        pool's host."""
+        """Offload what the next call does not need, fetch what it needs; called by the host."""
         self._place("params", self.offloaded_state(phase, called), phase, called)
         self._phase = phase
 
@@ -289,8 +283,7 @@ class ParameterWorker(Worker):
         return {"params": self.params}
 
     def checkpointed(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state of a checkpoint: trainable parameters, and frozen ones only if no file has
-        them."""
+        """A checkpoint's state: trainable parameters, and frozen ones only if no file has them."""
         if self.merge is None:
             return state
         learned, frozen = self.network.partition.split(state["params"])

@@ -115,8 +115,7 @@ class Rollout(GeneratingWorker):
 
         Returns:
           the batch, with ``versions`` int32 [rows, length]: of the weights that drew each token, 0
-          on padding. If paused it is the argument of ``continue_sequences``, not a batch to train
-          on.
+          on padding. If paused it is the argument of ``continue_sequences``, no batch to train on.
         """
         self._check_version(version)
         rollout = self.generate_tokens(prompts, greedy, samples, tokens or None)
@@ -138,8 +137,7 @@ class Rollout(GeneratingWorker):
         """Continue a paused batch with the current weights (partial rollout).
 
         Args:
-          partial: from ``generate_sequences`` or this method; rows that have ended stay as they
-            are.
+          partial: from ``generate_sequences`` or this method; rows that have ended are kept.
           start: tokens after which it was paused.
           tokens: after which to pause again.
           last: whether this is the last part; the result is then a complete batch.
@@ -168,9 +166,8 @@ class Rollout(GeneratingWorker):
                 )
             new = drawn["response_mask"] & ~rollout["response_mask"]
             versions = jnp.where(new, self._versions(new), before)
-            rollout |= (
-                drawn | {"versions": versions} | ({PENDING_REWARDS: pending} if pending else {})
-            )
+            rollout |= drawn | {"versions": versions}
+            rollout |= {PENDING_REWARDS: pending} if pending else {}
         if last:
             return self.with_text(self.cut_at_stop_strings(rollout))
         return rollout | {"step": step, "first": first, "samples": samples}

@@ -70,9 +70,7 @@ class TrainableWorker(ModelWorker):
             self._updaters[stage, grouped] = Updater(
                 *self.objective(loss, grouped, network, context.router_loss),
                 optimizer,
-                self.micro_batches
-                if network is self.network
-                else self._make_micro_batches(network),
+                self.micro_batches if network is self.network else self._batching(network),
                 network,
                 self.pretraining_objective(network),
                 name=f"{self.role}_update",
@@ -87,8 +85,7 @@ class TrainableWorker(ModelWorker):
     def objective(
         self, loss: Any, grouped: bool, network: Network, router_loss: float = 0.0
     ) -> tuple[Objective, Prepare]:
-        """A loss as a weighted sum over a micro-batch, and a function that computes the whole
-        step's weights.
+        """A loss as a weighted sum over a micro-batch, and a function for the whole step's weights.
 
         Args:
           loss: the algorithm's.
@@ -133,8 +130,7 @@ class TrainableWorker(ModelWorker):
         return objective, prepare
 
     def pretraining_objective(self, network: Network) -> tuple[Objective, Prepare] | None:
-        """Objective and preparation of the batch's ``pretrain`` entry (PPO-ptx); None: no such
-        loss."""
+        """Objective and preparation of the batch's ``pretrain`` entry (PPO-ptx); None: none."""
         return None
 
     def token_loss(
@@ -178,8 +174,7 @@ class TrainableWorker(ModelWorker):
         return self.network.bare_of(self.params)
 
     def offloaded_state(self, phase: str, called: bool) -> set[str]:
-        """The optimizer state is offloaded outside of updates, the parameters outside of own
-        calls."""
+        """Optimizer state is offloaded outside of updates, parameters outside of own calls."""
         offload, update = self.context.offload, phase == "update"
         optimizer = offload != "none" and not (update and called)
         return super().offloaded_state(phase, called) | ({"optimizer"} if optimizer else set())
@@ -236,8 +231,7 @@ class TrainableWorker(ModelWorker):
         return {} if program == "update" else {"optimizer": state["optimizer"]}
 
     def programs(self, rows: int, prompt_length: int) -> Iterator[AbstractProgram]:
-        """The programs of ``score_methods``, and the update of a mini-batch of ``rows``
-        sequences."""
+        """Programs of ``score_methods``, and the update of a mini-batch of ``rows`` sequences."""
         yield from ModelWorker.programs(self, rows, prompt_length)
         batch = self.token_shapes(rows, prompt_length)
         floats = jax.ShapeDtypeStruct(
@@ -261,8 +255,7 @@ class TrainableWorker(ModelWorker):
 
 
 def update_reads(worker: type[TrainableWorker], context: WorkerContext, *_: Any) -> tuple[str, ...]:
-    """Entries of a batch that are sent to a role's updates, the pretraining coefficient
-    included."""
+    """Entries of a batch that are sent to a role's updates, with pretraining's coefficient."""
     return (*update_keys(context, *worker.extra_keys), PROMPT_ID, "coefficient")
 
 

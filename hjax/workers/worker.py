@@ -255,8 +255,7 @@ class Worker:
 
     @control
     def offloaded_bytes(self, phase: str, called: bool) -> int:
-        """Bytes per device that are offloaded to host memory in a phase, see
-        ``offloaded_state``."""
+        """Bytes per device that a phase offloads to host memory, see ``offloaded_state``."""
         return 0
 
 
