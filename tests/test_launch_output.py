@@ -69,13 +69,13 @@ def test_a_hung_pool_of_threads_does_not_keep_it():
     script = """
 import time
 from concurrent.futures import ThreadPoolExecutor
-from hjax.launch import leaving
-leaving._LEAVE_SECONDS = 0.5
+from hjax.launch import process_exit
+process_exit._LEAVE_SECONDS = 0.5
 def main():
     ThreadPoolExecutor().submit(time.sleep, 600)
     print("the last line")
     return 4
-leaving.run_and_leave(main)
+process_exit.run_and_leave(main)
 """
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
