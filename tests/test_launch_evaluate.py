@@ -256,7 +256,7 @@ def test_a_chat_with_an_instruction(said, tmp_path):
 def test_a_run_is_evaluated_as_it_evaluates_itself(said, tmp_path):
     workdir = tmp_path / "run"
     changes = {"steps": 1, "checkpoint.every": 1, "eval.every": 1}
-    changes |= {"warm_start.steps": 60, "warm_start.learning_rate": 1e-2}
+    changes |= {"warm_start.steps": 30, "warm_start.learning_rate": 2e-2}
     with trainer_of("GRPO", changes, workdir=workdir) as trainer:
         trainer.run()
         trained = trainer.evaluate()

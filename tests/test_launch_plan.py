@@ -451,6 +451,7 @@ def test_wrong_input_ends_in_one_line(arguments, said, capsys):
     assert len(err.splitlines()) == 1 and said in err
 
 
+@pytest.mark.extended
 def test_help_exits_with_0():
     done = subprocess.run(
         [sys.executable, "-m", "hjax.launch.plan", "--help"],

@@ -483,9 +483,12 @@ def half_of(cases):
         yield pytest.param(*case, marks=[pytest.mark.extended] * odd)
 
 
+SCORES = [(0, 0.0, False), (4, 5.0, True)]  # window, softcap, sinks
+
+
 @pytest.mark.parametrize(
     "scores, shared, parts, new",
-    half_of(itertools.product([(0, 0.0, False), (4, 5.0, True)], (True, False), (1, 2), (1, 3))),
+    list(half_of(itertools.product(SCORES, (True, False), (1, 2), (1, 3)))),
 )
 def test_rows_see_their_prompt_and_their_own_columns(scores, shared, parts, new):
     window, softcap, sinks = scores

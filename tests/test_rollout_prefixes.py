@@ -278,7 +278,7 @@ def test_others_go_on_while_a_long_prompt_is_read(model, monkeypatch):
 
 
 def test_several_answers_to_a_prompt_read_it_once(model):
-    service = GenerationService(model, slots=4)
+    service = GenerationService(model, slots=2)
     prompt = tuple(random.Random(3).choices(range(64), k=70))
     try:
         _, _, cached = answers(service, [Request(prompt, 8, choice=i) for i in range(3)])

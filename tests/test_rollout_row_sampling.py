@@ -20,7 +20,6 @@ from references import (
     TopPLogitsWarper,
     torch,
 )
-from scipy.stats import chi2
 
 from hjax.errors import ConfigError
 from hjax.kernels.registry import kernels_of
@@ -157,6 +156,8 @@ def test_frequencies_and_log_probs_follow_the_distribution(options, allowed):
     kept = probability > 0
     assert times[~kept].sum() == 0
     share = probability[kept] * DRAWS
+    from scipy.stats import chi2
+
     limit = chi2.ppf(0.999, kept.sum() - 1)
     assert ((times[kept] - share) ** 2 / share).sum() < limit
     check_log_probs(drawn, logits, [options] * DRAWS, np.tile(probability, (DRAWS, 1)))
@@ -272,8 +273,8 @@ SAMPLINGS = [
     "kernels, samplings",
     [
         pytest.param("reference", SAMPLINGS, marks=pytest.mark.slow),
-        pytest.param("cpu", SAMPLINGS[:-4], marks=pytest.mark.extended),
-        ("cpu", SAMPLINGS[-4:]),
+        pytest.param("cpu", SAMPLINGS[:-2], marks=pytest.mark.extended),
+        ("cpu", SAMPLINGS[-2:]),
     ],
     ids=["reference", "few options", "all kinds of options"],
 )

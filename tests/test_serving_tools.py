@@ -123,8 +123,9 @@ def test_one_call_at_most_where_they_may_not_be_parallel(client):
         assert max(len(each.message.tool_calls) for each in more) > 1
 
 
-def test_a_stream_has_the_name_first_and_the_arguments_as_they_come(client):
-    fields = {"tool_choice": "required", "n": 3, "seed": 5, "logit_bias": {str(EOS): 8}}
+@pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.extended)])
+def test_a_stream_has_the_name_first_and_the_arguments_as_they_come(client, count):
+    fields = {"tool_choice": "required", "n": count, "seed": 5, "logit_bias": {str(EOS): 8}}
     whole = chat(client, **fields).choices
     parts = [[] for _ in whole]
     for chunk in chat(client, **fields, stream=True):

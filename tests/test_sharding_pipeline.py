@@ -65,8 +65,17 @@ def place(layout, params, batch):
     return params, {k: jax.device_put(v.astype(kinds[k]), split) for k, v in batch.items()}
 
 
-@pytest.mark.parametrize("parts", [1, 2, 7])
-@pytest.mark.parametrize("sizes", [{"pipe": 2, "data": 4}, {"pipe": 4, "tensor": 2}])
+@pytest.mark.parametrize(
+    "sizes, parts",
+    [
+        pytest.param(sizes, parts, marks=[pytest.mark.extended] * (parts not in everyday))
+        for sizes, everyday in (
+            ({"pipe": 2, "data": 4}, (2,)),
+            ({"pipe": 4, "tensor": 2}, (1, 7)),
+        )
+        for parts in (1, 2, 7)
+    ],
+)
 def test_value_and_gradient_equal_the_closed_form(sizes, parts):
     layout = make_layouts(jax.devices(), sizes).train
     pipeline = Pipeline(layout, AXES)

@@ -72,8 +72,19 @@ def check(params, values, shardings):
         assert params[name].sharding.is_equivalent_to(shardings[name], value.ndim), name
 
 
-@pytest.mark.parametrize("dtypes", [None, NARROW], ids=["same", "narrow"])
-@pytest.mark.parametrize("number", range(len(LAYOUTS)))
+@pytest.mark.parametrize(
+    "number, dtypes",
+    [
+        pytest.param(
+            number,
+            dtypes,
+            marks=[pytest.mark.extended] * ((dtypes is None) == bool(number % 2)),
+            id=f"{number}-{'narrow' if dtypes else 'same'}",
+        )
+        for number in range(len(LAYOUTS))
+        for dtypes in (None, NARROW)
+    ],
+)
 def test_there_and_back(number, dtypes):
     train, generate = LAYOUTS[number]
     bucket_bytes = [1, 2048, 2**24][number % 3]
