@@ -116,7 +116,8 @@ def _cluster_of_run(config: ConfigDict, progress: Progress) -> tuple[Cluster, Co
         known, constants = [measured.device] * len(hosts.groups), measured.constants
     else:
         known, constants = known_devices(hosts)
-    cluster = cluster_from_hosts(hosts.groups, known, config.cluster.processes, hosts.devices_per_process)
+    processes, each = config.cluster.processes, hosts.devices_per_process
+    cluster = cluster_from_hosts(hosts.groups, known, processes, each)
     return cluster, constants, hosts.platform
 
 

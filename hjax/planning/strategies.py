@@ -4,8 +4,8 @@ Each strategy restricts a problem's search space and placements. So all are comp
 cost model, constants and workload, each with the best layouts and allocation it allows.
 
 Plans that hjax can run come before plans that it only compiles. On TPUs a pool of processes takes
-all hosts of one slice (``hjax.controller.hosts.placements``). So a set on part of a slice of several
-hosts, or over several slices, only compiles.
+all hosts of one slice (``hjax.controller.hosts.placements``). So a set on part of a slice of
+several hosts, or over several slices, only compiles.
 """
 
 import dataclasses
