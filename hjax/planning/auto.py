@@ -116,8 +116,9 @@ def _cluster_of_run(config: ConfigDict, progress: Progress) -> tuple[Cluster, Co
         known, constants = [measured.device] * len(hosts.groups), measured.constants
     else:
         known, constants = known_devices(hosts)
+    processes, each = config.cluster.processes, hosts.devices_per_process
     cluster = cluster_from_hosts(
-        hosts.groups, known, config.cluster.processes, hosts.devices_per_process
+        hosts.groups, known, processes, hosts.devices_per_process
     )
     return cluster, constants, hosts.platform
 
