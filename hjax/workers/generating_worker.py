@@ -112,7 +112,7 @@ class GeneratingWorker(ModelWorker):
         pending = {role: [PendingReward()] * rows for role in self._scorers}
         stop_check = None
         if end is None:
-            stop_check = self._text_ends(prompts, count + config.surplus)
+            stop_check = self._stop_ends(prompts, count + config.surplus)
         with self.generation_weights() as params:
             rollout: dict[str, Any] = self.generator.generate(
                 params,

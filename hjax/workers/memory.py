@@ -237,8 +237,8 @@ class MemoryEstimate:
         """Per layer: what its backward pass reads; what else exists meanwhile; and what experts
         keep of first products beyond ``ModelCounts.kept_activations``."""
         model, mesh, numerics = self.model, self.mesh, self.programs.numerics
-        read, whole = model.kept(NONE)
-        read += 0 if numerics.own else model.remade
+        read, whole = model.kept_activations(NONE)
+        read += 0 if numerics.hjax_programs else model.layer_recomputed
         every = self._activations(micro.tokens, (read, whole))
         if micro.pairs:  # exponentials in float32 and in the compute dtype; undivided outputs
             each = 4.0 + (numerics.compute if numerics.compute < 4 else 0.0)
