@@ -117,9 +117,7 @@ def _cluster_of_run(config: ConfigDict, progress: Progress) -> tuple[Cluster, Co
     else:
         known, constants = known_devices(hosts)
     processes, each = config.cluster.processes, hosts.devices_per_process
-    cluster = cluster_from_hosts(
-        hosts.groups, known, processes, hosts.devices_per_process
-    )
+    cluster = cluster_from_hosts(hosts.groups, known, processes, each)
     return cluster, constants, hosts.platform
 
 
