@@ -340,7 +340,7 @@ prepare_environment()
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from program_costs.account import limits_of
-from hjax.dryrun.compilation import way
+from hjax.dryrun.compilation import link_bytes
 from hjax.sharding.device_mesh import place_devices
 from hjax.xla.collectives import collectives
 topology = find_topology("2xv5e:2x2")
@@ -357,7 +357,7 @@ limits = limits_of(topology, list(mesh.devices.ravel()))
 print(json.dumps({
     "received": {one.kind: one.received_bytes for one in found},
     "seconds": {one.kind: limits.way(one).seconds for one in found},
-    "way": way(found, list(mesh.devices.ravel())),
+    "way": link_bytes(found, list(mesh.devices.ravel())),
 }))
 """
 

@@ -350,7 +350,7 @@ def test_the_fastest_plan_that_fits_by_the_compiler_is_taken(monkeypatch, capsys
 def test_where_no_plan_fits_by_the_compiler_the_bytes_missing_are_said(monkeypatch, capsys):
     Compiler(monkeypatch, 7 * 2**30, 3 * 2**30)
     status, _, err = run(*CONFIG, "--compile", "--candidates=2", capsys=capsys)
-    assert status == 2 and "none of the 2 best plans fits on v5p:4x4x4" in err
+    assert status == 2 and "none of the 2 best plans, compiled for v5p:4x4x4, fits" in err
     assert "3.0 GiB per device are missing at least" in err
 
 

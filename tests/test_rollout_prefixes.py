@@ -20,7 +20,7 @@ from hjax.models.parameters import decoder_network
 from hjax.models.rotary import DynamicNTKScaling, Rope
 from hjax.rollout import service as services
 from hjax.rollout.language_model import LanguageModel
-from hjax.rollout.prefix_sharing import shared
+from hjax.rollout.prefix_sharing import find_shared_prefixes
 from hjax.rollout.radix_tree import RadixTree
 from hjax.rollout.requests import Request
 from hjax.rollout.sampling_params import SamplingParams
@@ -46,7 +46,7 @@ def test_room_for_shared_prefixes_is_filled_by_what_each_adds():
     head, one, other = (draw.integers(0, 9, size).tolist() for _ in range(3))
     prompts = [head + more + [i] for i, more in enumerate((one, one, other, other))]
     for blocks, count in ((96, 3), (95, 2), (32, 1)):
-        found, _ = shared(prompts, blocks)
+        found, _ = find_shared_prefixes(prompts, blocks)
         assert [prefix.new for prefix in found] == [size] * count
 
 

@@ -140,6 +140,7 @@ def explained_variance(values: jax.Array, returns: jax.Array, mask: jax.Array) -
         float32 scalar, at most 1; 0 (never NaN) where the returns are constant.
     """
     chex.assert_equal_shape([values, returns, mask])
+    mask = jnp.asarray(mask, bool)
     variance = masked_variance(returns, mask)
     residual = masked_variance(masked(returns, mask) - masked(values, mask), mask)
     lowest = jnp.min(returns, where=mask, initial=jnp.inf)

@@ -45,7 +45,7 @@ class Critic(ScalarWorker):
     """The value model, with the primitive calls of HybridFlow's Table 4: a value per response
     token, before it is drawn."""
 
-    scores = {"compute_values": "_values"}
+    score_methods = {"compute_values": "_values"}
 
     def adapted(self, params: Params) -> Params:
         """A language model's parameters with a value head of zeros; with adapters only the
