@@ -40,7 +40,8 @@ def test_every_option_is_a_key_an_argument_a_flag_and_a_field():
 def test_defaults_change_nothing():
     sampling = SamplingParams(**{name: key.default for name, key in OPTIONS.items()})
     assert sampling == SamplingParams()
-    assert not (sampling.greedy or sampling.tempered or sampling.truncates or sampling.changes_logits)
+    changes = sampling.greedy, sampling.tempered, sampling.truncates, sampling.changes_logits
+    assert not any(changes)
 
 
 @pytest.mark.parametrize(

@@ -51,13 +51,13 @@ def test_a_run_stops_at_the_step_and_keeps_its_batch(tmp_path, monkeypatch):
     """With a sampler that says half of what it drew by."""
     from hjax.workers.actor import Actor
 
-    answer = Actor.answer
+    answer = Actor.generate_tokens
 
     def wrong(self, *arguments):
         rollout = answer(self, *arguments)
         return rollout | {"logprobs": rollout["logprobs"] - 2.0 * rollout["response_mask"]}
 
-    monkeypatch.setattr(Actor, "answer", wrong)
+    monkeypatch.setattr(Actor, "generate_tokens", wrong)
     with trainer_of("GRPO", {}, tmp_path / "run") as trainer:
         with pytest.raises(RunError, match="token_prob_error is 7.389, above"):
             trainer.step()

@@ -336,8 +336,7 @@ def _scan_layers(
         return layer, parameters
 
     if whole and carry[1] is not None:
-        # In a decode loop index each layer: slicing out a period first would copy it. (A backward
-        # pass is better with slices.)
+        # Decoding indexes each layer, as slicing out a period copies it; backward passes slice.
         carry, kept = jax.lax.scan(
             lambda carry, first: through(carry, [at(first + i) for i in range(size)]),
             carry,

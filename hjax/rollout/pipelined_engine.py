@@ -160,15 +160,8 @@ class PipelinedEngine(Engine):
             """Rows with what a micro-batch drew of the hidden states that came out."""
             logits = forward.logits(model, model.finish(hidden, self.compute))
             running, drawn = of(rows, index)
-            new = forward.advance(
-                running,
-                drawn,
-                logits,
-                forward.inputs(running),
-                before[index],
-                step,
-                of(bits, index),
-            )
+            inputs, allowed = forward.inputs(running), of(bits, index)
+            new = forward.advance(running, drawn, logits, inputs, before[index], step, allowed)
             return jax.tree.map(lambda x, one: x.at[index].set(one), rows, new)
 
         def tick(carry: Any) -> Any:

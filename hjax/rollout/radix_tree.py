@@ -85,7 +85,7 @@ class RadixTree:
             self._blocks[number].ref_count += 1
 
     def release(self, path: Iterable[int]) -> None:
-        """See ``hold``."""
+        """See ``acquire``."""
         for number in path:
             self._blocks[number].ref_count -= 1
 

@@ -93,7 +93,7 @@ def draw(
       kernels: of the platform.
       layout: over whose axes rows and vocabulary are split. Each device then draws from its part
         of the vocabulary, and a few numbers per row are exchanged, never logits.
-      token_bitmask: as of ``vocabulary.only``: other tokens are banned, forced ones apart; at least
+      token_bitmask: as of ``vocab_parallel.only``: other tokens are banned, forced ones apart; at least
         one of a row is allowed if anybody reads it. None: all are.
 
     Raises:
@@ -270,13 +270,9 @@ class _VocabShard:
                 lambda: vocab_parallel.likeliest(final(), MOST_TOP, self.axes),
                 lambda: nothing,
             )
-            return SampledTokens(
-                token,
-                jnp.where(forced >= 0, 0.0, sampled[:, 0]),
-                _normed(raw * scale, policy)[:, 0],
-                _normed(raw, plain)[:, 0],
-                *tops,
-            )
+            logprob = jnp.where(forced >= 0, 0.0, sampled[:, 0])
+            by_policy, untempered = _normed(raw * scale, policy), _normed(raw, plain)
+            return SampledTokens(token, logprob, by_policy[:, 0], untempered[:, 0], *tops)
 
         def drawn_altered() -> SampledTokens:
             altered = self.process_logits(logits, position, rows, counts, token_bitmask)

@@ -107,7 +107,7 @@ class Admission:
       text: int32 [groups * samples, room], the prompts as ``RunningSequences`` has them, where it
         has.
       token_bitmask: uint32 [groups * samples, words], which tokens may be drawn, as of
-        ``vocabulary.only``, where sequences have options of their own; None: all.
+        ``vocab_parallel.only``, where sequences have options of their own; None: all.
       final_limit: int32 [groups * samples], as of ``RunningSequences``; None: the limits.
       resumed: what there is of the responses, of sequences without options of their own; None:
         nothing.

@@ -176,7 +176,7 @@ async def read_body(request: Request, limits: ServerLimits) -> bytes:
     """The body of a request.
 
     Raises:
-      Refused: too large, or too late.
+      RequestRefused: too large, or too late.
       ClientDisconnect: the client did not finish it.
     """
     large = RequestRefused(

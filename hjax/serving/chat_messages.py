@@ -59,7 +59,7 @@ def for_template(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     """The messages as a chat template takes them.
 
     Raises:
-      Refused: one without content, or calls of tools that are not the assistant's.
+      RequestRefused: one without content, or calls of tools that are not the assistant's.
     """
     return [_written(f"messages[{i}]", message) for i, message in enumerate(messages)]
 

@@ -111,7 +111,7 @@ class Choice:
         """What a piece adds; nothing once the response has ended.
 
         Raises:
-          Refused: the engine gave up, or nothing may follow though a constraint is not met.
+          RequestRefused: the engine gave up, or nothing may follow though a constraint is not met.
         """
         if self.finish:
             return Delta()

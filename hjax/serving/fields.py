@@ -14,7 +14,7 @@ def read_object(body: bytes) -> dict[str, Any]:
     """The JSON object that a body is.
 
     Raises:
-      Refused: something else.
+      RequestRefused: something else.
     """
 
     def constant(name: str) -> None:
@@ -73,7 +73,7 @@ def read_fields(kind: type[Of], given: Any) -> Of:
     """A request's object, its fields checked.
 
     Raises:
-      Refused: the first that is wrong, or that the kind has not.
+      RequestRefused: the first that is wrong, or that the kind has not.
     """
     try:
         return kind.model_validate(given)

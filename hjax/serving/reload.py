@@ -40,7 +40,7 @@ class WeightReload:
           ``reloaded``, ``seconds`` that it took, and of a workdir the ``checkpoint``'s step.
 
         Raises:
-          Refused: another one is under way, or it failed; then the old weights go on.
+          RequestRefused: another one is under way, or it failed; then the old weights go on.
         """
         if not self._busy.acquire(blocking=False):
             raise RequestRefused("the weights are being read already; ask when that has ended", 409)

@@ -168,7 +168,7 @@ def read_completion(
     """What the body of a /v1/completions request asks for.
 
     Raises:
-      Refused: a field that is wrong, or not supported.
+      RequestRefused: a field that is wrong, or not supported.
     """
     fields = _read(_Completion, body, served)
     if not fields.max_tokens and not fields.echo:
@@ -190,7 +190,7 @@ def read_chat(body: Mapping[str, Any], served: ServedModel, limits: ServerLimits
     """What the body of a /v1/chat/completions request asks for.
 
     Raises:
-      Refused: a field that is wrong, or not supported; a model without chat template.
+      RequestRefused: a field that is wrong, or not supported; a model without chat template.
     """
     fields = _read(_Chat, body, served)
     most = fields.max_completion_tokens

@@ -43,7 +43,7 @@ class RunningRequest:
       watch: is told.
 
     Raises:
-      Refused: the engine's queue is full, the server is being stopped, or it cannot run this.
+      RequestRefused: the engine's queue is full, the server is being stopped, or it cannot run this.
 
     Attributes:
       choices: the responses.
@@ -83,7 +83,7 @@ class RunningRequest:
         """What is new, with the response's index, until all have ended.
 
         Raises:
-          Refused: the engine gave up.
+          RequestRefused: the engine gave up.
         """
         for index, choice in enumerate(self.choices):
             yield index, choice.begin()

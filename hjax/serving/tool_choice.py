@@ -80,7 +80,7 @@ class RequestTools:
           form: that the chat template of the model ``name`` says; None: none.
 
         Raises:
-          Refused: a grammar is wanted and there is no form.
+          RequestRefused: a grammar is wanted and there is no form.
         """
         if not self.functions:
             return None
@@ -101,7 +101,7 @@ class RequestTools:
         """What the answer is held to; None: nothing.
 
         Raises:
-          Refused: what cannot be arguments.
+          RequestRefused: what cannot be arguments.
         """
         if not self.held(form):
             return None
@@ -185,7 +185,7 @@ class ToolFields(RequestFields):
         """What these fields ask for, of the request ``body``.
 
         Raises:
-          Refused: a choice of a tool that is not there, or none where there are no tools.
+          RequestRefused: a choice of a tool that is not there, or none where there are no tools.
         """
         given = tuple(body.get("tools") or ())  # as they came, to the template
         functions = {f"tools[{i}].function": tool.function for i, tool in enumerate(self.tools)}
