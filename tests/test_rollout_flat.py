@@ -51,7 +51,7 @@ def entering(lengths, columns, **more):
 def check_same(engine, params, asked, flat, blocks=None):
     """Read padded and without padding."""
     padded, _, drawn = engine.prefill(SamplingParams(), params, asked, blocks=blocks)
-    without = dataclasses.replace(asked, flat=flat)
+    without = dataclasses.replace(asked, packed_size=flat)
     found, _, same = engine.prefill(SamplingParams(), params, without, blocks=blocks)
     np.testing.assert_allclose(found.logits, padded.logits, atol=2e-6)
     np.testing.assert_array_equal(same.tokens, drawn.tokens)
