@@ -93,7 +93,7 @@ def test_what_is_known_of_them_stays_in_rows():
     whole = [[*text[: found.tokens], *more]
              for text, found, more in zip([*texts, []], known, new, strict=True)]  # fmt: skip
     assert [found.tokens for found in known] == [80, 32, 48, 0]
-    asked = entering([len(more) for more in new], 16, known=cached_prompts(whole, known, 512))
+    asked = entering([len(more) for more in new], 16, cached=cached_prompts(whole, known, 512))
     asked.prompts[asked.mask] = np.concatenate(new)
     check_same(engine, params, asked, 32, prefixes.blocks)
 

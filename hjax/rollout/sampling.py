@@ -93,8 +93,8 @@ def draw(
       kernels: of the platform.
       layout: over whose axes rows and vocabulary are split. Each device then draws from its part
         of the vocabulary, and a few numbers per row are exchanged, never logits.
-      token_bitmask: as of ``vocab_parallel.only``: other tokens are banned, forced ones apart; at least
-        one of a row is allowed if anybody reads it. None: all are.
+      token_bitmask: as of ``vocab_parallel.only``: other tokens are banned, forced ones apart; at
+        least one of a row is allowed if anybody reads it. None: all are.
 
     Raises:
       ValueError: counts without penalties, or penalties without counts.

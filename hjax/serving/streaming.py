@@ -43,7 +43,8 @@ class RunningRequest:
       watch: is told.
 
     Raises:
-      RequestRefused: the engine's queue is full, the server is being stopped, or it cannot run this.
+      RequestRefused: the engine's queue is full, the server is being stopped, or it cannot run
+        this.
 
     Attributes:
       choices: the responses.

@@ -354,6 +354,6 @@ def test_a_run_s_own_files(data):
             run = Workdir(home)
             run.check(load_config("ppo.py"))
             run.finished()
-            run.missing(3)
+            run.missing_steps(3)
         left = {path.name for path in home.iterdir()}
         assert left - held <= {"report.html", "page.html"}, left

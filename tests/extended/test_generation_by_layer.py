@@ -52,10 +52,10 @@ def test_metrics_are_those_of_a_cpu(name, tmp_path, monkeypatch):
         rows = trainer.run()
         if "rollout" not in trainer.roles.groups:
             actor = group.worker
-            advance, stacked = actor.transition.advance, []
+            advance, stacked = actor.transition.to_generate, []
             monkeypatch.setattr(
                 actor.transition,
-                "advance",
+                "to_generate",
                 lambda held: stacked.append(advance(held)) or stacked[-1],
             )
             before = jax.tree.map(np.array, actor.params)

@@ -295,5 +295,6 @@ def test_a_plan_is_read_back_with_its_hosts(tmp_path):
 
 
 def test_hosts_that_a_plan_wants_and_nobody_has_are_named():
-    with pytest.raises(ConfigError, match=r"hosts with rack=r9, which none has;.* rack=r1"):
+    said = r"the labels rack=r9, but none has them;.* rack=r1"
+    with pytest.raises(ConfigError, match=said):
         placements([host("H100", 8, rack="r1")], "p", "gpu", 1, 8, labels={"rack": "r9"})

@@ -96,7 +96,8 @@ def test_what_waits_is_judged_together_and_failures_are_each_ones():
     result = PendingReward.gathered([*third, *reversed(second), *first])
     assert sizes == [2, 3]
     np.testing.assert_array_equal(result.rewards, [1, np.nan, 1, 1, 2])
-    assert result.each == ("ok", "none", "ok", "ok", "ok") and result.first_traceback is None
+    assert result.row_outcomes == ("ok", "none", "ok", "ok", "ok")
+    assert result.first_traceback is None
     bad = PendingReward.gathered(judge.submit(answers("bad", "a")))
     assert np.isnan(bad.rewards).all() and bad.outcomes["exception"] == 2
     assert "a bad one" in bad.first_traceback
