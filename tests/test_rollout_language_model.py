@@ -278,9 +278,9 @@ def test_a_response_in_pieces_is_the_one_that_generate_gives(model):
         np.testing.assert_allclose(logprobs, whole.logprobs, atol=1e-5)
     assert len(pieces) > 1
     turn = [*model.tokenizer.encode("hello"), *whole.tokens, 5]
-    before = model._talk.stats()
+    before = model._stream_service.stats()
     list(model.stream(turn, 2))
-    after = model._talk.stats()
+    after = model._stream_service.stats()
     assert after["prompt_tokens"] - before["prompt_tokens"] == len(turn)
     assert after["cached_tokens"] - before["cached_tokens"] == (len(turn) - 2) // 16 * 16 > 0
 

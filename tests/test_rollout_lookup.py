@@ -26,7 +26,7 @@ CONFIG = ModelConfig(
 def by_hand(text, count):
     """The longest match of up to three last tokens, of equally long ones the latest."""
     best = None
-    for size in range(1, prompt_lookup.LONGEST + 1):
+    for size in range(1, prompt_lookup.MAX_NGRAM + 1):
         for end in range(len(text) - 1):
             if end + 1 >= size and text[end + 1 - size : end + 1] == text[len(text) - size :]:
                 if best is None or (size, end) > best:
@@ -45,7 +45,7 @@ def test_what_followed_before_is_guessed():
     for row, text in zip(room, texts, strict=True):
         row[: len(text)] = text
     lengths = jnp.array([len(text) for text in texts])
-    found = np.asarray(prompt_lookup.guesses(jnp.asarray(room), lengths, 4))
+    found = np.asarray(prompt_lookup.draft_tokens(jnp.asarray(room), lengths, 4))
     expected = [by_hand(text, 4) for text in texts]
     matched = [i for i, guess in enumerate(expected) if guess is not None]
     assert 100 < len(matched) < 200

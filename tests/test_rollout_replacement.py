@@ -219,9 +219,9 @@ def test_other_names_shapes_and_dtypes_are_refused(model, service, weights, gree
     new, norm = weights[2], weights[2]["final_norm"]
     cases = [
         (jax.tree.map(lambda x: x[:1], new), r"embedding of the new weights is float32\[1, 16\], "
-         r"of those that answer float32\[64, 16\]"),
+         r"of the current ones float32\[64, 16\]"),
         ({"embedding": new["embedding"], "layers": new["layers"]}, "final_norm .* is nothing"),
-        (new | {"more": norm}, r"more of .* is float32\[16\], of those that answer nothing"),
+        (new | {"more": norm}, r"more of .* is float32\[16\], of the current ones nothing"),
         (new | {"final_norm": norm.astype("bfloat16")}, r"final_norm .* is bfloat16\[16\]"),
         (new | {"final_norm": 3}, "final_norm of the new weights is a int"),
     ]  # fmt: skip

@@ -27,7 +27,7 @@ from hjax.rollout import vocab_parallel
 from hjax.rollout.row_sampling import RowSampling, SamplingSizes
 from hjax.rollout.sampling import draw, sequence_keys
 from hjax.rollout.sampling_params import SamplingParams
-from hjax.rollout.token_counts import TokenCounts, counted
+from hjax.rollout.token_counts import TokenCounts, count_token
 from hjax.sharding.layout import make_layouts
 from hjax.xla.collectives import received_bytes
 
@@ -460,12 +460,12 @@ def test_counts_follow_what_live_rows_draw():
     assert counts.prompt.astype(int).tolist() == [[0, 0, 0, 0, 0, 1], [0, 1, 1, 0, 0, 0]]
     layout = make_layouts(jax.devices()[:4], {"data": 2, "tensor": 2}, {"tensor": -1}).generate
     for where in (None, layout):
-        after, count = counts, jax.jit(functools.partial(counted, layout=where))
+        after, count = counts, jax.jit(functools.partial(count_token, layout=where))
         for tokens, live in (([4, 2], [True, True]), ([4, 0], [True, False]), ([0, 2], [1, 1])):
             after = count(after, jnp.array(tokens), jnp.array(live, bool))
         assert after.response.tolist() == [[1, 0, 0, 0, 2, 0], [0, 0, 2, 0, 0, 0]]
         assert after.prompt.tolist() == counts.prompt.tolist()
-    assert counted(None, jnp.array([1]), jnp.array([True])) is None
+    assert count_token(None, jnp.array([1]), jnp.array([True])) is None
 
 
 def test_only_penalties_need_the_tokens_so_far():
@@ -535,7 +535,7 @@ def test_impossible_options_are_refused(asked, line):
         ({"bad": (11,)}, "bad token 11"),
         ({"stop": (12,)}, "stop token 12"),
         ({"forced": (13,)}, "forced token 13"),
-        ({"presence_penalty": 1.0}, "need rows that have them: Sizes.penalties=True."),
+        ({"presence_penalty": 1.0}, "need rows that have them: SamplingSizes.penalties=True."),
     ],
 )
 def test_options_that_rows_have_no_room_for_are_refused(asked, line):
@@ -560,11 +560,12 @@ def test_bits_of_a_part_that_begins_within_a_word(vocab):
     packed = np.packbits(np.pad(allowed, ((0, 0), (0, -vocab % 32))), -1, "little").view("<u4")
     logits = source.normal(size=(rows, vocab)).astype(np.float32)
     expected = np.where(allowed, logits, -np.inf)
-    np.testing.assert_array_equal(vocab_parallel.only(logits, jnp.asarray(packed)), expected)
+    whole = vocab_parallel.apply_bitmask(logits, jnp.asarray(packed))
+    np.testing.assert_array_equal(whole, expected)
     layout = make_layouts(jax.devices(), {"data": 2, "tensor": 4}, {"tensor": -1}).generate
     split = layout.spec(["batch", "vocab"])
     parts = jax.shard_map(
-        lambda table, bits: vocab_parallel.only(table, bits, vocab_parallel.axes_of(layout)),
+        functools.partial(vocab_parallel.apply_bitmask, axes=vocab_parallel.vocab_axes(layout)),
         mesh=layout.mesh,
         in_specs=(split, layout.spec(["batch"])),
         out_specs=split,
@@ -582,10 +583,10 @@ def test_the_likeliest_of_a_vocabulary_in_parts_or_whole(vocab):
     layout = make_layouts(jax.devices(), {"data": 2, "tensor": 4}, {"tensor": -1}).generate
     split, by_row = layout.spec(["batch", "vocab"]), layout.spec(["batch"])
     parts = jax.shard_map(
-        lambda table: vocab_parallel.likeliest(table, count, vocab_parallel.axes_of(layout)),
+        lambda table: vocab_parallel.top_tokens(table, count, vocab_parallel.vocab_axes(layout)),
         mesh=layout.mesh, in_specs=(split,), out_specs=by_row, check_vma=False,
     )  # fmt: skip
-    for tokens, values in (vocab_parallel.likeliest(jnp.asarray(logits), count), parts(logits)):
+    for tokens, values in (vocab_parallel.top_tokens(jnp.asarray(logits), count), parts(logits)):
         assert tokens.shape == values.shape == (rows, count)
         np.testing.assert_array_equal(tokens[:, : order.shape[1]], order)
         np.testing.assert_array_equal(

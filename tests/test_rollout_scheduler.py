@@ -58,7 +58,7 @@ class Engine:
 
     def __init__(self, parts, uses_kernel=False, draft_tokens=0, number=lambda _, key: int(key[0])):
         self.parts, self.uses_kernel, self.draft_tokens = parts, uses_kernel, draft_tokens
-        self.per_row_columns = uses_kernel or draft_tokens > 0
+        self.row_columns = uses_kernel or draft_tokens > 0
         self.spare_columns, self.packs_prompts = 0, True
         mesh = types.SimpleNamespace(size=2)
         ways = {"shard_count": lambda name: 1, "replicated": None}
@@ -110,7 +110,7 @@ class Engine:
             state.text[part, row] = [*prompt, first]
         return state, self.told(drawn, np.ones(drawn.shape, bool), done, 1)
 
-    def decode(self, sampling, params, state, steps, most, token_bitmask=None, enough_live=0):
+    def decode(self, sampling, params, state, steps, most, bitmask=None, enough_live=0):
         assert steps > 0 and not state.done.all()
         tokens = np.zeros((state.done.size, most), np.int32)
         mask, taken = np.zeros(tokens.shape, bool), 0

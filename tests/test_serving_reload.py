@@ -138,14 +138,14 @@ def test_one_at_a_time_and_others_are_answered_while_it_reads(models, monkeypatc
     [model, _] = models
     with Serving(model.path) as server, concurrent.futures.ThreadPoolExecutor() as pool:
         reading, go_on, given = threading.Event(), threading.Event(), []
-        read, replace = server.model.read_again, server.service.replace
+        read, replace = server.model.reread_weights, server.service.replace
 
         def slowly():
             reading.set()
             assert go_on.wait(60)
             return read()
 
-        monkeypatch.setattr(server.model, "read_again", slowly)
+        monkeypatch.setattr(server.model, "reread_weights", slowly)
         first = pool.submit(server.ask, {"seconds": 60})
         assert reading.wait(60)
         second = server.ask()

@@ -70,7 +70,7 @@ def check(call):
 
 
 def read_tools(given):
-    return ToolFields(**given).asked_for(given)
+    return ToolFields(**given).requested_tools(given)
 
 
 @pytest.mark.extended
@@ -197,7 +197,7 @@ def test_strict_functions_hold_calls_and_leave_text(text, several, whole):
         matcher = ConstraintCompiler(byte_tokenizer(), 260).matcher(constraint, options, (65,))
 
         def may(token, matcher=matcher):
-            return bool(matcher.token_bitmask[token // 32] >> (token % 32) & 1)
+            return bool(matcher.bitmask[token // 32] >> (token % 32) & 1)
 
         taken = all(may(token) and not matcher.advance([token]) for token in said.encode())
         assert (taken and may(EOS)) == whole
@@ -205,7 +205,7 @@ def test_strict_functions_hold_calls_and_leave_text(text, several, whole):
 
 def test_tools_of_the_models_own_choice_are_held_to_nothing():
     plain = read_tools({"tools": STRICT[1:]})
-    assert plain.format(TAGGED) is None and not plain.calls(TAGGED, "m").held
+    assert plain.format(TAGGED) is None and not plain.calls(TAGGED, "m").constrained
     assert read_tools({"tools": STRICT, "tool_choice": "none"}).functions == {}
     one = read_tools({"tools": STRICT[1:], "parallel_tool_calls": False})
     assert one.format(BARE) is None and one.format(TAGGED) is not None

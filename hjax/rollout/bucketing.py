@@ -1,7 +1,7 @@
-"""The sizes that programs of services and rollouts have: few, so that all can be compiled before.
+"""Bucketing: the few sizes that the programs of services and rollouts have.
 
-Lengths are rounded up to these, and so is how many prompts are read together. Rows are those of a
-data-parallel part.
+Lengths and prefill batch sizes are rounded up to buckets, so that every program can be compiled
+beforehand. Rows are counted per data-parallel part.
 """
 
 import dataclasses
@@ -15,44 +15,44 @@ from hjax.rollout.rollout_job import RolloutJob
 from hjax.rollout.row_sampling import SamplingSizes
 from hjax.rollout.slot_state import SlotSizes
 
-# Prompts that are read together: not more, so that others do not wait long for their next tokens.
+# Prompts in a prefill batch. No more, so that running requests soon get their next tokens.
 PREFILL_BATCHES = (1, 4, 8)
-# Columns for what is new of prompts at least; others are powers of two times as many.
+# Fewest columns for the uncached tokens of prompts; other buckets are powers of two times as many.
 MIN_PROMPT_COLUMNS = 32
-# Tokens of a prompt that are read at a time, for the same reason; whole blocks.
+# Tokens of a prefill chunk, a whole number of blocks. Short, for the same reason.
 PREFILL_CHUNK = 512
-# Columns of a rollout's new cache; each further one has twice as many.
+# Columns of a rollout's new KV cache; each further bucket has twice as many.
 MIN_COLUMNS = 64
-# Rows of all devices below which halving them saves nothing: weights are what is read.
+# Rows over all devices below which halving saves nothing: reading the weights dominates.
 MIN_ROWS = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class ServiceBuckets:
-    """Of a service.
+    """Buckets of a service.
 
     Attributes:
-      engine: its programs.
-      slots: requests that are answered at a time.
-      limit: tokens of a prompt and its response together.
-      own: room for options of each request's own.
+      engine: the engine whose programs are bucketed.
+      slots: requests that run at a time.
+      limit: most tokens of a prompt and its response together.
+      sampling_sizes: room for each request's own sampling options.
     """
 
     engine: Engine
     slots: int
     limit: int
     sampling_sizes: SamplingSizes
-    steps = 8  # tokens between two looks at who waits and who listens
+    steps = 8  # tokens per dispatch; between dispatches requests enter and chunks go out
 
     @property
     def prefill_batches(self) -> list[int]:
-        """Prompts of a data-parallel part that may be read together, growing."""
+        """Prompts of a data-parallel part in one prefill batch, ascending."""
         return sorted({max(n // self.engine.parts, 1) for n in PREFILL_BATCHES})
 
     @property
     def rows(self) -> list[int]:
-        """Rows that a state may have, growing: where a free one costs as much as another, half as
-        many requests have half, few have few, and one alone has its own."""
+        """Rows that a state may have, ascending. Where a free row costs as much as a used one, the
+        state shrinks to a half, an eighth or one row when few requests run."""
         parts = self.engine.parts
         if self.engine.uses_kernel:
             return [self.slots // parts]
@@ -60,15 +60,16 @@ class ServiceBuckets:
 
     @property
     def spare_columns(self) -> int:
-        """Columns that a state has more than are taken, so that it need not be moved often."""
+        """Free columns of a new state, so that it is not resized often."""
         return 4 * self.steps + self.engine.draft_tokens
 
     @property
     def lengths(self) -> list[int]:
-        """Columns that a state may have, growing; the last is enough for the limit.
+        """Columns that a state may have, ascending; the last is enough for the limit.
 
-        Where every column is read, up to 256 half of them may be too many, then a quarter, beyond
-        1024 a third. The kernel reads what is filled: one length is enough.
+        Without the kernel every column is read. Buckets then grow so that at most half of the
+        columns are unused up to 256, a quarter up to 1024, a third beyond. The kernel reads only
+        filled columns, so one length is enough.
         """
         most = -(-(self.limit + self.spare_columns) // TILE) * TILE
         if self.engine.uses_kernel:
@@ -81,55 +82,52 @@ class ServiceBuckets:
         return [*made, most]
 
     def lengths_for(self, rows: int) -> list[int]:
-        """Those of a state of so many rows: of less than half, powers of two and the last, as few
-        rows read few columns whatever there are."""
+        """The lengths of a state with this many rows. Below half of the slots only powers of two
+        and the last: few rows read few columns at any length."""
         if rows * self.engine.parts >= self.slots / 2:
             return self.lengths
         return [n for n in self.lengths if n & (n - 1) == 0 or n == self.lengths[-1]]
 
     def length_for(self, columns: int, rows: int) -> int:
-        """Columns of a state of so many rows in which so many are taken."""
+        """Columns of a state of ``rows`` rows that has ``columns`` filled."""
         return next(n for n in self.lengths_for(rows) if n >= columns + self.spare_columns)
 
     def prompt_columns(self, tokens: int) -> int:
-        """Columns for so many new tokens of prompts."""
+        """Columns for this many uncached tokens of prompts."""
         return bucketed_columns(tokens, self.limit, MIN_PROMPT_COLUMNS)
 
     def max_prompt_columns(self, known: int) -> int:
-        """Columns for new tokens at most, beside ``known`` for the whole prompts; 0: nothing is
-        known of any."""
-        return (
-            min(known, self.prompt_columns(PREFILL_CHUNK))
-            if known
-            else self.prompt_column_sizes[-1]
-        )
+        """Most columns for uncached tokens; ``known``: columns of whole prompts, 0 without a
+        cache."""
+        chunk = self.prompt_columns(PREFILL_CHUNK)
+        return min(known, chunk) if known else self.prompt_column_sizes[-1]
 
     def packed_sizes(self, each: int, new: int, known: int) -> list[int]:
-        """Rooms for the tokens of prompts that are read together without padding, growing; 0, the
-        last: with it.
+        """Sizes of a packed prefill (prompts without padding), ascending; the last, 0, is padded.
 
         Args:
           each: prompts of a data-parallel part.
           new: columns of each.
-          known: as of ``most_new``.
+          known: as in ``max_prompt_columns``.
         """
         if not self.engine.packs_prompts or each == 1:
             return [0]
         without = packed_sizes(each * new)
-        # Else the columns of all are half of those of twice as long ones.
+        # A smaller bucket has half the columns: more tokens than its packed sizes take this one.
         return [*without, 0] if new == self.max_prompt_columns(known) else [*without]
 
     def prefill_size(
         self, tokens: Sequence[Sequence[int]], each: int, known: int
     ) -> tuple[int, int]:
-        """Columns for new tokens of prompts, and room for them without padding.
+        """Columns for uncached tokens of a prefill batch, and the size of its packed form (0:
+        padded).
 
         Args:
-          tokens: that are new of each prompt, by data-parallel part.
-          each, known: as of ``flat``.
+          tokens: uncached tokens of each prompt, by data-parallel part.
+          each, known: as in ``packed_sizes``.
         """
         longest = max(max(part, default=1) for part in tokens)
-        # An entry that fills up has a token too.
+        # A padding entry has a token too.
         total = max(sum(part) + each - len(part) for part in tokens)
         return next(
             (new, flat)
@@ -141,33 +139,31 @@ class ServiceBuckets:
 
     @property
     def prompt_column_sizes(self) -> list[int]:
-        """All that ``new`` may say, growing."""
+        """All values of ``prompt_columns``, ascending."""
         return sorted({self.prompt_columns(n) for n in range(1, self.limit + 1)})
 
     def shares_prompts(self, rows: int) -> bool:
-        """As of ``SlotTableShapes``: each request has its own prompt."""
+        """See ``SlotTableShapes``: each request has its own prompt."""
         return False
 
     def next_columns(self, first: int, column: int, length: int, rows: int) -> tuple[int, int]:
-        """As of ``SlotTableShapes``."""
+        """See ``SlotTableShapes``."""
         return first, self.length_for(column - first, rows)
 
     def state_sizes(self, rows: int, length: int) -> SlotSizes:
-        """Of a state of so many rows and columns."""
+        """Sizes of a state with this many rows and columns."""
         text, rows = self.limit if self.engine.draft_tokens else 0, rows * self.engine.parts
-        return SlotSizes(
-            rows, rows, 1, 0, length, text, self.sampling_sizes, self.sampling_sizes.penalties
-        )
+        sampling = self.sampling_sizes
+        return SlotSizes(rows, rows, 1, 0, length, text, sampling, sampling.penalties)
 
 
 def lengths(limit: int, refills: bool) -> list[int]:
-    """Columns that a rollout's state may have, growing; the last is enough for sequences of
-    ``limit``.
+    """Columns that a rollout's state may have, ascending; the last is enough for ``limit`` tokens.
 
     Args:
-      limit: tokens of a sequence.
-      refills: whether sequences enter while others run: then some columns more, so that those
-        which nobody sees any more are not given up after every few tokens.
+      limit: most tokens of a sequence.
+      refills: whether sequences enter while others run. Then there are spare columns, so that dead
+        ones are not dropped after every few tokens.
     """
     most = limit + 4 * STEPS if refills else limit
     made = []
@@ -179,7 +175,7 @@ def lengths(limit: int, refills: bool) -> list[int]:
 
 
 def halved_rows(rows: int, parts: int) -> list[int]:
-    """Rows of a data-parallel part that a rollout's state may have, falling."""
+    """Rows of a data-parallel part that a rollout's state may have, descending."""
     made = [rows]
     while made[-1] % 2 == 0 and made[-1] * parts // 2 >= MIN_ROWS:
         made.append(made[-1] // 2)
@@ -187,22 +183,22 @@ def halved_rows(rows: int, parts: int) -> list[int]:
 
 
 class RolloutBuckets:
-    """Of a rollout's states.
+    """Buckets of a rollout's states.
 
     Args:
-      engine: its programs.
-      work: what is drawn.
+      engine: the engine whose programs are bucketed.
+      job: what is drawn.
       prompt: columns of a prompt.
 
     Attributes:
-      groups: prompts of a part at a time.
-      refills: whether others wait.
-      before: tokens that each response has as it enters.
-      rows: that a state may have, falling.
-      lengths: columns that it may have, growing: of those of whole responses, from what is there to
-        what will be.
-      pairs: rows and columns of all states: few rows are not worth a program before the tail.
-      drops_columns: whether columns that nobody sees any more are given up.
+      groups: prompts of a data-parallel part at a time.
+      refills: whether further prompts wait for slots.
+      resumed_tokens: tokens that each response has as it enters.
+      rows: rows that a state may have, descending.
+      lengths: columns that a state may have, ascending: those of whole responses between the tokens
+        there are now and those there will be.
+      states: (rows, columns) of all states. Few rows get no program of their own before the tail.
+      drops_columns: whether columns that no row attends to any more are dropped.
     """
 
     steps = STEPS
@@ -210,15 +206,15 @@ class RolloutBuckets:
     def __init__(self, engine: Engine, job: RolloutJob, prompt: int):
         self.engine, self.job, self._prompt = engine, job, prompt
         parts, samples, slots = engine.parts, job.samples, job.config.slots
-        # A mini-batch, of which the dry run describes an update, may have fewer prompts than parts.
+        # The dry run describes updates by a mini-batch, which may have fewer prompts than parts.
         self.groups = max(job.prompts.shape[0] // parts, 1)
         if slots:
             self.groups = min(self.groups, max(slots // (samples * parts), 1))
         self.refills = self.groups * parts < job.prompts.shape[0]
-        self.drops_columns = self.refills and not engine.per_row_columns
+        self.drops_columns = self.refills and not engine.row_columns
         self.resumed_tokens = 0 if job.resumed is None else job.resumed.start
         self.rows = [self.groups * samples]
-        # Of all parts of responses the same, so that these share their programs.
+        # The same buckets in all parts of a partial rollout, so that these share programs.
         every = [job.limit]
         if not engine.uses_kernel:
             self.rows = halved_rows(self.rows[0], parts)
@@ -234,31 +230,31 @@ class RolloutBuckets:
         ]
 
     def fewer_rows(self, rows: int, length: int) -> int:
-        """The rows that follow these; 0: the state stays as it is."""
+        """The next smaller number of rows; 0: the state does not shrink."""
         made = self.rows[self.rows.index(rows) + 1 :][:1]
         return made[0] if made and (made[0], length) in self.states else 0
 
     def next_length(self, length: int) -> int:
-        """The columns that follow these, or the last again."""
+        """The next larger number of columns, or the last again."""
         return next((n for n in self.lengths if n > length), length)
 
     def lengths_for(self, rows: int) -> list[int]:
-        """As of ``SlotTableShapes``."""
+        """See ``SlotTableShapes``."""
         return self.lengths
 
     def shares_prompts(self, rows: int) -> bool:
-        """As of ``SlotTableShapes``; few rows have each its own prompt."""
+        """See ``SlotTableShapes``; in a small state each row has its own prompt."""
         return self.job.samples > 1 and (rows > self.groups or self.engine.uses_kernel)
 
     def next_columns(self, first: int, column: int, length: int, rows: int) -> tuple[int, int]:
-        """As of ``SlotTableShapes``."""
+        """See ``SlotTableShapes``."""
         longer = self.next_length(length)
         if column - first > length - STEPS and longer != length:
             return 0, longer
         return first, length
 
     def state_sizes(self, rows: int, length: int) -> SlotSizes:
-        """Of a state of so many rows and columns."""
+        """Sizes of a state with this many rows and columns."""
         job, parts = self.job, self.engine.parts
         return SlotSizes(
             parts * rows,

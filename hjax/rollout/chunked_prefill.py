@@ -1,8 +1,8 @@
-"""Chunks of prompts, read into blocks: what services and training's rollouts read long prompts by.
+"""Chunked prefill: long prompts are read in chunks, into blocks of keys and values.
 
-Each data-parallel part reads a chunk of its own and has blocks of its own, so nothing is exchanged
-between parts. ``hjax.rollout.prefix_cache`` says which blocks stay for which prompts of a service,
-``hjax.rollout.prefix_sharing`` for those of a rollout.
+Each data-parallel part reads a chunk of its own into blocks of its own, so parts exchange nothing.
+``hjax.rollout.prefix_cache`` decides which blocks a service keeps, ``hjax.rollout.prefix_sharing``
+which ones a rollout keeps.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from hjax.sharding.global_arrays import place
 
 
 class ChunkedPrefill:
-    """The programs of one engine.
+    """The chunked-prefill programs of one engine.
 
     Args:
       engine: an ``Engine``.
@@ -34,7 +34,7 @@ class ChunkedPrefill:
         )
 
     def empty(self, count: int) -> CacheBlocks:
-        """So many blocks for each data-parallel part."""
+        """This many empty blocks for each data-parallel part."""
         return self._empty(count)
 
     def abstract(self, count: int) -> CacheBlocks:
@@ -53,32 +53,33 @@ class ChunkedPrefill:
         known: tuple[np.ndarray, np.ndarray],
         where: np.ndarray,
     ) -> CacheBlocks:
-        """Read a chunk in each part, after what is known of its prompt, and keep it.
+        """Prefill one chunk in each part, after the cached tokens of its prompt, and store it in
+        blocks.
 
         Args:
           params: in the generate layout.
           blocks: donated.
           tokens: int32 [parts, chunk], whole blocks of tokens, padded on the left; ``mask``: bool
             like it.
-          known: int32 [parts, n], numbers of the blocks that hold what is known, with room for the
-            chunk; and int32 [parts], tokens of it.
-          where: int32 [parts, chunk / BLOCK], into which block each block of the chunk goes; one
-            beyond them all: it is dropped.
+          known: int32 [parts, n], numbers of the blocks that hold the cached tokens, with room for
+            the chunk; and int32 [parts], how many tokens are cached.
+          where: int32 [parts, chunk / BLOCK], the block that each block of the chunk goes to; a
+            number beyond the last block drops it.
 
         Returns:
           the blocks.
         """
         split = self._layout.sharding("batch")
-        given = [place(x, split) for x in (tokens, mask, *known, where.ravel())]
-        return self._prefill(params, blocks, *given)
+        placed = [place(x, split) for x in (tokens, mask, *known, where.ravel())]
+        return self._prefill(params, blocks, *placed)
 
     def trace(self, params: Weights, count: int, chunk: int, columns: int) -> Any:
-        """``deserialize_value`` of abstract parameters: its jax.stages.Traced.
+        """``prefill`` of abstract parameters: its jax.stages.Traced.
 
         Args:
           params: jax.ShapeDtypeStruct with shardings, in the generate layout.
-          count: of blocks.
-          chunk, columns: tokens of a chunk, and room for what is known with it.
+          count: number of blocks.
+          chunk, columns: tokens of a chunk; columns for the chunk and the cached tokens together.
         """
         parts, split = self._parts, self._layout.sharding("batch")
 

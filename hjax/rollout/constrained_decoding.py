@@ -1,9 +1,9 @@
-"""Which tokens may come next where a response must match: llguidance's matchers, on the host.
+"""Constrained (guided, grammar) decoding: token bitmasks by llguidance's matchers, on the host.
 
-A token may be drawn if the response's bytes with its own are the beginning of some text that
-matches, whichever tokens the tokenizer would write that text with. So what is drawn is the model's
-distribution, at each position over the tokens that may come. Bytes are compared, so characters that
-several tokens make up need nothing of their own.
+A token is allowed if the response's bytes and its own are a prefix of some text that matches, in
+whatever tokens the tokenizer would spell that text. So the model's distribution is sampled at each
+position, over the allowed tokens. Bytes are compared, so characters of several tokens are no
+special case.
 """
 
 from __future__ import annotations
@@ -23,48 +23,47 @@ from hjax.errors import ConfigError
 from hjax.rollout.constraint import Constraint
 from hjax.rollout.sampling_params import SamplingParams
 
-# How a matcher's finish begins where nothing may follow and the text does not match.
+# Prefix of the finish reason of a response that does not match and that no token may continue.
 FAILED = "constraint: "
-# All tokens consistent with the grammar, not only those of the tokenizer's own spelling.
+# Allow all tokens that fit the grammar, not only the tokenizer's own spelling.
 _ALL_TOKENS = '%llguidance {"no_forcing": true}\n'
-# What JSON is written with; were any number of spaces allowed, models that have nothing to say
-# would draw them for ever.
+# Whitespace in JSON. If any amount were allowed, models with nothing to say would draw it for ever.
 JSON_WHITESPACE = {"x-guidance": {"whitespace_pattern": r" |\r?\n[ \t]{0,32}"}}
 
 
 def bitmask_words(vocab: int) -> int:
-    """uint32 that have a bit for each token."""
+    """uint32 words of a bitmask with a bit for each token."""
     return -(-vocab // 32)
 
 
 class ConstraintCompiler:
-    """Compiles constraints for a model's vocabulary; callable from any thread.
+    """Compiles constraints to matchers for a model's vocabulary; callable from any thread.
 
     Args:
       tokenizer: of the model; None: constraints are refused.
-      vocab: tokens of the model.
+      vocab: vocabulary size.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab: int):
         self._tokenizer, self._vocab = tokenizer, vocab
         self._bytes: TokenBytes | None = None
-        self._tokens: Any = None  # llguidance's, made when it is first asked for
+        self._tokens: Any = None  # llguidance's tokenizer, made on first use
         self._lock = threading.Lock()
 
     def matcher(
         self, constraint: Constraint, options: SamplingParams, prompt: Sequence[int]
     ) -> ConstraintMatcher:
-        """The matcher of a response: compiled, which takes a moment (on GPT-2's vocabulary 1 to 30
-        ms), without the interpreter's lock.
+        """The matcher of a response. Compiling takes a moment (1 to 30 ms on GPT-2's vocabulary)
+        and releases the interpreter's lock.
 
         Args:
-          constraint: what it must match.
-          options: how it is drawn; what they forbid is not allowed.
-          prompt: token ids before it; the first space of a response may belong to its text or not.
+          constraint: what the response must match.
+          options: sampling options; tokens that they forbid are not allowed.
+          prompt: token ids before the response, which decide whether its first space is text.
 
         Raises:
-          ConfigError: a constraint that llguidance does not take or nothing matches, no tokenizer,
-            one whose tokens' bytes are unknown, no llguidance; forced tokens that do not match.
+          ConfigError: a constraint that llguidance refuses or nothing matches, no tokenizer, one
+            whose tokens' bytes are unknown, no llguidance; forced tokens that do not match.
         """
         if self._tokenizer is None:
             raise ConfigError(
@@ -93,18 +92,21 @@ class ConstraintCompiler:
         self._tokens = llguidance.LLTokenizer(vocabulary)
 
     def _grammar(self, constraint: Constraint, drops_space: bool) -> Any:
-        """Compiled anew: what a matcher finds out on its way counts towards its limits, so that two
-        responses that shared it would not end alike."""
+        """Compiled for each response anew: a matcher's work counts towards its limits, so responses
+        that shared a grammar would not end alike."""
         if constraint.grammar is None:
-            return self._made(constraint, _source(constraint, drops_space))
-        made = self._made(constraint, _of_lark(constraint.grammar, "start: @value"))
+            return self._compile(constraint, _source(constraint, drops_space))
+        made = self._compile(constraint, _wrap_lark(constraint.grammar, "start: @value"))
         if not drops_space:
             return made
-        # The first space is not in the text. Where one may begin it, another comes before.
+        # The text lacks the response's first space. Where the text may begin with one, another
+        # comes before it.
         optional = "" if (_mask(made, self._vocab) & self._spaces).any() else "?"
-        return self._made(constraint, _of_lark(constraint.grammar, f'start: " "{optional} @value'))
+        return self._compile(
+            constraint, _wrap_lark(constraint.grammar, f'start: " "{optional} @value')
+        )
 
-    def _made(self, constraint: Constraint, source: str) -> Any:
+    def _compile(self, constraint: Constraint, source: str) -> Any:
         import llguidance
 
         limits = llguidance.LLParserLimits(verbose_errors=False)
@@ -115,11 +117,11 @@ class ConstraintCompiler:
 
 
 class ConstraintMatcher:
-    """What may come next in one response. Made by ``ConstraintCompiler``.
+    """Tracks which tokens may come next in one response. Made by ``ConstraintCompiler``.
 
     Attributes:
-      allowed: uint32 [words(vocab)], bit i % 32 of word i // 32 for token i: whether it may be the
-        next one.
+      bitmask: uint32 [bitmask_words(vocab)], bit i % 32 of word i // 32 for token i: whether
+        it may come next.
     """
 
     def __init__(self, grammar: Any, vocab: int, options: SamplingParams):
@@ -129,11 +131,11 @@ class ConstraintMatcher:
         self._banned = _bits(list(options.banned), vocab)
         self._stop, self._min_tokens = frozenset(options.stop), options.min_tokens
         self._position = 0
-        self.token_bitmask = self._next_bitmask()
+        self.bitmask = self._next_bitmask()
         self._check(options.forced)
 
     def _check(self, forced: Sequence[int]) -> None:
-        if not self.token_bitmask.any():
+        if not self.bitmask.any():
             raise ConfigError(
                 "constraint: no token may begin a response: nothing matches, or its first tokens "
                 "are not in the vocabulary or forbidden by bad, logit_bias or min_tokens"
@@ -147,35 +149,35 @@ class ConstraintMatcher:
                 )
 
     def advance(self, tokens: Sequence[int], finish: str = "") -> str:
-        """Go on by tokens that were drawn.
+        """Advance by tokens that were drawn.
 
         Args:
           tokens: in order.
           finish: ``stop`` if the last is a stop token, ``length`` if no more may be drawn, or "".
 
         Returns:
-          How it finishes: ``stop`` where the text matches and nothing may follow, ``constraint:``
-          and why where it does not match and nothing may follow, else ``finish``.
+          The finish reason: ``stop`` if the text matches and no token may follow, ``constraint:``
+            and the reason if it does not match and no token may follow, else ``finish``.
         """
         self._position += len(tokens)
         if finish == "stop":
             return finish
         for token in tokens:
             self._grammar.consume_token(token)
-        self.token_bitmask = self._next_bitmask()
+        self.bitmask = self._next_bitmask()
         if self._grammar.is_accepting() and (
-            self._grammar.is_stopped() if finish else not self.token_bitmask.any()
+            self._grammar.is_stopped() if finish else not self.bitmask.any()
         ):
             return "stop"
-        if not finish and not self.token_bitmask.any():
+        if not finish and not self.bitmask.any():
             return FAILED + self._why()
         return finish
 
     def _next_bitmask(self) -> np.ndarray:
-        token_bitmask = _mask(self._grammar, self._vocab) & self._there & ~self._stops
+        bitmask = _mask(self._grammar, self._vocab) & self._there & ~self._stops
         if self._grammar.is_accepting() and self._position >= self._min_tokens:
-            token_bitmask |= self._stops
-        return token_bitmask & ~self._banned
+            bitmask |= self._stops
+        return bitmask & ~self._banned
 
     def _why(self) -> str:
         error = self._grammar.get_error()
@@ -185,25 +187,25 @@ class ConstraintMatcher:
 
 
 class _Vocabulary:
-    """A vocabulary in the form that llguidance reads: its tokens are of UTF-8 alone."""
+    """A vocabulary as llguidance reads it; its tokens are UTF-8 only."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
-    eos_token_id = None  # it adds one
+    eos_token_id = None  # llguidance adds one
     special_token_ids: Sequence[int] = ()
 
     def __init__(self, tokens: Sequence[bytes], vocab: int):
         missing = max(vocab - len(tokens), 0)
-        # By a first byte of 0xFF it means special tokens; no text has such a byte.
+        # llguidance marks special tokens by a first byte of 0xFF, which no text has.
         self.tokens = [b"" if each[:1] == b"\xff" else each for each in tokens[:vocab]]
         self.tokens += [b""] * missing
 
     def __call__(self, text: str) -> list[int]:
-        return []  # asked for by grammars that force a spelling; these do not
+        return []  # used only by grammars that force a spelling; these do not
 
 
 def _source(constraint: Constraint, drops_space: bool) -> str:
-    """The grammar, as llguidance reads it.
+    """The grammar as llguidance reads it.
 
     With ``drops_space`` the response's bytes may begin with a space that its text does not have.
     """
@@ -221,16 +223,16 @@ def _source(constraint: Constraint, drops_space: bool) -> str:
     return json.dumps({"grammars": grammars})
 
 
-def _of_lark(grammar: str, body: str) -> str:
-    """The source of a grammar with ``body`` around it, which calls it ``@value``."""
+def _wrap_lark(grammar: str, body: str) -> str:
+    """The source of ``body`` around a Lark grammar, which it refers to as ``@value``."""
     grammars = [{"lark_grammar": _ALL_TOKENS + body}]
     grammars += [{"name": "value", "lark_grammar": f"{grammar}\n{_ALL_TOKENS}"}]
     return json.dumps({"grammars": grammars})
 
 
 def _mask(grammar: Any, vocab: int) -> np.ndarray:
-    """uint32 [words(vocab)], the tokens that may come next; and bits that mean nothing."""
-    # llguidance has a token more: the end.
+    """uint32 [bitmask_words(vocab)], the tokens that may come next; further bits are undefined."""
+    # llguidance counts one more token, the end.
     found = np.zeros(bitmask_words(vocab + 1), np.uint32)
     grammar.unsafe_compute_mask_ptr(found.ctypes.data, found.nbytes)
     return found[: bitmask_words(vocab)]
@@ -244,13 +246,13 @@ def _name(constraint: Constraint) -> str:
 
 
 def _reason(error: str) -> str:
-    """What is wrong, of a message of llguidance's, which quotes the pattern and the line."""
+    """The cause in a message of llguidance's, without the pattern and line that it quotes."""
     if error.startswith("panic: missing special token"):
         return "a special token has no text; leave it out"
     own = re.search(r"^error: (.*)$", error, re.MULTILINE)
     if own:
         return own[1]
-    # Of what follows, a place in the grammar and an option that nobody here has.
+    # Drop the place in the grammar, and an option that hjax does not expose.
     rest = r"^.*\(in regex\): |; .* in regex /.*$|\. Enable '.*$"
     return re.sub(rest, "", _first_line(error))
 

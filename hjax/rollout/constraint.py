@@ -1,4 +1,4 @@
-"""What the text of a response must be, as a request says it."""
+"""Constraints for decoding: a regex, a JSON schema or a grammar that a response must match."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 from hjax.errors import ConfigError
 
-# Characters of a pattern, schema or grammar.
+# Most characters of a pattern, schema or grammar.
 MAX_CHARACTERS = 2**17
-# What means something in a pattern; `&`, `-`, `~` in sets of characters alone.
+# Characters with a meaning in a pattern; `&`, `-`, `~` only in character classes.
 _REGEX_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")
 
 
@@ -21,17 +21,17 @@ class Constraint:
     """What the whole text of a response must match. Give one of the three.
 
     Attributes:
-      regex: a regular expression, by the syntax of Rust's crate regex: Python's but for
-        lookarounds, back references and word boundaries. A ``^`` at its beginning and a ``$`` at
-        its end say what holds anyway.
+      regex: a regular expression in the syntax of Rust's crate regex: Python's without lookarounds,
+        back references and word boundaries. The whole text is matched, so a ``^`` at its beginning
+        and a ``$`` at its end change nothing.
       json_schema: JSON text of a JSON schema (draft 2020-12), as ``of_json`` makes it. Properties
         come in the schema's order; between the parts of a JSON text stands nothing, a space, or a
         line break with up to 32 blanks.
-      grammar: of Lark's syntax as llguidance has it, from its rule ``start``; JSON by
-        ``%json {...}``. Without ``%llguidance``.
+      grammar: in Lark's syntax as llguidance has it, from its rule ``start``; JSON by ``%json
+        {...}``. Without ``%llguidance``.
 
     Raises:
-      ConfigError: none or several of them, one that is too long, what is no JSON schema's text.
+      ConfigError: none or several of them, one that is too long, text that is no JSON schema.
     """
 
     regex: str | None = None
@@ -72,7 +72,7 @@ class Constraint:
 
     @classmethod
     def of_json(cls, schema: Mapping[str, Any]) -> Constraint:
-        """JSON text of a value that a schema allows; ``{"type": "object"}``: of any object."""
+        """JSON text of a value that a schema allows; ``{"type": "object"}`` allows any object."""
         try:
             text = json.dumps(schema)
         except (TypeError, ValueError, RecursionError) as error:
@@ -81,7 +81,7 @@ class Constraint:
 
     @classmethod
     def of_choice(cls, texts: Sequence[str]) -> Constraint:
-        """One of some texts, word for word."""
+        """One of several texts, exactly."""
         if isinstance(texts, str) or not texts or not all(isinstance(t, str) for t in texts):
             raise ConfigError(f"choice={texts!r}: a list of texts, one at least")
         each = (_REGEX_SPECIAL.sub(r"\\\g<0>", text) for text in texts)
@@ -89,5 +89,5 @@ class Constraint:
 
 
 def _has_surrogate(text: str) -> bool:
-    """Whether it has half a character, which no bytes stand for."""
+    """Whether a text has a lone surrogate (half a character), which has no bytes in UTF-8."""
     return any("\ud800" <= character <= "\udfff" for character in text)

@@ -1,6 +1,6 @@
-"""A pass of rows through the model while they are decoded: what goes in, and what they draw of it.
+"""One decode step: forward pass, sampling, and the tables of generated tokens.
 
-The engine's loop runs it of all rows, one under stages of a micro-batch at a time.
+The engine's loop runs it over all rows; under pipeline stages over one micro-batch at a time.
 """
 
 import dataclasses
@@ -17,13 +17,13 @@ from hjax.rollout.row_sampling import RowSampling
 from hjax.rollout.sampling import SampledTokens, draw, no_top_tokens
 from hjax.rollout.sampling_params import SamplingParams
 from hjax.rollout.slot_state import RunningSequences
-from hjax.rollout.token_counts import TokenCounts, counted
+from hjax.rollout.token_counts import TokenCounts, count_token
 
 DecodeState = dict[str, Any]
 
 
-def start(rows: int, length: int, sampling: SamplingParams | None) -> DecodeState:
-    """Nothing drawn yet: tables of [rows, length] and the rows that are done.
+def empty_tables(rows: int, length: int, sampling: SamplingParams | None) -> DecodeState:
+    """Empty tables of [rows, length], and which rows are done.
 
     Args:
       rows, length: of the tables.
@@ -38,14 +38,14 @@ def start(rows: int, length: int, sampling: SamplingParams | None) -> DecodeStat
     } | ({"top": no_top_tokens((rows, length))} if sampling is None else {})
 
 
-def entered(
+def record_tokens(
     state: DecodeState, drawn: SampledTokens, ends: jax.Array, at: int | jax.Array
 ) -> DecodeState:
-    """What rows drew, in column ``at`` of the tables, or of each row its own.
+    """Write what rows drew into column ``at`` of the tables; it may differ by row.
 
     Args:
-      state: of ``start``.
-      drawn: a token for every row; that of one that is done is left out.
+      state: of ``empty_tables``.
+      drawn: a token for every row; rows that are done drop it.
       ends: bool [rows], whether the token is a row's last.
       at: int32 [] or [rows].
     """
@@ -79,8 +79,8 @@ def entered(
     )
 
 
-def responses(state: DecodeState) -> dict[str, jax.Array]:
-    """The rollout's entries that were drawn."""
+def response_tables(state: DecodeState) -> dict[str, jax.Array]:
+    """The rollout's entries that were generated."""
     return {
         "responses": state["tokens"],
         "response_mask": state["mask"],
@@ -90,11 +90,7 @@ def responses(state: DecodeState) -> dict[str, jax.Array]:
 
 
 # Name in the batch -> field of ``SampledTokens``.
-_FIELDS = {
-    "logprobs": "sampled",
-    "policy_logprobs": "policy",
-    "untempered_logprobs": "untempered",
-}
+_FIELDS = {"logprobs": "sampled", "policy_logprobs": "policy", "untempered_logprobs": "untempered"}
 
 
 def _reported(sampling: SamplingParams | None) -> list[str]:
@@ -102,13 +98,13 @@ def _reported(sampling: SamplingParams | None) -> list[str]:
     if sampling is None:
         return ["logprobs", "policy_logprobs"]
     changed = sampling.truncates or sampling.changes_logits
-    asked = (True, changed, changed or sampling.tempered)
-    return [name for name, wanted in zip(_FIELDS, asked, strict=True) if wanted]
+    reported = (True, changed, changed or sampling.tempered)
+    return [name for name, wanted in zip(_FIELDS, reported, strict=True) if wanted]
 
 
 @dataclasses.dataclass(frozen=True)
 class ForwardPass:
-    """One pass over the weights.
+    """One pass over the weights, and what rows draw from it.
 
     Attributes:
       engine: an ``Engine``.
@@ -128,14 +124,14 @@ class ForwardPass:
         logits: jax.Array,
         rows: RunningSequences,
         column: jax.Array | int,
-        token_bitmask: jax.Array | None,
+        bitmask: jax.Array | None,
     ) -> tuple[DecodeState, TokenCounts | None]:
-        """The token that each row draws next, in a column of the tables, or of each its own; and
-        the tokens that it has then."""
+        """Sample each row's next token into ``column`` of the tables (one for all, or one per row);
+        returns the tables and updated token counts."""
         options, engine = rows.options, self.engine
         if options is None:
             options = RowSampling.uniform(self.sampling, logits.shape[-1])
-        else:  # of rows that have ended nobody asks for more
+        else:  # finished rows need no top log-probs
             top = jnp.where(drawn["done"], 0, options.top)
             options = dataclasses.replace(options, top=top)
         new = draw(
@@ -146,39 +142,39 @@ class ForwardPass:
             counts=rows.counts,
             kernels=engine.compute.kernels,
             layout=engine.layout,
-            token_bitmask=token_bitmask,
+            bitmask=bitmask,
         )
-        counts = counted(rows.counts, new.token, ~drawn["done"], engine.layout)
-        return entered(drawn, new, options.ends(new.token), column), counts
+        counts = count_token(rows.counts, new.token, ~drawn["done"], engine.layout)
+        return record_tokens(drawn, new, options.ends(new.token), column), counts
 
-    def start(self, running: RunningSequences, most: int) -> DecodeState:
-        """Tables of ``final_limit`` columns, with nothing drawn."""
+    def empty_tables(self, running: RunningSequences, most: int) -> DecodeState:
+        """Empty tables of ``most`` columns."""
         rows, sampling = running.done.shape[0], None if running.options else self.sampling
-        drawn = start(rows, most, sampling) | {"done": running.done}
+        drawn = empty_tables(rows, most, sampling) | {"done": running.done}
         if self.engine.draft_tokens:
             drawn |= dict.fromkeys(("guessed", "right"), jnp.zeros(rows, jnp.int32))
         return jax.tree.map(lambda x: self.engine.layout.constrain(x, "batch"), drawn)
 
     def inputs(self, running: RunningSequences) -> jax.Array:
-        """int32 [rows, 1 + guesses]: each row's last token, and those that are guessed after it."""
+        """int32 [rows, 1 + drafts]: each row's last token and the draft tokens after it."""
         last = running.last_token[:, None]
         if running.text is None:
             return last
         there = running.prompt_lengths + running.drawn
-        guesses = prompt_lookup.guesses(running.text, there, self.engine.draft_tokens)
+        guesses = prompt_lookup.draft_tokens(running.text, there, self.engine.draft_tokens)
         return jnp.concatenate([last, guesses], axis=1)
 
     def positions(self, running: RunningSequences) -> jax.Array:
-        """int32 [rows, 1 + guesses], of ``tokens`` in their sequences."""
+        """int32 [rows, 1 + drafts]: the position of each of ``inputs`` in its sequence."""
         first = running.prompt_lengths + running.drawn - 1
         return first[:, None] + jnp.arange(1 + self.engine.draft_tokens)
 
     def own_tokens(self, running: RunningSequences) -> jax.Array:
-        """int32 [rows]: tokens of each that are among its own in the cache."""
+        """int32 [rows]: number of tokens that each row has in its own part of the cache."""
         return running.drawn - 1 + (running.prompt_lengths if self.prompts_in_rows else 0)
 
     def attention(self, slots: SlotMask, running: RunningSequences) -> Attention:
-        """What ``tokens`` see."""
+        """What ``inputs`` attend to."""
         layout, own = self.engine.layout, self.own_tokens(running)
         if self.engine.uses_kernel:
             where = jnp.where(running.done, -1, own).reshape(slots.begin.shape[0], -1)
@@ -188,7 +184,7 @@ class ForwardPass:
         return DecodeSlots(slots, layout)
 
     def logits(self, model: Any, hidden: jax.Array) -> jax.Array:
-        """float32 [rows, 1 + guesses, vocab] of hidden states, or without guesses [rows, vocab]."""
+        """float32 [rows, 1 + drafts, vocab] of hidden states; without drafts [rows, vocab]."""
         axes = ("batch", None, "vocab") if self.engine.draft_tokens else ("batch", "vocab")
         logits = model.logits(hidden if self.engine.draft_tokens else hidden[:, 0])
         return self.engine.layout.constrain(logits, *axes)
@@ -201,20 +197,20 @@ class ForwardPass:
         tokens: jax.Array,
         before: jax.Array,
         column: jax.Array,
-        token_bitmask: jax.Array | None,
+        bitmask: jax.Array | None,
     ) -> tuple[RunningSequences, DecodeState]:
-        """Rows with what they drew.
+        """Rows and tables after a pass: each row has its next token, or several by accepted drafts.
 
         Args:
           running, drawn: before.
           logits, tokens: of the pass.
-          before: int32 [rows], tokens that were drawn when the tables were begun.
-          column: int32 [], of the tables, where nothing is guessed.
-          allowed: as of ``Engine.decode``.
+          before: int32 [rows], tokens that were drawn when the tables were empty.
+          column: int32 [], of the tables, without drafts.
+          bitmask: as in ``Engine.decode``.
         """
         if self.engine.draft_tokens:
-            return self._advance_drafts(running, drawn, logits, tokens, before, token_bitmask)
-        drawn, counts = self.sample(drawn, logits, running, column, token_bitmask)
+            return self._advance_drafts(running, drawn, logits, tokens, before, bitmask)
+        drawn, counts = self.sample(drawn, logits, running, column, bitmask)
         number = running.drawn + ~running.done
         done = drawn["done"] | (number >= running.limit)
         running = dataclasses.replace(
@@ -229,18 +225,18 @@ class ForwardPass:
         logits: jax.Array,
         tokens: jax.Array,
         before: jax.Array,
-        token_bitmask: jax.Array | None,
+        bitmask: jax.Array | None,
     ) -> tuple[RunningSequences, DecodeState]:
-        """The token that follows, and those after it that were guessed."""
-        ahead = self._usable_drafts(token_bitmask)
+        """Draw the next token, then verify drafts: one is accepted if it equals the token drawn."""
+        ahead = self._usable_drafts(bitmask)
 
         def next_one(carry: Any) -> Any:
-            """``going``: the rows whose guesses have been right so far."""
+            """``going``: the rows whose drafts were all accepted so far."""
             t, going, running, drawn = carry
             of_token = jax.lax.dynamic_index_in_dim(logits, t, 1, keepdims=False)
             of_token = self.engine.layout.constrain(of_token, "batch", "vocab")
             column, drawn = running.drawn - before, drawn | {"done": ~going}
-            drawn, counts = self.sample(drawn, of_token, running, column, token_bitmask)
+            drawn, counts = self.sample(drawn, of_token, running, column, bitmask)
             token, number = drawn["last"], running.drawn + going
             length = running.prompt_lengths + running.drawn
             done = running.done | (going & (drawn["done"] | (number >= running.limit)))
@@ -250,7 +246,7 @@ class ForwardPass:
                 last_token=jnp.where(going, token, running.last_token),
                 done=done,
                 counts=counts,
-                text=with_token(running.text, length, token, going),
+                text=append_token(running.text, length, token, going),
             )
             guess = jax.lax.dynamic_index_in_dim(
                 tokens, jnp.minimum(t + 1, self.engine.draft_tokens), 1, keepdims=False
@@ -268,32 +264,31 @@ class ForwardPass:
         _, _, running, drawn = jax.lax.while_loop(more, next_one, first)
         return running, drawn
 
-    def _usable_drafts(self, token_bitmask: jax.Array | None) -> jax.Array:
-        """int32 []: guesses that count, as what may be drawn is known of one token."""
-        return jnp.where(vocab_parallel.bans(token_bitmask), 0, self.engine.draft_tokens)
+    def _usable_drafts(self, bitmask: jax.Array | None) -> jax.Array:
+        """int32 []: drafts that count; none under a bitmask, which is known for one token only."""
+        return jnp.where(vocab_parallel.any_banned(bitmask), 0, self.engine.draft_tokens)
 
     def can_continue(
         self, running: RunningSequences, before: jax.Array, most: int, live: jax.Array | None = None
     ) -> jax.Array:
-        """bool []: whether there is a row to be drawn, and room for one more pass.
+        """bool []: whether a row is still running, with room for one more pass.
 
-        Each needs room for all that are guessed, in the tables and in the cache. ``live``, bool []:
-        whether there is a row, if somebody has counted already.
+        With drafts, the tables and the cache need room for all of them. ``live``, bool []: whether
+        a row is running, if the caller knows already.
         """
         going = ~jnp.all(running.done) if live is None else live
         if self.engine.draft_tokens:
             own = jnp.max(jnp.where(running.done, 0, self.own_tokens(running)))
             drawn = jnp.max(running.drawn - before)
-            going &= (own + self.engine.draft_tokens < self.length) & (
-                drawn + self.engine.draft_tokens < most
-            )
+            drafts = self.engine.draft_tokens
+            going &= (own + drafts < self.length) & (drawn + drafts < most)
         return going
 
 
-def with_token(
+def append_token(
     text: jax.Array | None, length: jax.Array, token: jax.Array, there: jax.Array | bool
 ) -> jax.Array | None:
-    """Texts [rows, room] of so many tokens with one more, where it is there."""
+    """Texts [rows, room] of ``length`` tokens with one more appended, where ``there`` is true."""
     if text is None:
         return None
     here = (jnp.arange(text.shape[1]) == length[:, None]) & jnp.reshape(there, (-1, 1))

@@ -1,12 +1,12 @@
-"""The rollout engine: slots that sequences enter and leave while others are decoded.
+"""The rollout engine: continuous batching over slots, which sequences enter and leave.
 
-Its shape is JetStream's (``prefill``, ``insert``, ``generate``), in three programs: ``admit``
-prefills prompts and draws their first tokens, ``decode`` draws some tokens for every slot in one
-compiled loop, ``move`` brings the slots that are left together or gives them more room. All of them
-take the state and give it back in place (donated). Who enters when is ``hjax.rollout.scheduler``'s.
+Its interface is JetStream's (``prefill``, ``insert``, ``generate``), in three programs. ``admit``
+prefills prompts and draws their first tokens; ``decode`` draws some tokens for every slot in one
+compiled loop; ``move`` compacts the slots or gives them more columns. All take the state and return
+it in place (donated). ``hjax.rollout.scheduler`` decides who enters when.
 
-A state has a fixed ``SlotSizes``. Sequences are told from each other by numbers of their own, from
-which their draws follow, so neither slot nor neighbours change what is drawn.
+A state has fixed ``SlotSizes``. A sequence's draws follow from its own number, so neither its slot
+nor its neighbours change what is drawn.
 """
 
 import dataclasses
@@ -28,11 +28,11 @@ from hjax.models.forward import token_positions
 from hjax.models.packed_prefill import PackedPrefill
 from hjax.models.parameters import Network, Weights
 from hjax.rollout.chunked_prefill import ChunkedPrefill
-from hjax.rollout.decode_step import DecodeState, ForwardPass, with_token
+from hjax.rollout.decode_step import DecodeState, ForwardPass, append_token
 from hjax.rollout.rollout_job import GenerationConfig
 from hjax.rollout.row_sampling import RowSampling
 from hjax.rollout.sampling_params import SamplingParams
-from hjax.rollout.slot_layout import SlotLayout, cut_answers
+from hjax.rollout.slot_layout import SlotLayout, split_resumed
 from hjax.rollout.slot_state import (
     Admission,
     CachedPrompts,
@@ -46,22 +46,21 @@ from hjax.rollout.token_counts import TokenCounts
 from hjax.sharding.global_arrays import place
 from hjax.sharding.layout import Layout
 
-# Tokens between two looks at who has ended.
+# Most tokens of a decode dispatch; after each, finished sequences leave.
 STEPS = 16
 
 
 class Engine:
-    """The programs of one model under one layout of one stage; ``hjax.rollout.pipelined_engine``
-    has others.
+    """The programs of one model under one layout with a single stage;
+    ``hjax.rollout.pipelined_engine`` has those of several stages.
 
     Args:
       network: the model.
       layout: the generate layout; rows and prompts are split over its batch axes.
       compute: of the forward, with the kernels for the layout's devices.
-      cache_form: of the cache, see ``hjax.kernels.decode``.
+      cache_form: of the KV cache, see ``hjax.kernels.decode``.
       copies: of each key-value head, see ``KVCache``.
-      guesses: tokens that are guessed at a time, see ``hjax.rollout.prompt_lookup``; none by the
-        kernel.
+      guesses: draft tokens per pass, see ``hjax.rollout.prompt_lookup``; 0 with the kernel.
       int8: whether keys and values are kept in int8, see ``hjax.kernels.int8_cache``.
     """
 
@@ -81,9 +80,9 @@ class Engine:
         self.spare_columns = 0  # columns that programs need beyond those of all tokens
         if guesses and self.uses_kernel:
             raise ConfigError(f"lookup={guesses}: the kernel {cache_form!r} takes one token a step")
-        # Rows of each data-parallel part, and of these a micro-batch for each stage.
+        # Parts of the rows: data-parallel parts, each cut into a micro-batch per stage.
         self.parts = layout.shard_count("batch") * layout.shard_count("layers")
-        # As the cache says: an array of all layers, or one for each.
+        # The cache is one array of all layers, or an array per layer.
         self.stacked = self.uses_kernel or not compute.unroll_layers
         heads = "kv_heads" if copies == 1 else "heads"
         over = ("layers",) if self.stacked else ()
@@ -92,50 +91,50 @@ class Engine:
         self.chunked_prefill = ChunkedPrefill(self)
         split: Any = layout.sharding("batch")
         whole: Any = layout.replicated
-        # Given out always in the same way, so that programs meet the same arrays again.
+        # Outputs always have the same shardings, so that programs are not compiled again.
         slots = SlotMask(split, split, split, whole, split, split, self.parts)
         state = SlotState(cast(Any, held), slots, split)
         read = PrefilledPrompts(held, held, split, split, split, cast(Any, held))
         self._sharding, rest, both = state, (slots, split), (state, whole)
         self._empty = jax.jit(self._zeros, static_argnums=0, out_shardings=state)
-        self._prefill = jax.jit(self._read_prompts, static_argnums=0, out_shardings=read)
+        self._prefill = jax.jit(self._prefill_program, static_argnums=0, out_shardings=read)
         self._first = jax.jit(self._first_tokens, static_argnums=0, out_shardings=(split, whole))
         self._insert_rows = jax.jit(
-            self.slot_layout.seated,
+            self.slot_layout.insert_rows,
             static_argnums=0,
             donate_argnums=(1, 2),
             out_shardings=(*rest, split),
         )
         self._insert_kv = jax.jit(
-            self.slot_layout.entered, static_argnums=0, donate_argnums=1, out_shardings=held
+            self.slot_layout.insert_kv, static_argnums=0, donate_argnums=1, out_shardings=held
         )
         self._decode = jax.jit(
             self._decoded, static_argnums=(0, 1), donate_argnums=3, out_shardings=both
         )
         self._stop = jax.jit(self._stopped, donate_argnums=0, out_shardings=state)
-        self._select_rows = jax.jit(self.slot_layout.selected, out_shardings=rest)
-        self._select_kv = jax.jit(self.slot_layout.cut, static_argnums=1, out_shardings=held)
+        self._select_rows = jax.jit(self.slot_layout.select_rows, out_shardings=rest)
+        self._select_kv = jax.jit(self.slot_layout.select_kv, static_argnums=1, out_shardings=held)
 
     @property
     def uses_kernel(self) -> bool:
-        """Whether each row's tokens begin in its own column 0: the kernel reads what is filled of
-        each, so that slots stay where they are."""
+        """Whether a decode kernel reads the cache: only what each row has filled, so slots stay in
+        place. Each row's tokens then begin in its own column 0."""
         return self.form in decode.KERNELS
 
     def loop_iterations(self, steps: Any) -> Any:
-        """Of ``decode``'s loop for so many tokens."""
+        """Iterations of ``decode``'s loop for this many tokens."""
         return steps
 
     @property
-    def per_row_columns(self) -> bool:
-        """Whether each row's tokens begin in its own column 0; else all are written into one
+    def row_columns(self) -> bool:
+        """Whether each row's tokens begin in its own column 0; else all rows write into one
         column."""
         return self.uses_kernel or self.draft_tokens > 0
 
     @property
     def packs_prompts(self) -> bool:
-        """Whether prompts may be read without their padding: not where rotary positions depend on
-        a sequence's length."""
+        """Whether prompts may be prefilled packed, without padding: not if rotary positions depend
+        on a sequence's length."""
         return not self.network.config.rope_depends_on_length
 
     @property
@@ -143,10 +142,10 @@ class Engine:
         """Of keys and values; None: int8."""
         return None if self.int8 else self.compute.dtype
 
-    # What is called
+    # Called by schedulers
 
     def empty(self, size: SlotSizes, column: int = 0) -> SlotState:
-        """A state of free slots, whose next token goes into a column."""
+        """A state of free slots, whose next token goes into ``column``."""
         return self._empty(size, place(np.int32(column), self.layout.replicated))
 
     def admit(
@@ -157,14 +156,14 @@ class Engine:
         new: Admission,
         blocks: CacheBlocks | None = None,
     ) -> tuple[SlotState, DecodedTokens]:
-        """Prefill prompts, put them into free slots and draw each sequence's first token.
+        """Prefill prompts, insert them into free slots and draw each sequence's first token.
 
         Args:
           sampling: of sequences without options of their own.
           params: in the generate layout.
           state: donated.
           new: what enters.
-          blocks: that hold what is known of the prompts.
+          blocks: the blocks that hold cached tokens of the prompts.
 
         Returns:
           the state, and a token of each new row.
@@ -183,30 +182,28 @@ class Engine:
         counted: bool = False,
         blocks: CacheBlocks | None = None,
     ) -> tuple[PrefilledPrompts, RunningSequences, DecodedTokens]:
-        """The first half of ``admit``, which needs no state: others may be decoded meanwhile.
+        """The first half of ``admit``. It needs no state, so others may decode meanwhile.
 
         Args:
-          sampling, params, new, blocks: as of ``admit``; where sequences go is not looked at.
+          sampling, params, new, blocks: as in ``admit``; target groups and rows are ignored.
           samples: sequences of each prompt.
           counted: whether the state counts tokens.
 
         Returns:
           what ``insert`` takes, and a token of each new row.
         """
-        split, most = (
-            self.layout.sharding("batch"),
-            new.limit if new.final_limit is None else new.final_limit,
-        )
+        split = self.layout.sharding("batch")
+        most = new.limit if new.final_limit is None else new.final_limit
         new = dataclasses.replace(new, groups=None, rows=None, final_limit=most)
         new = jax.tree.map(lambda x: place(x, split), new)
-        # What of them one program asks for: of other sizes of the rest there is no other one.
-        asked = dataclasses.replace(
-            new, keys=None, limit=None, options=None, text=None, token_bitmask=None
+        # Only what the prefill program reads: sizes of the rest would compile it again.
+        inputs = dataclasses.replace(
+            new, keys=None, limit=None, options=None, text=None, bitmask=None
         )
-        prompts = self._prefill((samples, counted), params, asked, blocks)
+        prompts = self._prefill((samples, counted), params, inputs, blocks)
         read = dataclasses.replace(prompts, k=None, v=None, response_kv=None)
-        begun = dataclasses.replace(new, prompts=None, mask=None, cached=None, packed_size=0)
-        rows, drawn = self._first(sampling, read, begun)
+        entering = dataclasses.replace(new, prompts=None, mask=None, cached=None, packed_size=0)
+        rows, drawn = self._first(sampling, read, entering)
         return prompts, rows, DecodedTokens.of(drawn)
 
     def insert(
@@ -217,30 +214,29 @@ class Engine:
         groups: np.ndarray,
         rows: np.ndarray,
     ) -> SlotState:
-        """The second half of ``admit``: what was prefilled goes into free slots.
+        """The second half of ``admit``: insert prefilled prompts into free slots.
 
         Args:
           state: donated.
           prompts, new: of ``prefill``.
-          groups, rows: as of ``Admission``.
+          groups, rows: as in ``Admission``.
         """
         split, cache = self.layout.sharding("batch"), state.cache
         of_groups, of_rows = place(groups, split), place(rows, split)
-        own, begun = cache.prompts_in_rows, prompts.response_kv
+        own, resumed = cache.prompts_in_rows, prompts.response_kv
         columns = None if own else (_tokens_of(cache.prompt_k), _tokens_of(prompts.k))
         slots, running, edges = self._insert_rows(
             columns, state.slots, state.rows, prompts.tokens, new, of_groups, of_rows
         )
 
         def entered(name: str, some: Any, where: jax.Array) -> Any:
-            """Of an array at a time: one program for all layers, whatever else the state has."""
+            """One array at a time: one program for all layers, whatever else the state has."""
             rows = not name.startswith("prompt")
             axis = cache.key_axis if name == "k" else cache_axis.ROWS
 
             def one(axis: int, scaled: bool, old: jax.Array, x: jax.Array) -> jax.Array:
-                return self._insert_kv(
-                    (rows, axis, scaled, begun is not None), old, x, where, edges
-                )
+                kind = rows, axis, scaled, resumed is not None
+                return self._insert_kv(kind, old, x, where, edges)
 
             return int8_cache.each(one, getattr(cache, name), some, axis=axis)
 
@@ -249,10 +245,10 @@ class Engine:
             of_prompts = {"prompt_k": prompts.k, "prompt_v": prompts.v}
         where = of_rows if own else of_groups
         parts = {name: entered(name, some, where) for name, some in of_prompts.items()}
-        if begun is not None:
-            # For the kernel rows lie by their groups.
+        if resumed is not None:
+            # For the kernel, rows lie by group.
             where = of_groups if self.uses_kernel else of_rows
-            parts |= {name: entered(name, x, where) for name, x in zip("kv", begun, strict=True)}
+            parts |= {name: entered(name, x, where) for name, x in zip("kv", resumed, strict=True)}
         return SlotState(dataclasses.replace(cache, **parts), slots, running)
 
     def decode(
@@ -262,38 +258,36 @@ class Engine:
         state: SlotState,
         steps: int,
         most: int = STEPS,
-        token_bitmask: np.ndarray | jax.Array | None = None,
+        bitmask: np.ndarray | jax.Array | None = None,
         enough_live: int = 0,
     ) -> tuple[SlotState, DecodedTokens]:
-        """Draw up to so many tokens for every row that is not done, fewer if all end.
+        """Draw up to ``steps`` tokens for every running row, fewer if all finish.
 
         Args:
-          sampling, params, state: as of ``admit``.
-          steps: tokens, at final_limit ``final_limit``, and at final_limit the columns that are
-            left.
-          most: columns of the tables that come back.
-          token_bitmask: of each row, as of ``Admission``, for every token that is drawn.
-          until: it is enough when no part has more rows than so many that are not done; stages of
-            a pipeline, which is full, go on.
+          sampling, params, state: as in ``admit``.
+          steps: tokens, at most ``most``, and at most the columns that are left.
+          most: columns of the returned tables.
+          bitmask: of each row, as in ``Admission``, for every token that is drawn.
+          enough_live: stop once no part has more running rows than this; a pipeline of several
+            stages, which is full, goes on.
         """
         numbers = place(np.array([steps, enough_live], np.int32), self.layout.replicated)
-        bits = (
-            None if token_bitmask is None else place(token_bitmask, self.layout.sharding("batch"))
-        )
+        bits = None if bitmask is None else place(bitmask, self.layout.sharding("batch"))
         state, drawn = self._decode(sampling, most, params, state, numbers, bits)
         return state, DecodedTokens.of(drawn)
 
     def share_prompts(
         self, state: SlotState, members: np.ndarray | None, row_place: np.ndarray | None
     ) -> SlotState:
-        """The same with who shares which prompt, as ``hjax.kernels.decode.SlotMask`` has it."""
+        """The same state with other rows sharing prompts, as in
+        ``hjax.kernels.decode.SlotMask``."""
         split = self.layout.sharding("batch")
         held = [None if x is None else place(x, split) for x in (members, row_place)]
         slots = dataclasses.replace(state.slots, members=held[0], place=held[1])
         return dataclasses.replace(state, slots=slots)
 
     def stop_rows(self, state: SlotState, rows: np.ndarray) -> SlotState:
-        """The same with the rows done that ``rows``, bool [rows], has."""
+        """The same state with more rows done; ``rows``: bool [rows]."""
         return self._stop(state, place(rows, self.layout.sharding("batch")))
 
     def move(
@@ -304,14 +298,14 @@ class Engine:
         length: int = 0,
         first: int = 0,
     ) -> SlotState:
-        """Some of the slots, in any order, with columns from ``first`` on.
+        """Select slots, in any order, and move columns: compaction and resizing.
 
         Args:
           state: donated.
           rows, groups: int32, which of them, numbers as in ``Admission``; None: all as they are.
-            Members are told by ``share`` afterwards.
-          length: columns; 0: as many as there are.
-          first: the old column that will be the first; negative: so many come before the old ones.
+            Call ``share_prompts`` afterwards.
+          length: columns; 0: unchanged.
+          first: the old column that becomes the first; negative: add this many before the old ones.
         """
         split = self.layout.sharding("batch")
         of_rows, of_groups = (None if x is None else place(x, split) for x in (rows, groups))
@@ -321,7 +315,7 @@ class Engine:
         parts = {"prompt_k": cache.prompt_k, "prompt_v": cache.prompt_v}
 
         def of(held: Any, index: jax.Array | None, own: bool = False, keys: bool = False) -> Any:
-            """An array at a time, so that one of them at most is there twice."""
+            """One array at a time, so that at most one of them exists twice."""
 
             def one(axis: int, scaled: bool, x: jax.Array) -> jax.Array:
                 to = axis if scaled or not keys else after
@@ -349,21 +343,21 @@ class Engine:
         mask: jax.Array,
         keys: jax.Array,
     ) -> DecodeState:
-        """Inside jit: the samples of each prompt, all together, in one program.
+        """Inside jit: all samples of each prompt from prefill to end, in one program.
 
         Args:
-          config: as of ``Generator.generate``.
-          params: as of ``admit``.
-          prompts, mask: as of ``Admission``.
+          config: as in ``Generator.generate``.
+          params: as in ``admit``.
+          prompts, mask: as in ``Admission``.
           keys: uint32 [prompts * samples, n].
 
         Returns:
-          the tables [prompts * samples, limit], and ``done`` for rows with a token that ends them.
+          the tables [prompts * samples, limit], and ``done`` for rows that drew a stop token.
         """
         sampling = config.sampling
         limits = jnp.full(keys.shape[0], config.max_new_tokens, jnp.int32)
         new = Admission(prompts, mask, None, None, keys, limits, final_limit=limits)
-        read = self._read_prompts((config.samples, sampling.penalised), params, new, None)
+        read = self._prefill_program((config.samples, sampling.penalised), params, new, None)
         running, drawn = self._first_tokens(sampling, read, new, config.max_new_tokens)
         drawn = self._decode_rest(config, params, mask, read, running, drawn)
         ends = drawn["tokens"][:, :, None] == jnp.asarray(sampling.stop, jnp.int32)
@@ -382,7 +376,7 @@ class Engine:
         length, split = config.max_new_tokens, self.layout.constrain
         kept = (read.k, read.v) if self.stacked else tuple(zip(read.k, read.v, strict=True))
         cache = KVCache.create(kept, config.samples, length, self.form)
-        cache = dataclasses.replace(cache, copies=self.copies)  # they are there already
+        cache = dataclasses.replace(cache, copies=self.copies)  # prefill made them
         over = (None,) if self.stacked else ()
         heads = "kv_heads" if self.copies == 1 else "heads"
         cache = jax.tree.map(lambda x: split(x, *over, "batch", heads), cache)
@@ -414,7 +408,7 @@ class Engine:
         made: DecodeState = jax.lax.while_loop(unfinished, step, begin)[3]
         return made
 
-    # What is said of them without running them
+    # Described without running
 
     def abstract(self, size: SlotSizes) -> SlotState:
         """A state as jax.ShapeDtypeStruct with shardings."""
@@ -435,13 +429,13 @@ class Engine:
         samples: int,
         known: tuple[int, int] = (0, 0),
     ) -> Any:
-        """``prefill`` of abstract parameters, but for the first tokens: its jax.stages.Traced.
+        """``prefill`` of abstract parameters, without the first tokens: its jax.stages.Traced.
 
         Args:
           params: jax.ShapeDtypeStruct with shardings, in the generate layout.
           prompts: how many, and tokens of each.
           samples: of each.
-          known: columns for what is known of them with what is new, and blocks; 0: nothing is.
+          known: columns for whole prompts, and number of blocks; 0: nothing is cached.
         """
         split = self.layout.sharding("batch")
         groups, (columns, count) = prompts[0], known
@@ -477,7 +471,7 @@ class Engine:
         config, kept = self.network.config, self.kv_dtype
 
         def prompts(count: int) -> Any:
-            # The kernel has a prompt always, of which nothing may be there.
+            # The kernel always has a prompt, which may be empty.
             prompt = max(size.prompt, 1) if self.uses_kernel else size.prompt
             over = () if self.compute.unroll_layers else (config.layers,)
             x = int8_cache.zeros((*over, count, config.kv_heads, prompt, config.head_dim), kept)
@@ -485,7 +479,7 @@ class Engine:
 
         samples, room = size.samples, (size.length, self.form, self.copies)
         cache = KVCache.create(prompts(size.groups), samples, *room)
-        if samples > 1 and not self.uses_kernel:  # each row by itself
+        if samples > 1 and not self.uses_kernel:  # rows are not grouped
             own = KVCache.create(prompts(size.rows), 1, *room)
             cache = dataclasses.replace(cache, k=own.k, v=own.v)
         cache = dataclasses.replace(cache, prompts_in_rows=not size.prompt)
@@ -498,9 +492,8 @@ class Engine:
         done = jnp.ones(size.rows, bool)
         options = counts = None
         if size.sampling_sizes is not None:
-            options = jax.tree.map(
-                jnp.asarray, RowSampling.of([None] * size.rows, size.sampling_sizes)
-            )
+            options = RowSampling.of([None] * size.rows, size.sampling_sizes)
+            options = jax.tree.map(jnp.asarray, options)
         if size.counted:
             table = jnp.zeros((size.rows, config.vocab_size), jnp.int32)
             counts = TokenCounts(table > 0, table)
@@ -510,29 +503,25 @@ class Engine:
         )
         return SlotState(cache, slots, running)
 
-    def _read_prompts(
-        self,
-        rows: tuple[int, bool],
-        params: Weights,
-        new: Admission,
-        blocks: CacheBlocks | None,
+    def _prefill_program(
+        self, rows: tuple[int, bool], params: Weights, new: Admission, blocks: CacheBlocks | None
     ) -> PrefilledPrompts:
-        """``rows``: of each prompt how many, and whether their tokens are counted."""
+        """``rows``: samples of each prompt, and whether their tokens are counted."""
         split, (samples, counted) = self.layout.constrain, rows
-        known, begun, flat = new.cached, new.resumed, new.packed_size
+        known, resumed, flat = new.cached, new.resumed, new.packed_size
         prompts, mask = split(new.prompts, "batch"), split(new.mask, "batch")
         whole, there, copies, at, read = prompts, mask, self.copies, None, prompts
         attention: Any = Causal(mask, keep=True, form=self.compute.form, int8=self.int8)
         if known is not None:
             whole, there, copies = split(known.tokens, "batch"), split(known.mask, "batch"), 1
             attention = AppendAttention(known.blocks, known.count, mask, self.copies)
-        elif begun is not None:
+        elif resumed is not None:
             attention = SharedPrompt(mask, samples, self.compute.form, True, self.int8)
-            answers = begun.tokens.reshape(prompts.shape[0], -1)
+            answers = resumed.tokens.reshape(prompts.shape[0], -1)
             read = split(jnp.concatenate([prompts, answers], axis=1), "batch")
-            # The last token of each.
-            first = prompts.shape[1] + begun.tokens.shape[1] * jnp.arange(samples)
-            at = first + begun.count.reshape(-1, samples) - 1
+            # The column of each response's last token.
+            first = prompts.shape[1] + resumed.tokens.shape[1] * jnp.arange(samples)
+            at = first + resumed.count.reshape(-1, samples) - 1
         if flat:
             attention = PackedPrefill(attention, mask, flat, self.parts)
             read = split(attention.pack(read), "batch")
@@ -543,17 +532,17 @@ class Engine:
         if copies > 1:
             k, v = jax.tree.map(lambda x: jnp.repeat(x, copies, axis=-3), (k, v))
         own = None
-        if begun is not None:
-            cut = functools.partial(cut_answers, prompts.shape[1], samples)
+        if resumed is not None:
+            cut = functools.partial(split_resumed, prompts.shape[1], samples)
             own = tuple(int8_cache.each(functools.partial(cut, 1), held) for held in (k, v))
             k, v = (int8_cache.each(functools.partial(cut, 0), held) for held in (k, v))
         counts = None
         if counted:
             whole, there = (jnp.repeat(x, samples, axis=0) for x in (whole, there))
             answers = answers_mask = None
-            if begun is not None:
-                answers = begun.tokens
-                answers_mask = jnp.arange(answers.shape[1]) < begun.count[:, None]
+            if resumed is not None:
+                answers = resumed.tokens
+                answers_mask = jnp.arange(answers.shape[1]) < resumed.count[:, None]
             vocab = self.network.config.vocab_size
             counts = TokenCounts.of(whole, there, vocab, answers, answers_mask, self.layout)
         model = self.network.bind(params)
@@ -561,13 +550,9 @@ class Engine:
         return PrefilledPrompts(k, v, tokens, logits, counts, cast(Any, own))
 
     def _first_tokens(
-        self,
-        sampling: SamplingParams,
-        read: PrefilledPrompts,
-        new: Admission,
-        most: int = 1,
+        self, sampling: SamplingParams, read: PrefilledPrompts, new: Admission, most: int = 1
     ) -> tuple[RunningSequences, DecodeState]:
-        """Sequences with their first tokens, in tables of ``final_limit`` columns."""
+        """Sequences with their first tokens, in tables of ``most`` columns."""
         entering, forward = new.limit.shape[0], ForwardPass(self, sampling)
         logits = jnp.repeat(read.logits, entering // read.logits.shape[0], axis=0)
         logits = self.layout.constrain(logits, "batch", "vocab")
@@ -578,10 +563,10 @@ class Engine:
             tokens, before, new.limit, new.final_limit, zeros, zeros > 0, new.keys, new.options,
             read.counts, new.text,
         )  # fmt: skip
-        drawn = forward.start(rows, most)
-        drawn, counts = forward.sample(drawn, logits, rows, jnp.int32(0), new.token_bitmask)
+        drawn = forward.empty_tables(rows, most)
+        drawn, counts = forward.sample(drawn, logits, rows, jnp.int32(0), new.bitmask)
         last, done = drawn["last"], drawn["done"] | (new.limit <= before + 1)
-        text = with_token(new.text, tokens + before, last, True)
+        text = append_token(new.text, tokens + before, last, True)
         rows = dataclasses.replace(
             rows, drawn=before + 1, last_token=last, done=done, counts=counts, text=text
         )
@@ -601,16 +586,16 @@ class Engine:
 
         Args:
           params: of the model.
-          tokens: int32 [groups, length], prompts, with the beginnings of responses after them; or
-            [parts, size] of a ``PackedPrefill``.
+          tokens: int32 [groups, length], prompts, with resumed responses after them; or [parts,
+            size] of a ``PackedPrefill``.
           mask: bool [groups, prompt], of the prompts.
-          attention: what tokens see.
+          attention: what tokens attend to.
           lengths: int32 [groups], tokens that each sequence will have.
-          blocks: of a ``AppendAttention``.
-          at: int32 [groups, n], columns whose hidden states are asked for; None: the last.
+          blocks: of an ``AppendAttention``.
+          at: int32 [groups, n], columns whose hidden states are returned; None: the last.
 
         Returns:
-          [groups, n, embed], and what was kept.
+          [groups, n, embed], and the keys and values.
         """
         model = self.network.bind(params)
         positions, columns = self._positions(tokens, mask, attention)
@@ -633,7 +618,7 @@ class Engine:
     def _positions(
         tokens: jax.Array, mask: jax.Array, attention: Attention
     ) -> tuple[jax.Array, int]:
-        """Positions of ``tokens``, of ``prefilled``, and more than which they are not."""
+        """Positions of ``prefill_states``'s tokens, and an upper bound of them."""
         if isinstance(attention, PackedPrefill):
             positions, columns = Engine._positions(mask, mask, attention.inner)
             return attention.pack(positions), columns
@@ -655,7 +640,7 @@ class Engine:
         params: Weights,
         state: SlotState,
         numbers: jax.Array,
-        token_bitmask: jax.Array | None,
+        bitmask: jax.Array | None,
     ) -> tuple[SlotState, DecodeState]:
         """``numbers``: int32 [2], ``steps`` and ``enough_live`` of ``decode``."""
         steps, enough_live = numbers
@@ -674,9 +659,7 @@ class Engine:
                 tokens, forward.positions(running), sees, state.cache, self.compute, layers, rotary
             )
             logits = forward.logits(model, hidden)
-            running, drawn = forward.advance(
-                running, drawn, logits, tokens, before, taken, token_bitmask
-            )
+            running, drawn = forward.advance(running, drawn, logits, tokens, before, taken, bitmask)
             slots = dataclasses.replace(slots, column=slots.column + 1)
             return taken + 1, SlotState(cache, slots, running), drawn
 
@@ -686,7 +669,7 @@ class Engine:
             many = jnp.max(live) > enough_live
             return (taken < steps) & forward.can_continue(state.rows, before, most, many)
 
-        begin = jnp.int32(0), state, forward.start(state.rows, most)
+        begin = jnp.int32(0), state, forward.empty_tables(state.rows, most)
         taken, state, drawn = jax.lax.while_loop(unfinished, step, begin)
         return state, drawn | {"steps": taken, "done": state.rows.done}
 
@@ -697,5 +680,5 @@ class Engine:
 
 
 def _tokens_of(held: Any) -> int:
-    """Tokens of an array of a cache, or of those of its layers."""
+    """Tokens (columns) of a cache's array, or of its layers' arrays."""
     return int(jax.tree.leaves(held)[0].shape[-2])

@@ -1,9 +1,8 @@
-"""Generation: the prompt prefilled once per group, then a compiled decode loop, or slots.
+"""Generation: prompts are prefilled once per group, then decoded in one program or by slots.
 
-Responses of one length, and short ones, are decoded in one program; where they end by themselves
-after long and different times, or come in parts, they have the engine's slots
-(``hjax.rollout.scheduler``). What a sequence draws follows from its number, not from the batch it
-is in.
+One compiled loop generates responses that are short or of one length. Responses that end at
+different times, or come in parts, run by the engine's slots (continuous batching,
+``hjax.rollout.scheduler``). What a sequence draws follows from its number, not from its batch.
 """
 
 import dataclasses
@@ -31,7 +30,7 @@ from hjax.models.parameters import (
     unstack_layers_abstract,
 )
 from hjax.rollout.bucketing import MIN_COLUMNS
-from hjax.rollout.decode_step import responses
+from hjax.rollout.decode_step import response_tables
 from hjax.rollout.engine import Engine
 from hjax.rollout.pipelined_engine import PipelinedEngine
 from hjax.rollout.rollout_job import (
@@ -61,14 +60,12 @@ class Generator:
     Args:
       network: the model.
       layout: the generate layout; prompts are split over its batch axes.
-      compute: dtype and loop form of the forward; its kernels will be those for the layout's
-        devices.
-      cache_form: of the cache and its attention, see ``hjax.kernels.decode``; None: that of the
-        devices.
-      cache_dtype: of ``CACHE_DTYPES``.
+      compute: dtype and loop form of the forward; its kernels become those of the layout's devices.
+      cache_form: of the KV cache, see ``hjax.kernels.decode``; None: that of the devices.
+      cache_dtype: one of ``CACHE_DTYPES``.
 
     Raises:
-      ConfigError: another one.
+      ConfigError: another cache_dtype.
     """
 
     def __init__(
@@ -87,15 +84,15 @@ class Generator:
         device, head_dim = layout.mesh.devices.flat[0], network.config.head_dim
         self.cache_form = cache_form or decode.choose(device, head_dim)
         if self._pipelined and self.cache_form != decode.TILES:
-            self.cache_form = decode.ROWS  # without the kernels, which are split over all axes
+            self.cache_form = decode.ROWS  # kernels are split over all axes, stages are not
         if self.cache_form == decode.FILLED and not self._heads_divide:
-            self.cache_form = decode.ROWS  # which leaves it to the compiler who has which heads
+            self.cache_form = decode.ROWS  # the compiler then places the heads
         # A scan copies each layer's weights and cache for every token on a GPU.
         unroll = compute.unroll_layers or self.cache_form in decode.ON_GPUS
         self.compute = dataclasses.replace(compute.for_layout(layout), unroll_layers=unroll)
         self._programs: dict[GenerationConfig, Any] = {}
         self._engines: dict[int, Engine] = {}
-        self._compiled: set[Any] = set()  # schedules whose programs are compiled
+        self._compiled: set[Any] = set()  # keys of schedules whose programs are compiled
         self._keys = jax.jit(
             lambda numbers, rows: jax.random.key_data(sequence_keys(numbers[0], numbers[1], rows)),
             out_shardings=layout.replicated,
@@ -115,7 +112,7 @@ class Generator:
 
     @property
     def _heads_divide(self) -> bool:
-        """Whether each device has key-value heads, or a copy, of its own."""
+        """Whether each device has whole key-value heads, or copies, of its own."""
         held = self.network.config.kv_heads * self._copies
         return held % self.layout.shard_count("heads") == 0
 
@@ -130,24 +127,23 @@ class Generator:
 
     @property
     def unstacks_layers(self) -> bool:
-        """Whether programs want an array of each layer (``Layered``): they unroll layers, and a
-        GPU's compiler would copy each of them out of its stack in every program."""
-        return (
-            self.compute.unroll_layers and self.cache_form in decode.ON_GPUS and not self._pipelined
-        )
+        """Whether programs read one array per layer (``Layered``). They unroll layers, and a GPU's
+        compiler would copy each layer out of a stacked array in every program."""
+        unrolled = self.compute.unroll_layers and self.cache_form in decode.ON_GPUS
+        return unrolled and not self._pipelined
 
     @property
     def reorders_memory(self) -> bool:
-        """Whether programs want weights laid out in memory otherwise than training: a TPU's
-        compiler would lay them out anew in every program."""
+        """Whether decoding reads weights in another memory layout than training: a TPU's compiler
+        would change it in every program."""
         return self.cache_form == decode.KERNEL
 
     def decoding_params(self, params: Weights, given_up: Params | None = None) -> Any:
-        """Parameters as the programs read them fastest: by layer, laid out anew, or as they are.
+        """Parameters as decoding reads them fastest: per layer, in another memory order, or as is.
 
         Args:
           params: in the generate layout.
-          given_up: as of ``hjax.models.parameters.unstack_layers``.
+          given_up: as in ``hjax.models.parameters.unstack_layers``.
         """
         if isinstance(params, Layered):
             return params
@@ -160,7 +156,8 @@ class Generator:
         return unstack_layers(params, self.network.shardings(self.layout), given_up)
 
     def beside(self, params: Params, given_up: Params) -> list[jax.ShapeDtypeStruct]:
-        """Of abstract parameters, those that stay while ``as_read`` has others of them."""
+        """Of abstract parameters, those that stay in memory beside copies by
+        ``decoding_params``."""
         if self.unstacks_layers:
             params, given_up = params["layers"], given_up["layers"]
             made = jax.tree.map(lambda _: True, params)
@@ -192,32 +189,31 @@ class Generator:
         """Sample responses.
 
         Args:
-          params: in the generate layout, or of ``as_read``, which is done otherwise for this call.
+          params: in the generate layout, or of ``decoding_params``, which is else called here.
           prompts: int32 [prompts, prompt_length], padded on the left.
           prompt_mask: bool, like ``prompts``.
           sequence: int32 [prompts * (samples + surplus)], the number that seeds each row's draws.
           config: how many responses, how long, and how they are drawn; row ``p * samples + s`` is
-            sample s of prompt p. With an ``end``, ``truncated`` where a response has not ended.
+            sample s of prompt p. With an ``end``, ``truncated`` if a response has not ended.
           seed: of the run.
           step: folded into the seed.
           on_prompt_done: called with a prompt's number and its responses, token ids, as soon as the
             last of them has ended; others are decoded meanwhile.
-          stop_check: by slots, given a sequence's number among all that are drawn and its new
-            tokens, how many of these belong to it where its text stop_check among them, else None.
-            In one program every response is drawn to its end.
+          stop_check: used by slots. Given a sequence's number among all that are drawn and its new
+            tokens, it returns how many of these belong to it if its text ends among them, else
+            None. In one program every response is drawn to its end.
 
         Returns:
-          ``prompts`` and ``prompt_mask`` once per row, ``responses`` int32
-          [rows, max_new_tokens] (0 after the end), ``response_mask`` bool, ``logprobs`` float32
-          of the distribution sampled, ``truncated`` bool [rows]; where they
-          differ from ``logprobs`` also ``policy_logprobs`` (tempered, no other option applied)
-          and ``untempered_logprobs``; with ``lookup`` also ``guessed`` and ``guessed_right``, int32
-          [rows], tokens of each and those of them that were drawn; by slots, where prompts may be
-          long (``hjax.rollout.prefix_sharing``), also ``prompt_known``, int32 [rows], tokens of the
-          prompt that were read for another one.
+          ``prompts`` and ``prompt_mask`` once per row, ``responses`` int32 [rows, max_new_tokens]
+          (0 after the end), ``response_mask`` bool, ``logprobs`` float32 of the distribution
+          sampled, ``truncated`` bool [rows]; where they differ from ``logprobs`` also
+          ``policy_logprobs`` (tempered, no other option applied) and ``untempered_logprobs``. With
+          ``lookup`` also ``guessed`` and ``guessed_right``, int32 [rows]: draft tokens of each, and
+          accepted ones. By slots, if prompts may be long (``hjax.rollout.prefix_sharing``), also
+          ``prompt_known``, int32 [rows]: tokens of the prompt that another's prefill gave.
 
         Raises:
-          ConfigError: a seed that does not fit 32 bits.
+          ConfigError: a seed beyond 32 bits, or prompts that do not divide over the layout.
         """
         if not 0 <= seed < 2**32:
             raise ConfigError(f"seed={seed}: 0 to {2**32 - 1}")
@@ -234,23 +230,24 @@ class Generator:
         return self._program(config)(params, prompts, prompt_mask, sequence, numbers)
 
     def _needs_slots(self, config: GenerationConfig, prompts: int) -> bool:
-        """Whether rows enter and leave while others are decoded; else all run in one program.
+        """Whether rows enter and leave while others decode; else all run in one program.
 
-        That is the quickest where all are equally long, or short, and on TPUs, whose kernel reads
-        what is filled.
+        One program is fastest if responses are equally long, or short, and on TPUs, whose kernel
+        reads only what is filled.
         """
         stop_check = bool(config.sampling.stop) and config.max_new_tokens > MIN_COLUMNS
-        asked = config.lookup > 0 or config.surplus > 0 or config.end is not None
-        asked = asked or 0 < config.slots < prompts * config.samples
-        return asked or (stop_check and not self.engine.uses_kernel)
+        needed = config.lookup > 0 or config.surplus > 0 or config.end is not None
+        needed = needed or 0 < config.slots < prompts * config.samples
+        return needed or (stop_check and not self.engine.uses_kernel)
 
     @property
     def engine(self) -> Engine:
-        """For sequences that come and go."""
+        """The engine for slots, without draft tokens."""
         return self.engine_for(0)
 
     def engine_for(self, lookup: int) -> Engine:
-        """One that guesses so many tokens at a time; then without the kernel, which knows none."""
+        """The engine with this many draft tokens; with drafts without the kernel, which knows
+        none."""
         if lookup not in self._engines:
             compute, form, copies = self.compute, self.cache_form, self._copies
             if lookup and form in decode.KERNELS:
@@ -290,7 +287,7 @@ class Generator:
             self._compiled.add(known)
         made = schedule.run(params)
         self.counts = schedule.counts
-        # Who has not drawn one of the tokens that end a response was cut off.
+        # A response without a stop token was truncated.
         length = made["response_mask"].sum(axis=1)
         last = made["responses"][np.arange(len(length)), length - 1]
         made["truncated"] = ~np.isin(last, config.sampling.stop)
@@ -313,51 +310,44 @@ class Generator:
         start: int,
         on_prompt_done: OnPromptDone | None = None,
     ) -> Rollout:
-        """Go on with responses that ``generate`` left off, maybe with other parameters.
+        """Continue responses that ``generate`` left unfinished, maybe with other parameters.
 
-        Prompts and what there is of the responses go through the model anew, as they enter their
-        slots. Draws follow from the position, so with the same parameters the tokens are those of
-        one call.
+        Prompts and unfinished responses are prefilled again as they enter their slots. Draws follow
+        from the position, so with the same parameters the tokens are those of one call.
 
         Args:
-          params, sequence, seed, step: as of ``generate``.
-          rollout: what it gave, with an ``end``; rows whose ``truncated`` is false stay.
-          config: as of ``generate``, without a surplus; its ``end``: tokens after which to leave
-            off now.
-          start: tokens after which it left off, at least 1.
-          on_prompt_done: as of ``generate``, for the prompts of whose responses some had not ended.
+          params, sequence, seed, step: as in ``generate``.
+          rollout: of ``generate``, with an ``end``; rows whose ``truncated`` is false stay.
+          config: as in ``generate``, without a surplus; ``end``: tokens after which to pause now.
+          start: tokens after which it paused, at least 1.
+          on_prompt_done: as in ``generate``, for the prompts with unfinished responses.
 
         Raises:
-          ConfigError: ``start`` is not where it left off.
+          ConfigError: ``start`` is not where it paused.
         """
         host = {name: to_numpy(x) for name, x in rollout.items()}
         prompts, mask = (host.pop(name)[:: config.samples] for name in ("prompts", "prompt_mask"))
-        begun = ResumedResponses(start, ~host.pop("truncated"), host)
+        resumed = ResumedResponses(start, ~host.pop("truncated"), host)
         lengths = host["response_mask"].sum(axis=1)
-        if start < 1 or (lengths[~begun.ended] != start).any():
-            raise ConfigError(f"start={start}: responses were not left off after so many tokens")
+        if start < 1 or (lengths[~resumed.ended] != start).any():
+            raise ConfigError(f"start={start}: not the tokens after which responses were paused")
         job = self._job(prompts, mask, sequence, self._numbers(seed, step), config)
-        return self._run_slots(params, dataclasses.replace(job, resumed=begun), on_prompt_done)
+        return self._run_slots(params, dataclasses.replace(job, resumed=resumed), on_prompt_done)
 
     def _numbers(self, seed: int, step: int) -> jax.Array:
         return place(np.asarray([seed, step], np.uint32), self.layout.replicated)
 
     def programs(
-        self,
-        call: str,
-        params: Weights,
-        prompts: int,
-        prompt_length: int,
-        config: GenerationConfig,
+        self, call: str, params: Weights, prompts: int, prompt_length: int, config: GenerationConfig
     ) -> Iterator[AbstractProgram]:
-        """What ``generate`` runs, to count what it costs without running it.
+        """The programs that ``generate`` runs, to count their cost without running them.
 
         Args:
           call: its name.
           params: jax.ShapeDtypeStruct with shardings, in the generate layout.
           prompts: how many.
           prompt_length: tokens of each.
-          config: as of ``generate``; with an ``end`` responses are left off and resumed.
+          config: as in ``generate``; with an ``end`` responses are paused and resumed.
         """
         params = self.decoding_params(params)
         if not self._needs_slots(config, prompts):
@@ -372,7 +362,7 @@ class Generator:
         yield from RolloutScheduler(self.engine_for(config.lookup), job).programs(call, params)
 
     def trace(self, params: Any, prompts: int, prompt_length: int, config: GenerationConfig) -> Any:
-        """The program traced for abstract ``params``, to count what it costs without running it."""
+        """The program traced for abstract ``params``, to count its cost without running it."""
         split, whole = self.layout.sharding("batch"), self.layout.replicated
         tokens = (prompts, prompt_length)
         return self._program(config).trace(
@@ -411,6 +401,6 @@ class Generator:
         rollout = {
             "prompts": jnp.repeat(prompts, config.samples, axis=0),
             "prompt_mask": jnp.repeat(prompt_mask, config.samples, axis=0),
-            **responses(drawn),
+            **response_tables(drawn),
         }
         return jax.tree.map(lambda x: split(x, "batch"), rollout)

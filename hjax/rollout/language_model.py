@@ -1,4 +1,4 @@
-"""``hjax.load_model``: a model to look at, score with and sample from."""
+"""``hjax.load_model``: a model to inspect, score with and sample from."""
 
 import dataclasses
 import functools
@@ -33,12 +33,12 @@ from hjax.rollout.constraint import Constraint
 from hjax.rollout.engine import Engine
 from hjax.rollout.generator import Generator, bucket_length
 from hjax.rollout.prefix_cache import CachedPrefix, uncached_tokens, why_no_prefix_cache
-from hjax.rollout.prompt_encoding import StopConditions, StopWatcher, row_of, rows_of
+from hjax.rollout.prompt_encoding import StopConditions, StopWatcher, encode_prompt, encode_rows
 from hjax.rollout.requests import Request, ResponseChunk
 from hjax.rollout.rollout_job import GenerationConfig
 from hjax.rollout.sampling_params import OPTIONS, SamplingParams, takes_options
 from hjax.rollout.service import GenerationService
-from hjax.rollout.weight_update import check_alike
+from hjax.rollout.weight_update import check_same_model
 from hjax.sharding.layout import Layout, fit_layout, make_layouts
 
 
@@ -68,19 +68,19 @@ class LanguageModel:
       tokenizer: or None.
       dtype: of compute and of matrices.
       eos_ids: token ids that end a response.
-      path: where the weights were read; empty: they were not.
+      path: where the weights were read; empty: from nowhere.
       tensor: local devices over which heads, MLPs and vocabulary are split, the first ones. With
-        several, only one thread at a time may have it compute.
-      copies: of the model, each on so many devices, which share the rows of a call.
-      cache_dtype: of keys and values while it generates: ``auto``, the dtype; or ``int8``.
+        several, only one thread at a time may call the model.
+      copies: of the model, each on ``tensor`` devices; they share the rows of a call.
+      cache_dtype: of the KV cache while generating: ``auto``, the dtype; or ``int8``.
 
     Raises:
-      ConfigError: another dtype, or a number of devices that there are not or that does not divide
+      ConfigError: another dtype, or more devices than there are or a number that does not divide
         the model.
 
     Attributes:
-      params: as generation reads them: matrices in the dtype of compute and, where layers are
-        unrolled on GPUs, an array of each layer.
+      params: as decoding reads them: matrices in the compute dtype and, where layers are unrolled
+        on GPUs, an array per layer.
     """
 
     def __init__(
@@ -108,43 +108,38 @@ class LanguageModel:
         self._generator = Generator(
             self._network, self._layout, self._compute, cache_dtype=cache_dtype
         )
-        self.params = self._held(params)
-        self._programs = {
-            "logits": jax.jit(self._logits),
-            "log_probs": jax.jit(self._log_probs),
-        }
+        self.params = self._place(params)
+        self._programs = {"logits": jax.jit(self._logits), "log_probs": jax.jit(self._log_probs)}
 
-    def held(self, params: Any) -> Any:
-        """Parameters laid out as ``params``, in the dtypes in which they are read; those that lie
-        so already are not copied.
+    def place_params(self, params: Any) -> Any:
+        """Place parameters as ``params``, in the same dtypes; those already there are not copied.
 
         Raises:
           ConfigError: other names, shapes or dtypes than this model's.
         """
-        check_alike(params, self._network.shapes)
-        return self._held(params)
+        check_same_model(params, self._network.shapes)
+        return self._place(params)
 
-    def _held(self, params: Any) -> Any:
+    def _place(self, params: Any) -> Any:
         read = jax.tree.map(
             lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype),
             self._network.shapes,
             self._network.compute_dtypes(self._compute.dtype),
         )
-        return self._generator.decoding_params(
-            self._network.with_shapes(read).place(params, self._layout)
-        )
+        placed = self._network.with_shapes(read).place(params, self._layout)
+        return self._generator.decoding_params(placed)
 
     @property
     def engine(self) -> Engine:
-        """For requests that come and go, see ``hjax.rollout.service``."""
+        """The engine for concurrent requests, see ``hjax.rollout.service``."""
         return self.engine_for(0)
 
     def engine_for(self, lookup: int) -> Engine:
-        """One that guesses so many tokens at a time, see ``hjax.rollout.prompt_lookup``."""
+        """The engine with this many draft tokens, see ``hjax.rollout.prompt_lookup``."""
         return self._generator.engine_for(lookup)
 
-    def read_again(self) -> tuple[Any, int | None]:
-        """The weights that are at its path now; they are not used yet.
+    def reread_weights(self) -> tuple[Any, int | None]:
+        """Read the weights that are at its path now; they are not used yet.
 
         Returns:
           parameters as ``params``, and of a workdir the step of their checkpoint, its newest.
@@ -167,7 +162,7 @@ class LanguageModel:
         return load_params(self.path, self._network, self._layout, checkpoint=step), step
 
     def logits(self, tokens: Any) -> jax.Array:
-        """The logits of the token after each place.
+        """The logits of the token after each position.
 
         Args:
           tokens: texts, chats or lists of token ids, of any lengths; or ids int [batch, length].
@@ -189,17 +184,17 @@ class LanguageModel:
         return self._scored("log_probs", tokens)
 
     def _scored(self, program: str, tokens: Any) -> jax.Array:
-        rows, lengths = rows_of(tokens, self.tokenizer, self.config.vocab_size)
+        rows, lengths = encode_rows(tokens, self.tokenizer, self.config.vocab_size)
         if self.config.learned_positions and rows.shape[1] > self.config.max_length:
             raise DataError(
                 f"{rows.shape[1]} tokens; this model has learned {self.config.max_length} positions"
             )
-        more = -len(rows) % self._copies  # as many for each copy
+        more = -len(rows) % self._copies  # equally many per copy
         filled = np.concatenate([rows, np.zeros((more, rows.shape[1]), np.int32)])
         found = self._programs[program](self.params, filled)[: len(rows)]
         if not lengths.size or lengths.min() == rows.shape[1]:
             return found
-        # Tokens behind an end are seen by none before it: attention is causal.
+        # Attention is causal: padding behind the end changes nothing before it.
         beyond = np.arange(rows.shape[1])[None] >= lengths[:, None]
         beyond = beyond[:, rows.shape[1] - found.shape[1] :]
         return jnp.where(beyond.reshape(beyond.shape + (1,) * (found.ndim - 2)), jnp.nan, found)
@@ -219,32 +214,31 @@ class LanguageModel:
         """Sample one response per prompt.
 
         Args:
-          prompts: strings, chats (lists of messages, rendered by the template), or lists of
-            token ids used as given.
+          prompts: strings, chats (lists of messages, rendered by the template), or lists of token
+            ids used as given.
           max_new_tokens: length limit of a response, in tokens.
           temperature: 0 is greedy; its log-probs are untempered.
           seed: a prompt's draws follow from it and the prompt's index in the list.
-          stop: token ids, and strings, that end a response, besides the model's own; the
-            response ends with them.
-          constraint: that each response's text must match; one that is cut at its length is the
-            beginning of one that does.
-          **options: of ``hjax.rollout.sampling_params.OPTIONS`` (docs/sampling.md), which change
-            nothing
-            unless they are given: ``top_k``, sample among the k likeliest tokens, 0: all;
-            ``top_p``, sample among the likeliest tokens of this total probability; ``min_p``,
-            ``repetition_penalty``, ``presence_penalty``, ``frequency_penalty``, ``min_tokens``;
-            ``logit_bias``, a dict of biases by token id.
+          stop: token ids, and strings, that end a response, besides the model's own; the response
+            ends with them.
+          constraint: that each response's text must match; a response cut at its length is a prefix
+            of a match.
+          **options: of ``hjax.rollout.sampling_params.OPTIONS`` (docs/sampling.md), off by default:
+            ``top_k``, sample among the k likeliest tokens, 0: all; ``top_p``, sample among the
+            likeliest tokens of this total probability; ``min_p``, ``repetition_penalty``,
+            ``presence_penalty``, ``frequency_penalty``, ``min_tokens``; ``logit_bias``, a dict of
+            biases by token id.
 
         Raises:
           ConfigError: text without a tokenizer, an empty prompt, ids outside the vocabulary, more
             tokens than the model has positions, a constraint that cannot be met, or an option out
             of its range.
-          RunError: a response after which no token may come though it does not match.
+          RunError: a response that no token may continue though it does not match.
         """
         if isinstance(prompts, str):
             raise ConfigError("prompts is one string; give a list of prompts")
-        stops, sampling = self._drawn("generate", stop, options, temperature)
-        rows = self._rows(prompts, max_new_tokens)
+        stops, sampling = self._stops_and_sampling("generate", stop, options, temperature)
+        rows = self._encode_prompts(prompts, max_new_tokens)
         if not rows:
             return []
         if constraint is not None:
@@ -254,10 +248,10 @@ class LanguageModel:
             ]
             found = self._constrained(requests)
         else:
-            found = self._together(rows, GenerationConfig(max_new_tokens, 1, sampling), seed)
-        return [self._ended(row, stops, one) for row, one in zip(rows, found)]
+            found = self._generate_batch(rows, GenerationConfig(max_new_tokens, 1, sampling), seed)
+        return [self._with_text(row, stops, one) for row, one in zip(rows, found)]
 
-    def _together(
+    def _generate_batch(
         self, rows: list[list[int]], config: GenerationConfig, seed: int
     ) -> Iterator[Completion]:
         """Responses without their texts."""
@@ -271,10 +265,10 @@ class LanguageModel:
             reason = "length" if cut else "stop"
             yield Completion(drawn[there].tolist(), None, logprobs[there].tolist(), reason)
 
-    def _drawn(
+    def _stops_and_sampling(
         self, function: str, stop: Any, options: dict[str, Any], temperature: float
     ) -> tuple[StopConditions, SamplingParams]:
-        """What ends a response, and how it is drawn, by the arguments of a function."""
+        """The stop conditions and sampling options, from the arguments of ``function``."""
         unknown = {name: value for name, value in options.items() if name not in OPTIONS}
         refuse_arguments(function, unknown)
         stops = StopConditions(stop, self.tokenizer, options.get("min_tokens", 0))
@@ -283,8 +277,8 @@ class LanguageModel:
         sampling.check_vocabulary(self.config.vocab_size)
         return stops, sampling
 
-    def _ended(self, prompt: list[int], stops: StopConditions, found: Completion) -> Completion:
-        """A response with its text, up to the first of the strings that end it."""
+    def _with_text(self, prompt: list[int], stops: StopConditions, found: Completion) -> Completion:
+        """A response with its text, cut at the first stop string."""
         if self.tokenizer is None:
             return found
         cut = stops.cut(self.tokenizer, prompt, found.tokens)
@@ -306,25 +300,25 @@ class LanguageModel:
         constraint: Constraint | None = None,
         **options: Any,
     ) -> Iterator[Completion]:
-        """The response that ``generate`` gives to one prompt, in pieces, as it is drawn.
+        """The response that ``generate`` gives to one prompt, streamed as it is drawn.
 
-        Keys and values of what was said are kept: a prompt that goes on where an earlier one and
-        its response ended is read from there.
+        Keys and values of the conversation are kept (prefix cache): a prompt that continues an
+        earlier one and its response is prefilled from there.
 
         Args:
           prompt: a string, a chat, or token ids used as given.
-          max_new_tokens, temperature, seed, stop, constraint, **options: as of ``generate``.
+          max_new_tokens, temperature, seed, stop, constraint, **options: as in ``generate``.
 
         Yields:
-          pieces: ``tokens``, ``text`` and ``logprobs`` that have come, ``finish_reason`` empty but
-          for the last. A text waits for whole characters and, where a string that ends it may have
-          begun, for what follows.
+          chunks: the new ``tokens``, ``text`` and ``logprobs``; ``finish_reason`` is empty but in
+            the last. Text is held back until its characters are whole and it cannot be the
+            beginning of a stop string.
 
         Raises:
           ConfigError, RunError: as ``generate``.
         """
-        stops, sampling = self._drawn("stream", stop, options, temperature)
-        (row,) = self._rows([prompt], max_new_tokens)
+        stops, sampling = self._stops_and_sampling("stream", stop, options, temperature)
+        (row,) = self._encode_prompts([prompt], max_new_tokens)
         request = Request(tuple(row), max_new_tokens, sampling, seed, 0, constraint)
         text = (
             None
@@ -332,7 +326,7 @@ class LanguageModel:
             else StopWatcher(stops, ResponseText(self.tokenizer, row))
         )
         arrived: queue.SimpleQueue[ResponseChunk] = queue.SimpleQueue()
-        handle = self._talk.submit(request, arrived.put)
+        handle = self._stream_service.submit(request, arrived.put)
         try:
             finish = ""
             while not finish:
@@ -353,17 +347,19 @@ class LanguageModel:
             handle.cancel()
 
     @functools.cached_property
-    def _talk(self) -> GenerationService:
-        """For ``stream``."""
+    def _stream_service(self) -> GenerationService:
+        """The service of ``stream``."""
         kept = 0 if why_no_prefix_cache(self.engine) else self.config.max_length
         return GenerationService(self, slots=1, prefix_tokens=kept)
 
-    def _rows(self, prompts: Sequence[Any], max_new_tokens: int) -> list[list[int]]:
+    def _encode_prompts(self, prompts: Sequence[Any], max_new_tokens: int) -> list[list[int]]:
         """Prompts as token ids; ConfigError for what cannot be answered."""
         if not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens={max_new_tokens}: a whole number of 1 or more")
         size = self.config.vocab_size
-        rows = [row_of(p, f"prompt {i}", self.tokenizer, size) for i, p in enumerate(prompts)]
+        rows = [
+            encode_prompt(p, f"prompt {i}", self.tokenizer, size) for i, p in enumerate(prompts)
+        ]
         longest = max(map(len, rows), default=0)
         room = self.config.max_length - max_new_tokens
         if rows and longest > room:
@@ -375,7 +371,7 @@ class LanguageModel:
         return rows
 
     def _constrained(self, requests: list[Request]) -> Iterator[Completion]:
-        """Responses that a matcher is asked about token by token, by a service of their own."""
+        """Responses under a constraint, token by token, by a service of their own."""
         found: list[list[ResponseChunk]] = [[] for _ in requests]
         service = GenerationService(
             self, slots=len(requests), max_queue=len(requests), prefix_tokens=0
@@ -410,11 +406,11 @@ class LanguageModel:
 
 
 def local_layout(config: ModelConfig, tensor: int, copies: int = 1) -> Layout:
-    """The generate layout of copies of a model, each one's heads, MLPs and vocabulary on so many
-    devices.
+    """The generate layout of copies of a model; each copy's heads, MLPs and vocabulary are split
+    over ``tensor`` devices.
 
     Raises:
-      ConfigError: there are not so many here, or they do not divide the model.
+      ConfigError: there are not so many devices here, or they do not divide the model.
     """
     devices = jax.local_devices()
     if not 1 <= tensor <= len(devices):
@@ -441,17 +437,16 @@ def load_model(
 
     Args:
       path: a Hugging Face directory (with or without a tokenizer), a Hugging Face model name
-        (``owner/name``, from the local cache or downloaded), or an hjax workdir (its newest
-        checkpoint).
+        (``owner/name``, cached or downloaded), or an hjax workdir (its newest checkpoint).
       dtype: ``float32`` or ``bfloat16``, of compute and of the matrices that are kept.
       tensor: local devices over which heads, MLPs and vocabulary are split, the first ones.
-      copies: of the model, each on so many devices, which share the prompts of a call.
-      cache_dtype: of keys and values while it generates: ``auto``, that of compute; or ``int8``.
-      family: one in a file of yours that reads it, ``path.py:Class`` (docs/families.md).
+      copies: of the model, each on ``tensor`` devices; they share the prompts of a call.
+      cache_dtype: of the KV cache while generating: ``auto``, that of compute; or ``int8``.
+      family: one in a file of yours that reads the model, ``path.py:Class`` (docs/families.md).
 
     Raises:
-      ConfigError: nothing there, a model this version does not support, or a number of devices
-        that there are not or that does not divide the model.
+      ConfigError: nothing there, a model this version does not support, or a number of devices that
+        does not exist or does not divide the model.
     """
     if family:
         load_family(family, "family")

@@ -1,10 +1,10 @@
 """The engine's programs with the layers split over pipeline stages.
 
-The rows of each data-parallel part are cut into as many micro-batches as there are stages, which
-take turns: while one micro-batch is in the last stage, another is in each of the others, and the
-token drawn from the last stage's output enters the first stage in the next tick. So from when the
-stages have filled until a program's last tokens no stage waits. Embedding, logits and sampling
-stand outside the stages; a device holds its own stage's layers and what the cache has of them.
+The rows of each data-parallel part are cut into one micro-batch per stage. While one micro-batch is
+in the last stage, the others are in the other stages; the token drawn from the last stage's output
+enters the first stage in the next tick. So once the pipeline has filled, no stage idles until the
+last tokens. Embedding, logits and sampling are outside the stages. A device holds its stage's
+layers and their part of the cache.
 """
 
 import dataclasses
@@ -34,35 +34,31 @@ _SPLIT, _WHOLE = PartitionSpec(AXIS), PartitionSpec()
 
 
 class _StagedSeats(SlotLayout):
-    """Of caches that are laid out by turn."""
+    """Slot layout of a cache that is laid out by turn."""
 
-    def entered(self, forward: Any, old: jax.Array, *more: jax.Array) -> jax.Array:
+    def insert_kv(self, forward: Any, old: jax.Array, *more: jax.Array) -> jax.Array:
         engine = self.engine
-        made: jax.Array = engine._by_turn(super().entered(forward, engine._by_layer(old), *more))
+        made: jax.Array = engine._by_turn(super().insert_kv(forward, engine._by_layer(old), *more))
         return made
 
-    def cut(self, x: jax.Array, *more: Any) -> jax.Array:
-        made: jax.Array = self.engine._by_turn(super().cut(self.engine._by_layer(x), *more))
+    def select_kv(self, x: jax.Array, *more: Any) -> jax.Array:
+        made: jax.Array = self.engine._by_turn(super().select_kv(self.engine._by_layer(x), *more))
         return made
 
 
 class PipelinedEngine(Engine):
     """An engine of a layout with several stages; see ``Engine`` for the arguments.
 
-    In each data-parallel part rows and groups lie micro-batch by micro-batch, each of these a part
-    with numbers of its own, see ``SlotMask.parts``.
+    In each data-parallel part, rows and groups lie micro-batch by micro-batch. Each micro-batch is
+    a part with row numbers of its own, see ``SlotMask.parts``.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        layout: Layout,
-        compute: Compute,
-        **how: Any,
-    ):
-        super().__init__(network, layout, dataclasses.replace(compute, unroll_layers=False), **how)
+    def __init__(self, network: Network, layout: Layout, compute: Compute, **options: Any):
+        super().__init__(
+            network, layout, dataclasses.replace(compute, unroll_layers=False), **options
+        )
         self.stages = layout.shard_count("layers")
-        # While the stages run empty the first ones write beyond the last token.
+        # While the pipeline drains, its first stages write beyond the last token.
         self.spare_columns = 1
         self._of_params = jax.tree.map(
             lambda axes: _SPLIT if axes[:1] == ("layers",) else _WHOLE,
@@ -75,7 +71,7 @@ class PipelinedEngine(Engine):
         return False
 
     def loop_iterations(self, steps: Any) -> Any:
-        """A turn of each micro-batch for every token, and those until the last one is out."""
+        """A tick of each micro-batch for every token, and the ticks that drain the pipeline."""
         return steps * self.stages + self.stages - 1
 
     def prefill_states(
@@ -88,7 +84,7 @@ class PipelinedEngine(Engine):
         blocks: CacheBlocks | None,
         at: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
-        assert blocks is None, "known beginnings are read with one stage"
+        assert blocks is None, "the prefix cache needs a single stage"
         stages, cut = self.stages, self._cut_rows
         positions, _ = self._positions(tokens, mask, attention)
         if at is None:
@@ -99,17 +95,17 @@ class PipelinedEngine(Engine):
             if isinstance(value := getattr(attention, field.name), jax.Array)
         }
         model = self.network.bind(params)
-        given = cut({"positions": positions, "at": at, "lengths": lengths, "masks": masks})
-        starts = model.embed(cut(tokens), self.compute, given["positions"])
+        inputs = cut({"positions": positions, "at": at, "lengths": lengths, "masks": masks})
+        starts = model.embed(cut(tokens), self.compute, inputs["positions"])
 
-        def body(params: Weights, starts: jax.Array, given: Any) -> Any:
+        def body(params: Weights, starts: jax.Array, inputs: Any) -> Any:
             stage = jax.lax.axis_index(AXIS)
             model = self.network.bind(params)
 
             def tick(received: jax.Array, time: jax.Array) -> Any:
                 # Outside its turns a stage computes what nobody reads.
                 turn = jnp.clip(time - stage, 0, stages - 1)
-                own = jax.tree.map(lambda x: x[turn], given)
+                own = jax.tree.map(lambda x: x[turn], inputs)
                 x = jnp.where(stage == 0, starts[turn], received)
                 sees: Any = dataclasses.replace(attention, **own["masks"])  # type: ignore[type-var]
                 x, _, kept = model.run(
@@ -119,21 +115,21 @@ class PipelinedEngine(Engine):
                     compute=self.compute,
                     rotary=model.rotary(own["lengths"]),
                 )
-                asked = jnp.take_along_axis(x, own["at"][:, :, None], axis=1)
-                return self._pass_on(x), (kept, asked)
+                states = jnp.take_along_axis(x, own["at"][:, :, None], axis=1)
+                return self._pass_on(x), (kept, states)
 
             times = jnp.arange(2 * stages - 1)
-            _, (kept, asked) = jax.lax.scan(tick, jnp.zeros_like(starts[0]), times)
+            _, (kept, states) = jax.lax.scan(tick, jnp.zeros_like(starts[0]), times)
 
             def mine(x: jax.Array) -> jax.Array:
                 x = jax.lax.dynamic_slice_in_dim(x, stage, stages)  # [micro, layers, ...]
                 return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
 
-            asked = jnp.where(stage == stages - 1, asked[stages - 1 :], 0)
-            return psum_tree(asked, AXIS), jax.tree.map(mine, kept)
+            states = jnp.where(stage == stages - 1, states[stages - 1 :], 0)
+            return psum_tree(states, AXIS), jax.tree.map(mine, kept)
 
         in_specs = (self._of_params, _WHOLE, _WHOLE)
-        hidden, kept = self._map(body, in_specs, (_WHOLE, _SPLIT))(params, starts, given)
+        hidden, kept = self._map(body, in_specs, (_WHOLE, _SPLIT))(params, starts, inputs)
         hidden = jax.tree.map(self.layout.merge_micro_batches, model.finish(hidden, self.compute))
         return hidden, jax.tree.map(self._by_layer, kept)
 
@@ -144,20 +140,20 @@ class PipelinedEngine(Engine):
         params: Weights,
         state: SlotState,
         numbers: jax.Array,
-        token_bitmask: jax.Array | None,
+        bitmask: jax.Array | None,
     ) -> tuple[SlotState, DecodeState]:
-        steps = numbers[0]  # a full pipeline goes on whoever has ended
+        steps = numbers[0]  # enough_live does not apply: a full pipeline goes on
         model, forward, stages = self.network.bind(params), self._pass(sampling, state), self.stages
         slots = dataclasses.replace(state.slots, parts=self.layout.shard_count("batch"))
-        slots, bits, before = self._cut_rows((slots, token_bitmask, state.rows.drawn))
+        slots, bits, before = self._cut_rows((slots, bitmask, state.rows.drawn))
 
-        run = self._through(forward)
+        run = self._stages_tick(forward)
 
         def of(tree: Any, index: int | jax.Array) -> Any:
             return jax.tree.map(lambda x: x[index], tree)
 
         def drawn_of(index: jax.Array, hidden: jax.Array, step: jax.Array, rows: Any) -> Any:
-            """Rows with what a micro-batch drew of the hidden states that came out."""
+            """Advance a micro-batch's rows by the hidden states that came out of the last stage."""
             logits = forward.logits(model, model.finish(hidden, self.compute))
             running, drawn = of(rows, index)
             inputs, allowed = forward.inputs(running), of(bits, index)
@@ -168,12 +164,12 @@ class PipelinedEngine(Engine):
             time, cache, received, rows = carry
             entering = of(rows[0], time % stages)
             x = model.embed(forward.inputs(entering), self.compute, forward.positions(entering))
-            # What a stage needs of rows; options and tables of counts it does not.
+            # A stage needs neither sampling options nor token counts.
             few = dataclasses.replace(rows[0], options=None, counts=None, text=None)
             cache, received, hidden = run(params, cache, received, x, (few, time, slots))
             turn = time - (stages - 1)
             index, step = turn % stages, turn // stages
-            # Who had no room for its guesses, or has ended, did not take its turn.
+            # A micro-batch that has finished, or lacks room for its drafts, skips its turn.
             taken = (turn >= 0) & forward.can_continue(of(rows[0], index), before[index], most)
             rows = jax.lax.cond(
                 taken, lambda x: drawn_of(index, hidden, step, x), lambda x: x, rows
@@ -186,7 +182,7 @@ class PipelinedEngine(Engine):
             return (time < self.loop_iterations(steps)) & jnp.any(jnp.stack(going))
 
         running = self._cut_rows(state.rows)
-        tables = self._cut_rows(forward.start(state.rows, most))
+        tables = self._cut_rows(forward.empty_tables(state.rows, most))
         shape = running.done.shape[1], 1 + self.draft_tokens, self.network.config.hidden_size
         received = jnp.zeros((stages, *shape), self.compute.dtype)
         begin = jnp.int32(0), state.cache, self.layout.constrain(received, "layers", "batch")
@@ -196,8 +192,8 @@ class PipelinedEngine(Engine):
         slots = dataclasses.replace(state.slots, column=state.slots.column + taken)
         return SlotState(cache, slots, running), drawn | {"steps": taken, "done": running.done}
 
-    def _through(self, forward: ForwardPass) -> Callable[..., Any]:
-        """A tick of all stages: what each has of the cache and passes on, and what comes out."""
+    def _stages_tick(self, forward: ForwardPass) -> Callable[..., Any]:
+        """One tick of all stages: each updates its cache and passes activations on."""
         stages = self.stages
 
         def body(params: Weights, cache: KVCache, received: Any, x: Any, now: Any) -> Any:
@@ -205,7 +201,7 @@ class PipelinedEngine(Engine):
             stage, turn = jax.lax.axis_index(AXIS), time - jax.lax.axis_index(AXIS)
             index = turn % stages
             slots, running = jax.tree.map(lambda x: x[index], (slots, running))
-            # Before its first turn a stage writes where its first true token will be written.
+            # Before its first turn a stage writes into the column of its first real token.
             column = slots.column + jnp.maximum(turn // stages, 0)
             slots = dataclasses.replace(slots, column=column)
             model = self.network.bind(params)
@@ -259,8 +255,8 @@ class PipelinedEngine(Engine):
         """Arrays [rows, ...] by micro-batch, [stages, rows / stages, ...]."""
         return jax.tree.map(lambda x: self.layout.split_micro_batches(x, self.stages), tree)
 
-    # A state's cache is laid out by turn, so that a stage finds what it has of a micro-batch in one
-    # piece. What is read, and what changes a cache outside of the loop, has it by layer.
+    # A state's cache is laid out by turn, so that a stage has its part of a micro-batch in one
+    # piece. Prefill, and changes outside of the decode loop, use the order by layer.
 
     def _zeros(self, size: SlotSizes, column: jax.Array) -> SlotState:
         state = super()._zeros(size, column)
@@ -273,14 +269,14 @@ class PipelinedEngine(Engine):
         return self.layout.constrain(x, "layers", "batch", "kv_heads")
 
     def _by_turn(self, x: jax.Array) -> jax.Array:
-        """[layers, rows, heads, ...] as [layers * stages, rows / stages, heads, ...], entry
-        ``layer * stages + micro-batch``."""
+        """[layers, rows, heads, ...] as [layers * stages, rows / stages, heads, ...], entry ``layer
+        * stages + micro-batch``."""
         ways, stages, layers = self.layout.shard_count("batch"), self.stages, x.shape[0]
         x = x.reshape(layers, ways, stages, -1, *x.shape[2:]).swapaxes(1, 2)
         return self._held(x.reshape(layers * stages, -1, *x.shape[4:]))
 
     def _by_layer(self, x: jax.Array) -> jax.Array:
-        """And back."""
+        """The inverse of ``_by_turn``."""
         ways, stages = self.layout.shard_count("batch"), self.stages
         x = x.reshape(-1, stages, ways, x.shape[1] // ways, *x.shape[2:]).swapaxes(1, 2)
         return self._held(x.reshape(x.shape[0], -1, *x.shape[4:]))

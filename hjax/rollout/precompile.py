@@ -1,7 +1,7 @@
-"""Compiles every program that a service may call, whatever the lengths of its requests.
+"""Precompilation (warm-up): compiles every program that a service may call.
 
-On one device several at a time: tracing and compiling keep a core busy each. Over several devices
-programs run one after another, in one order.
+On one device several compile at a time, as tracing and compiling keep a core busy each. Over
+several devices programs run one after another, in one order.
 """
 
 import concurrent.futures
@@ -25,24 +25,24 @@ from hjax.rollout.sampling_params import SamplingParams
 from hjax.rollout.slot_state import Admission, PrefilledPrompts, RunningSequences
 from hjax.rollout.slot_table import SlotTable
 
-# Of the memory that is free: what the states that are made at a time may take.
+# Share of the free memory that the states under compilation may take.
 MEMORY_SHARE = 0.25
-# What is done, and a call that does it.
+# A description, and a call that compiles.
 _Task = tuple[str, Callable[[], Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Precompilation:
-    """Of a service that has answered nobody yet.
+    """Precompilation of a service that has had no request yet.
 
     Attributes:
       buckets: of the service.
       params: of its model.
-      prefixes: what it keeps; None: nothing.
+      prefixes: its prefix cache; None: there is none.
       scorer: of prompts.
-      admission: of who enters, where, with columns of each one and of all without padding, and
-        those for what is known.
-      every: that so many rows may draw every token, as of ``Admission``.
+      admission: makes an ``Admission`` from entries, target rows, columns of each entry and of the
+        packed form, and columns for cached tokens.
+      every: bitmasks of this many rows that allow every token.
     """
 
     buckets: ServiceBuckets
@@ -54,11 +54,11 @@ class Precompilation:
     _blocks: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def run(self, on_progress: Callable[[str], None]) -> None:
-        """``on_progress`` is what is compiled next, in a few words, by any thread."""
+        """Compile; ``on_progress`` is called, in any thread, with a few words on what is next."""
         with concurrent.futures.ThreadPoolExecutor(self._workers()) as pool:
 
             def results(groups: list[list[_Task]]) -> list[Any]:
-                """The first of a kind compiles what its others share: once, not in each thread."""
+                """The first of a kind compiles what the others share: once, not in each thread."""
 
                 def one(task: _Task) -> Any:
                     on_progress(task[0])
@@ -67,7 +67,7 @@ class Precompilation:
                 firsts = list(pool.map(one, [tasks[0] for tasks in groups]))
                 return firsts + list(pool.map(one, [x for tasks in groups for x in tasks[1:]]))
 
-            # Those of one size go into a state by the same programs.
+            # Prefills of one size are inserted by the same programs, so one of each is enough.
             read = dict(results(self._prompts()))
             results([*self._states(list(read.values())), *self._rest()])
 
@@ -75,16 +75,15 @@ class Precompilation:
         engine = self.buckets.engine
         if engine.layout.mesh.size > 1:
             return 1
-        largest = engine.abstract(
-            self.buckets.state_sizes(self.buckets.rows[-1], self.buckets.lengths[-1])
-        )
+        sizes = self.buckets.state_sizes(self.buckets.rows[-1], self.buckets.lengths[-1])
+        largest = engine.abstract(sizes)
         size = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(largest))
         free = machine.free_bytes(engine.layout.mesh.devices.flat[0])
-        # Two of them: one that is moved has its copy.
+        # Twice the size, as moving a state copies it.
         return max(min(os.cpu_count() or 1, int(MEMORY_SHARE * free) // (2 * size)), 1)
 
     def _prompts(self) -> list[list[_Task]]:
-        """So many read together, once for each number of columns."""
+        """Prefill tasks by batch size, one for each number of columns."""
         parts = self.buckets.engine.parts
         return [
             [
@@ -97,7 +96,7 @@ class Precompilation:
         ]  # fmt: skip
 
     def _columns(self) -> Iterator[tuple[int, int]]:
-        """Of what is new of prompts, and of the whole of them where beginnings are kept, else 0."""
+        """Columns for uncached tokens, and for whole prompts if there is a prefix cache, else 0."""
         buckets = self.buckets
         if self.prefixes is None:
             yield from ((new, 0) for new in buckets.prompt_column_sizes)
@@ -110,8 +109,8 @@ class Precompilation:
         self, entries: int, room: tuple[int, int], columns: int
     ) -> tuple[tuple[int, int], tuple[PrefilledPrompts, RunningSequences]]:
         blocks = None if self.prefixes is None else self.prefixes.blocks
-        asked, engine = [None] * entries, self.buckets.engine
-        new = self.admission(asked, np.zeros(entries), room, columns)
+        nobody, engine = [None] * entries, self.buckets.engine
+        new = self.admission(nobody, np.zeros(entries), room, columns)
         counted = self.buckets.sampling_sizes.penalties
         prompts, rows, _ = engine.prefill(SamplingParams(), self.params, new, 1, counted, blocks)
         return (entries, columns or room[0]), (prompts, rows)
@@ -144,7 +143,7 @@ class Precompilation:
             with self._blocks:
                 self.prefixes.precompile_store(table.state)
         lengths = buckets.lengths_for(rows)
-        if len(lengths) > 1 and not engine.per_row_columns:
+        if len(lengths) > 1 and not engine.row_columns:
             table.move_columns(1, length)
         at = lengths.index(length)
         for near in lengths[max(at - 1, 0) : at + 2]:
@@ -157,7 +156,7 @@ class Precompilation:
                 empty().shrink_rows(other)
 
     def _rest(self) -> list[list[_Task]]:
-        """Log-probs of prompts, and chunks of long ones."""
+        """Log-probs of prompts, and chunked prefill."""
         tasks: list[_Task] = [
             (f"log-probs of {new} tokens",
              functools.partial(self.scorer.run, self.params, (0,), new))

@@ -1,8 +1,9 @@
-"""Prompts that begin as earlier ones did: what was computed for these is found again.
+"""Prefix cache: keys and values of earlier prompts and answers, reused by prompts that begin alike.
 
 A system prompt, the turns of a conversation, several answers to one question, the chunks of a long
-prompt: keys and values of whole blocks of tokens stay beside the engine's slots, as long as there
-is room, and a new prompt is read from where its known beginning ends.
+prompt: the keys and values of their whole blocks of tokens are kept beside the engine's slots. A
+new prompt is prefilled only from the end of its longest cached prefix. Least recently used blocks
+are evicted.
 """
 
 import dataclasses
@@ -22,21 +23,21 @@ from hjax.rollout.radix_tree import Path, RadixTree
 from hjax.rollout.slot_state import CachedPrompts, SlotState
 from hjax.sharding.global_arrays import place
 
-# Blocks that one program writes, few or many; as many calls as it takes.
+# Blocks that one program writes: a small and a large size, called as often as needed.
 BLOCKS_PER_WRITE = (8, 64)
-# Columns for what is known of prompts with what is new of them: four times as many each. Those that
-# are not filled are not looked at.
+# Fewest columns for whole prompts, cached and uncached tokens; each further bucket has four times
+# as many. Unfilled columns are not read.
 MIN_CACHED_COLUMNS = 512
 
-# Of the memory that is free: what is kept if nobody says how much.
+# Default share of the free memory.
 MEMORY_SHARE = 0.25
 
 
 def bucketed_columns(tokens: int, limit: int, fewest: int = BLOCK, factor: int = 2) -> int:
-    """Columns for prompts of so many tokens.
+    """Columns for prompts of this many tokens.
 
     Args:
-      limit: of tokens; in whole blocks it is the most.
+      limit: most tokens; rounded up to whole blocks it is the largest result.
       fewest: columns, whole blocks; others are these times a power of ``factor``.
     """
     columns = fewest
@@ -47,7 +48,7 @@ def bucketed_columns(tokens: int, limit: int, fewest: int = BLOCK, factor: int =
 
 @dataclasses.dataclass(frozen=True)
 class CachedPrefix:
-    """What is known of a prompt.
+    """The cached prefix of a prompt.
 
     Attributes:
       path: numbers of its blocks.
@@ -57,18 +58,18 @@ class CachedPrefix:
 
     @property
     def tokens(self) -> int:
-        """That are known."""
+        """Number of cached tokens."""
         return len(self.path) * BLOCK
 
 
 class PrefixCache:
-    """Keys and values of sequences' beginnings, for one engine and one set of weights.
+    """Keys and values of prefixes, for one engine and one set of weights.
 
-    Each data-parallel part keeps its own.
+    Each data-parallel part has its own cache.
 
     Args:
-      engine: whose rows they come from and go to.
-      tokens: that there is room for in each part.
+      engine: the engine whose rows they come from and go to.
+      tokens: capacity of each part.
     """
 
     def __init__(self, engine: Engine, tokens: int):
@@ -86,33 +87,33 @@ class PrefixCache:
 
     @property
     def used(self) -> int:
-        """Tokens that the first part keeps."""
+        """Tokens that the first part holds."""
         return self._trees[0].used * BLOCK
 
     def clear(self) -> None:
-        """Forget everything: other weights make other keys and values."""
+        """Drop everything: other weights give other keys and values."""
         for tree in self._trees:
             tree.clear()
 
     def match(self, prompt: Sequence[int], part: int = 0) -> CachedPrefix:
-        """The longest known beginning that leaves a token to be read; held until ``release``."""
+        """The longest cached prefix that leaves a token to prefill; acquired until ``release``."""
         path = tuple(self._trees[part].match(prompt[: len(prompt) - 1]))
         self._trees[part].acquire(path)
         return CachedPrefix(path)
 
     def release(self, beginning: CachedPrefix, part: int = 0) -> None:
-        """What it holds may make room for others."""
+        """Let the blocks of a prefix be evicted again."""
         self._trees[part].release(beginning.path)
 
     def remove(self, path: Sequence[int], part: int) -> None:
-        """Forget the last blocks of a sequence that nobody else has found."""
+        """Remove the last blocks of a sequence, which nobody else has found."""
         self._trees[part].remove(path)
 
     def store(self, state: SlotState, sequences: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Keep what rows of a state have computed.
+        """Store the keys and values that rows of a state have computed.
 
         Args:
-          state: as it is; of rows that have their prompts among their own tokens, in one part.
+          state: read, not changed; its rows have their prompts among their own tokens, in one part.
           sequences: a row, and the tokens that it has in its cache, from the prompt's first on.
         """
         tree, paths = self._trees[0], list[Path]()
@@ -128,7 +129,7 @@ class PrefixCache:
 
     def _write(self, state: SlotState, tables: Iterable[np.ndarray]) -> None:
         engine, cache = self._engine, state.cache
-        start = None if engine.per_row_columns else state.slots.start
+        start = None if engine.row_columns else state.slots.start
         for table in tables:
             given = place(table, engine.layout.replicated)
 
@@ -144,13 +145,13 @@ class PrefixCache:
             self.blocks = CacheBlocks(k, written(self.blocks.v, cache.v, cache_axis.ROWS))
 
     def precompile_store(self, state: SlotState) -> None:
-        """Compile what ``keep`` of such a state calls; nothing is kept."""
+        """Compile what ``store`` calls for such a state; nothing is stored."""
         nowhere = self._trees[0].blocks
         for count in BLOCKS_PER_WRITE:
             self._write(state, _tables([(0, 0, nowhere)] * count, nowhere))
 
     def precompile_prefill(self, params: Weights, chunk: int, limit: int) -> None:
-        """Compile what ``deserialize_value`` calls, with the same arguments; nothing is kept."""
+        """Compile what ``prefill_chunk`` calls, with the same arguments; nothing is stored."""
         for columns in cached_column_sizes(limit):
             if columns >= chunk:
                 self._prefill_chunk(params, {}, chunk, columns)
@@ -158,14 +159,14 @@ class PrefixCache:
     def prefill_chunk(
         self, params: Weights, prompts: Sequence[Sequence[int] | None], chunk: int, limit: int
     ) -> bool:
-        """Read the next chunk of a prompt in each part, and keep it.
+        """Prefill the next chunk of a prompt in each part, and store it.
 
         Args:
           params: in the generate layout.
-          prompts: by part, each of a block more than is known of it, and a token, at least; None:
-            nothing is read there.
-          chunk: tokens at most, a multiple of BLOCK.
-          limit: tokens of a prompt at most.
+          prompts: by part, each with at least a block and a token that are not cached; None: none
+            in this part.
+          chunk: most tokens, a multiple of BLOCK.
+          limit: most tokens of a prompt.
 
         Returns:
           whether there was room for it; else nothing is read.
@@ -180,7 +181,7 @@ class PrefixCache:
             path, new = tree.insert(prompt[:end])
             tree.release(path)
             if len(path) * BLOCK < end:
-                # What was to be filled is not: nobody may find it.
+                # These blocks will not be filled, so nobody may find them.
                 tree.remove(new)
                 return False
             longest, pieces[part] = max(longest, end), (prompt[:end], known, new)
@@ -194,38 +195,37 @@ class PrefixCache:
         chunk: int,
         columns: int,
     ) -> None:
-        """By part tokens up to a piece's end, blocks of those that are known, and those that it
-        goes into; ``columns``: for all tokens of each."""
+        """``pieces``, by part: tokens up to the chunk's end, cached blocks, and blocks to fill.
+        ``columns``: for all tokens of each."""
         parts = range(len(self._trees))
         whole = [pieces[part][0] if part in pieces else () for part in parts]
         known = [CachedPrefix(tuple(pieces[part][1]) if part in pieces else ()) for part in parts]
-        # What is beyond all blocks is dropped.
+        # A number beyond all blocks drops the block.
         where = np.full((len(parts), chunk // BLOCK), np.iinfo(np.int32).max, np.int32)
         for part, (_, _, new) in pieces.items():
             where[part, -len(new) :] = new
         tokens, mask, _ = uncached_tokens(whole, known, chunk, 0)
         numbers = block_table(known, columns)
-        self.blocks = self._engine.chunked_prefill.prefill(
-            params, self.blocks, tokens, mask, numbers, where
-        )
+        prefill = self._engine.chunked_prefill.prefill
+        self.blocks = prefill(params, self.blocks, tokens, mask, numbers, where)
 
     # Programs
 
     def _stored(
         self,
-        way: tuple[int, bool],
+        kind: tuple[int, bool],
         blocks: jax.Array,
         own: jax.Array,
         start: jax.Array | None,
         pieces: jax.Array,
     ) -> jax.Array:
-        """An array of blocks with some of an array of a state's cache.
+        """An array of blocks with tokens of an array of a state's cache written in.
 
-        ``way``: along which axis that has tokens, and whether it is one of scales. ``start``: int32
-        [rows], each one's first column; None: 0. ``pieces``: int32 [3, n]: of which row, from which
-        of its tokens on, into which block.
+        ``kind``: the axis that has tokens, and whether the array has scales. ``start``: int32
+        [rows], each row's first column; None: 0. ``pieces``: int32 [3, n]: source row, first token
+        in it, target block.
         """
-        axis, scaled = way
+        axis, scaled = kind
         row, first, where = pieces
         row = row[:, None]
         at = first[:, None] + jnp.arange(BLOCK) + (0 if start is None else start[row])
@@ -247,11 +247,11 @@ class PrefixCache:
 def cached_prompts(
     prompts: Sequence[Sequence[int]], found: Sequence[CachedPrefix], columns: int
 ) -> CachedPrompts:
-    """What is known of prompts, as ``Engine.admit`` takes it.
+    """The cached part of prompts, as ``Engine.admit`` takes it.
 
     Args:
-      prompts: tokens of each, whole.
-      found: of each.
+      prompts: all tokens of each.
+      found: the cached prefix of each.
       columns: for the longest of them.
     """
     tokens = np.zeros((len(prompts), columns), np.int32)
@@ -265,21 +265,20 @@ def cached_prompts(
 def uncached_tokens(
     prompts: Sequence[Sequence[int]], found: Sequence[CachedPrefix], columns: int, known: int
 ) -> tuple[np.ndarray, np.ndarray, CachedPrompts | None]:
-    """Prompts as ``Admission`` has them.
+    """Prompts as ``Admission`` has them: their uncached tokens, and what is cached.
 
     Args:
-      prompts: tokens of each, whole; none of an entry that fills up.
-      found: what is known of each.
-      columns: for what is not known of the longest.
-      known: columns for the longest with what is known; 0: nothing is kept.
+      prompts: all tokens of each; none for a padding entry.
+      found: the cached prefix of each.
+      columns: for the uncached tokens of the longest.
+      known: columns for the longest with its cached tokens; 0: there is no cache.
 
     Returns:
-      int32 and bool [prompts, columns], tokens that are to be read and which are there, and what is
-      known.
+      int32 and bool [prompts, columns], the tokens to prefill and their mask; and what is cached.
     """
     tokens = np.zeros((len(prompts), columns), np.int32)
     rest = [prompt[one.tokens :] for prompt, one in zip(prompts, found, strict=True)]
-    # An entry that fills up has a token too.
+    # A padding entry has a token too.
     mask = np.arange(columns) >= columns - np.array([[max(len(own), 1)] for own in rest])
     for row, own in zip(tokens, rest, strict=True):
         row[columns - len(own) :] = own
@@ -287,7 +286,7 @@ def uncached_tokens(
 
 
 def text_table(rows: Sequence[Sequence[int]], room: int) -> np.ndarray | None:
-    """int32 [rows, room], where guesses are looked up; None without room."""
+    """int32 [rows, room], texts in which prompt lookup searches; None without room."""
     if not room:
         return None
     made = np.zeros((len(rows), room), np.int32)
@@ -297,7 +296,7 @@ def text_table(rows: Sequence[Sequence[int]], room: int) -> np.ndarray | None:
 
 
 def block_table(found: Sequence[CachedPrefix], columns: int) -> tuple[np.ndarray, np.ndarray]:
-    """int32 [beginnings, columns / BLOCK], the blocks of each, and int32 [beginnings], tokens."""
+    """int32 [prefixes, columns / BLOCK], blocks of each, and int32 [prefixes], its tokens."""
     numbers = np.zeros((len(found), columns // BLOCK), np.int32)
     for i, one in enumerate(found):
         numbers[i, : len(one.path)] = one.path
@@ -305,7 +304,7 @@ def block_table(found: Sequence[CachedPrefix], columns: int) -> tuple[np.ndarray
 
 
 def cached_column_sizes(limit: int) -> list[int]:
-    """All that ``cached_columns`` may say, growing."""
+    """All values of ``cached_columns``, ascending."""
     made = [cached_columns(1, limit)]
     while (more := cached_columns(made[-1] + 1, limit)) > made[-1]:
         made.append(more)
@@ -313,12 +312,12 @@ def cached_column_sizes(limit: int) -> list[int]:
 
 
 def cached_columns(tokens: int, limit: int) -> int:
-    """Columns for whole prompts of so many tokens, up to ``limit``: few sizes, few programs."""
+    """Columns for whole prompts of this many tokens, up to ``limit``: few sizes, few programs."""
     return bucketed_columns(tokens, limit, MIN_CACHED_COLUMNS, 4)
 
 
 def affordable_tokens(engine: Engine, tokens: int) -> int:
-    """So many tokens, or as many as a share of the first device's free memory holds."""
+    """``tokens``, or as many as a share of the first device's free memory holds."""
     config = engine.network.config
     heads = -(-config.kv_heads * engine.copies // engine.layout.shard_count("kv_heads"))
     element = int8_cache.element_bytes(engine.kv_dtype, config.head_dim)
@@ -328,14 +327,14 @@ def affordable_tokens(engine: Engine, tokens: int) -> int:
 
 
 def why_no_prefix_cache(engine: Engine) -> str:
-    """Why an engine cannot keep beginnings for a service; empty: it can."""
+    """Why an engine cannot have a service's prefix cache; empty: it can."""
     if engine.parts > 1:
-        return f"beginnings are not shared between {engine.parts} data-parallel parts"
+        return f"the prefix cache is not shared between {engine.parts} data-parallel parts"
     return why_no_blocks(engine)
 
 
 def why_no_blocks(engine: Engine) -> str:
-    """Why an engine cannot keep beginnings, whoever asks; empty: it can."""
+    """Why an engine can never keep prefixes in blocks; empty: it can."""
     if engine.layout.shard_count("layers") > 1:
         return "prompts pass pipeline stages whole"
     if engine.network.config.rope_depends_on_length:
@@ -344,7 +343,7 @@ def why_no_blocks(engine: Engine) -> str:
 
 
 def _tables(pieces: list[tuple[int, int, int]], nowhere: int) -> Iterator[np.ndarray]:
-    """int32 [3, n] of so many pieces, n of ``BLOCKS_PER_WRITE``; what fills up goes nowhere."""
+    """int32 [3, n] of the pieces, n one of ``BLOCKS_PER_WRITE``; padding entries are dropped."""
     few, many = BLOCKS_PER_WRITE
     for at in range(0, len(pieces), many):
         some = pieces[at : at + many]

@@ -1,12 +1,12 @@
-"""Prompts of a rollout on their way into slots: beginnings that they share, chunks of long ones.
+"""Prefix sharing within a rollout: shared prefixes are prefilled once, long prompts in chunks.
 
-A system prompt or a few examples that a step's prompts begin with are read once, into blocks, and
-each prompt from where its known beginning ends. While others are decoded, long prompts are read in
-chunks, ahead of their slot. Blocks live for one rollout, as the next one has other weights.
+A system prompt or few-shot examples that several prompts of a step begin with are prefilled once,
+into blocks; each prompt is prefilled from the end of its cached prefix. Long prompts are prefilled
+in chunks while others decode, ahead of their slot. Blocks live for one rollout.
 
-What is done follows from the prompts alone, so that every process of a pool does the same, and a
-resumed run what an undisturbed one does. Which programs there are follows from the prompts' length
-alone, so that all can be compiled beforehand.
+Decisions follow from the prompts alone, so all processes of a pool decide alike, and a resumed run
+like an undisturbed one. The set of programs follows from the prompts' length alone, so all can be
+compiled beforehand.
 """
 
 import dataclasses
@@ -22,30 +22,29 @@ from hjax.rollout.prefix_cache import CachedPrefix, PrefixCache, uncached_tokens
 from hjax.rollout.rollout_job import EMPTY, RolloutJob
 from hjax.rollout.slot_state import CachedPrompts
 
-# Tokens of the longest prompt up to which prompts are read whole, each by itself.
+# If no prompt is longer than this, each is prefilled whole and by itself.
 SHORT_PROMPT = 256
-# Tokens of a prompt that are read at a time; whole blocks.
+# Tokens of a prefill chunk; whole blocks.
 PREFILL_CHUNK = 512
-# Columns for what is new of prompts that are read together; the last are a chunk's.
+# Columns for uncached tokens of prompts that are prefilled together; the last are a chunk's.
 PROMPT_COLUMNS = (128, PREFILL_CHUNK)
-# Tokens of prompts that are read at a time, of a device: others wait, rather than that memory is
-# needed for all of them at once.
+# Most tokens of a prefill batch per device, which bounds its memory.
 MAX_PREFILL_TOKENS = 4096
-# A beginning is read by itself where so many tokens are saved, in each data-parallel part.
+# A prefix is prefilled once if that saves this many tokens in each data-parallel part.
 MIN_SAVED_TOKENS = 512
-# Room for shared beginnings, in prompts of the greatest length.
+# Room for shared prefixes, in prompts of the greatest length.
 SHARED_PROMPTS = 4
-# Chunks between two dispatches at most, while others are decoded.
+# Most chunks between two dispatches, while others decode.
 MAX_CHUNKS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class SharedPrefix:
-    """A piece of prompts that several have, after what they have in common before it.
+    """A segment that several prompts share, after the segments that they share before it.
 
     Attributes:
-      tokens: of these prompts, up to the piece's end.
-      new: how many of these are the piece's own, the last ones.
+      tokens: of these prompts, up to the segment's end.
+      new: how many of these, the last ones, are the segment's own.
     """
 
     tokens: tuple[int, ...]
@@ -55,16 +54,16 @@ class SharedPrefix:
 def find_shared_prefixes(
     prompts: Sequence[Sequence[int]], room: int, parts: int = 1
 ) -> tuple[list[SharedPrefix], list[tuple[int, ...]]]:
-    """What is worth being read once for several prompts.
+    """The prefixes that are worth prefilling once for several prompts.
 
     Args:
       prompts: tokens of each.
-      room: blocks for it.
-      parts: data-parallel parts, each of which reads it.
+      room: blocks for them.
+      parts: data-parallel parts, each of which prefills them.
 
     Returns:
-      the pieces, each after those that it goes on from, and for each prompt the numbers of its
-      pieces. They leave a token of every prompt at least.
+      the segments, each after those that it continues; and for each prompt the numbers of its
+      segments. At least one token of every prompt is left over.
     """
     blocks = [_in_blocks(prompt) for prompt in prompts]
     found: list[SharedPrefix] = []
@@ -95,35 +94,34 @@ def find_shared_prefixes(
 
 
 def _in_blocks(prompt: Sequence[int]) -> list[bytes]:
-    """Whole blocks of a prompt that leave a token of it."""
+    """Whole blocks of a prompt that leave at least one token of it."""
     count = max(len(prompt) - 1, 0) // BLOCK
     raw, size = np.asarray(prompt, np.int32).tobytes(), 4 * BLOCK
     return [raw[i * size : (i + 1) * size] for i in range(count)]
 
 
 class PrefixSharing:
-    """A rollout's prompts until they enter.
+    """A rollout's prompts until they enter slots.
 
     Args:
-      engine: that reads them.
-      work: whose prompts they are.
+      engine: the engine that prefills them.
+      job: the rollout whose prompts they are.
       waiting: int [prompts], numbers of those that are to enter; None: all.
 
     Attributes:
-      active: whether beginnings are kept and chunks read: where prompts may be longer than
-        ``SHORT_PROMPT``, responses come whole, and the engine can. In parts each part reads
-        anew what there is, prompts and responses together.
-      known: int [prompts], tokens of each that it did not read, as another one of its
-        data-parallel part had begun alike.
-      prefixes: what is known; None before ``begin`` and after ``end``.
+      active: whether prefixes are shared and chunks prefilled: if prompts may be longer than
+        ``SHORT_PROMPT``, responses come whole, and the engine can. A partial rollout prefills
+        prompts and responses together again in each part.
+      cached_tokens: int [prompts], tokens of each that it did not prefill, as an earlier prompt of
+        its data-parallel part shares them.
+      cache: the prefix cache; None before ``prefill_shared`` and after ``clear``.
     """
 
     def __init__(self, engine: Engine, job: RolloutJob, waiting: np.ndarray | None = None):
         self._engine, self._job = engine, job
         count, self._limit = job.prompts.shape
-        self.active = (
-            self._limit > SHORT_PROMPT and not job.is_partial and not why_no_blocks(engine)
-        )
+        whole = self._limit <= SHORT_PROMPT or job.is_partial
+        self.active = not whole and not why_no_blocks(engine)
         self._chunk = min(PREFILL_CHUNK, -(-self._limit // BLOCK) * BLOCK)
         self._shared_blocks = SHARED_PROMPTS * (self.columns // BLOCK)
         self._length = job.mask.sum(axis=1)
@@ -141,17 +139,17 @@ class PrefixSharing:
 
     @property
     def columns(self) -> int:
-        """Of a prompt in the state."""
+        """Columns of a prompt in the state."""
         return -(-self._limit // BLOCK) * BLOCK if self.active else self._limit
 
     @property
     def block_count(self) -> int:
-        """Blocks of a part: of what is shared, and of the prompt that is being read."""
+        """Blocks of a part: for shared prefixes, and for the prompt that is being chunked."""
         return self._shared_blocks + self.columns // BLOCK
 
     @property
     def column_sizes(self) -> list[int]:
-        """Columns in which what is new of prompts may be read; none: they are read whole."""
+        """Columns in which uncached tokens may be prefilled; empty: prompts are prefilled whole."""
         return [n for n in PROMPT_COLUMNS if n < self._limit] if self.active else []
 
     @property
@@ -161,17 +159,17 @@ class PrefixSharing:
 
     @property
     def fits_whole(self) -> bool:
-        """Whether there is room to read prompts whole."""
+        """Whether there is room to prefill prompts whole."""
         return not self.active or self._limit <= MAX_PREFILL_TOKENS
 
     def prefill_batch(self, beside: int = 0) -> int:
-        """Prompts of a part that are read together at most, with so many more tokens of each."""
+        """Most prompts of a part in one prefill batch, if each has ``beside`` more tokens."""
         return max(1, MAX_PREFILL_TOKENS // (self._limit + beside))
 
     # Before the first
 
     def prefill_shared(self, params: Weights) -> None:
-        """Read what is shared."""
+        """Find the shared prefixes and prefill them."""
         if not self.active:
             return
         parts = self._engine.parts
@@ -179,12 +177,12 @@ class PrefixSharing:
         found, pieces = find_shared_prefixes(prompts, self._shared_blocks, parts)
         for number, own in enumerate(pieces):
             path = len(found[own[-1]].tokens) if own else 0
-            # Others are read whole, so that what is known of them would be of no use.
+            # Prompts that are prefilled whole have no use for a cached prefix.
             if own and (self.chunked or len(prompts[number]) - path <= self.column_sizes[-1]):
                 self._pieces[number] = own
         self._shared = found
         self.cache = PrefixCache(self._engine, self.block_count * BLOCK)
-        # A token more, as what is looked for leaves one.
+        # One token more, as a match always leaves one.
         texts = [(*piece.tokens, EMPTY) for piece in found]
         for i in sorted({i for own in self._pieces for i in own}):
             while self.cache.match(texts[i]).tokens < len(found[i].tokens):
@@ -192,20 +190,19 @@ class PrefixSharing:
         for number, own in enumerate(self._pieces):
             if own:
                 self._path[number] = self.cache.match(texts[own[-1]]).path
-        # Those that are read in as many columns together.
-        sizes = np.searchsorted(
-            self.column_sizes, [self._uncached(number) for number in range(len(prompts))]
-        )
+        # Prompts of one column bucket enter together.
+        uncached = [self._uncached(number) for number in range(len(prompts))]
+        sizes = np.searchsorted(self.column_sizes, uncached)
         self._order = np.argsort(sizes, kind="stable")
 
     def precompile(self, params: Weights) -> None:
-        """Compile what reads chunks."""
+        """Compile chunked prefill."""
         if self.active:
             prefixes = PrefixCache(self._engine, self.block_count * BLOCK)
             prefixes.precompile_prefill(params, self._chunk, self._limit)
 
     def clear(self) -> None:
-        """Forget what is known."""
+        """Drop the cache."""
         self.cache = None
 
     # Who is next
@@ -217,11 +214,11 @@ class PrefixSharing:
         return len(self._order) - self._next + reading
 
     def next_prompt(self, part: int, decoding: bool) -> int:
-        """The prompt that enters a part next; NOBODY: none, or it is still being read.
+        """The prompt that enters a part next; EMPTY: none, or it is still being chunked.
 
         Args:
-          part: where.
-          decoding: whether others are decoded, so that long prompts are read in chunks.
+          part: where it enters.
+          decoding: whether others decode, so that long prompts are prefilled in chunks.
         """
         number = self._chunking[part]
         if number != EMPTY:
@@ -239,7 +236,7 @@ class PrefixSharing:
         return number
 
     def prefill_chunk(self, params: Weights) -> bool:
-        """Read a chunk of a prompt in each part; False: nothing is to be read."""
+        """Prefill a chunk of a prompt in each part; False: there was none to prefill."""
         if not self.chunked:
             return False
         for part, number in enumerate(self._chunking):
@@ -273,17 +270,18 @@ class PrefixSharing:
     # How they enter
 
     def columns_for(self, taken: Sequence[Sequence[int]]) -> int:
-        """Columns for what is new of these prompts, one of ``new``; 0: they are read whole."""
+        """Columns for uncached tokens of these prompts, one of ``column_sizes``; 0: prefilled
+        whole."""
         most = max(self._uncached(number) for some in taken for number in some)
         return next((n for n in self.column_sizes if n >= most), 0)
 
     def admission_inputs(
         self, numbers: np.ndarray, new: int
     ) -> tuple[np.ndarray, np.ndarray, CachedPrompts | None]:
-        """Prompts as ``Admission`` has them: tokens, mask, and what is known.
+        """Prompts as ``Admission`` has them: tokens, mask, and what is cached.
 
         Args:
-          numbers: int [parts, each]; EMPTY: an entry that fills up.
+          numbers: int [parts, each]; EMPTY: a padding entry.
           new: columns, of ``columns_for``.
         """
         prompts: list[Any] = [() if n == EMPTY else self._tokens(n) for n in numbers.ravel()]
@@ -296,8 +294,8 @@ class PrefixSharing:
         return uncached_tokens(prompts, found, new or self._limit, self.columns if new else 0)
 
     def _note_admitted(self, number: int, part: int, counts: bool) -> None:
-        """Note what a prompt need not read, if that counts: the first one of a part has it read.
-        What was read for it alone is known no more."""
+        """Count the tokens that a prompt need not prefill (the first prompt of a part does prefill
+        them), and drop the blocks that only this prompt had."""
         own = self._pieces[number]
         for i in own if counts else ():
             if (i, part) in self._prefilled_by:
@@ -312,5 +310,5 @@ class PrefixSharing:
         return tokens
 
     def _uncached(self, number: int) -> int:
-        """Tokens of a prompt that are not known."""
+        """Number of uncached tokens of a prompt."""
         return int(self._length[number]) - len(self._path[number]) * BLOCK

@@ -1,4 +1,4 @@
-"""Texts, chats and token ids that a person hands to a model, as rows; and strings that end one."""
+"""Prompt encoding: texts, chats and ids from users as rows of token ids; stop conditions."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -12,14 +12,16 @@ from hjax.errors import ConfigError, DataError
 from hjax.rollout.stop_strings import StopStrings
 
 
-def row_of(prompt: Any, what: str, tokenizer: Tokenizer | None, vocab_size: int) -> list[int]:
+def encode_prompt(
+    prompt: Any, label: str, tokenizer: Tokenizer | None, vocab_size: int
+) -> list[int]:
     """The token ids of one text, chat or list of ids.
 
     Args:
-      prompt: a string; chat messages (dicts with `role` and `content`), rendered by the
-        tokenizer's template, with the header of the assistant's turn unless the last message is
-        the assistant's; or token ids.
-      what: it is, for messages: `prompt 3`.
+      prompt: a string; chat messages (dicts with `role` and `content`), rendered by the tokenizer's
+        template, with the header of the assistant's turn unless the last message is the
+        assistant's; or token ids.
+      what: its name in error messages: `prompt 3`.
       tokenizer: or None.
       vocab_size: ids are below it.
 
@@ -28,10 +30,10 @@ def row_of(prompt: Any, what: str, tokenizer: Tokenizer | None, vocab_size: int)
     """
     chat = isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], dict)
     if isinstance(prompt, dict):
-        raise ConfigError(f"{what} is one chat message; give a list of chats, each a list of them")
+        raise ConfigError(f"{label} is one chat message; give a list of chats, each a list of them")
     if isinstance(prompt, str) or chat:
         if tokenizer is None:
-            raise ConfigError(f"{what} is text, but this model has no tokenizer; give token ids")
+            raise ConfigError(f"{label} is text, but this model has no tokenizer; give token ids")
         try:
             if chat:
                 asks = prompt[-1].get("role") != "assistant"
@@ -40,51 +42,51 @@ def row_of(prompt: Any, what: str, tokenizer: Tokenizer | None, vocab_size: int)
             else:
                 tokens = tokenizer.encode(prompt)
         except DataError as error:
-            raise ConfigError(f"{what}: {error}") from None
+            raise ConfigError(f"{label}: {error}") from None
     else:
         try:
             tokens = [operator.index(t) for t in prompt]
         except TypeError as error:
             raise ConfigError(
-                f"{what} is {prompt!r}; give a string, a list of token ids, or a list of chat "
+                f"{label} is {prompt!r}; give a string, a list of token ids, or a list of chat "
                 "messages"
             ) from error
     if not tokens:
-        raise ConfigError(f"{what} is empty; give at least one token")
+        raise ConfigError(f"{label} is empty; give at least one token")
     low, high = min(tokens), max(tokens)
     if low < 0 or high >= vocab_size:
         raise ConfigError(
-            f"{what}: token id {low if low < 0 else high} is outside the vocabulary, "
+            f"{label}: token id {low if low < 0 else high} is outside the vocabulary, "
             f"0 to {vocab_size - 1}"
         )
     return tokens
 
 
-def rows_of(
-    given: Any, tokenizer: Tokenizer | None, vocab_size: int
+def encode_rows(
+    values: Any, tokenizer: Tokenizer | None, vocab_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Texts, chats or rows of ids, of any lengths, as an array.
+    """Texts, chats or rows of ids, of any lengths, as one padded array.
 
     Args:
-      given: a list of what ``row_of`` takes, or an integer array [batch, length].
+      given: a list of what ``encode_prompt`` takes, or an integer array [batch, length].
 
     Returns:
       (token ids int32 [batch, length], 0 behind a row's end; lengths int [batch]).
 
     Raises:
-      ConfigError: as ``row_of``, or no list of rows.
+      ConfigError: as ``encode_prompt``, or no list of rows.
     """
-    if isinstance(given, str):
+    if isinstance(values, str):
         raise ConfigError("tokens is one string; give a list of texts")
     array = None
-    if hasattr(given, "__array__"):
-        array = np.asarray(given)
+    if hasattr(values, "__array__"):
+        array = np.asarray(values)
         if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
             raise ConfigError(
                 f"tokens must be integers [batch, length], not {array.dtype} {list(array.shape)}"
             )
-        given = array.tolist()
-    rows = [row_of(row, f"row {i}", tokenizer, vocab_size) for i, row in enumerate(given)]
+        values = array.tolist()
+    rows = [encode_prompt(row, f"row {i}", tokenizer, vocab_size) for i, row in enumerate(values)]
     lengths = np.array([len(row) for row in rows], int)
     width = array.shape[1] if array is not None else max(map(len, rows), default=0)
     tokens = np.zeros((len(rows), width), np.int32)
@@ -94,7 +96,7 @@ def rows_of(
 
 
 class StopConditions:
-    """Strings and token ids that end a response.
+    """Stop strings and stop token ids of a response.
 
     Args:
       given: of either, or one string.
@@ -102,23 +104,20 @@ class StopConditions:
       min_tokens: tokens of a response before which no string ends it.
 
     Attributes:
-      ids: of the tokens, those of one-token strings among them.
-      strings: any of which ends a response, wherever it stands in the tokens.
+      ids: the stop tokens, those of one-token strings included.
+      strings: any of them ends a response, wherever it stands in the tokens.
 
     Raises:
       ConfigError: an empty string, or one without a tokenizer.
     """
 
     def __init__(
-        self,
-        given: Sequence[int | str] | str,
-        tokenizer: Tokenizer | None,
-        min_tokens: int = 0,
+        self, values: Sequence[int | str] | str, tokenizer: Tokenizer | None, min_tokens: int = 0
     ):
         self.min_tokens = min_tokens
-        given = [given] if isinstance(given, str) else list(given)
-        self.strings = tuple(stop for stop in given if isinstance(stop, str))
-        self.ids = tuple(stop for stop in given if not isinstance(stop, str))
+        values = [values] if isinstance(values, str) else list(values)
+        self.strings = tuple(stop for stop in values if isinstance(stop, str))
+        self.ids = tuple(stop for stop in values if not isinstance(stop, str))
         for text in self.strings:
             if not text:
                 raise ConfigError("stop='': a string that ends a response must not be empty")
@@ -129,15 +128,15 @@ class StopConditions:
             try:
                 ids = tokenizer.encode(text, add_special=False)
             except DataError:
-                continue  # its vocabulary cannot write it
+                continue  # the vocabulary cannot spell it
             if len(ids) == 1:
                 self.ids += tuple(ids)
 
     def cut(self, tokenizer: Tokenizer | None, prompt: Sequence[int], tokens: list[int]) -> Any:
-        """Where the first of the strings ends a response.
+        """Cut a response at the first stop string.
 
         Returns:
-          (tokens up to the one that completes it, text up to its end), or None: none is there.
+          (tokens up to the one that completes it, text up to its end), or None: there is none.
         """
         if not self.strings or tokenizer is None:
             return None
@@ -146,10 +145,10 @@ class StopConditions:
         return None if count is None else (tokens[:count], watch.text)
 
 
-def text_ends(
+def stop_string_check(
     stops: StopConditions, tokenizer: Tokenizer, prompts: Sequence[list[int]], samples: int
 ) -> Callable[[int, list[int]], int | None]:
-    """Which of several responses end with a string, told of their tokens as they come.
+    """A stop check: finds stop strings in several responses as their tokens arrive.
 
     Args:
       stops: the strings.
@@ -158,8 +157,8 @@ def text_ends(
       samples: responses to each prompt; number ``p * samples + s`` is sample s of prompt p.
 
     Returns:
-      given a number and its next tokens, how many of these belong to the response where it ends,
-      else None.
+      a function that takes a number and its next tokens, and returns how many of these belong to
+      the response if it ends, else None.
     """
     watches: dict[int, StopWatcher] = {}
 
@@ -173,10 +172,10 @@ def text_ends(
 
 
 class StopWatcher:
-    """The text of one response as it comes, until a string ends it.
+    """The text of one response as it arrives, until a stop string ends it.
 
     Attributes:
-      text: so far; of one that has ended it ends with the string.
+      text: so far; once it has ended it ends with the stop string.
       ended: whether it has.
     """
 
@@ -190,8 +189,8 @@ class StopWatcher:
         return self._stop.found is not None
 
     def take(self, tokens: Sequence[int]) -> int | None:
-        """Go on by these tokens; how many of them belong to the response where it ends, else None.
-        What may be the beginning of a string that ends it is not in ``text`` yet."""
+        """Add tokens; returns how many of them belong to the response if it ends, else None.
+        ``text`` leaves out what may be the beginning of a stop string."""
         for count, token in enumerate(tokens, start=1):
             self._count += 1
             self._add(self._source.feed(token))

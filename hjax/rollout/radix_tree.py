@@ -1,7 +1,7 @@
-"""Which beginnings of sequences are kept in which blocks: a radix tree whose edges are blocks.
+"""Radix tree of the prefix cache: which block holds which tokens, with LRU eviction.
 
-Plain Python; ``hjax.rollout.prefix_cache`` has the blocks' keys and values (the idea:
-RadixAttention, Zheng et al., arXiv 2312.07104).
+An edge of the tree is a block of tokens. Plain Python; ``hjax.rollout.prefix_cache`` has the
+blocks' keys and values (the idea: RadixAttention, Zheng et al., arXiv 2312.07104).
 """
 
 import collections
@@ -20,11 +20,11 @@ class _Block:
 
 
 class RadixTree:
-    """Blocks by the tokens that lead to them; those that are longest unused make room for others.
+    """Blocks by the tokens that lead to them; the least recently used are evicted.
 
     Args:
-      blocks: how many there are, numbered from 0.
-      size: tokens of a block.
+      blocks: number of blocks, numbered from 0.
+      block_size: tokens of a block.
     """
 
     def __init__(self, blocks: int, size: int):
@@ -32,20 +32,19 @@ class RadixTree:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything, also what is held."""
+        """Forget everything, blocks in use included."""
         self._free = list(range(self.blocks))[::-1]
         self._child: dict[tuple[int, tuple[int, ...]], int] = {}
-        # In order of use, a block always after those that follow it in a sequence: what comes
-        # first can go.
+        # Least recently used first. A block stands after its children: the first unused is a leaf.
         self._blocks: collections.OrderedDict[int, _Block] = collections.OrderedDict()
 
     @property
     def used(self) -> int:
-        """Blocks that hold something."""
+        """Number of blocks that hold tokens."""
         return len(self._blocks)
 
     def match(self, tokens: Sequence[int]) -> Path:
-        """Numbers of the blocks of the longest known beginning."""
+        """Numbers of the blocks of the longest cached prefix."""
         path: Path = []
         parent = ROOT
         for piece in self._split(tokens):
@@ -58,11 +57,11 @@ class RadixTree:
         return path
 
     def insert(self, tokens: Sequence[int]) -> tuple[Path, Path]:
-        """Make a sequence's whole blocks known, as far as there is room.
+        """Insert a sequence's whole blocks, as far as there is room.
 
         Returns:
-          its path, held for the caller (see ``release``), and those blocks of it that are new, the
-          path's last ones, which the caller has to fill.
+          its path, acquired for the caller (see ``release``); and the new blocks of the path, its
+          last ones, which the caller has to fill.
         """
         path = self.match(tokens)
         self.acquire(path)
@@ -80,7 +79,8 @@ class RadixTree:
         return path, new
 
     def acquire(self, path: Iterable[int]) -> None:
-        """Keep these blocks until they are released as often as they were held."""
+        """Keep these blocks from eviction until they are released as often as they were
+        acquired."""
         for number in path:
             self._blocks[number].ref_count += 1
 
@@ -90,7 +90,7 @@ class RadixTree:
             self._blocks[number].ref_count -= 1
 
     def remove(self, path: Sequence[int]) -> None:
-        """Forget blocks, the last ones of a sequence, that nobody else has found."""
+        """Remove the last blocks of a sequence, which nobody else has found."""
         for number in reversed(path):
             block = self._blocks.pop(number)
             del self._child[block.parent, block.tokens]
@@ -106,7 +106,7 @@ class RadixTree:
             self._blocks.move_to_end(number)
 
     def _allocate_or_evict(self) -> int | None:
-        """A block that holds nothing, or nothing that is held; None: there is none."""
+        """A free block, or the least recently used one without references; None: none."""
         if self._free:
             return self._free.pop()
         for number, block in self._blocks.items():

@@ -1,4 +1,4 @@
-"""What is asked of a service, and what it tells: requests, their tickets, pieces of answers."""
+"""Requests to a service, their handles, and the chunks of a response that it returns."""
 
 import dataclasses
 import logging
@@ -15,20 +15,20 @@ _LOG = logging.getLogger(__name__)
 
 
 class QueueFull(RunError):
-    """As many requests wait as may."""
+    """The queue is full: as many requests wait as may."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What is asked.
+    """A request for one response.
 
     Attributes:
       prompt: token ids, at least one.
       max_tokens: of the response, at least 1.
-      options: how they are drawn; with its stop tokens a response ends.
+      options: sampling options; their stop tokens end the response.
       seed: 0 to 2**32 - 1; with ``choice`` it decides what is drawn.
-      choice: which of several answers to one prompt.
-      constraint: that its text must match; None: none.
+      choice: which of several responses to one prompt.
+      constraint: that the text must match; None: none.
       scored: whether the prompt's own tokens are scored too. Then ``max_tokens`` may be 0.
     """
 
@@ -43,18 +43,18 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class ResponseChunk:
-    """What was drawn since the last piece.
+    """What was drawn since the last chunk.
 
     Attributes:
       tokens: a stop token included.
       logprobs: of the distribution sampled.
       policy_logprobs: of the model's own at the temperature: what training compares with.
-      finish: empty while it goes on; then ``stop`` (a stop token came, or the text matches and
-        nothing may follow), ``length``, ``cancelled``, ``error: ...``, or ``constraint: ...`` where
-        nothing may follow though the text does not match.
-      top: for each token the most probable ones of its place, of the distribution sampled, as many
-        as ``SamplingParams.top`` or as there are.
-      prompt: the prompt's scores, in the first piece, if they were asked for.
+      finish: empty while it runs; then ``stop`` (a stop token, or the text matches and no token may
+        follow), ``length``, ``cancelled``, ``error: ...``, or ``constraint: ...`` if no token may
+        follow though the text does not match.
+      top: for each token the most probable ones of its position, of the distribution sampled, as
+        many as ``SamplingParams.top`` or as there are.
+      prompt: the prompt's scores, in the first chunk, if they were requested.
     """
 
     tokens: tuple[int, ...] = ()
@@ -66,11 +66,11 @@ class ResponseChunk:
 
 
 class RequestHandle:
-    """A request on its way.
+    """A submitted request: its state in the service, and how its caller cancels it.
 
     Attributes:
-      request: what is asked.
-      cached: tokens of its prompt that others had left known; None until it is read.
+      request: the request.
+      cached_tokens: tokens of its prompt that the prefix cache had; None until it is prefilled.
     """
 
     def __init__(
@@ -83,26 +83,26 @@ class RequestHandle:
         self.cancelled = False
         self.tokens: list[int] = []  # of the response
         self.cached_tokens: int | None = None
-        self.cached_prefix = CachedPrefix()  # what is known of its prompt, held
-        self.prefilled_tokens = 0  # tokens of it that were read in chunks
-        self.chunking = False  # whether it is read in chunks, before it enters
-        self.unchunked = False  # whether it is read in one piece, however long
-        self.scores: PromptLogProbs | None = None  # of its prompt, until they are told
+        self.cached_prefix = CachedPrefix()  # of its prompt, acquired
+        self.prefilled_tokens = 0  # of the prompt, in chunks
+        self.chunking = False  # whether its prompt is prefilled in chunks before it enters
+        self.unchunked = False  # whether its prompt is prefilled whole, however long
+        self.scores: PromptLogProbs | None = None  # of its prompt, until they are delivered
 
     @property
     def needs_scores(self) -> bool:
-        """Whether its prompt is to be scored before it enters."""
+        """Whether its prompt must be scored before it enters."""
         return self.request.scored and self.scores is None
 
     def cancel(self) -> None:
-        """Draw no more; the last piece says ``cancelled``. Nothing happens if it has ended."""
+        """Stop generating; the last chunk says ``cancelled``. Does nothing if it has ended."""
         self.cancelled = True
 
     def deliver(self, piece: ResponseChunk) -> None:
-        """Hand a piece on; a listener that fails is none any more, and its error is logged."""
+        """Pass a chunk on. A listener that raises gets no more chunks, and its error is logged."""
         try:
             self._on_chunk(piece)
-        except Exception:  # of whoever asked: the others' answers go on
+        except Exception:  # the listener's; other requests go on
             _LOG.exception("a request's listener failed; the request is cancelled")
             self.cancelled = True
             self._on_chunk = lambda piece: None

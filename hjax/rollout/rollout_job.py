@@ -1,4 +1,4 @@
-"""What is to be drawn, and what was, by sequence: what goes in and out of a schedule."""
+"""A rollout job: the sequences to generate, and the responses by sequence."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 from hjax.rollout.sampling_params import SamplingParams
 from hjax.rollout.slot_state import DecodedTokens
 
-EMPTY = -1  # in tables of who has which slot
+EMPTY = -1  # no sequence or prompt: a free slot, a padding entry
 # Called with a prompt's number and its responses, token ids.
 OnPromptDone = Callable[[int, list[list[int]]], None]
-# Given a sequence and its new tokens: how many of these belong to it where its text ends, or None.
+# Given a sequence and its new tokens: how many belong to it if its text ends, else None.
 StopCheck = Callable[[int, list[int]], int | None]
 
 
@@ -24,14 +24,14 @@ class GenerationConfig:
     Attributes:
       max_new_tokens: length limit of a response, in tokens.
       samples: responses per prompt.
-      sampling: how tokens are drawn, and which end a response.
-      slots: rows that are decoded at a time, others following as these end; 0: all.
-      lookup: tokens that are guessed at a time from what a text said before, see
-        ``hjax.rollout.prompt_lookup``; the responses are the same.
-      surplus: further responses to each prompt, of which as many are given up as have not ended
-        when ``samples`` have; the shortest are kept, in their order.
-      end: tokens after which responses are left off, for ``Generator.resume``; None: none is before
-        its limit.
+      sampling: how tokens are drawn, and which of them end a response.
+      slots: rows that decode at a time; as they finish others follow; 0: all.
+      lookup: draft tokens per pass (speculative decoding), see ``hjax.rollout.prompt_lookup``; the
+        responses are the same.
+      surplus: extra responses to each prompt (oversampling). Once ``samples`` have ended the others
+        are dropped; the shortest are kept, in their order.
+      end: tokens after which responses pause, for ``Generator.resume`` (partial rollouts); None:
+        they do not.
     """
 
     max_new_tokens: int
@@ -45,14 +45,13 @@ class GenerationConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutJob:
-    """Sequences to be drawn: prompts and so many samples of each.
+    """Sequences to generate: prompts, and samples of each.
 
     Attributes:
       prompts: int32 [prompts, length], padded on the left; ``mask``: bool like it.
-      keys: uint32 [prompts * samples, n], data of each sequence's PRNG key; those of a prompt are
-        consecutive.
-      config: what is asked.
-      begun: what there is of the responses; None: nothing.
+      keys: uint32 [prompts * samples, n], PRNG key data of each sequence, prompt by prompt.
+      config: how they are generated.
+      resumed: responses that were paused; None: none.
     """
 
     prompts: np.ndarray
@@ -63,43 +62,43 @@ class RolloutJob:
 
     @property
     def kept_samples(self) -> int:
-        """Samples of a prompt that are drawn to their end."""
+        """Samples of a prompt that are kept."""
         return self.config.samples
 
     @property
     def samples(self) -> int:
-        """Of a prompt, with those that are given up."""
+        """Samples of a prompt that are begun, those that are dropped included."""
         return self.config.samples + self.config.surplus
 
     @property
     def limit(self) -> int:
-        """Tokens of a response at most."""
+        """Most tokens of a response."""
         return self.config.max_new_tokens
 
     @property
     def end(self) -> int:
-        """Tokens of a response after which it ends or is left off."""
+        """Tokens of a response after which it ends or pauses."""
         return self.limit if self.config.end is None else min(self.config.end, self.limit)
 
     @property
     def is_partial(self) -> bool:
-        """Whether responses are left off, or were."""
+        """Whether responses pause, or were paused."""
         return self.config.end is not None or self.resumed is not None
 
     @property
     def rows(self) -> int:
-        """Sequences."""
+        """Number of sequences."""
         return self.prompts.shape[0] * self.samples
 
 
 @dataclasses.dataclass(frozen=True)
 class ResumedResponses:
-    """Responses that were left off.
+    """Responses that were paused.
 
     Attributes:
       start: tokens of those that have not ended, at least 1.
       ended: bool [sequences].
-      tables: as of ``RolloutResponses``, of all sequences.
+      tables: as in ``RolloutResponses``, of all sequences.
     """
 
     start: int
@@ -108,16 +107,16 @@ class ResumedResponses:
 
 
 class RolloutResponses:
-    """What a schedule draws, by sequence.
+    """The responses of a rollout, by sequence.
 
     Args:
-      work: what is to be drawn.
-      on_ended: called with each prompt of whose responses enough have ended, and those that are
-        kept; not with those of which enough had ended before. None: nobody is.
+      job: what is generated.
+      on_prompt_done: called with each prompt once enough of its responses have ended, and those
+        that are kept; not with prompts that were complete before. None: no call.
 
     Attributes:
       drawn: int [sequences], tokens of each.
-      ended: bool [sequences], which are whole; what is left off has not ended.
+      ended: bool [sequences], which are whole; a paused response has not ended.
     """
 
     def __init__(self, job: RolloutJob, on_prompt_done: OnPromptDone | None = None):
@@ -135,16 +134,16 @@ class RolloutResponses:
 
     @property
     def complete(self) -> np.ndarray:
-        """bool [prompts], of which as many have ended as are kept."""
+        """bool [prompts]: as many responses have ended as are kept."""
         return self.ended.reshape(-1, self._job.samples).sum(axis=1) >= self._job.kept_samples
 
     def record(self, sequences: np.ndarray, drawn: DecodedTokens, ended: np.ndarray) -> None:
-        """What a dispatch drew.
+        """Record what a dispatch drew.
 
         Args:
-          sequences: int [rows], which row is whose; NOBODY: a slot without.
+          sequences: int [rows], each row's sequence; EMPTY: a slot without.
           drawn: its tables.
-          ended: bool [rows], whose last token it drew.
+          ended: bool [rows], whether its last token was drawn.
         """
         made, there = self._tables, sequences != EMPTY
         row, at = np.nonzero(drawn.mask & there[:, None])
@@ -168,10 +167,10 @@ class RolloutResponses:
                 self._on_prompt_done(int(prompt), [row[mask].tolist() for row, mask in pairs])
 
     def _kept_sequences(self) -> np.ndarray:
-        """int [prompts, kept]: the sequences that are kept, rising.
+        """int [prompts, kept]: the sequences that are kept, ascending.
 
-        The shortest of those that have ended, of equally long ones the first: so they do not depend
-        on how many tokens a dispatch draws, nor on who else is there.
+        These are the shortest that have ended, and among equally long ones the first. So the choice
+        depends neither on the tokens of a dispatch nor on the other sequences.
         """
         shape = self._job.prompts.shape[0], self._job.samples
         lengths = np.where(self.ended, self.drawn, np.iinfo(np.int64).max).reshape(shape)
@@ -181,9 +180,8 @@ class RolloutResponses:
         return numbers + shape[1] * np.arange(shape[0])[:, None]
 
     def tables(self) -> dict[str, np.ndarray]:
-        """Of those that are kept ``responses`` int32 [sequences, limit] (0 after the end),
-        ``response_mask`` bool, the log-probs by their names, and where tokens were guessed
-        ``guessed`` and ``guessed_right``, int32 [sequences], how many and how many of them were
-        drawn."""
+        """Of the kept sequences: ``responses`` int32 [sequences, limit] (0 after the end),
+        ``response_mask`` bool, the log-probs by their names; with draft tokens ``guessed`` and
+        ``guessed_right``, int32 [sequences], drafts and accepted ones."""
         rows = self._kept_sequences().ravel()
         return {name: table[rows] for name, table in self._tables.items()}

@@ -1,4 +1,4 @@
-"""Sampling options of a batch's rows as arrays, of each row its own or of all rows the same."""
+"""Sampling options as arrays: one row per sequence of a batch, or one row for all."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class SamplingSizes:
     """What rows have room for; other sizes are other shapes, and so another program.
 
     Attributes:
-      vocab: tokens of the model.
+      vocab: vocabulary size.
       biases: tokens of a row with a bias or a ban.
       stops: stop tokens of a row.
       forced: forced tokens of a row.
-      penalties: whether rows may have penalties, for which ``Counts`` are kept.
+      penalties: whether rows may have penalties, which need ``TokenCounts``.
     """
 
     vocab: int
@@ -42,12 +42,12 @@ class RowSampling:
     Attributes:
       temperature, top_p, min_p: float32 [rows].
       top_k, min_tokens: int32 [rows].
-      bias_tokens, bias: int32 and float32 [rows, biases]; -1 where there is none.
+      bias_tokens, bias: int32 and float32 [rows, biases]; padded with token -1.
       stop: int32 [rows, stops], padded with -1.
       forced: int32 [rows, forced], padded with -1.
-      top: int32 [rows], most probable tokens that are asked for.
-      repetition_penalty, presence_penalty, frequency_penalty: float32 [rows]; None: no row may
-        have one.
+      top: int32 [rows], number of most probable tokens to report.
+      repetition_penalty, presence_penalty, frequency_penalty: float32 [rows]; None: no row may have
+        one.
     """
 
     temperature: jax.Array
@@ -66,13 +66,13 @@ class RowSampling:
 
     @classmethod
     def uniform(cls, options: SamplingParams, vocab: int) -> RowSampling:
-        """One row of numpy arrays, whose values programs are compiled for.
+        """One row of numpy arrays: programs are compiled for its values.
 
         Args:
           options: of all rows of a batch.
-          vocab: tokens of the model.
+          vocab: vocabulary size.
         """
-        # A stop token more, so that what is altered always ends in a scatter.
+        # One more stop token, so that processed logits always end in a scatter.
         sizes = SamplingSizes(
             vocab,
             biases=len(_biases(options)),
@@ -87,7 +87,7 @@ class RowSampling:
         """The rows' arrays, of numpy.
 
         Args:
-          options: one per row; None: a row that nobody reads, which asks for no work.
+          options: one per row; None: an unread row, which needs no work.
           sizes: what there is room for.
 
         Raises:
@@ -103,7 +103,7 @@ class RowSampling:
         for name in (*_NUMBERS, *(_PENALTIES if sizes.penalties else ())):
             dtype = np.int32 if type(getattr(_EMPTY, name)) is int else np.float32
             arrays[name] = np.asarray([getattr(each, name) for each in rows], dtype)
-        # Of 0, which a smaller one would be in float32, no token is enough.
+        # A smaller top_p would be 0 in float32, which no token reaches.
         arrays["top_p"] = np.maximum(arrays["top_p"], np.finfo(np.float32).tiny)
         arrays["bias_tokens"] = _padded(biases, sizes.biases, -1, np.int32)
         values = [each.values() for each in biases]
@@ -151,7 +151,8 @@ class RowSampling:
         return altered | (self.banned_stops(position) >= 0).any(axis=-1)
 
     def banned_stops(self, position: jax.Array) -> jax.Array:
-        """int32 [rows, stops]: the stop tokens that are banned at ``position``, -1 for none."""
+        """int32 [rows, stops]: stop tokens that ``min_tokens`` bans at ``position``, padded with
+        -1."""
         return jnp.where((position < self.min_tokens)[:, None], self.stop, -1)
 
     def forced_at(self, position: jax.Array) -> jax.Array:
@@ -178,7 +179,7 @@ def _check_fits(options: SamplingParams, sizes: SamplingSizes) -> None:
     if options.penalised and not sizes.penalties:
         raise ConfigError(
             "repetition_penalty, presence_penalty and frequency_penalty need rows that have them: "
-            "Sizes(penalties=True), and Counts of the tokens so far"
+            "SamplingSizes(penalties=True), and TokenCounts of the tokens so far"
         )
 
 

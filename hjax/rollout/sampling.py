@@ -1,15 +1,14 @@
-"""Drawing tokens: the options applied, and log-probs of the distribution drawn from.
+"""Sampling: applies the sampling options, draws tokens, and gives their log-probs.
 
 A draw is the argmax of logits plus Gumbel noise whose key is folded from (seed, step, sequence,
 position), so a sequence's tokens do not depend on the slot, batch or device it runs on.
 
-Options are those of all rows, for which a program is compiled, or arrays with each row's own: then
-one program draws for whatever requests stand together, and work that none of them asks for is
-skipped as the program runs.
+The options are those of all rows, for which a program is compiled, or arrays with each row's own.
+Then one program draws for any mix of requests, and skips what no row needs.
 
-Order, as ``generate`` of transformers applies its processors and warpers: biases, repetition
-penalty, bans; then temperature, top-k, top-p, min-p. Frequency and presence penalty, which it does
-not have, follow the repetition penalty as in vLLM. (vLLM takes min-p before top-p.)
+Logits processors come in the order of transformers' ``generate``: biases, repetition penalty, bans;
+then temperature, top-k, top-p, min-p. Frequency and presence penalty, which it lacks, follow the
+repetition penalty as in vLLM. (vLLM applies min-p before top-p.)
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ class SampledTokens:
 
     Attributes:
       token: int32 [rows].
-      sampled: under the distribution drawn from, all options applied (of a greedy row biases, bans
-        and penalties alone: untempered, nothing cut; of a forced token 0).
+      sampled: under the distribution drawn from, all options applied. For a greedy row that is
+        biases, bans and penalties only: untempered, not truncated. For a forced token it is 0.
       policy: tempered and nothing else: what training computes.
       untempered: of the plain softmax.
       top_tokens, top: the most probable tokens, int32 [rows, n], and their log-probs under the
-        distribution drawn from, falling; -inf where there are no more. None: nobody asks.
+        distribution drawn from, descending; padded with -inf. None: not requested.
     """
 
     token: jax.Array
@@ -76,25 +75,25 @@ def draw(
     counts: TokenCounts | None = None,
     kernels: KernelSet = KernelSet(),
     layout: Layout | None = None,
-    token_bitmask: jax.Array | None = None,
+    bitmask: jax.Array | None = None,
 ) -> SampledTokens:
     """Draw each row's token at its ``position``.
 
     A row draws the same whether its options are its own or those of all rows, by the same noise and
-    arithmetic (equal up to float32's rounding), whatever the other rows ask for. ``top`` are made
-    if a row asks for them, and then of all rows.
+    arithmetic (equal up to float32's rounding), whatever the other rows need. If one row requests
+    ``top`` tokens they are computed for all.
 
     Args:
       logits: float32 [rows, vocab].
       keys: one per row, of ``sequence_keys``.
       position: int [] or [rows], the token's index in its response.
       options: of all rows, or of each its own.
-      counts: the tokens before, where rows may have penalties.
+      counts: of the tokens so far, if rows may have penalties.
       kernels: of the platform.
-      layout: over whose axes rows and vocabulary are split. Each device then draws from its part
-        of the vocabulary, and a few numbers per row are exchanged, never logits.
-      token_bitmask: as of ``vocab_parallel.only``: other tokens are banned, forced ones apart; at
-        least one of a row is allowed if anybody reads it. None: all are.
+      layout: over whose axes rows and vocabulary are split. Each device then draws from its part of
+        the vocabulary, and a few numbers per row are exchanged, never logits.
+      bitmask: as in ``vocab_parallel.apply_bitmask``: other tokens are banned, except
+        forced ones; a row that is read allows at least one. None: all are allowed.
 
     Raises:
       ValueError: counts without penalties, or penalties without counts.
@@ -104,22 +103,22 @@ def draw(
     shared = rows.static and len(rows.temperature) == 1
     if (counts is None) != (rows.repetition_penalty is None):
         raise ValueError(
-            "rows with penalties are drawn with Counts, rows without them with none; "
+            "rows with penalties need TokenCounts, rows without them take none; "
             f"counts are {'missing' if counts is None else 'given'}"
         )
     logits, position = jnp.asarray(logits), jnp.broadcast_to(position, keys.shape)
-    axes = vocab_parallel.axes_of(layout)
-    needed = _needed(rows, position, token_bitmask)
+    axes = vocab_parallel.vocab_axes(layout)
+    needed = _needed(rows, position, bitmask)
     part = _VocabShard(kernels, axes)
 
     def noise() -> jax.Array:
         return gumbel(keys, position, logits.shape[-1])
 
     if layout is None or not axes:
-        return part.draw(logits, noise, position, rows, counts, token_bitmask, needed)
+        return part.draw(logits, noise, position, rows, counts, bitmask, needed)
 
     def constrained(noise: jax.Array) -> jax.Array:
-        # Held as it is drawn from, so that every device makes its own part.
+        # Sharded like the logits, so that every device makes its own part.
         return layout.constrain(noise, "batch", "vocab")
 
     known = {name: wanted for name, wanted in needed.items() if isinstance(wanted, np.bool_)}
@@ -133,11 +132,9 @@ def draw(
     def of_part(
         logits: jax.Array, made: Any, position: jax.Array, own: Any, *more: Any
     ) -> SampledTokens:
-        counts, token_bitmask, traced = more
+        counts, bitmask, traced = more
         of_rows = rows if shared else own
-        return part.draw(
-            logits, lambda: made, position, of_rows, counts, token_bitmask, known | traced
-        )
+        return part.draw(logits, lambda: made, position, of_rows, counts, bitmask, known | traced)
 
     split, whole = layout.spec(["batch", "vocab"]), layout.spec(["batch"])
     return jax.shard_map(
@@ -146,20 +143,20 @@ def draw(
         in_specs=(split, split, whole, whole, split, whole, jax.sharding.PartitionSpec()),
         out_specs=whole,
         check_vma=False,
-    )(logits, made, position, None if shared else rows, counts, token_bitmask, traced)
+    )(logits, made, position, None if shared else rows, counts, bitmask, traced)
 
 
 def _needed(
-    rows: RowSampling, position: jax.Array, token_bitmask: jax.Array | None
+    rows: RowSampling, position: jax.Array, bitmask: jax.Array | None
 ) -> dict[str, jax.Array]:
-    """bool [] each: what some row asks for; numpy's where that is known while tracing.
+    """bool [] each: what some row needs; numpy's if that is known while tracing.
 
-    Asked of all rows on all devices: one that skips an exchange must not leave another waiting.
+    Computed from all rows on all devices, so that all take part in the same exchanges.
     """
     alters = rows.changes_logits(position).any()
     return {
         "samples": (~rows.greedy).any(),
-        "alters": alters if token_bitmask is None else alters | vocab_parallel.bans(token_bitmask),
+        "alters": alters if bitmask is None else alters | vocab_parallel.any_banned(bitmask),
         "tempered": rows.tempered.any(),
         "truncates": rows.truncates.any(),
         "top_k": (rows.truncates & (rows.top_k > 0)).any(),
@@ -170,31 +167,32 @@ def _needed(
 
 
 def _cond(needed: Any, wanted: Callable[[], T], otherwise: Callable[[], T]) -> T:
-    """One of two: as the program runs, or while it is traced if that is known."""
+    """``wanted()`` or ``otherwise()``: chosen at run time, or while tracing if it is known."""
     if isinstance(needed, np.bool_):
         return wanted() if needed else otherwise()
     return jax.lax.cond(needed, wanted, otherwise)
 
 
 def no_top_tokens(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """No most probable tokens, in the shapes that ``SampledTokens`` has them."""
+    """Empty top tokens, in the shapes of ``SampledTokens``."""
     shape = (*shape, MOST_TOP)
     return jnp.zeros(shape, jnp.int32), jnp.full(shape, -jnp.inf, jnp.float32)
 
 
-# What a softmax's logits [rows, vocab] are lessened by, each [rows, 1]: the largest of them, then
-# the logarithm of the sum of what exp makes of the rest.
+# Log-sum-exp of logits [rows, vocab] in two parts, each [rows, 1]: the largest logit, and the log
+# of the sum of exponentials of the differences to it.
 _Norm = tuple[jax.Array, jax.Array]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Truncated:
-    """What is left of a distribution that top-k, top-p or min-p cut.
+    """A distribution truncated by top-k, top-p or min-p.
 
     Attributes:
-      edge: uint32 [rows, 1], of ``vocabulary.ordered`` logits those at or above it.
-      norm: of these.
+      edge: uint32 [rows, 1], threshold on ``vocab_parallel.sortable_bits`` of the logits; those at
+        or above it are kept.
+      norm: of the kept ones.
     """
 
     edge: jax.Array
@@ -202,19 +200,19 @@ class _Truncated:
 
     @classmethod
     def all_of(cls, logits: jax.Array) -> _Truncated:
-        """Everything, of rows that nothing cuts."""
+        """The whole distribution, of rows that are not truncated."""
         zeros = jnp.zeros((logits.shape[0], 1), jnp.float32)
         return cls(zeros.astype(jnp.uint32), (zeros, zeros))
 
     def of(self, logits: jax.Array, tempered: jax.Array) -> jax.Array:
-        """Log-probs [rows, vocab]; ``tempered``: those before anything was cut."""
-        kept = vocab_parallel.ordered(logits) >= self.edge
+        """Log-probs [rows, vocab]; ``tempered``: those before truncation."""
+        kept = vocab_parallel.sortable_bits(logits) >= self.edge
         return jnp.where(kept, _normed(tempered, self.norm), -jnp.inf)
 
 
 @dataclasses.dataclass(frozen=True)
 class _VocabShard:
-    """``draw`` of a part of the vocabulary, the whole being split over ``axes``."""
+    """``draw`` on a shard of the vocabulary, which is split over ``axes``."""
 
     kernels: KernelSet
     axes: tuple[str, ...]
@@ -226,25 +224,24 @@ class _VocabShard:
         position: jax.Array,
         rows: RowSampling,
         counts: TokenCounts | None,
-        token_bitmask: jax.Array | None,
+        bitmask: jax.Array | None,
         needed: dict[str, jax.Array],
     ) -> SampledTokens:
-        # Not divided by the temperature: XLA makes this of a division by a constant.
+        # Multiplied, not divided: XLA turns a division by a constant into this.
         scale = np.float32(1.0) / rows.temperatures
         policy = self.log_normalizer(logits * scale)
         plain = _cond(needed["tempered"], lambda: self.log_normalizer(logits), lambda: policy)
         forced = rows.forced_at(position)
 
         def drawn(altered: jax.Array, norm: _Norm) -> SampledTokens:
-            # Computed in each branch, so that it is not written for branches that are not taken.
+            # In each branch, so that it is not materialised for branches that are not taken.
             def tempered() -> jax.Array:
                 return _normed(altered * scale, norm)
 
             cuts = needed["truncates"]
             whole = None if isinstance(cuts, np.bool_) else _Truncated.all_of(altered)
-            kept = _cond(
-                cuts, lambda: self.truncate(altered, tempered(), rows, needed), lambda: whole
-            )
+            cut = lambda: self.truncate(altered, tempered(), rows, needed)  # noqa: E731
+            kept = _cond(cuts, cut, lambda: whole)
 
             def final() -> jax.Array:
                 return tempered() if kept is None else kept.of(altered, tempered())
@@ -252,22 +249,20 @@ class _VocabShard:
             def perturbed() -> jax.Array:
                 return jnp.where(rows.greedy[:, None], altered, final() + noise())
 
-            # What a branch gives lies in memory: looking for the largest never computes it twice,
-            # in two orders of rounding.
+            # A branch's result is materialised: argmax never computes it twice with other rounding.
             scores = _cond(needed["samples"], perturbed, lambda: altered)
-            token = vocab_parallel.largest(scores, self.kernels.largest, self.axes)
+            token = vocab_parallel.argmax(scores, self.kernels.largest, self.axes)
             token = jnp.where(forced >= 0, forced, token)
             tables = [logits] if altered is logits else [logits, altered]
-            picked = [x[:, None] for x in vocab_parallel.pick(tables, token, self.axes)]
+            picked = [x[:, None] for x in vocab_parallel.gather_token(tables, token, self.axes)]
             raw, own = picked[0], picked[-1]
             sampled = _normed(own * scale, norm)
             sampled = sampled if kept is None else _normed(sampled, kept.norm)
-            nothing = (
-                (None, None) if isinstance(needed["top"], np.bool_) else no_top_tokens(token.shape)
-            )
+            static = isinstance(needed["top"], np.bool_)
+            nothing = (None, None) if static else no_top_tokens(token.shape)
             tops = _cond(
                 needed["top"],
-                lambda: vocab_parallel.likeliest(final(), MOST_TOP, self.axes),
+                lambda: vocab_parallel.top_tokens(final(), MOST_TOP, self.axes),
                 lambda: nothing,
             )
             logprob = jnp.where(forced >= 0, 0.0, sampled[:, 0])
@@ -275,7 +270,7 @@ class _VocabShard:
             return SampledTokens(token, logprob, by_policy[:, 0], untempered[:, 0], *tops)
 
         def drawn_altered() -> SampledTokens:
-            altered = self.process_logits(logits, position, rows, counts, token_bitmask)
+            altered = self.process_logits(logits, position, rows, counts, bitmask)
             return drawn(altered, self.log_normalizer(altered * scale))
 
         return _cond(needed["alters"], drawn_altered, lambda: drawn(logits, policy))
@@ -286,15 +281,15 @@ class _VocabShard:
         position: jax.Array,
         rows: RowSampling,
         counts: TokenCounts | None,
-        token_bitmask: jax.Array | None,
+        bitmask: jax.Array | None,
     ) -> jax.Array:
-        """Biases, penalties, then what is not allowed and the stop tokens' bans: whatever is banned
-        stays so.
+        """The logits processors: biases, penalties, then the token bitmask and the bans of stop
+        tokens, so that what is banned stays banned.
 
-        A scatter comes last, whose result lies in memory: what is compared with an edge must not be
-        computed twice, in two orders of rounding.
+        A scatter comes last and materialises its result: logits that are compared with a threshold
+        must not be computed twice with different rounding.
         """
-        altered = vocab_parallel.add(logits, rows.bias_tokens, rows.bias, self.axes)
+        altered = vocab_parallel.scatter_add(logits, rows.bias_tokens, rows.bias, self.axes)
         if counts is not None:
             repetition, presence, frequency = (
                 x[:, None]
@@ -305,11 +300,10 @@ class _VocabShard:
             weaker = jnp.where(altered < 0, altered * repetition, altered / repetition)
             altered = jnp.where(counts.prompt | in_response, weaker, altered)
             altered = altered - frequency * counts.response - presence * in_response
-        if token_bitmask is not None:
-            altered = vocab_parallel.only(altered, token_bitmask, self.axes)
-        return vocab_parallel.add(
-            altered, rows.banned_stops(position), jnp.float32(-jnp.inf), self.axes
-        )
+        if bitmask is not None:
+            altered = vocab_parallel.apply_bitmask(altered, bitmask, self.axes)
+        stops, bans = rows.banned_stops(position), jnp.float32(-jnp.inf)
+        return vocab_parallel.scatter_add(altered, stops, bans, self.axes)
 
     def truncate(
         self,
@@ -318,30 +312,32 @@ class _VocabShard:
         rows: RowSampling,
         needed: dict[str, jax.Array],
     ) -> _Truncated:
-        """What is left of the altered logits.
+        """Truncate the processed logits by top-k, top-p and min-p.
 
-        Top-k, top-p and min-p each keep tokens at or above some logit, so the highest edge counts;
-        only top-p depends on what another has left out, top-k before it.
+        Each keeps tokens at or above some logit, so the highest threshold decides. Only top-p
+        depends on another one: it applies to what top-k leaves.
         """
-        order = vocab_parallel.ordered(altered)
+        order = vocab_parallel.sortable_bits(altered)
         whole = _Truncated.all_of(tempered)
         truncates = rows.truncates[:, None]
         top_k, top_p, min_p = rows.top_k[:, None], rows.top_p[:, None], rows.min_p[:, None]
 
         def by_top_k() -> jax.Array:
-            reached = vocab_parallel.top_k_edge(order, top_k, self.axes)
+            reached = vocab_parallel.top_k_threshold(order, top_k, self.axes)
             return jnp.where(top_k > 0, reached, whole.edge)
 
         edge = _cond(needed["top_k"], by_top_k, lambda: whole.edge)
         left = jnp.where(order >= edge, tempered, -jnp.inf)
 
         def by_top_p() -> jax.Array:
-            reached = vocab_parallel.top_p_edge(order, left, top_p, self.axes)
+            reached = vocab_parallel.top_p_threshold(order, left, top_p, self.axes)
             return jnp.where(top_p < 1, reached, whole.edge)
 
         def by_min_p() -> jax.Array:
-            top = vocab_parallel.over(jnp.max(altered, -1, keepdims=True), jax.lax.pmax, self.axes)
-            return vocab_parallel.ordered(top + rows.temperatures * jnp.log(min_p))
+            top = vocab_parallel.reduce_over(
+                jnp.max(altered, -1, keepdims=True), jax.lax.pmax, self.axes
+            )
+            return vocab_parallel.sortable_bits(top + rows.temperatures * jnp.log(min_p))
 
         edge = jnp.maximum(edge, _cond(needed["top_p"], by_top_p, lambda: whole.edge))
         edge = jnp.maximum(edge, _cond(needed["min_p"], by_min_p, lambda: whole.edge))
@@ -357,9 +353,11 @@ class _VocabShard:
 
     def log_normalizer(self, logits: jax.Array) -> _Norm:
         """What turns logits [rows, vocab] into log-probs, each [rows, 1]."""
-        shift = vocab_parallel.over(jnp.max(logits, -1, keepdims=True), jax.lax.pmax, self.axes)
+        shift = vocab_parallel.reduce_over(
+            jnp.max(logits, -1, keepdims=True), jax.lax.pmax, self.axes
+        )
         total = jnp.sum(jnp.exp(logits - shift), -1, keepdims=True)
-        return shift, jnp.log(vocab_parallel.over(total, jax.lax.psum, self.axes))
+        return shift, jnp.log(vocab_parallel.reduce_over(total, jax.lax.psum, self.axes))
 
 
 def _normed(logits: jax.Array, norm: _Norm) -> jax.Array:

@@ -1,8 +1,9 @@
-"""Sampling options: one table, for training, ``load_model().generate``, commands and servers.
+"""Sampling parameters: one table of options, for training, ``generate``, commands and servers.
 
 An option is a field of ``SamplingParams`` that has a ``Key``: its default, which changes nothing,
 its meaning and its rule. Config keys under ``rollout``, arguments of ``generate``, flags of
-commands and fields of requests are made from ``OPTIONS``; docs/sampling.md is its printout.
+commands and fields of requests are made from ``OPTIONS``; docs/sampling.md is its printout. What an
+option does to logits is in ``row_sampling.py`` and ``sampling.py``.
 """
 
 import dataclasses
@@ -14,12 +15,12 @@ from typing import Any, TypeVar
 from hjax.errors import ConfigError
 from hjax.rules import Key, Rule
 
-# Of OpenAI's API; its -100 bans a token.
+# Limits of OpenAI's API; its bias of -100 bans a token.
 BIASES, LARGEST_BIAS, LARGEST_PENALTY = 300, 100.0, 2.0
-# Of each place the most probable tokens that are told at most; OpenAI's.
+# Most top tokens reported per position; OpenAI's.
 MOST_TOP = 20
 _INT32 = 2**31 - 1
-# Of what logits are multiplied or divided by: float32 then keeps them finite.
+# Range of factors of logits: float32 then keeps them finite.
 _SMALLEST, _LARGEST = 1e-5, 1e5
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -68,8 +69,8 @@ class SamplingParams:
       bad: ids of tokens that are never drawn.
       stop: ids of tokens that end the response (and are part of it).
       forced: ids of the response's first tokens, in order; drawing begins after them.
-      top: of each place so many of the most probable tokens are told with their log-probs. That
-        changes nothing that is drawn.
+      top: how many of the most probable tokens of each position are reported with their log-probs;
+        that changes nothing that is drawn.
 
     All others are in ``OPTIONS``.
 
@@ -222,7 +223,7 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Whether a penalty needs to know the tokens so far: ``Counts``."""
+        """Whether a penalty needs ``TokenCounts``."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return penalties != (1, 0, 0)
 
@@ -236,7 +237,7 @@ OPTIONS: Mapping[str, Key] = {
 
 
 def takes_options(function: _F) -> _F:
-    """Say in the signature of a function with ``**options`` which ones there are."""
+    """Decorator: a function with ``**options`` gets the sampling options in its signature."""
     signature = inspect.signature(function)
     *own, rest = signature.parameters.values()
     keyword = inspect.Parameter.KEYWORD_ONLY

@@ -1,9 +1,8 @@
-"""Who has which slot of the engine, and when: sequences enter, end, and make room.
+"""The rollout scheduler: which sequence enters which slot when, and when the state shrinks.
 
-All that is decided here follows from what was drawn, which every process of a pool knows, so that
-all of them call the same programs. Where caches are not read by a kernel that knows what is filled,
-slots that have ended are left behind (half of the rows stay when half have ended) and columns are
-added as they are needed: a long tail costs what its own rows do.
+All decisions follow from what was drawn, which every process of a pool knows, so all call the same
+programs. Without a kernel that reads only filled columns, the state shrinks to half of its rows
+once half have ended, and gets columns as they are needed: a long tail costs only its own rows.
 """
 
 import concurrent.futures
@@ -25,13 +24,13 @@ from hjax.rollout.slot_state import Admission, DecodedTokens, ResumedRows
 from hjax.rollout.slot_table import SlotTable
 from hjax.xla.abstract_program import AbstractProgram
 
-# Columns of prompts that are read together from which on programs without padding pay.
+# Columns of a prefill batch from which packed prefill pays.
 MIN_PACKED_COLUMNS = 512
 
 
 @dataclasses.dataclass
 class SchedulerCounts:
-    """What a schedule did: dispatches, tokens drawn, and rows times steps that were computed."""
+    """Counts of a schedule: dispatches, tokens drawn, and rows times steps that were computed."""
 
     dispatches: int = 0
     tokens: int = 0
@@ -39,20 +38,20 @@ class SchedulerCounts:
 
 
 def resumed_columns(tokens: int, limit: int) -> int:
-    """Columns in which so many tokens of responses are read, ``limit`` at most: of those from 64 on
-    there are four sizes to an octave at most."""
+    """Columns in which this many tokens of resumed responses are prefilled, at most ``limit``; from
+    64 on there are at most four sizes to an octave."""
     step = max((1 << tokens.bit_length()) // 8, MIN_COLUMNS)
     return min(-(-tokens // step) * step, limit)
 
 
 class RolloutScheduler:
-    """One piece of work on an engine, from its first prompt to its last token.
+    """Schedules one rollout job on an engine, from its first prompt to its last token.
 
     Args:
       engine: whose slots it fills.
-      work: prompts divide over the engine's data-parallel parts.
-      ends: which responses' texts end among new tokens; None: none does.
-      on_ended: as of ``RolloutResponses``.
+      job: its prompts divide over the engine's data-parallel parts.
+      stop_check: which responses' texts end among new tokens; None: none does.
+      on_prompt_done: as in ``RolloutResponses``.
     """
 
     def __init__(
@@ -63,18 +62,18 @@ class RolloutScheduler:
         on_prompt_done: OnPromptDone | None = None,
     ):
         self.engine, self.job, self._stop_check = engine, job, stop_check
-        self.sampling, samples, begun = job.config.sampling, job.samples, job.resumed
+        self.sampling, samples, resumed = job.config.sampling, job.samples, job.resumed
         self._text_ended = np.zeros(job.rows, bool)  # sequences whose text has ended
         self._responses = RolloutResponses(job, on_prompt_done)
-        # Sequences that are to be drawn.
+        # Sequences that are still to be drawn.
         self._to_draw = ~self._responses.ended & ~np.repeat(self._responses.complete, samples)
-        # Columns in which they are read: few sizes, so that parts share these programs too.
-        self._resumed_columns = 0 if begun is None else resumed_columns(begun.start, job.limit)
+        # Columns of resumed responses: few, so that parts of a rollout share programs.
+        self._resumed_columns = 0 if resumed is None else resumed_columns(resumed.start, job.limit)
         waiting = np.flatnonzero(self._to_draw.reshape(-1, samples).any(axis=1))
         self.sharing = PrefixSharing(engine, job, waiting)
         self.buckets = RolloutBuckets(engine, job, self.sharing.columns)
         together = self.sharing.prefill_batch(samples * self._resumed_columns)
-        self.prefill_groups = min(self.buckets.groups, together)
+        self.max_groups = min(self.buckets.groups, together)
         self.counts = SchedulerCounts()
         self.table = SlotTable(engine, self.buckets, samples)
         self._decoding = False
@@ -83,16 +82,17 @@ class RolloutScheduler:
 
     @property
     def program_key(self) -> Hashable:
-        """What tells schedules of one engine and sampling apart that call other programs."""
-        flat = self._packed_sizes(self.prefill_groups)
+        """Key of the programs that it calls: schedules of one engine and sampling with equal keys
+        call the same."""
+        flat = self._packed_sizes(self.max_groups)
         reading = self.sharing.active, self.job.prompts.shape[1], self._resumed_columns, flat
         sizes = tuple(self.buckets.state_sizes(*pair) for pair in self.buckets.states)
         return bool(self.job.config.surplus), sizes, reading
 
     def programs(self, call: str, params: Weights) -> Iterator[AbstractProgram]:
-        """What takes time and memory, of abstract parameters in the generate layout.
+        """The programs that take time and memory, of abstract parameters in the generate layout.
 
-        States are as large as they become, so that what is said of them is the most there is.
+        States are at their largest, so that their memory is an upper bound.
 
         Args:
           call: its name.
@@ -120,20 +120,19 @@ class RolloutScheduler:
     def _prefill_programs(
         self, call: str, params: Weights, held: dict[str, Any], blocks: dict[str, Any]
     ) -> Iterator[AbstractProgram]:
-        """What reads prompts, beside a state and blocks: whole, or where prompts are too long for
-        that in chunks."""
+        """The prefill programs, beside a state and blocks: whole prompts, or chunks if prompts are
+        too long for that."""
         engine, sharing = self.engine, self.sharing
         count, limit = self.job.prompts.shape
-        each, known = engine.parts * self.prefill_groups, (0, 0)
+        each, known = engine.parts * self.max_groups, (0, 0)
         if not sharing.fits_whole:
             limit, known = PREFILL_CHUNK, (sharing.columns, sharing.block_count)
+            trace = engine.chunked_prefill.trace
+            chunks = -(-self.job.prompts.shape[1] // PREFILL_CHUNK) - 1
             yield AbstractProgram(
                 f"{call}.prefill_chunk",
-                lambda: engine.chunked_prefill.trace(
-                    params, sharing.block_count, PREFILL_CHUNK, sharing.columns
-                ),
-                runs=-(-count // engine.parts)
-                * (-(-self.job.prompts.shape[1] // PREFILL_CHUNK) - 1),
+                lambda: trace(params, sharing.block_count, PREFILL_CHUNK, sharing.columns),
+                runs=-(-count // engine.parts) * chunks,
                 beside=held,
                 tokens=0,
             )
@@ -147,14 +146,13 @@ class RolloutScheduler:
 
     def precompile(self, params: Weights) -> None:
         """Compile every program that this schedule may call, so that none is compiled later."""
-        # Programs of several devices are run one after another, in the same order everywhere.
+        # Programs over several devices run one after another, in one order everywhere.
         workers = os.cpu_count() if self.engine.layout.mesh.size == 1 else 1
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
             made = [pool.submit(self._precompile_prefill, params)]
             made.append(pool.submit(PrefixSharing(self.engine, self.job).precompile, params))
-            made += [
-                pool.submit(self._precompile_state, params, *pair) for pair in self.buckets.states
-            ]
+            compile_state = self._precompile_state
+            made += [pool.submit(compile_state, params, *state) for state in self.buckets.states]
             for each in made:
                 each.result()
 
@@ -191,27 +189,22 @@ class RolloutScheduler:
                     table.admit(self.sampling, params, entry, blocks if new else None)
 
     def _prefill_batches(self, new: int = 0) -> list[int]:
-        """Groups of a part that may enter together, growing; ``new``: as of ``PrefixSharing``."""
+        """Groups of a part that may enter together, ascending; ``new``: as in ``PrefixSharing``."""
         sharing, buckets = self.sharing, self.buckets
         if new:
-            return sorted({1, self.prefill_groups})
+            return sorted({1, self.max_groups})
         if not sharing.fits_whole:
             return []
-        at_once = (
-            not buckets.refills
-            and self.prefill_groups == buckets.groups
-            and self.job.resumed is None
-        )
+        at_once = not buckets.refills and self.max_groups == buckets.groups
+        at_once = at_once and self.job.resumed is None
         if sharing.chunked or at_once:
-            return [self.prefill_groups]
-        powers = {
-            min(1 << i, self.prefill_groups) for i in range(self.prefill_groups.bit_length() + 1)
-        }
+            return [self.max_groups]
+        powers = {min(1 << i, self.max_groups) for i in range(self.max_groups.bit_length() + 1)}
         return sorted(powers)
 
     def _packed_sizes(self, each: int, new: int = 0) -> tuple[int, ...]:
-        """Rooms for tokens of so many prompts that are read without padding, growing; 0, the last:
-        with it. ``new``: as of ``PrefixSharing``."""
+        """Sizes of a packed prefill of this many prompts, ascending; the last, 0, is padded.
+        ``new``: as in ``PrefixSharing``."""
         columns = each * (new or self.job.prompts.shape[1])
         padded = self.job.mask.all() or self._resumed_columns or not self.engine.packs_prompts
         return (0,) if padded or columns < MIN_PACKED_COLUMNS else (*packed_sizes(columns), 0)
@@ -219,7 +212,7 @@ class RolloutScheduler:
     # Running
 
     def run(self, params: Weights) -> dict[str, np.ndarray]:
-        """Draw everything: tables as of ``RolloutResponses``."""
+        """Draw everything; returns tables as in ``RolloutResponses``."""
         buckets, table = self.buckets, self.table
         table.open(buckets.rows[0], buckets.lengths[0], buckets.resumed_tokens)
         self.sharing.prefill_shared(params)
@@ -228,7 +221,7 @@ class RolloutScheduler:
                 self._decode(params)
                 self._stop_finished()
             self._admit_waiting(params)
-            if not self._decoding:  # all may give up with their first token
+            if not self._decoding:  # all may end with their first token
                 self._stop_finished()
         return self._responses.tables()
 
@@ -247,12 +240,12 @@ class RolloutScheduler:
         self._record(sequences, drawn, drawn.steps)
 
     def _shrunk_rows(self) -> int:
-        """Rows of a part that the state may have once so many are left; 0: it stays as it is."""
+        """Rows of a part after the next shrink, once only so many run; 0: no shrink."""
         rows = self.table.sequence_ids.shape[1]
         return 0 if self.sharing.waiting_count else self.buckets.fewer_rows(rows, self.table.length)
 
     def _record(self, sequences: np.ndarray, drawn: DecodedTokens, steps: int) -> None:
-        """Who drew what in a dispatch.
+        """Record what a dispatch drew.
 
         Args:
           sequences: int [rows], of the tables' rows.
@@ -263,7 +256,7 @@ class RolloutScheduler:
         there = sequences != EMPTY
         count = np.where(there, drawn.mask.sum(axis=1), 0)
         ended = (drawn.done & (count > 0)) | over
-        if self.job.end < self.job.limit:  # who has all its tokens but not a last one is left off
+        if self.job.end < self.job.limit:  # full but without a last token: paused, not ended
             last = drawn.tokens[np.arange(there.size), np.maximum(count - 1, 0)]
             left_off = np.where(there, self._responses.drawn[sequences] + count, 0) == self.job.end
             ended &= ~left_off | np.isin(last, self.sampling.stop) | over
@@ -275,13 +268,13 @@ class RolloutScheduler:
     def _cut_at_stop(
         self, sequences: np.ndarray, drawn: DecodedTokens
     ) -> tuple[DecodedTokens, np.ndarray]:
-        """Tables without what is behind the end of a text, and whose ends there, bool [rows]."""
+        """Tables cut at the ends of texts (stop strings), and which rows end there, bool [rows]."""
         over = np.zeros(len(sequences), bool)
         if self._stop_check is None:
             return drawn, over
         mask = np.array(drawn.mask)
         for row in np.flatnonzero((sequences != EMPTY) & mask.any(axis=1)):
-            if self._text_ended[sequences[row]]:  # it entered with its last token
+            if self._text_ended[sequences[row]]:  # its first token was its last
                 mask[row] = False
                 continue
             at = np.flatnonzero(mask[row])
@@ -292,7 +285,7 @@ class RolloutScheduler:
         return dataclasses.replace(drawn, mask=mask), over
 
     def _stop_finished(self) -> None:
-        """Draw no more of samples that nobody will keep, or whose text has ended."""
+        """Stop rows of samples that will not be kept, or whose text has ended."""
         table = self.table
         enough = self._text_ended[table.sequence_ids]
         if self.job.config.surplus:
@@ -303,13 +296,13 @@ class RolloutScheduler:
     # Entering
 
     def _admit_waiting(self, params: Weights) -> None:
-        """Let in all who can be, and read some of who comes next while others are decoded."""
+        """Admit all that can enter, and prefill chunks of the next prompts while others decode."""
         free = max(map(len, self.table.free_groups()))
         chunks = min(1 + free, MAX_CHUNKS)
         while self.sharing.waiting_count:
             if self._admit_some(params):
                 continue
-            # Slots are free and nobody decodes: then chunks are all that there is to do.
+            # With free slots and nothing decoding, chunks are all there is to do.
             nobody = not (self._decoding and self.table.max_live_rows)
             idle = nobody and max(map(len, self.table.free_groups()))
             if not (idle or chunks) or not self.sharing.prefill_chunk(params):
@@ -319,10 +312,10 @@ class RolloutScheduler:
             self.sharing.clear()
 
     def _admit_some(self, params: Weights) -> bool:
-        """Let in who waits, as far as there are free groups; False: nobody can enter."""
+        """Admit waiting prompts into free groups; False: none can enter."""
         table, sharing, parts = self.table, self.sharing, self.engine.parts
         free = table.free_groups()
-        most = min(max(map(len, free)), -(-sharing.waiting_count // parts), self.prefill_groups)
+        most = min(max(map(len, free)), -(-sharing.waiting_count // parts), self.max_groups)
         turns = [(i, part) for i in range(most) for part in range(parts) if i < len(free[part])]
         if not self._decoding:  # in order, part by part
             turns.sort(key=lambda turn: turn[1])
@@ -332,7 +325,7 @@ class RolloutScheduler:
             taken[part] += [] if number == EMPTY else [number]
         if not any(taken):
             return False
-        # In few sizes, so that few programs are needed.
+        # Batch sizes are bucketed, so that few programs are needed.
         new = sharing.columns_for(taken)
         each = next(n for n in self._prefill_batches(new) if n >= max(map(len, taken)))
         numbers = np.array([some + [EMPTY] * (each - len(some)) for some in taken])
@@ -350,18 +343,18 @@ class RolloutScheduler:
         return True
 
     def _sequences(self, numbers: np.ndarray) -> np.ndarray:
-        """int [..., samples], those of prompts that are to be drawn; NOBODY: it has ended."""
+        """int [..., samples]: the sequences of prompts to be drawn; EMPTY: ended already."""
         ids = numbers[..., None] * self.job.samples + np.arange(self.job.samples)
         return np.where((numbers[..., None] != EMPTY) & self._to_draw[ids], ids, EMPTY)
 
     def _admission(
         self, numbers: np.ndarray, new: int, places: dict[tuple[int, int], int]
     ) -> Admission:
-        """Prompts that enter.
+        """The ``Admission`` of prompts that enter.
 
         Args:
-          numbers: int [parts, each], which; NOBODY fills up.
-          new: columns of what is new of them, as of ``PrefixSharing``.
+          numbers: int [parts, each], which prompts; EMPTY: padding.
+          new: columns of their uncached tokens, as in ``PrefixSharing``.
           places: the free group of each of them, by its place in ``numbers``.
         """
         job, table, ids = self.job, self.table, self._sequences(numbers)
@@ -390,7 +383,7 @@ class RolloutScheduler:
         )
 
     def _texts_so_far(self, ids: np.ndarray) -> np.ndarray | None:
-        """What there is of sequences, prompt and response, where guesses are looked up in it."""
+        """Prompts and responses so far, in which prompt lookup searches."""
         job = self.job
         if not self.engine.draft_tokens:
             return None
@@ -399,18 +392,17 @@ class RolloutScheduler:
             prompt = number // job.samples
             own = [] if number == EMPTY else job.prompts[prompt][job.mask[prompt]].tolist()
             if own and job.resumed is not None:
-                own += job.resumed.tables["responses"][
-                    number, : self.buckets.resumed_tokens
-                ].tolist()
+                before = self.buckets.resumed_tokens
+                own += job.resumed.tables["responses"][number, :before].tolist()
             made.append(own)
         return text_table(made, job.prompts.shape[1] + job.limit)
 
     def _resumed_rows(self, ids: np.ndarray) -> ResumedRows | None:
-        """What there is of responses."""
-        begun, before = self.job.resumed, self.buckets.resumed_tokens
-        if begun is None:
+        """The tokens of resumed responses."""
+        resumed, before = self.job.resumed, self.buckets.resumed_tokens
+        if resumed is None:
             return None
         live = ids != EMPTY
         tokens = np.zeros((ids.size, self._resumed_columns), np.int32)
-        tokens[live, :before] = begun.tables["responses"][ids[live], :before]
+        tokens[live, :before] = resumed.tables["responses"][ids[live], :before]
         return ResumedRows(tokens, np.where(live, before, 1).astype(np.int32))

@@ -1,10 +1,11 @@
-"""Requests from anywhere, answered by one engine: what servers and chats stand on.
+"""The generation service: concurrent requests answered by one engine (continuous batching).
 
-A thread owns the engine. Between its dispatches it lets in who waits, hands on what was drawn, and
-drops what was cancelled. What prompts and answers computed is kept and found again by prompts that
-begin like them; long prompts are read in chunks, between which others go on. A request's tokens
-follow from it and its seed alone: not from its slot, nor from who else is there or was (up to
-float32's rounding, docs/design.md section 9). Weights can be replaced between two requests.
+Servers and chats run on it. One thread owns the engine. Between dispatches it admits waiting
+requests, delivers what was drawn, and drops cancelled requests. The prefix cache keeps keys and
+values of prompts and answers for prompts that begin alike; long prompts are prefilled in chunks,
+between which others decode. A request's tokens follow from the request and its seed alone, not from
+its slot or from other requests (up to float32's rounding, docs/design.md section 9). Weights can be
+replaced between two requests.
 """
 
 import atexit
@@ -35,7 +36,7 @@ from hjax.rollout.prefix_cache import (
     uncached_tokens,
     why_no_prefix_cache,
 )
-from hjax.rollout.prompt_log_probs import PromptScorer, Top, tops
+from hjax.rollout.prompt_log_probs import PromptScorer, Top, top_tokens
 from hjax.rollout.requests import QueueFull, Request, RequestHandle, ResponseChunk
 from hjax.rollout.row_sampling import RowSampling, SamplingSizes
 from hjax.rollout.sampling_params import SamplingParams
@@ -44,12 +45,12 @@ from hjax.rollout.slot_table import SlotTable
 from hjax.sharding.global_arrays import place, to_numpy
 
 SLOTS = 16
-# Tokens that are kept for prompts to come, if nobody says how many.
+# Default capacity of the prefix cache.
 PREFIX_TOKENS = 16 * 1024
 
 
 class ServableModel(Protocol):
-    """What answers: a ``LanguageModel``, of which this is used."""
+    """What a service needs of a model: a ``LanguageModel``."""
 
     config: Any
     params: Any
@@ -57,29 +58,29 @@ class ServableModel(Protocol):
 
     def engine_for(self, lookup: int) -> Engine: ...
 
-    def held(self, params: Any) -> Any: ...
+    def place_params(self, params: Any) -> Any: ...
 
 
 class GenerationService:
-    """An engine for requests that come at any time.
+    """An engine for concurrent requests.
 
     Args:
       model: whose weights answer.
-      slots: requests that are answered at a time; 0: 16.
-      max_queue: requests that may wait beside.
-      prefix_tokens: whose keys and values are kept for prompts that begin with them; 0: none, and
-        long prompts are read in one piece. None: those of the longest prompt, at least 16384, as
-        far as a quarter of the free memory holds them, where the model allows it; see ``stats``.
-      lookup: tokens that are guessed at a time from what a text said before, see
-        ``hjax.rollout.prompt_lookup``; answers are the same.
-      context: tokens of a prompt and its response at most; 0: the model's positions.
+      slots: requests that run at a time; 0: 16.
+      max_queue: most requests that wait.
+      prefix_tokens: capacity of the prefix cache; 0: none, and long prompts are prefilled whole.
+        None: the tokens of the longest prompt, at least 16384, as far as a quarter of the free
+        memory holds them, if the model allows it; see ``stats``.
+      lookup: draft tokens per pass (speculative decoding), see ``hjax.rollout.prompt_lookup``;
+        answers are the same.
+      context: most tokens of a prompt and its response; 0: the model's positions.
 
     Raises:
-      ConfigError: a number out of its range, or tokens to keep where none can be kept.
+      ConfigError: a number out of its range, or a prefix cache that the engine cannot have.
 
     Attributes:
       max_tokens: of a prompt and its response together.
-      slots: as given.
+      slots: as given, rounded up to the data-parallel parts.
     """
 
     def __init__(
@@ -104,21 +105,18 @@ class GenerationService:
         parts = self._engine.parts
         self.slots = -(-self.slots // parts) * parts
         self.max_queue, self.max_tokens = max_queue, context or most
+        reason = why_no_prefix_cache(self._engine)
         if prefix_tokens is None:
             most = max(PREFIX_TOKENS, self.max_tokens)
-            prefix_tokens = (
-                0 if why_no_prefix_cache(self._engine) else affordable_tokens(self._engine, most)
-            )
-        if prefix_tokens and (reason := why_no_prefix_cache(self._engine)):
+            prefix_tokens = 0 if reason else affordable_tokens(self._engine, most)
+        if prefix_tokens and reason:
             raise ConfigError(f"prefix_tokens={prefix_tokens}: {reason}; give 0")
         self._prefixes = PrefixCache(self._engine, prefix_tokens) if prefix_tokens else None
         self._scorer = PromptScorer(self._engine)
-        self._sampling_sizes = SamplingSizes(model.config.vocab_size, penalties=True)
-        self._buckets = ServiceBuckets(
-            self._engine, self.slots, self.max_tokens, self._sampling_sizes
-        )
+        sizes = self._sampling_sizes = SamplingSizes(model.config.vocab_size, penalties=True)
+        self._buckets = ServiceBuckets(self._engine, self.slots, self.max_tokens, sizes)
         self._constraints = ConstraintCompiler(model.tokenizer, model.config.vocab_size)
-        self._waiting: list[RequestHandle] = []  # in order of arrival, prefilling ones too
+        self._waiting: list[RequestHandle] = []  # in order of arrival; also those being chunked
         self._running: dict[int, RequestHandle] = {}  # by number in the slot table
         self._last_id = 0
         self._table = SlotTable(self._engine, self._buckets)
@@ -128,15 +126,15 @@ class GenerationService:
         self._closing, self._ends_at = False, 0.0
         self._error: BaseException | None = None
         kinds = ("generated", "prompt", "cached", "guessed", "right")
-        self._totals = {f"{kind}_tokens": 0 for kind in kinds}  # of ``stats``
+        self._totals = {f"{kind}_tokens": 0 for kind in kinds}  # for ``stats``
         self._keys = jax.jit(jax.vmap(_key))
         self._allow_all = functools.cache(self._make_allow_all)
         self._thread = threading.Thread(target=self._serve, name="rollout service", daemon=True)
         self._thread.start()
-        # A thread that frees arrays while the interpreter ends aborts the process.
+        # A thread that frees arrays while the interpreter exits aborts the process.
         atexit.register(self.close, seconds=0.0)
 
-    # Called from anywhere
+    # Called from any thread
 
     def submit(
         self,
@@ -144,15 +142,15 @@ class GenerationService:
         on_chunk: Callable[[ResponseChunk], None],
         matcher: ConstraintMatcher | None = None,
     ) -> RequestHandle:
-        """Ask; returns at once.
+        """Submit a request; returns at once.
 
         Args:
-          request: what.
-          on_piece: called with each piece, from the engine's thread: it must not wait.
+          request: the request.
+          on_chunk: called with each chunk, from the engine's thread: it must not wait.
           matcher: that ``prepare`` made of this request, for nothing else; None: it is made here.
 
         Raises:
-          ConfigError: what can never be answered, in a line.
+          ConfigError: a request that can never be answered.
           QueueFull: too many wait.
           RunError: the service is closed, or its engine failed.
         """
@@ -169,31 +167,31 @@ class GenerationService:
         return handle
 
     def prepare(self, request: Request) -> ConstraintMatcher | None:
-        """Compile its constraint, which takes a moment; ConfigError where it does not do."""
+        """Compile a request's constraint, which takes a moment; ConfigError if it is invalid."""
         if request.constraint is None:
             return None
         return self._constraints.matcher(request.constraint, request.options, request.prompt)
 
     def replace(self, params: Any, seconds: float | None = None) -> None:
-        """Answer with other weights of the same model; returns when it is so.
+        """Update the weights: answer with others of the same model; returns once they are in use.
 
-        Requests that run end with the old ones, all others are answered with the new ones alone.
-        Nothing is compiled anew. Both are in memory meanwhile. Other services of this model would
-        not hear of it: there must be none.
+        Admission stops; running requests finish on the old weights, all others get the new ones
+        alone. Nothing is compiled again. Both are in memory meanwhile. Other services of this model
+        would not notice: there must be none.
 
         Args:
-          params: float32 parameters; those are not copied that lie as the model's do.
-          seconds: that running requests have to end; None: as long as they take.
+          params: float32 parameters; those that lie as the model's do are not copied.
+          seconds: that running requests have to finish; None: no limit.
 
         Raises:
           ConfigError: other names, shapes or dtypes.
-          RunError: running requests did not end in time, others are replacing the weights, or the
-            service closes. The old weights go on, as after a ConfigError.
+          RunError: running requests did not finish in time, another call is replacing the weights,
+            or the service closes. The old weights stay, as after a ConfigError.
         """
         if threading.current_thread() is self._thread:
             raise RunError("a request's listener cannot replace the weights; do it elsewhere")
         taken: concurrent.futures.Future[None] = concurrent.futures.Future()
-        replacement = self._model.held(params), taken
+        replacement = self._model.place_params(params), taken
         with self._changed:
             self._check_open("weights")
             if self._replacement is not None:
@@ -210,10 +208,10 @@ class GenerationService:
         taken.result()
 
     def warm_up(self, on_progress: Callable[[str], None] = lambda line: None) -> None:
-        """Compile every program that requests may need, whatever their lengths, before the first.
+        """Compile every program that requests may need, of any lengths, before the first request.
 
         Args:
-          told: called with what is compiled next, in a few words.
+          on_progress: called with what is compiled next, in a few words.
 
         Raises:
           RunError: a request came before.
@@ -228,9 +226,9 @@ class GenerationService:
             ).run(on_progress)  # fmt: skip
 
     def stats(self) -> dict[str, float]:
-        """``running``, ``waiting``, ``slots``, ``generated_tokens``, ``prompt_tokens``, of these
-        ``cached_tokens`` that were known; ``kept_tokens`` of ``kept_room`` are kept;
-        ``guessed_tokens``, of which ``right_tokens`` were drawn."""
+        """``running``, ``waiting``, ``slots``, ``generated_tokens``, ``prompt_tokens``, of which
+        the prefix cache had ``cached_tokens``; ``kept_tokens`` it holds, of ``kept_room``;
+        ``guessed_tokens`` are draft tokens, of which ``right_tokens`` were accepted."""
         prefixes = self._prefixes
         with self._changed:
             return {
@@ -243,7 +241,7 @@ class GenerationService:
             }
 
     def close(self, seconds: float = 10.0) -> None:
-        """Take no more; what is there may end within so many seconds, then it is cancelled."""
+        """Accept no more; pending requests have this long to finish, then they are cancelled."""
         with self._changed:
             self._closing, self._ends_at = True, time.monotonic() + seconds
             self._end_replacement("the service is closing and takes no weights")
@@ -292,13 +290,13 @@ class GenerationService:
         try:
             while self._wait():
                 self._drop_cancelled()
-                if self._replacement is None:  # else those that run end first
+                if self._replacement is None:  # else running requests finish first
                     self._score_prompt()
                     self._prefill_chunk()
                     self._admit()
                 if self._running:
                     self._decode()
-        except BaseException as error:  # told to everybody who waits
+        except BaseException as error:  # every pending request gets it
             with self._changed:
                 self._error = error
                 self._end_replacement(f"the engine failed: {error}")
@@ -317,23 +315,19 @@ class GenerationService:
                     break
                 if busy:
                     return True
-                # Nobody is there: the cache begins anew, as small as it may be.
+                # Idle: drop the state, so that the next one is as small as it can be.
                 self._table.state = None
                 self._changed.wait()
         self._finish_all("cancelled")
         return False
 
     def _swap_weights(self, params: Any) -> None:
-        """Other weights, of which nothing is known yet."""
+        """Use other weights: the prefix cache and all scores are invalid."""
         self._scorer.clear()
         for handle in self._waiting:
             self._release_prefix(handle)
-            handle.prefilled_tokens, handle.unchunked, handle.chunking, handle.scores = (
-                0,
-                False,
-                False,
-                None,
-            )
+            handle.prefilled_tokens, handle.scores = 0, None
+            handle.unchunked = handle.chunking = False
         if self._prefixes is not None:
             self._prefixes.clear()
         self._table.state, self._model.params = None, params
@@ -348,7 +342,7 @@ class GenerationService:
             handle.deliver(ResponseChunk(finish=finish))
 
     def _release(self, handles: set[RequestHandle]) -> np.ndarray:
-        """Their rows are free: bool [parts, rows], which these are."""
+        """Free the rows of these requests; returns bool [parts, rows], which they were."""
         numbers = [number for number, handle in self._running.items() if handle in handles]
         rows = np.isin(self._table.sequence_ids, numbers)
         self._table.release_rows(rows)
@@ -358,7 +352,7 @@ class GenerationService:
 
     def _drop_cancelled(self) -> None:
         with self._changed:
-            # Looked at once: clients cancel at any moment.
+            # Read only once, as clients cancel at any moment.
             there = *self._running.values(), *self._waiting
             gone = [handle for handle in there if handle.cancelled]
             for handle in gone:
@@ -370,19 +364,18 @@ class GenerationService:
             handle.deliver(ResponseChunk(finish="cancelled"))
 
     def _first_waiting(self, of: Callable[[RequestHandle], bool]) -> RequestHandle | None:
-        """Of those who wait the first that is so."""
+        """The first waiting request that satisfies a condition."""
         with self._changed:
             return next(filter(of, self._waiting), None)
 
     def _score_prompt(self) -> None:
-        """A prompt that is to be scored; who asks for nothing else has ended."""
+        """Score the prompt of a waiting request; a request for scores only then ends."""
         handle = self._first_waiting(lambda handle: handle.needs_scores)
         if handle is None:
             return
         prompt = handle.request.prompt
-        handle.scores = self._scorer(
-            self._model.params, prompt, self._buckets.prompt_columns(len(prompt))
-        )
+        columns = self._buckets.prompt_columns(len(prompt))
+        handle.scores = self._scorer(self._model.params, prompt, columns)
         if not handle.request.max_tokens:
             with self._changed:
                 self._waiting.remove(handle)
@@ -391,21 +384,20 @@ class GenerationService:
             handle.deliver(ResponseChunk(finish="length", prompt=handle.scores))
 
     def _prefill_chunk(self) -> None:
-        """A chunk of a long prompt."""
+        """Prefill a chunk of a long prompt."""
         handle = self._first_waiting(lambda handle: handle.chunking)
         if handle is None:
             return
         assert self._prefixes is not None
-        if self._uncached(handle) > PREFILL_CHUNK:  # unless others have read it meanwhile
-            prompt, params = handle.request.prompt, self._model.params
-            handle.unchunked = not self._prefixes.prefill_chunk(
-                params, [prompt], PREFILL_CHUNK, self.max_tokens
-            )
+        if self._uncached(handle) > PREFILL_CHUNK:  # unless another request cached it meanwhile
+            prompts, params, limit = [handle.request.prompt], self._model.params, self.max_tokens
+            there = self._prefixes.prefill_chunk(params, prompts, PREFILL_CHUNK, limit)
+            handle.unchunked = not there
             handle.prefilled_tokens += 0 if handle.unchunked else PREFILL_CHUNK
         handle.chunking = self._uncached(handle) > PREFILL_CHUNK and not handle.unchunked
 
     def _uncached(self, handle: RequestHandle) -> int:
-        """Tokens of its prompt that are not known; those that are stay held."""
+        """Number of uncached tokens of its prompt; the cached prefix is acquired."""
         prompt = handle.request.prompt
         if self._prefixes is not None:
             self._release_prefix(handle)
@@ -413,15 +405,15 @@ class GenerationService:
         return len(prompt) - handle.cached_prefix.tokens
 
     def _release_prefix(self, handle: RequestHandle) -> None:
-        """Nothing is held for it."""
+        """Release its cached prefix."""
         if self._prefixes is not None:
             self._prefixes.release(handle.cached_prefix)
             handle.cached_prefix = CachedPrefix()
 
     def _next_waiting(self, count: int) -> list[RequestHandle]:
-        """Up to so many of those who wait, first come first; what is known of each is held.
+        """Up to ``count`` waiting requests, in order of arrival, their cached prefixes acquired.
 
-        Of several whose prompts go on alike one comes now, the others when that is known.
+        Of several whose prompts continue alike, one enters now and the others once that is cached.
         """
         entering: list[RequestHandle] = []
         goes_on: set[tuple] = set()
@@ -443,12 +435,12 @@ class GenerationService:
         return entering
 
     def _admit(self) -> None:
-        """Let in some of those who wait."""
+        """Admit waiting requests."""
         table, buckets, prefixes = self._table, self._buckets, self._prefixes
         taken, rows = table.live.sum(axis=1), buckets.rows
 
         def room(rows: int, each: int) -> int:
-            """How many may enter a state of so many rows, so many in each part."""
+            """How many may enter a state of ``rows`` rows, at most ``each`` per part."""
             return int(np.clip(rows - taken, 0, each).sum())
 
         with self._changed:
@@ -474,39 +466,38 @@ class GenerationService:
                 handle.cached_tokens = max(handle.cached_prefix.tokens - handle.prefilled_tokens, 0)
                 self._totals["prompt_tokens"] += len(handle.request.prompt)
                 self._totals["cached_tokens"] += handle.cached_tokens
-        self._store_prefixes(
-            [(row, t.request.prompt) for row, t in self._rows() if t and t in entering]
-        )
+        there = [(row, t.request.prompt) for row, t in self._rows() if t and t in entering]
+        self._store_prefixes(there)
         for handle in entering:
             self._release_prefix(handle)
         self._deliver(entries, drawn)
 
     def _rows(self) -> Iterator[tuple[int, RequestHandle | None]]:
-        """Each row of the state with who has it."""
+        """Each row of the state, with its request."""
         yield from enumerate(map(self._running.get, self._table.sequence_ids.ravel().tolist()))
 
-    def _store_prefixes(self, sequences: list[tuple[int, Sequence[int]]]) -> None:
-        """What rows have computed, for prompts to come."""
+    def _store_prefixes(self, sequences: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Store what rows have computed in the prefix cache."""
         if self._prefixes is not None and sequences:
             self._prefixes.store(self._table.state, sequences)
 
     def _ensure_size(self, tokens: int, rows: int) -> None:
-        """A state of so many rows of each part at least, where prompts of so many tokens may end in
-        the next column, or begin."""
+        """Have a state with at least ``rows`` rows per part, in which prompts of ``tokens`` tokens
+        can end at the next column, or begin at column 0."""
         engine, table, buckets = self._engine, self._table, self._buckets
         if table.state is None:
-            # For the kernel all that a row may ever need.
+            # For the kernel as many columns as a row may ever need.
             most = self.max_tokens if engine.uses_kernel else tokens
             table.open(rows, buckets.length_for(most, rows), tokens)
             return
         if rows > table.sequence_ids.shape[1]:
             table.grow_rows(rows)
-        if engine.uses_kernel or tokens <= table.column and not engine.per_row_columns:
+        if engine.uses_kernel or tokens <= table.column and not engine.row_columns:
             return
         length = max(table.length, buckets.length_for(tokens, table.sequence_ids.shape[1]))
         first = 0
-        if not engine.per_row_columns:
-            # Further than is asked, as the next prompt is likely to be longer still.
+        if not engine.row_columns:
+            # Further than needed, as the next prompt is likely to be longer still.
             further = min(2 * buckets.steps, length - buckets.spare_columns - tokens)
             first = table.column - tokens - further
         table.move_columns(first, length)
@@ -514,8 +505,8 @@ class GenerationService:
     def _assign_rows(
         self, entering: list[RequestHandle], each: int
     ) -> tuple[list[RequestHandle | None], np.ndarray]:
-        """Give rows to those who enter, by turns of the parts: who enters, by entry, and of each
-        entry its row within its part, one beyond for nobody."""
+        """Assign rows to requests that enter, taking the parts in turn. Returns the request of each
+        entry, and its row within its part; a padding entry has a row beyond the last."""
         table, free = self._table, self._table.free_groups()
         seats = [(part, f[i]) for i in range(each) for part, f in enumerate(free) if i < len(f)]
         entries: list[RequestHandle | None] = [None] * (len(free) * each)
@@ -536,9 +527,8 @@ class GenerationService:
         room: tuple[int, int],
         known: int,
     ) -> Admission:
-        """What is not known of the prompts, and how they are answered; ``room``: columns of each
-        and of all without padding, as of ``ServiceBuckets``; ``known``: as of
-        ``uncached_tokens``."""
+        """The ``Admission`` of these entries. ``room``: columns of each and size of the packed
+        form, as in ``ServiceBuckets``; ``known``: as in ``uncached_tokens``."""
         columns, flat = room
         asked = [None if t is None else t.request for t in entries]
         prompts = [() if r is None else r.prompt for r in asked]
@@ -556,7 +546,7 @@ class GenerationService:
             RowSampling.of([None if r is None else r.options for r in asked], self._sampling_sizes),
             cached,
             text_table(prompts, self.max_tokens if self._engine.draft_tokens else 0),
-            self._token_bitmasks(entries),
+            self._bitmasks(entries),
             packed_size=flat,
         )
 
@@ -566,40 +556,38 @@ class GenerationService:
         if waits is None and not self._engine.uses_kernel:
             rows = next(n for n in buckets.rows if n >= table.max_live_rows)
             if rows < table.sequence_ids.shape[1]:
-                table.move_columns(
-                    0, next(n for n in buckets.lengths_for(rows) if n >= table.length)
-                )
+                length = next(n for n in buckets.lengths_for(rows) if n >= table.length)
+                table.move_columns(0, length)
                 table.shrink_rows(rows)
         table.ensure_columns(max(len(row.request.prompt) + len(row.tokens) for row in running))
-        # What a matcher allows is known for one token ahead.
+        # A matcher's bitmask is known for one token ahead.
         steps = 1 if any(row.matcher for row in running) else buckets.steps
         entries = [handle for _, handle in self._rows()]
-        drawn = table.decode(
-            SamplingParams(), self._model.params, steps, self._token_bitmasks(entries)
-        )
+        bitmasks = self._bitmasks(entries)
+        drawn = table.decode(SamplingParams(), self._model.params, steps, bitmasks)
         with self._changed:
             if drawn.guessed is not None and drawn.right is not None:
                 self._totals["guessed_tokens"] += int(drawn.guessed.sum())
                 self._totals["right_tokens"] += int(drawn.right.sum())
         self._deliver(entries, drawn)
 
-    def _token_bitmasks(self, entries: Sequence[RequestHandle | None]) -> np.ndarray | jax.Array:
-        """uint32 [entries, words], the tokens that each may draw: there is one program, whether
-        somebody has a matcher or nobody."""
+    def _bitmasks(self, entries: Sequence[RequestHandle | None]) -> np.ndarray | jax.Array:
+        """uint32 [entries, words], the tokens that each may draw; always given, so that one program
+        serves requests with and without a constraint."""
         matchers = [None if handle is None else handle.matcher for handle in entries]
         if not any(matchers):
             return self._allow_all(len(entries))
-        everything = vocab_parallel.every(1, self._sampling_sizes.vocab)[0]
-        return np.stack([everything if m is None else m.token_bitmask for m in matchers])
+        everything = vocab_parallel.full_bitmask(1, self._sampling_sizes.vocab)[0]
+        return np.stack([everything if m is None else m.bitmask for m in matchers])
 
     def _make_allow_all(self, rows: int) -> jax.Array:
-        """Of rows that may draw every token; on the devices already."""
-        whole = vocab_parallel.every(rows, self._sampling_sizes.vocab)
+        """Bitmasks of rows that allow every token, on the devices."""
+        whole = vocab_parallel.full_bitmask(rows, self._sampling_sizes.vocab)
         return place(whole, self._engine.layout.sharding("batch"))
 
     def _deliver(self, entries: list[RequestHandle | None], drawn: DecodedTokens) -> None:
-        """What was drawn for each entry, to who asked for it."""
-        on_progress: dict[RequestHandle, ResponseChunk] = {}
+        """Deliver what was drawn for each entry."""
+        chunks: dict[RequestHandle, ResponseChunk] = {}
         top = None
         if drawn.top is not None and any(t is not None and t.request.options.top for t in entries):
             top = [to_numpy(table) for table in drawn.top]
@@ -621,22 +609,22 @@ class GenerationService:
             )
             most: tuple[Top, ...] = ()
             if top is not None and (count := handle.request.options.top):
-                most = tops(*(table[at][mask][:, :count] for table in top))
+                most = top_tokens(*(table[at][mask][:, :count] for table in top))
             scores, handle.scores = handle.scores, None
-            on_progress[handle] = ResponseChunk(tokens, sampled, policy, finish, most, scores)
-        ended = {handle for handle, piece in on_progress.items() if piece.finish}
+            chunks[handle] = ResponseChunk(tokens, sampled, policy, finish, most, scores)
+        ended = {handle for handle, piece in chunks.items() if piece.finish}
         rows = [(row, handle) for row, handle in self._rows() if handle in ended and handle]
-        # Of those that ended the engine would go on with some, of which matchers alone know.
+        # Rows that only their matcher has ended are still running in the engine.
         halted = np.zeros(self._table.sequence_ids.shape, bool)
         halted.flat[[row for row, handle in rows if handle.matcher]] = True
         self._table.stop_rows(halted)
-        # The last token drawn is not in the cache.
+        # The last token drawn is not in the cache yet.
         self._store_prefixes([(row, (*t.request.prompt, *t.tokens[:-1])) for row, t in rows])
         with self._changed:
-            count = sum(len(piece.tokens) for piece in on_progress.values())
+            count = sum(len(piece.tokens) for piece in chunks.values())
             self._totals["generated_tokens"] += count
             self._release(ended)
-        for handle, piece in on_progress.items():
+        for handle, piece in chunks.items():
             handle.deliver(piece)
 
 

@@ -1,8 +1,8 @@
-"""Places of a state: where sequences that enter go, and which are left when some have gone.
+"""Slot layout: how sequences are inserted into a state's arrays, and how slots are compacted.
 
-What the programs ``insert`` and ``move`` of ``hjax.rollout.engine`` do with a cache's arrays and
-the tables beside it. Numbers of groups and rows count from 0 in each of ``parts`` equal parts, so
-that no array has to leave its devices.
+These are the parts of ``hjax.rollout.engine``'s programs ``insert`` and ``move`` that work on the
+KV cache's arrays and the tables beside it. Groups and rows are numbered from 0 in each of ``parts``
+equal parts, so that no array leaves its devices.
 """
 
 import dataclasses
@@ -22,15 +22,15 @@ class SlotLayout:
     """How the arrays of an engine's states lie.
 
     Attributes:
-      engine: an ``Engine``. Its parts, of groups and rows, have each numbers of their own; its
-        arrays are of all layers (``stacked``), or one for each. By the kernel each row's tokens
-        begin in its own column 0, and a group's rows lie together; ``per_row_columns`` they begin
-        there; else all are written into one column.
+      engine: an ``Engine``. Each of its parts numbers its own groups and rows. Its arrays are of
+        all layers (``stacked``), or one per layer. With the kernel each row's tokens begin in its
+        own column 0 and a group's rows lie together; with ``row_columns`` they begin there;
+        else all rows write into one column.
     """
 
     engine: Any
 
-    def seated(
+    def insert_rows(
         self,
         columns: tuple[int, int] | None,
         slots: SlotMask,
@@ -40,29 +40,25 @@ class SlotLayout:
         groups: jax.Array,
         rows: jax.Array,
     ) -> tuple[SlotMask, RunningSequences, jax.Array]:
-        """What ``insert`` changes but for the cache, and ``edges`` of ``entered``.
+        """What ``insert`` changes except the cache, and ``edges`` for ``entered``.
 
-        ``columns``: of the state's prompts and of those that were read; None: rows have their
+        ``columns``: of the state's prompts and of those that were prefilled; None: rows have their
         prompts among their own tokens. ``tokens``: int32 [groups], of each prompt.
         """
-        at_group, at_row = (functools.partial(self.put, where) for where in (groups, rows))
+        at_group, at_row = (functools.partial(self.scatter, where) for where in (groups, rows))
         there = new.drawn - 1  # tokens of a response that are in the cache
         start = (
-            jnp.zeros(rows.shape, jnp.int32)
-            if self.engine.per_row_columns
-            else slots.column - there
+            jnp.zeros(rows.shape, jnp.int32) if self.engine.row_columns else slots.column - there
         )
         edges = start
         if columns is None:
             begin = end = jnp.zeros(groups.shape, jnp.int32)
             edges = (
-                tokens
-                if self.engine.per_row_columns
-                else jnp.broadcast_to(slots.column, tokens.shape)
+                tokens if self.engine.row_columns else jnp.broadcast_to(slots.column, tokens.shape)
             )
             start = edges - tokens
         else:
-            # Prompts end where the state's prompts end, but for the kernel.
+            # Without the kernel, prompts end where the state's prompts end.
             held, read = columns
             end = jnp.full(groups.shape, read if self.engine.uses_kernel else held, jnp.int32)
             begin = end - tokens
@@ -74,7 +70,7 @@ class SlotLayout:
         )
         return slots, jax.tree.map(at_row, running, new), edges
 
-    def entered(
+    def insert_kv(
         self,
         forward: tuple[bool, int, bool, bool],
         old: jax.Array,
@@ -82,15 +78,15 @@ class SlotLayout:
         at: jax.Array,
         edges: jax.Array,
     ) -> jax.Array:
-        """An array of the cache with ``x`` at numbers ``at`` of its groups or rows.
+        """An array of the cache with ``x`` inserted at numbers ``at`` of its groups or rows.
 
-        ``forward``: whether these are rows', along which axis the array has columns, whether it is
-        one of scales, and whether ``x`` is of responses that had begun, which begin in columns
-        ``edges``; else prompts end before them.
+        ``kind``: whether these are rows; the axis of the array that has columns; whether it holds
+        scales; and whether ``x`` holds resumed responses, which begin in columns ``edges``. Prompts
+        end before ``edges``.
         """
-        rows, axis, scaled, begun = forward
+        rows, axis, scaled, resumed = forward
         x = x.swapaxes(-1, -2) if scaled else x
-        one = functools.partial(self._tokens_in_rows, axis, begun, at, edges)
+        one = functools.partial(self._tokens_in_rows, axis, resumed, at, edges)
         if not rows:
             one = functools.partial(self._prompts_in_groups, scaled, at)
         return jax.vmap(one)(old, x) if self.engine.stacked else one(old, x)
@@ -101,43 +97,43 @@ class SlotLayout:
         more = old.shape[-1 if scaled else -2] - x.shape[-2]
         sides = (0, more) if self.engine.uses_kernel else (more, 0)
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [sides, (0, 0)])
-        return self.put(at, old, x.swapaxes(-1, -2) if scaled else x)
+        return self.scatter(at, old, x.swapaxes(-1, -2) if scaled else x)
 
     def _tokens_in_rows(
         self,
         axis: int,
-        begun: bool,
+        resumed: bool,
         at: jax.Array,
         edges: jax.Array,
         old: jax.Array,
         x: jax.Array,
     ) -> jax.Array:
-        """Prompts, which end in the last column of ``x``, or responses, which begin in its first;
-        whatever a row had is given up."""
+        """Insert prompts, which end in the last column of ``x``, or responses, which begin in its
+        first; the rows' old tokens are overwritten."""
         read, size = x.shape[2], cache_axis.tokens_of(axis, old.shape)
         width = cache_axis.TILE if axis == cache_axis.TILES else 1
-        if self.engine.per_row_columns:  # what follows them is not there yet
+        if self.engine.row_columns:  # nothing follows them yet
             size = min(size, -(-read // width) * width)
-        if begun and self.engine.uses_kernel:  # by group, from column 0 on
+        if resumed and self.engine.uses_kernel:  # by group, from column 0 on
             x = x.reshape(at.shape[0], -1, *x.shape[1:]).swapaxes(1, 2)[..., :size, :]
         else:
-            column = jnp.arange(size) - edges[:, None] + (0 if begun else read)
+            column = jnp.arange(size) - edges[:, None] + (0 if resumed else read)
             x = jnp.take_along_axis(x, jnp.clip(column, 0, read - 1)[:, None, :, None], axis=2)
             if self.engine.uses_kernel:  # with a dimension for samples
                 x = x[:, :, None]
         here = axis % old.ndim
         held = jax.lax.slice_in_dim(old, 0, size // width, axis=here)
-        held = self.put(at, held, cache_axis.laid(x, axis))
+        held = self.scatter(at, held, cache_axis.laid(x, axis))
         return jax.lax.dynamic_update_slice_in_dim(old, held, 0, here)
 
-    def put(self, index: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
+    def scatter(self, index: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
         """``old`` [many, ...] with ``new`` [some, ...] at numbers of its parts."""
         parts = self.engine.parts
         cut = [x.reshape(parts, x.shape[0] // parts, *x.shape[1:]) for x in (old, index, new)]
         put = jax.vmap(lambda old, at, new: old.at[at].set(new.astype(old.dtype), mode="drop"))
         return put(*cut).reshape(old.shape)
 
-    def selected(
+    def select_rows(
         self,
         slots: SlotMask,
         running: RunningSequences,
@@ -145,7 +141,7 @@ class SlotLayout:
         groups: jax.Array | None,
         first: jax.Array | None,
     ) -> tuple[SlotMask, RunningSequences]:
-        """What ``move`` leaves but for the cache."""
+        """What ``move`` changes except the cache."""
 
         def of(x: jax.Array, index: jax.Array | None) -> jax.Array:
             return x if index is None else decode.taken(x, index, self.engine.parts)
@@ -155,20 +151,20 @@ class SlotLayout:
             column, start = column - first, start - first
         begin, end = of(slots.begin, groups), of(slots.end, groups)
         slots = dataclasses.replace(slots, begin=begin, end=end, start=start, column=column)
-        # A slot that is none of the old ones is free.
+        # A slot that is not one of the old ones is free.
         done = ~of(~running.done, rows)
         running = jax.tree.map(lambda x: of(x, rows), running)
         return slots, dataclasses.replace(running, done=done)
 
-    def cut(
+    def select_kv(
         self,
         x: jax.Array,
         columns: tuple[int, int, int],
         index: jax.Array | None,
         first: jax.Array | None,
     ) -> jax.Array:
-        """Rows of an array of the cache, with other columns: along which axis they are, along which
-        they will be, and how many; 0: as many."""
+        """Rows of an array of the cache, with other columns. ``columns``: the axis they are along,
+        the axis they will be along, and their number; 0: unchanged."""
         axis, after, length = columns
         if index is not None:
             some = functools.partial(decode.taken, index=index, parts=self.engine.parts)
@@ -185,7 +181,7 @@ class SlotLayout:
 
 
 def _columns(x: jax.Array, axis: int, length: int, first: jax.Array | None) -> jax.Array:
-    """So many along an axis, from ``first`` on."""
+    """``length`` columns along an axis, from ``first`` on."""
     if length > x.shape[axis]:
         more = [(0, 0)] * x.ndim
         more[axis] = (0, length - x.shape[axis])
@@ -195,12 +191,12 @@ def _columns(x: jax.Array, axis: int, length: int, first: jax.Array | None) -> j
     return jax.lax.slice_in_dim(x, 0, length, axis=axis)
 
 
-def cut_answers(
+def split_resumed(
     prompt: int, samples: int, which: int, _: int, scaled: bool, x: jax.Array
 ) -> jax.Array:
-    """Of keys or values [..., groups, heads, prompt + samples * width, dim] those of prompts
-    [..., groups, heads, prompt, dim], 0, or of their answers [..., rows, heads, width, dim], 1; of
-    scales tokens are last."""
+    """Split keys or values [..., groups, heads, prompt + samples * width, dim]: ``which`` 0 gives
+    those of prompts [..., groups, heads, prompt, dim], 1 those of resumed responses [..., rows,
+    heads, width, dim]; scales have tokens last."""
     x = x.swapaxes(-1, -2) if scaled else x
     *lead, groups, heads, _, dim = x.shape
     if which == 0:

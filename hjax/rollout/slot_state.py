@@ -1,4 +1,5 @@
-"""What the engine's slots hold, and what goes in and out of them: see ``hjax.rollout.engine``."""
+"""Slot state: what the engine's slots hold, what enters and what is drawn; see
+``hjax.rollout.engine``."""
 
 from __future__ import annotations
 
@@ -24,10 +25,9 @@ class SlotSizes:
       groups: prompts at a time.
       samples: sequences that may share a prompt; 1: row i has prompt i.
       prompt: tokens of a padded prompt; 0: rows have their prompts among their own tokens.
-      length: columns, in which the tokens of all rows lie, or of each row its own.
-      text: tokens of a row, prompt and response, where guesses are looked up in them.
-      sampling_sizes: room for options of each sequence's own; None: all are drawn as a program
-        says.
+      length: columns, for the tokens of all rows, or of each row its own.
+      text: tokens of a row, prompt and response, in which prompt lookup searches.
+      sampling_sizes: room for each sequence's own options; None: all have the program's.
       counted: whether the tokens of each are counted, for penalties.
     """
 
@@ -44,19 +44,19 @@ class SlotSizes:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RunningSequences:
-    """Sequences, a row of each array for a slot.
+    """Sequences in slots, a row of each array for a slot.
 
     Attributes:
-      prompt_lengths: int32 [rows], of the prompt.
-      drawn: int32 [rows], tokens drawn so far, of which the last is not in the cache.
+      prompt_lengths: int32 [rows], tokens of the prompt.
+      drawn: int32 [rows], tokens drawn so far; the last of them is not in the cache.
       limit: int32 [rows], tokens that may be drawn; a row that has so many is done.
-      most: int32 [rows], tokens that may be drawn in the end: more, where a response is left off
-        at its limit. Some rotary positions depend on it.
-      last: int32 [rows].
+      final_limit: int32 [rows], tokens that may be drawn over all parts of a partial rollout. Some
+        rotary positions depend on it.
+      last_token: int32 [rows].
       done: bool [rows]; also of a slot without a sequence.
       keys: uint32 [rows, n], data of the PRNG keys.
-      options: of each sequence's own, with the tokens it has so far; None: it has none.
-      text: int32 [rows, room], prompt and response from column 0 on; None: nobody asks for it.
+      options: each sequence's own, with ``counts`` of its tokens so far; None: it has none.
+      text: int32 [rows, room], prompt and response from column 0 on; None: without prompt lookup.
     """
 
     prompt_lengths: jax.Array
@@ -77,7 +77,7 @@ class SlotState:
     """Slots and what they hold.
 
     Attributes:
-      cache: keys and values; the prompts' by group, each row's own.
+      cache: the KV cache: prompts by group, and each row's own tokens.
       slots: where each row stands. Columns count from 0 at the beginning of the cache.
       rows: the sequences.
     """
@@ -92,28 +92,25 @@ class SlotState:
 class Admission:
     """Sequences that enter.
 
-    Numbers of groups and rows count within a data-parallel part, and arrays are in order of the
-    parts, as many for each; a number beyond the state's is an entry that fills up and is dropped.
+    Groups and rows are numbered within a data-parallel part. Arrays are ordered by part, equally
+    many entries for each; an entry with a number beyond the state's is padding and is dropped.
 
     Attributes:
-      prompts: int32 [groups, prompt], padded on the left; ``mask``: bool like it. Without what is
-        cached of them.
+      prompts: int32 [groups, prompt], uncached, padded on the left; ``mask``: bool like it.
       groups: int32 [groups], where each goes.
       rows: int32 [groups * samples], where its samples go.
-      keys: uint32 [groups * samples, 2], see ``SlotState``.
-      limit: int32 [groups * samples], tokens that may be drawn, those that are there included.
-      options: of each of these, where sequences have their own.
-      cached: what is known of the prompts; None: nothing.
-      text: int32 [groups * samples, room], the prompts as ``RunningSequences`` has them, where it
-        has.
-      token_bitmask: uint32 [groups * samples, words], which tokens may be drawn, as of
-        ``vocab_parallel.only``, where sequences have options of their own; None: all.
-      final_limit: int32 [groups * samples], as of ``RunningSequences``; None: the limits.
-      resumed: what there is of the responses, of sequences without options of their own; None:
-        nothing.
-      packed_size: tokens of the prompts of a data-parallel part for which there is room, which are
-        read one after another without their padding, see ``hjax.models.packed_prefill``; 0: padded.
-        None of what had begun.
+      keys: uint32 [groups * samples, 2], see ``RunningSequences``.
+      limit: int32 [groups * samples], tokens that may be drawn, resumed ones included.
+      options: of each of these, if sequences have their own.
+      cached: the cached part of the prompts; None: nothing.
+      text: int32 [groups * samples, room], the prompts as in ``RunningSequences``, if it has them.
+      bitmask: uint32 [groups * samples, words], the tokens that may be drawn, as in
+        ``vocab_parallel.apply_bitmask``, if sequences have options of their own; None: all.
+      final_limit: int32 [groups * samples], as in ``RunningSequences``; None: the limits.
+      resumed: resumed responses, of sequences without options of their own; None: nothing.
+      packed_size: size of a packed prefill: tokens of a data-parallel part's prompts, read one
+        after another without padding, see ``hjax.models.packed_prefill``; 0: padded, as with
+        ``resumed``.
     """
 
     prompts: Any
@@ -125,7 +122,7 @@ class Admission:
     options: RowSampling | None = None
     cached: CachedPrompts | None = None
     text: Any = None
-    token_bitmask: Any = None
+    bitmask: Any = None
     final_limit: Any = None
     resumed: ResumedRows | None = None
     packed_size: int = dataclasses.field(default=0, metadata={"static": True})
@@ -134,7 +131,7 @@ class Admission:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ResumedRows:
-    """Responses that were left off.
+    """Responses that were paused.
 
     Attributes:
       tokens: int32 [groups * samples, width], padded on the right.
@@ -148,12 +145,11 @@ class ResumedRows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CachedPrompts:
-    """Beginnings of prompts whose keys and values are in blocks.
+    """Prompts whose first tokens have keys and values in blocks.
 
     Attributes:
-      tokens: int32 [groups, n * BLOCK], of the whole prompts, padded on the left; ``mask``: bool
-        like it.
-      blocks: int32 [groups, n], numbers of each one's blocks, first ones first.
+      tokens: int32 [groups, n * BLOCK], whole prompts, padded on the left; ``mask``: bool like it.
+      blocks: int32 [groups, n], numbers of each one's blocks, in order.
       count: int32 [groups], tokens that are in blocks.
     """
 
@@ -166,17 +162,16 @@ class CachedPrompts:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PrefilledPrompts:
-    """Prompts that were read.
+    """Prompts after prefill.
 
     Attributes:
       k, v: of their tokens, which end in the last column: [groups, heads, prompt, head_dim], with a
         leading layer dimension or a tuple of one for each layer.
       tokens: int32 [groups], of each.
-      logits: float32 [groups, vocab], of the token that follows; [groups * samples, vocab] of
-        responses that had begun.
-      counts: of the sequences' tokens so far, where they need them.
-      response_kv: keys and values of what there is of the responses, from the first column on:
-        [groups * samples, heads, width, head_dim], as ``k`` and ``v``; None: nothing is there.
+      logits: float32 [groups, vocab], of the next token; [groups * samples, vocab] if resumed.
+      counts: of the sequences' tokens so far, if they need them.
+      response_kv: keys and values of resumed responses, from the first column on: [groups *
+        samples, heads, width, head_dim], as ``k`` and ``v``; None: there are none.
     """
 
     k: Any
@@ -195,12 +190,11 @@ class DecodedTokens:
       tokens: int32 [rows, steps], 0 where nothing was drawn; ``mask``: bool like it.
       logprobs: by name, float32 like it, see ``hjax.rollout.decode_step``.
       done: bool [rows].
-      steps: that were taken.
-      guessed, right: int [rows], tokens that were guessed, and how many of these were drawn; None:
-        none are.
-      top: the final_limit probable tokens of each place and their log-probs, int32 and float32
-        [rows, steps, n], as ``sampling.Draw`` has them; on the devices until somebody asks. None
-        where sequences have no options of their own.
+      steps: number of steps taken.
+      guessed, right: int [rows], draft tokens, and accepted ones; None: no drafts.
+      top: the most probable tokens of each position and their log-probs, int32 and float32 [rows,
+        steps, n], as in ``sampling.SampledTokens``; on the devices until they are read. None if
+        sequences have no options of their own.
     """
 
     tokens: np.ndarray
@@ -214,7 +208,7 @@ class DecodedTokens:
 
     @classmethod
     def of(cls, drawn: dict[str, Any]) -> DecodedTokens:
-        """What a program gave, read from the devices."""
+        """A program's result, read from the devices."""
         top = drawn.get("top")
         host = jax.tree.map(to_numpy, {k: x for k, x in drawn.items() if k != "top"})
         same = {name: host[name] for name in ("tokens", "mask", "logprobs", "done")}

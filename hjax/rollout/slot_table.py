@@ -1,7 +1,7 @@
-"""Who has which row of an engine's state, and how many rows and columns it has.
+"""The slot table: which sequence has which row of a state, and the state's rows and columns.
 
-One table for a rollout's schedule and for a service: what differs is who enters when
-(``hjax.rollout.scheduler``, ``hjax.rollout.service``), and which sizes there are
+Training's scheduler and the service share it. They differ in who enters when
+(``hjax.rollout.scheduler``, ``hjax.rollout.service``) and in the sizes there are
 (``hjax.rollout.bucketing``).
 """
 
@@ -27,32 +27,32 @@ class SlotTableShapes(Protocol):
         """Tokens that a row draws in a dispatch."""
 
     def state_sizes(self, rows: int, length: int) -> SlotSizes:
-        """Of a state."""
+        """Sizes of a state."""
 
     def lengths_for(self, rows: int) -> list[int]:
-        """Columns of states of so many rows, growing."""
+        """Columns of states with this many rows, ascending."""
 
     def shares_prompts(self, rows: int) -> bool:
-        """Whether prompts stand once for their samples; else each row has its own."""
+        """Whether samples share one copy of their prompt; else each row has its own."""
 
     def next_columns(self, first: int, column: int, length: int, rows: int) -> tuple[int, int]:
-        """The column that is to be the first, and how many there are to be, where all of
-        ``length`` are taken up to ``column`` and nobody sees those before ``first``."""
+        """The next first column and number of columns, if all of ``length`` are taken up to
+        ``column`` and no row attends to those before ``first``."""
 
 
 class SlotTable:
-    """Rows of a state that grows with who comes, and shrinks with who goes.
+    """Rows of a state that grows and shrinks with the sequences in it.
 
     Args:
       engine: whose state it is.
-      shapes: rows and columns that a state may have.
-      samples: sequences of a prompt, whose numbers follow one another.
+      buckets: rows and columns that a state may have.
+      samples: sequences of a prompt, whose numbers are consecutive.
 
     Attributes:
-      who: int [parts, rows], the number of each row's sequence; NOBODY: it is free.
-      group: int [parts, groups], the number of each group's prompt, the last that it had.
+      sequence_ids: int [parts, rows], the number of each row's sequence; EMPTY: it is free.
+      prompt_ids: int [parts, groups], the number of each group's prompt, the last that it had.
       start: int [parts, rows], the column of each one's first token.
-      state: of the engine; None before anybody comes.
+      state: of the engine; None before the first sequence.
       length: columns of the state.
       column: that the next token goes into.
     """
@@ -65,7 +65,7 @@ class SlotTable:
         self.state: Any = None
 
     def open(self, rows: int, length: int, column: int = 0) -> SlotTable:
-        """A new state, where nobody is."""
+        """Make a new, empty state."""
         parts, size = self.engine.parts, self.buckets.state_sizes(rows, length)
         self.sequence_ids = np.full((parts, rows), EMPTY)
         self.prompt_ids = np.full((parts, size.groups // parts), EMPTY)
@@ -76,26 +76,26 @@ class SlotTable:
 
     @property
     def live(self) -> np.ndarray:
-        """bool [parts, rows], which somebody has."""
+        """bool [parts, rows], which rows have a sequence."""
         return self.sequence_ids != EMPTY
 
     @property
     def max_live_rows(self) -> int:
-        """Rows of the part that has most of these."""
+        """Live rows of the part that has most."""
         return int(self.live.sum(axis=1).max())
 
     def free_groups(self) -> list[np.ndarray]:
-        """int [groups] by part, those of whose prompts no sequence is left."""
+        """int [groups] by part: the groups of whose prompts no sequence is left."""
         prompts = self.sequence_ids // self.samples
         pairs = zip(self.prompt_ids, prompts, strict=True)
         return [np.flatnonzero((g == EMPTY) | ~np.isin(g, own)) for g, own in pairs]
 
     def assign(self, part: int, group: int, ids: np.ndarray, before: int) -> np.ndarray:
-        """Give a free group to a prompt.
+        """Assign a free group to a prompt.
 
         Args:
           part, group: where.
-          ids: int [samples], its sequences; NOBODY: one that does not enter.
+          ids: int [samples], its sequences; EMPTY: one that does not enter.
           before: tokens of each that are in columns before the next.
 
         Returns:
@@ -109,11 +109,11 @@ class SlotTable:
         return rows
 
     def release_rows(self, rows: np.ndarray) -> None:
-        """Those that ``rows``, bool [parts, rows], has are free."""
+        """Free rows; ``rows``: bool [parts, rows]."""
         self.sequence_ids[rows] = EMPTY
 
     def stop_rows(self, rows: np.ndarray) -> None:
-        """Draw no more for the rows that ``rows``, bool [parts, rows], has."""
+        """Stop decoding rows; ``rows``: bool [parts, rows]."""
         if rows.any() and self.state is not None:
             self.state = self.engine.stop_rows(self.state, rows.ravel())
 
@@ -129,15 +129,15 @@ class SlotTable:
         sampling: SamplingParams,
         params: Weights,
         steps: int,
-        token_bitmask: Any = None,
+        bitmask: Any = None,
         enough_live: int = 0,
     ) -> DecodedTokens:
         """As ``Engine.decode``, as far as there are columns."""
         engine, most = self.engine, self.buckets.steps + self.engine.draft_tokens
-        if not engine.per_row_columns:
+        if not engine.row_columns:
             steps = min(steps, self.length - self.column - engine.spare_columns)
         self.state, drawn = engine.decode(
-            sampling, params, self.state, steps, most, token_bitmask, enough_live
+            sampling, params, self.state, steps, most, bitmask, enough_live
         )
         self.column += drawn.steps
         return drawn
@@ -145,13 +145,13 @@ class SlotTable:
     # Rows
 
     def group_of_row(self) -> np.ndarray:
-        """int32 [parts, rows]: the group that each row's prompt is in; 0 where it is free."""
+        """int32 [parts, rows]: the group of each row's prompt; 0 if the row is free."""
         prompts = self.sequence_ids // self.samples
         found = (self.prompt_ids[:, None] == prompts[:, :, None]).argmax(axis=2)
         return np.where(self.live, found, 0).astype(np.int32)
 
     def update_sharing(self) -> None:
-        """Tell the engine who shares which prompt."""
+        """Tell the engine which rows share which prompt."""
         members: Any = None
         place: Any = None
         parts, count = self.sequence_ids.shape
@@ -166,25 +166,24 @@ class SlotTable:
         self.state = self.engine.share_prompts(self.state, members, place)
 
     def shrink_rows(self, rows: int) -> None:
-        """Leave rows behind that nobody has, so that each part has so many."""
+        """Compact: drop free rows, so that each part has ``rows``."""
         order = np.argsort(~self.live, axis=1, kind="stable")
         kept = np.sort(order[:, :rows], axis=1).astype(np.int32)
         groups = None
         if not self.buckets.shares_prompts(self.sequence_ids.shape[1]):
             groups = kept
-        elif not self.buckets.shares_prompts(rows):  # each takes its prompt along
+        elif not self.buckets.shares_prompts(rows):  # each row gets its own copy of its prompt
             groups = np.take_along_axis(self.group_of_row(), kept, axis=1)
         self.state = self.engine.move(
             self.state, kept.ravel(), None if groups is None else groups.ravel()
         )
-        self.sequence_ids, self.start = (
-            np.take_along_axis(x, kept, 1) for x in (self.sequence_ids, self.start)
-        )
+        self.sequence_ids = np.take_along_axis(self.sequence_ids, kept, axis=1)
+        self.start = np.take_along_axis(self.start, kept, axis=1)
         if groups is not None:
             self.prompt_ids = np.take_along_axis(self.prompt_ids, groups, axis=1)
 
     def grow_rows(self, rows: int) -> None:
-        """Have so many rows in each part, the old ones first; each with a prompt of its own."""
+        """Grow to ``rows`` rows in each part, the old ones first; each has its own prompt."""
         parts, old = self.sequence_ids.shape
         numbers = np.tile(np.arange(rows, dtype=np.int32), parts)
         self.state = self.engine.move(self.state, numbers, numbers)
@@ -197,10 +196,10 @@ class SlotTable:
     # Columns
 
     def move_columns(self, first: int, length: int) -> None:
-        """Give up columns before ``first``, or put some there, and have so many."""
+        """Drop columns before ``first`` (negative: add some there), then have ``length``."""
         lengths = self.buckets.lengths_for(self.sequence_ids.shape[1])
         at, to = lengths.index(self.length), lengths.index(length)
-        # From each to the next: as few programs as there are lengths.
+        # From each length to the next: as few programs as there are lengths.
         between = range(at + 1, to + 1) if to > at else range(at - 1, to - 1, -1)
         ways = [(lengths[i], 0) for i in between]
         if first:
@@ -211,15 +210,15 @@ class SlotTable:
         self.length = length
 
     def ensure_columns(self, most: int) -> None:
-        """A column at least for the next token, and none at the beginning that nobody sees.
+        """Have at least a column for the next token, and drop first columns that no row attends to.
 
         Args:
-          most: tokens of the row that has most among its own, the last one drawn included.
+          most: own tokens of the longest row, the last one drawn included.
         """
         engine, lengths = self.engine, self.buckets.lengths_for(self.sequence_ids.shape[1])
         if engine.uses_kernel:
             return
-        if engine.per_row_columns:
+        if engine.row_columns:
             if most + engine.draft_tokens > self.length:
                 self.move_columns(0, next(n for n in lengths if n >= most + engine.draft_tokens))
         elif self.column + engine.spare_columns >= self.length:

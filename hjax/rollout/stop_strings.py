@@ -1,4 +1,4 @@
-"""Stop strings: where text that arrives in pieces ends, and how much of it may be shown."""
+"""Stop strings: where streamed text ends, and how much of it may be shown."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,9 @@ from hjax.errors import ConfigError
 class StopStrings:
     """Ends one response's text before the first stop string to be completed.
 
-    Of several that are completed by the same character the longest counts, so that where a text
-    ends does not depend on the pieces in which it arrives, nor on the order of the strings. The
-    possible beginning of a stop string is held back until it is known to be none.
+    If one character completes several, the longest counts. So where a text ends depends neither on
+    the pieces in which it arrives nor on the order of the strings. Text that may be the beginning
+    of a stop string is held back.
 
       >>> stop = StopStrings(["END"])
       >>> stop.feed("the E"), stop.feed("N"), stop.feed("d. EN"), stop.feed("D of it")
@@ -19,10 +19,10 @@ class StopStrings:
       'END'
 
     Args:
-      strings: none of them empty; with none the text ends nowhere.
+      strings: none of them empty; with none the text never ends.
 
     Attributes:
-      found: the stop string that ended the text; None: none did so far.
+      found: the stop string that ended the text; None: none so far.
 
     Raises:
       ConfigError: an empty string, or what is not a string.
@@ -39,7 +39,7 @@ class StopStrings:
         self.found: str | None = None
 
     def feed(self, piece: str) -> str:
-        """The text that may be shown now that ``piece`` has arrived; '' once the text has ended."""
+        """The text that may be shown after ``piece``; '' once the text has ended."""
         if self.found is not None:
             return ""
         text = self._held + piece
@@ -50,16 +50,16 @@ class StopStrings:
             _, at, self.found = min(ends)
             self._held = ""
             return text[:at]
-        shown = len(text) - self._begun(text)
+        shown = len(text) - self._partial_match(text)
         self._held = text[shown:]
         return text[:shown]
 
     def close(self) -> str:
-        """What is still held back, to be shown when no more text comes."""
+        """The text that is still held back, when no more arrives."""
         held, self._held = self._held, ""
         return held
 
-    def _begun(self, text: str) -> int:
+    def _partial_match(self, text: str) -> int:
         """How many characters at the end of ``text`` may be the beginning of a stop string."""
         longest = max(map(len, self._strings), default=1) - 1
         return next(

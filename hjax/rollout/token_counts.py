@@ -1,4 +1,4 @@
-"""The tokens that the rows of a batch have so far, which penalties ask for."""
+"""Token counts of a batch's rows, for repetition, presence and frequency penalties."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class TokenCounts:
         response_mask: jax.Array | None = None,
         layout: Layout | None = None,
     ) -> TokenCounts:
-        """The counts of rows that begin, or go on.
+        """The counts of new or resumed rows.
 
         Args:
           prompts: int32 [rows, prompt_length], padded on any side.
           prompt_mask: bool, like ``prompts``.
-          vocab: tokens of the model.
-          responses: int32 [rows, length] of what there is already; None: nothing.
+          vocab: vocabulary size.
+          responses: int32 [rows, length], resumed responses; None: none.
           response_mask: bool, like ``responses``.
           layout: over whose axes rows and vocabulary are split.
         """
@@ -55,7 +55,7 @@ class TokenCounts:
         return cls(seen, count(responses, response_mask))
 
 
-def counted(
+def count_token(
     counts: TokenCounts | None, token: jax.Array, live: jax.Array, layout: Layout | None = None
 ) -> TokenCounts | None:
     """``counts`` after each row has drawn a token; of None, None.
@@ -74,13 +74,13 @@ def counted(
 
 
 def _count(table: jax.Array, tokens: jax.Array, layout: Layout | None) -> jax.Array:
-    """``table`` [rows, vocab] with one more for each of ``tokens`` [rows, n]; -1 is none."""
-    axes, one = vocab_parallel.axes_of(layout), jnp.int32(1)
+    """``table`` [rows, vocab] with one more for each of ``tokens`` [rows, n]; -1 is ignored."""
+    axes, one = vocab_parallel.vocab_axes(layout), jnp.int32(1)
     if layout is None or not axes:
-        return vocab_parallel.add(table, tokens, one)
+        return vocab_parallel.scatter_add(table, tokens, one)
     split = layout.spec(["batch", "vocab"])
     return jax.shard_map(
-        lambda table, tokens: vocab_parallel.add(table, tokens, one, axes),
+        lambda table, tokens: vocab_parallel.scatter_add(table, tokens, one, axes),
         mesh=layout.mesh,
         in_specs=(split, layout.spec(["batch"])),
         out_specs=split,

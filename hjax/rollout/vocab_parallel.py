@@ -1,8 +1,8 @@
-"""What a draw computes over [rows, vocab], the vocabulary whole or split over devices.
+"""Vocab-parallel parts of sampling: computations over [rows, vocab], the vocabulary whole or split.
 
-Each function takes the mesh ``axes`` over which the vocabulary is split; with some it is called
-inside ``shard_map``, with a device's part, and exchanges a few numbers per row. With none it sees
-the whole.
+Each function takes the mesh ``axes`` over which the vocabulary is split. With axes it is called
+inside ``shard_map`` on a device's shard and exchanges a few numbers per row; without, it has the
+whole vocabulary.
 """
 
 from typing import Any
@@ -14,27 +14,27 @@ import numpy as np
 from hjax.sharding.layout import Layout
 
 
-def axes_of(layout: Layout | None) -> tuple[str, ...]:
+def vocab_axes(layout: Layout | None) -> tuple[str, ...]:
     """The mesh axes over which a layout splits the vocabulary."""
     return layout.axes("vocab") if layout is not None else ()
 
 
-def over(x: jax.Array, collective: Any, axes: tuple[str, ...]) -> jax.Array:
+def reduce_over(x: jax.Array, collective: Any, axes: tuple[str, ...]) -> jax.Array:
     """``collective(x, axes)`` where there are axes, else ``x``."""
     return collective(x, axes) if axes else x
 
 
-def first(part: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Number of the first token of a device's part [rows, vocab / devices]."""
+def shard_offset(part: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Id of the first token of a device's shard [rows, vocab / devices]."""
     return jax.lax.axis_index(axes) * part.shape[-1]
 
 
-def largest(logits: jax.Array, here: Any, axes: tuple[str, ...] = ()) -> jax.Array:
-    """int32 [rows]: the token of the largest logit, of equals the first.
+def argmax(logits: jax.Array, here: Any, axes: tuple[str, ...] = ()) -> jax.Array:
+    """int32 [rows]: the token of the largest logit, of equals the first (argmax).
 
     Args:
       logits: float32.
-      here: finds it where the vocabulary is whole, as ``KernelSet.largest``.
+      here: the argmax of a whole vocabulary, as ``KernelSet.largest``.
       axes: of a split vocabulary.
     """
     token = here(logits)
@@ -42,30 +42,32 @@ def largest(logits: jax.Array, here: Any, axes: tuple[str, ...] = ()) -> jax.Arr
         return token
     top = jnp.max(logits, axis=-1)
     ours = top == jax.lax.pmax(top, axes)
-    # Some device has it; a number beyond the vocabulary would be none's.
-    token = jnp.where(ours, token + first(logits, axes), jnp.iinfo(jnp.int32).max)
+    # Some device has it; the others give a number beyond the vocabulary.
+    token = jnp.where(ours, token + shard_offset(logits, axes), jnp.iinfo(jnp.int32).max)
     return jax.lax.pmin(token, axes)
 
 
-def pick(tables: list[jax.Array], token: jax.Array, axes: tuple[str, ...] = ()) -> list[jax.Array]:
-    """Of each table [rows, vocab] the token's entry, [rows]."""
+def gather_token(
+    tables: list[jax.Array], token: jax.Array, axes: tuple[str, ...] = ()
+) -> list[jax.Array]:
+    """The token's entry of each table [rows, vocab], [rows]."""
     if not axes:
         return [jnp.take_along_axis(x, token[..., None], axis=-1)[..., 0] for x in tables]
-    at = token - first(tables[0], axes)
+    at = token - shard_offset(tables[0], axes)
     own = jnp.arange(tables[0].shape[-1]) == at[..., None]
     found = jnp.stack([jnp.sum(jnp.where(own, x, 0.0), axis=-1) for x in tables])
     return list(jax.lax.psum(found, axes))
 
 
-def likeliest(
+def top_tokens(
     logprobs: jax.Array, count: int, axes: tuple[str, ...] = ()
 ) -> tuple[jax.Array, jax.Array]:
     """int32 and float32 [rows, count]: the tokens of the largest ``logprobs`` [rows, vocab], of
-    equals the first, and these, falling; -inf where there are no more."""
+    equals the first, and these, descending; padded with -inf."""
     size = logprobs.shape[-1]
     values, tokens = jax.lax.top_k(logprobs, min(count, size))
     if axes:
-        tokens = tokens + first(logprobs, axes)
+        tokens = tokens + shard_offset(logprobs, axes)
         # In the order of the devices, so that of equals the first still comes first.
         every = [jax.lax.all_gather(x, axes, axis=1, tiled=True) for x in (values, tokens)]
         values, where = jax.lax.top_k(every[0], min(count, every[0].shape[-1]))
@@ -74,98 +76,95 @@ def likeliest(
     return jnp.pad(tokens, more), jnp.pad(values, more, constant_values=-jnp.inf)
 
 
-def add(
+def scatter_add(
     table: jax.Array, tokens: jax.Array, values: jax.Array, axes: tuple[str, ...] = ()
 ) -> jax.Array:
-    """``table`` [rows, vocab] with ``values``, [rows, n] or [], added at ``tokens`` [rows, n]; of
-    one row, to every row of the table.
+    """``table`` [rows, vocab] with ``values``, [rows, n] or [], added at ``tokens`` [rows, n]; a
+    single row of tokens is added to every row of the table.
 
-    A negative token is none; so is one of another device's part.
+    Negative tokens, and those of another device's shard, are ignored.
     """
-    at = tokens - first(table, axes) if axes else tokens
+    at = tokens - shard_offset(table, axes) if axes else tokens
     at = jnp.where(at >= 0, at, table.shape[-1])
     rows = jnp.arange(table.shape[0])[:, None]
     return table.at[rows, at].add(values, mode="drop")
 
 
-def every(rows: int, vocab: int) -> np.ndarray:
-    """As ``only`` takes them: bits of rows that allow every token."""
+def full_bitmask(rows: int, vocab: int) -> np.ndarray:
+    """Bitmasks of rows that allow every token, see ``apply_bitmask``."""
     return np.full((rows, -(-vocab // 32)), 2**32 - 1, np.uint32)
 
 
-def bans(token_bitmask: jax.Array | None) -> jax.Array:
+def any_banned(bitmask: jax.Array | None) -> jax.Array:
     """bool []: whether some row does not allow every token."""
-    return jnp.asarray(
-        token_bitmask is not None and jnp.any(token_bitmask != jnp.uint32(2**32 - 1))
-    )
+    return jnp.asarray(bitmask is not None and jnp.any(bitmask != jnp.uint32(2**32 - 1)))
 
 
-def only(table: jax.Array, token_bitmask: jax.Array, axes: tuple[str, ...] = ()) -> jax.Array:
-    """``table`` [rows, vocab] with -inf for tokens that a row does not allow.
+def apply_bitmask(table: jax.Array, bitmask: jax.Array, axes: tuple[str, ...] = ()) -> jax.Array:
+    """``table`` [rows, vocab] with -inf for tokens that a row's bitmask does not allow.
 
     Args:
       table: float32.
-      allowed: uint32 [rows, vocab / 32, rounded up], of the whole vocabulary: bit i % 32 of word
-        i // 32 for token i.
+      bitmask: uint32 [rows, vocab / 32, rounded up], of the whole vocabulary: bit i % 32 of
+        word i // 32 for token i.
       axes: of a split vocabulary.
     """
-    size, begin = table.shape[-1], first(table, axes) if axes else 0
+    size, begin = table.shape[-1], shard_offset(table, axes) if axes else 0
     if axes:
-        # Of the device's part alone, which need not begin with a word.
+        # Only the device's shard, which need not begin at a word.
         some = size // 32 + 2
-        padded = jnp.pad(token_bitmask, ((0, 0), (0, some)))
-        token_bitmask = jax.lax.dynamic_slice_in_dim(padded, begin // 32, some, 1)
-    bits = (token_bitmask[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+        padded = jnp.pad(bitmask, ((0, 0), (0, some)))
+        bitmask = jax.lax.dynamic_slice_in_dim(padded, begin // 32, some, 1)
+    bits = (bitmask[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     bits = bits.reshape(bits.shape[0], -1)
     own = jax.lax.dynamic_slice_in_dim(bits, begin % 32, size, 1)
     return jnp.where(own == 1, table, -jnp.inf)
 
 
-def ordered(x: jax.Array) -> jax.Array:
-    """uint32 that are ordered as the float32 are."""
+def sortable_bits(x: jax.Array) -> jax.Array:
+    """uint32 in the same order as the float32."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def top_k_edge(order: jax.Array, top_k: jax.Array | int, axes: tuple[str, ...] = ()) -> jax.Array:
-    """uint32 [..., 1]: at or above it are the ``top_k`` largest and what equals the last of them.
+def top_k_threshold(
+    order: jax.Array, top_k: jax.Array | int, axes: tuple[str, ...] = ()
+) -> jax.Array:
+    """uint32 [..., 1]: threshold of the ``top_k`` largest, ties with the last of them included.
 
     Args:
-      order: of ``ordered``.
-      top_k: at least 1, for all rows or [..., 1]; with more than there are tokens the edge is 0.
+      order: of ``sortable_bits``.
+      top_k: at least 1, for all rows or [..., 1]; if it exceeds the vocabulary the threshold is 0.
       axes: of a split vocabulary.
     """
     ones = jnp.ones(order.shape, jnp.float32)
-    return _edge(order, ones, jnp.asarray(top_k, jnp.float32), axes)
+    return _threshold(order, ones, jnp.asarray(top_k, jnp.float32), axes)
 
 
-def top_p_edge(
-    order: jax.Array,
-    logits: jax.Array,
-    top_p: jax.Array | float,
-    axes: tuple[str, ...] = (),
+def top_p_threshold(
+    order: jax.Array, logits: jax.Array, top_p: jax.Array | float, axes: tuple[str, ...] = ()
 ) -> jax.Array:
-    """uint32 [..., 1]: at or above it are the likeliest tokens whose probability reaches ``top_p``.
+    """uint32 [..., 1]: threshold of the likeliest tokens whose probability reaches ``top_p``.
 
     Args:
-      order: of ``ordered``.
-      logits: float32; -inf of tokens that are left out already, which then have no share.
+      order: of ``sortable_bits``.
+      logits: float32; -inf for tokens that are excluded already, which have no share.
       top_p: above 0, below 1, for all rows or [..., 1].
       axes: of a split vocabulary.
     """
-    weights = jnp.exp(logits - over(jnp.max(logits, -1, keepdims=True), jax.lax.pmax, axes))
-    enough = top_p * over(jnp.sum(weights, -1, keepdims=True), jax.lax.psum, axes)
-    return _edge(order, weights, enough, axes)
+    weights = jnp.exp(logits - reduce_over(jnp.max(logits, -1, keepdims=True), jax.lax.pmax, axes))
+    enough = top_p * reduce_over(jnp.sum(weights, -1, keepdims=True), jax.lax.psum, axes)
+    return _threshold(order, weights, enough, axes)
 
 
-def _edge(
+def _threshold(
     order: jax.Array, weights: jax.Array, enough: jax.Array, axes: tuple[str, ...]
 ) -> jax.Array:
-    """uint32 [..., 1]: the largest number at or above which ``order`` has weights of ``enough``; 0
-    where all together have less.
+    """uint32 [..., 1]: the largest threshold at or above which the weights sum to ``enough``; 0 if
+    all together have less.
 
-    Found bit by bit, from the highest on, without sorting; over several devices four bits at once,
-    for each exchange of sums takes as long as many passes over the weights.
+    Found bit by bit from the highest, without sorting. Over several devices four bits at once, as
+    each exchange of sums takes as long as many passes over the weights.
     """
     step = 4 if axes else 1
     candidates = jnp.arange(1, 1 << step, dtype=jnp.uint32)
@@ -180,7 +179,7 @@ def _edge(
             ],
             axis=-1,
         )
-        held = over(sums, jax.lax.psum, axes) >= enough
+        held = reduce_over(sums, jax.lax.psum, axes) >= enough
         return edge | (jnp.sum(held, axis=-1, keepdims=True).astype(jnp.uint32) << shift)
 
     start = jnp.zeros((*order.shape[:-1], 1), jnp.uint32)

@@ -1,4 +1,4 @@
-"""Where a server listens."""
+"""The address that a server listens on."""
 
 import contextlib
 import socket
@@ -7,7 +7,7 @@ from hjax.errors import ConfigError
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket of that address, not listening yet; port 0 is a free one.
+    """A socket bound to that address, not listening yet; port 0 is a free one.
 
     Raises:
       ConfigError: no such address here, or the port is taken.

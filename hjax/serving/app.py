@@ -1,4 +1,4 @@
-"""The application: OpenAI's paths over a model that is served."""
+"""The ASGI application: OpenAI's endpoints over a served model; authentication and disconnects."""
 
 import asyncio
 import hmac
@@ -18,12 +18,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hjax.serving.detokenizer import Delta
-from hjax.serving.fields import RequestFields, read_fields, read_object
+from hjax.serving.fields import RequestFields, parse_object, validate_fields
 from hjax.serving.limits import ServerLimits
 from hjax.serving.prometheus import CONTENT_TYPE, PrometheusMetrics
 from hjax.serving.reload import WeightReload
 from hjax.serving.request_errors import RequestRefused
-from hjax.serving.request_models import ParsedRequest, read_chat, read_completion
+from hjax.serving.request_models import ParsedRequest, parse_chat, parse_completion
 from hjax.serving.response_models import ChatForm, CompletionForm, ResponseForm
 from hjax.serving.served_model import ServedModel
 from hjax.serving.streaming import RequestWatch, RunningRequest
@@ -31,16 +31,16 @@ from hjax.serving.streaming import RequestWatch, RunningRequest
 Read = Callable[[Mapping[str, Any], ServedModel, ServerLimits], ParsedRequest]
 DAY = 24 * 60 * 60
 T = TypeVar("T")
-GONE = 499  # nginx's word for a client that did not wait
-# A balancer asks this one without a key.
-OPEN = ("/health",)
+CLIENT_CLOSED = 499  # nginx's status for a client that disconnected
+# Load balancers call these without an API key.
+UNAUTHENTICATED_PATHS = ("/health",)
 
 
 def make_app(
     served: ServedModel,
     limits: ServerLimits,
     key: str,
-    failed: Callable[[str], None],
+    on_failure: Callable[[str], None],
     reload: WeightReload | None = None,
 ) -> Starlette:
     """The ASGI application.
@@ -48,15 +48,14 @@ def make_app(
     Args:
       served: the model.
       limits: of requests.
-      key: that requests must bring; "": none.
-      failed: is told why, when the engine gives up.
-      reload: reads the weights again when it is asked to; None: there is no such path.
+      key: the API key that requests must bring; "": none.
+      on_failure: called with the reason when the engine fails.
+      reload: reads the weights again on request; None: there is no such endpoint.
 
-    Its ``state.draining`` set to true refuses new requests for responses; ``state.running`` has
-    those that are being answered.
+    Its ``state.draining`` set to true refuses new requests; ``state.running`` has the running ones.
     """
     metrics = PrometheusMetrics(served.service.stats)
-    paths = _Paths(served, limits, metrics, failed, reload)
+    paths = _Endpoints(served, limits, metrics, on_failure, reload)
     routes = [
         Route("/v1/models", paths.models),
         Route("/v1/models/{name:path}", paths.model),
@@ -71,7 +70,11 @@ def make_app(
     app = Starlette(
         routes=routes,
         middleware=[Middleware(KeyMiddleware, metrics=metrics, paths=counted, key=key)],
-        exception_handlers={HTTPException: _unrouted, ClientDisconnect: _gone, Exception: _failed},
+        exception_handlers={
+            HTTPException: _unrouted,
+            ClientDisconnect: _client_closed,
+            Exception: _failed,
+        },
     )
     app.state.draining = False
     app.state.running = paths.watch.running
@@ -82,22 +85,22 @@ class _Reload(RequestFields):
     seconds: int | None = Field(None, ge=0, le=DAY)
 
 
-class _Paths:
-    """What is behind each path."""
+class _Endpoints:
+    """The endpoints' handlers."""
 
     def __init__(
         self,
         served: ServedModel,
         limits: ServerLimits,
         metrics: PrometheusMetrics,
-        failed: Callable[[str], None],
+        on_failure: Callable[[str], None],
         reload: WeightReload | None,
     ):
         self._served = served
         self._limits = limits
         self._metrics = metrics
         self._reload = reload
-        self.watch = RequestWatch(metrics.first_token.observe, failed)
+        self.watch = RequestWatch(metrics.first_token.observe, on_failure)
         self._began = int(time.time())
 
     async def models(self, request: Request) -> Response:
@@ -125,18 +128,18 @@ class _Paths:
         return Response(self._metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
     async def completions(self, request: Request) -> Response:
-        return await self._answer(request, read_completion, CompletionForm)
+        return await self._answer(request, parse_completion, CompletionForm)
 
     async def chat(self, request: Request) -> Response:
-        return await self._answer(request, read_chat, ChatForm)
+        return await self._answer(request, parse_chat, ChatForm)
 
     async def reload(self, request: Request) -> Response:
         assert self._reload is not None
         body = await self._body(request)
-        asked = read_fields(_Reload, read_object(body) if body else {})
-        said = await asyncio.to_thread(self._reload, asked.seconds)
+        parsed = validate_fields(_Reload, parse_object(body) if body else {})
+        result = await asyncio.to_thread(self._reload, parsed.seconds)
         self._metrics.reloads.inc()
-        return JSONResponse(said)
+        return JSONResponse(result)
 
     async def _body(self, request: Request) -> bytes:
         if request.app.state.draining:
@@ -148,32 +151,32 @@ class _Paths:
 
         def ask() -> ParsedRequest:
             try:
-                return read(read_object(body), self._served, self._limits)
+                return read(parse_object(body), self._served, self._limits)
             except RecursionError:
                 raise RequestRefused("the body is nested too deeply") from None
 
-        # Encoding a long text takes long, and the loop has other clients.
-        asked = await asyncio.to_thread(ask)
-        running = RunningRequest(self._served, asked, self.watch)
-        answer = form(self._served.name, asked)
-        if asked.stream:
+        # Encoding a long text takes long; the event loop has other clients.
+        parsed = await asyncio.to_thread(ask)
+        running = RunningRequest(self._served, parsed, self.watch)
+        answer = form(self._served.name, parsed)
+        if parsed.stream:
             return _EventStream(running, answer)
         try:
-            return await while_there(request.receive, _whole(running, answer))
+            return await cancel_on_disconnect(request.receive, _full_response(running, answer))
         finally:
             running.cancel()
 
 
-async def _whole(running: RunningRequest, answer: ResponseForm) -> Response:
+async def _full_response(running: RunningRequest, answer: ResponseForm) -> Response:
     found: list[list[Delta]] = [[] for _ in running.choices]
     async for index, delta in running.deltas():
         found[index].append(delta)
-    joined = [Delta.joined(each) for each in found]
+    joined = [Delta.merged(each) for each in found]
     return JSONResponse(answer.whole(joined, running.usage()))
 
 
 async def read_body(request: Request, limits: ServerLimits) -> bytes:
-    """The body of a request.
+    """The body of a request, within the limits on size and time.
 
     Raises:
       RequestRefused: too large, or too late.
@@ -182,8 +185,8 @@ async def read_body(request: Request, limits: ServerLimits) -> bytes:
     large = RequestRefused(
         f"the body is larger than {limits.body_bytes} bytes, the server's limit", 413
     )
-    said = request.headers.get("content-length", "0")
-    if not said.isdecimal() or int(said) > limits.body_bytes:
+    declared = request.headers.get("content-length", "0")
+    if not declared.isdecimal() or int(declared) > limits.body_bytes:
         raise large
     body = bytearray()
     try:
@@ -199,14 +202,14 @@ async def read_body(request: Request, limits: ServerLimits) -> bytes:
     return bytes(body)
 
 
-async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What ``work`` returns; it is cancelled when the client goes away.
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What ``work`` returns; it is cancelled if the client disconnects.
 
     Args:
       receive: of ASGI; the request's body has been read.
 
     Raises:
-      ClientDisconnect: it went away first.
+      ClientDisconnect: the client disconnected first.
     """
     doing = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnected(receive))
@@ -227,7 +230,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class _EventStream(StreamingResponse):
-    """An answer as server-sent events, while it is drawn; it ends when the client goes away."""
+    """A streamed answer (server-sent events); it ends when the client disconnects."""
 
     def __init__(self, running: RunningRequest, answer: ResponseForm):
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -246,7 +249,7 @@ async def _events(running: RunningRequest, answer: ResponseForm) -> AsyncIterato
     try:
         async for chunk in _chunks(running, answer):
             yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
-    except RequestRefused as refused:  # the status is out; what is left is to say so
+    except RequestRefused as refused:  # the status was sent already; an event reports it
         yield f"data: {json.dumps(refused.body(), ensure_ascii=False)}\n\n"
     yield "data: [DONE]\n\n"
 
@@ -258,35 +261,35 @@ async def _chunks(running: RunningRequest, answer: ResponseForm) -> AsyncIterato
         if delta != Delta() or (first and answer.opens):
             begun.add(index)
             yield answer.chunk(index, delta, first)
-    if running.asked.include_usage:
+    if running.parsed.include_usage:
         yield answer.usage_chunk(running.usage())
 
 
 async def _unrouted(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     text = {404: "there is no such path", 405: "not by this method"}
-    said = text.get(error.status_code, error.detail)
-    refused = RequestRefused(f"{request.method} {request.url.path}: {said}", error.status_code)
+    reason = text.get(error.status_code, error.detail)
+    refused = RequestRefused(f"{request.method} {request.url.path}: {reason}", error.status_code)
     return refused.response()
 
 
-async def _gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=GONE)  # nobody reads it; the count does
+async def _client_closed(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED)  # only the metrics see it
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """Of an error of the server's own; its traceback goes to stderr."""
+    """For an error of the server's own; its traceback goes to stderr."""
     return RequestRefused("the server failed; its log says why", 500).response()
 
 
 class KeyMiddleware:
-    """ASGI middleware in front of the application.
+    """ASGI middleware: checks the API key and counts answers.
 
     Args:
-      app: behind it.
-      metrics: count the answers.
+      app: the application behind it.
+      metrics: counts the answers.
       paths: that are counted under their names.
-      key: that requests must bring; "": none.
+      key: the API key that requests must bring; "": none.
     """
 
     def __init__(self, app: ASGIApp, metrics: PrometheusMetrics, paths: frozenset[str], key: str):
@@ -296,10 +299,10 @@ class KeyMiddleware:
         self._key = key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Handle one request."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        began, status = time.monotonic(), GONE
+        start, status = time.monotonic(), CLIENT_CLOSED
 
         async def noted(message: Message) -> None:
             nonlocal status
@@ -313,17 +316,17 @@ class KeyMiddleware:
         except RequestRefused as refused:
             await refused.response()(scope, receive, noted)
         except Exception:
-            status = 500  # said further out
+            status = 500  # logged by the caller
             raise
         finally:
             path = scope["path"] if scope["path"] in self._paths else "other"
-            self._metrics.answered(path, status, time.monotonic() - began)
+            self._metrics.answered(path, status, time.monotonic() - start)
 
     def _check(self, scope: Scope) -> None:
-        if not self._key or scope["path"] in OPEN:
+        if not self._key or scope["path"] in UNAUTHENTICATED_PATHS:
             return
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        # Starlette reads headers as Latin-1, so that these are the bytes that came.
+        # Starlette decodes headers as Latin-1, so this gives the original bytes.
         right = hmac.compare_digest(given.strip().encode("latin-1"), self._key)
         if scheme.lower() != "bearer" or not right:
             raise RequestRefused(

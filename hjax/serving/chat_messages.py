@@ -5,24 +5,24 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, FailFast, Field
 
-from hjax.serving.fields import RequestFields, shown
+from hjax.serving.fields import RequestFields, as_json
 from hjax.serving.request_errors import RequestRefused
 
 
 def _text(content: Any) -> Any:
-    """Of parts their text."""
+    """The joined text of a list of content parts."""
     if not isinstance(content, list):
         return content
     for part in content:
         match part:
             case {"type": "text", "text": str()}:
                 continue
-        raise ValueError(f"has {shown(part)}: only parts of text are supported")
+        raise ValueError(f"has {as_json(part)}: only parts of text are supported")
     return "".join(part["text"] for part in content)
 
 
 def _object(arguments: Any) -> Any:
-    """Templates write the arguments out as JSON, so they want the object, not its text."""
+    """Templates write the arguments as JSON themselves, so they take the object, not its text."""
     try:
         return json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
@@ -59,7 +59,7 @@ def for_template(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     """The messages as a chat template takes them.
 
     Raises:
-      RequestRefused: one without content, or calls of tools that are not the assistant's.
+      RequestRefused: one without content, or tool calls in a message that is not the assistant's.
     """
     return [_written(f"messages[{i}]", message) for i, message in enumerate(messages)]
 
@@ -68,11 +68,11 @@ def _written(name: str, message: ChatMessage) -> dict[str, Any]:
     if "tool_calls" in message.model_fields_set and message.role != "assistant":
         field = f"{name}.tool_calls"
         raise RequestRefused(
-            f"{field}: of the assistant's messages alone; leave it out", param=field
+            f"{field}: only in the assistant's messages; leave it out", param=field
         )
     if message.content is None and not message.tool_calls:
         raise RequestRefused(f"{name}.content is missing", param=f"{name}.content")
-    # Templates know `developer` under its older name.
+    # Templates know `developer` by its older name.
     role = "system" if message.role == "developer" else message.role
     written: dict[str, Any] = {"role": role, "content": message.content or ""}
     if message.tool_calls:

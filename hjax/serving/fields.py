@@ -1,4 +1,4 @@
-"""A request's JSON: read, and checked against what each object may have."""
+"""Validation of a request's JSON: parsing, and pydantic models of its objects."""
 
 import json
 import re
@@ -10,8 +10,8 @@ from hjax.errors import truncate
 from hjax.serving.request_errors import RequestRefused
 
 
-def read_object(body: bytes) -> dict[str, Any]:
-    """The JSON object that a body is.
+def parse_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in a body.
 
     Raises:
       RequestRefused: something else.
@@ -21,19 +21,19 @@ def read_object(body: bytes) -> dict[str, Any]:
         raise ValueError(f"{name} is not JSON")
 
     try:
-        # Given bytes, `json` would take UTF-16 too, and halves of characters.
+        # Given bytes, `json` would accept UTF-16 too, and lone surrogates.
         value = json.loads(body.decode("utf-8-sig"), parse_constant=constant)
     except ValueError as error:
         raise RequestRefused(f"the body is not JSON: {error}") from None
     if b"\\u" in body:
         _check_characters(value)
     if not isinstance(value, dict):
-        raise RequestRefused(f"the body is {shown(value)}; a JSON object is wanted")
+        raise RequestRefused(f"the body is {as_json(value)}; a JSON object is wanted")
     return value
 
 
 def _check_characters(value: Any) -> None:
-    """JSON can write half a character, which nothing can be said or encoded with."""
+    """Refuse lone surrogates (half characters): JSON can write them, but not encode them."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -41,7 +41,7 @@ def _check_characters(value: Any) -> None:
 
 
 class RequestFields(pydantic.BaseModel):
-    """An object of a request, whose fields a subclass has; one that is null is not given."""
+    """An object of a request; subclasses declare its fields. A null field counts as absent."""
 
     model_config = pydantic.ConfigDict(strict=True, extra="forbid")
 
@@ -52,7 +52,7 @@ class RequestFields(pydantic.BaseModel):
             return value
         given = {name: each for name, each in value.items() if each is not None}
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        # Of those that there are not one is enough to be refused by.
+        # One unknown field is enough to be refused; drop the others.
         for name in [name for name in given if name not in known][1:]:
             del given[name]
         return given
@@ -69,11 +69,11 @@ _WANTED = {
 }
 
 
-def read_fields(kind: type[Of], given: Any) -> Of:
-    """A request's object, its fields checked.
+def validate_fields(kind: type[Of], given: Any) -> Of:
+    """A request's object, its fields validated.
 
     Raises:
-      RequestRefused: the first that is wrong, or that the kind has not.
+      RequestRefused: the first field that is wrong or unknown.
     """
     try:
         return kind.model_validate(given)
@@ -86,14 +86,14 @@ def read_fields(kind: type[Of], given: Any) -> Of:
     if first["type"] == "missing":
         raise RequestRefused(f"{name} is missing", param=name)
     plain = re.sub("^(Input should be|Value error,) ", "", first["msg"])
-    raise wrong(name, first["input"], _WANTED.get(first["type"], plain))
+    raise invalid_field(name, first["input"], _WANTED.get(first["type"], plain))
 
 
-def wrong(name: str, value: Any, wanted: str) -> RequestRefused:
+def invalid_field(name: str, value: Any, wanted: str) -> RequestRefused:
     """The refusal of a field's value."""
-    return RequestRefused(f"{name}={shown(value)}: {wanted}", param=name)
+    return RequestRefused(f"{name}={as_json(value)}: {wanted}", param=name)
 
 
-def shown(value: Any, limit: int = 60) -> str:
+def as_json(value: Any, limit: int = 60) -> str:
     """A value as JSON, cut to a line's length."""
     return truncate(json.dumps(value, ensure_ascii=False), limit)

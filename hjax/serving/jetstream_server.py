@@ -1,7 +1,7 @@
-"""JetStream's protocol over gRPC, answered by the service that answers OpenAI's.
+"""JetStream's protocol over gRPC, on the same generation service as OpenAI's.
 
-Of google-jetstream only the messages are used: its orchestrator and its server, which listens on
-every address of the machine and asks for no key, are not.
+Of google-jetstream only the messages are used. Its orchestrator and server are not: they listen on
+every address of the machine and check no key.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hjax.rollout.requests import QueueFull, Request, ResponseChunk
 from hjax.rollout.sampling_params import SamplingParams
 from hjax.rollout.service import GenerationService
 from hjax.serving.limits import ServerLimits
-from hjax.serving.shutdown import GONE, leave_after, on_signals
+from hjax.serving.shutdown import EXIT_SECONDS, exit_after, handle_signals
 
 _Content = jetstream_pb2.DecodeResponse.StreamContent
 
@@ -35,12 +35,12 @@ class Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
     Args:
       model: that answers.
       service: of the model.
-      sampling: of every request, as requests carry none.
-      seed: the n-th prompt's draws follow from it and n; None: from chance.
-      failed: called when the engine cannot go on.
+      sampling: of every request, as requests carry no options.
+      seed: the n-th prompt's draws follow from it and n; None: a random one.
+      on_failure: called when the engine fails.
 
     Attributes:
-      draining: no more requests are taken.
+      draining: whether new requests are refused.
     """
 
     def __init__(
@@ -49,20 +49,20 @@ class Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
         service: GenerationService,
         sampling: SamplingParams,
         seed: int | None,
-        failed: Callable[[str], None],
+        on_failure: Callable[[str], None],
     ):
-        self._tokenizer, self._service, self._failed = model.tokenizer, service, failed
+        self._tokenizer, self._service, self._failed = model.tokenizer, service, on_failure
         self._sampling = dataclasses.replace(sampling, stop=model.eos_ids)
         self._seed = int.from_bytes(os.urandom(4), "little") if seed is None else seed
         self._numbers = itertools.count()
         self.draining = False
 
     async def HealthCheck(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """Whether it answers."""
+        """Whether the server answers."""
         return jetstream_pb2.HealthCheckResponse(is_live=True)
 
     async def Decode(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
-        """A response, streamed in pieces with its tokens and, for a prompt that is text, text."""
+        """A response, streamed in chunks with its tokens and, if the prompt is text, its text."""
         if self.draining:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is being stopped")
         arrived: asyncio.Queue[ResponseChunk] = asyncio.Queue()
@@ -72,7 +72,7 @@ class Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
             loop.call_soon_threadsafe(arrived.put_nowait, piece)
 
         try:
-            # Encoding a long text takes long, and the loop has other clients.
+            # Encoding a long text takes long; the event loop has other clients.
             tokens = await asyncio.to_thread(self._tokens, request)
             asked = Request(
                 tuple(tokens), request.max_tokens, self._sampling, self._seed, next(self._numbers)
@@ -106,7 +106,7 @@ class Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
             ticket.cancel()
 
     def _tokens(self, request: Any) -> list[int]:
-        """Of the prompt; ConfigError where there are none."""
+        """The prompt's token ids; ConfigError if there are none."""
         kind = request.WhichOneof("content")
         if kind is None:
             raise ConfigError("text_content or token_content is missing")
@@ -120,7 +120,7 @@ class Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):
-    """Asks for a key, but of HealthCheck.
+    """Checks the API key of all calls but HealthCheck.
 
     Args:
       key: that ``authorization: Bearer KEY`` must bring; "": none.
@@ -162,22 +162,22 @@ def run(
     """Serve until SIGTERM or SIGINT; the exit status.
 
     Args:
-      model, service, sampling, seed: as of ``Orchestrator``.
+      model, service, sampling, seed: as in ``Orchestrator``.
       address: HOST:PORT.
-      limits: of which ``body_bytes`` and ``drain_seconds`` count.
-      key: that requests must bring; "": none.
-      started: called once it answers.
+      limits: ``body_bytes`` and ``drain_seconds`` are used.
+      key: the API key that requests must bring; "": none.
+      started: called once the server answers.
 
     Raises:
       ConfigError: the address is taken.
-      RunError: the engine gave up.
+      RunError: the engine failed.
     """
 
     async def serve() -> int:
         ended, errors = asyncio.Event(), list[str]()
         server = grpc.aio.server(
             interceptors=[KeyInterceptor(key)],
-            # Two servers on one port would answer by turns.
+            # Without SO_REUSEPORT: two servers on one port would take turns.
             options=[
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", limits.body_bytes),
@@ -188,20 +188,20 @@ def run(
         except RuntimeError as error:
             raise ConfigError(f"{address}: {error}; another port, or 0 for a free one") from None
 
-        def failed(error: str) -> None:
+        def on_failure(error: str) -> None:
             errors.append(error)
             ended.set()
 
-        orchestrator = Orchestrator(model, service, sampling, seed, failed)
+        orchestrator = Orchestrator(model, service, sampling, seed, on_failure)
         jetstream_pb2_grpc.add_OrchestratorServicer_to_server(orchestrator, server)
 
-        status = on_signals(ended.set, limits.drain_seconds)
+        status = handle_signals(ended.set, limits.drain_seconds)
         await server.start()
         started()
         await ended.wait()
         orchestrator.draining = True
         if errors:
-            leave_after(GONE)
+            exit_after(EXIT_SECONDS)
         await server.stop(0 if errors else limits.drain_seconds)
         if errors:
             raise RunError(f"the engine failed: {errors[0].removeprefix('error: ')}")

@@ -1,13 +1,13 @@
-"""What a server takes on at most, so that no client can take it all."""
+"""Limits of a server, so that no client can use up its resources."""
 
 import dataclasses
 
 from hjax.errors import ConfigError
 
-# Connections that the system holds until they are taken, which may be all at once.
+# Connections that the system queues until they are accepted.
 BACKLOG = 1024
-# For sockets and files of everything else.
-OTHERS = 256
+# File descriptors for everything else.
+OTHER_FILES = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,15 +16,15 @@ class ServerLimits:
 
     Attributes:
       body_bytes: of a request.
-      body_seconds: until a request's body is there.
-      header_seconds: until a request's headers are there, from its first byte (of a connection's
-        first request from the connection).
+      body_seconds: until a request's body has arrived.
+      header_seconds: until a request's headers have arrived, from its first byte (for a
+        connection's first request from the connection).
       idle_seconds: that a connection may stay open between two requests, and that a client may
-        leave what was written to it unread before it is cut off.
+        leave output unread before it is cut off.
       connections: at a time.
       choices: responses of one request, over all its prompts.
       stops: stop strings of one request.
-      drain_seconds: that requests have to end by themselves when the server is stopped.
+      drain_seconds: that requests have to finish when the server is stopped.
     """
 
     body_bytes: int = 8 * 2**20
@@ -38,17 +38,17 @@ class ServerLimits:
 
 
 def allow_connections(count: int) -> None:
-    """Let this process have so many connections at a time, and refuse more: without file
-    descriptors left a server can do nothing at all.
+    """Raise this process's limit of file descriptors for this many connections: without descriptors
+    left a server can do nothing at all.
 
     Raises:
-      ConfigError: the system does not let it.
+      ConfigError: the system's limit is lower.
     """
     try:
         import resource
-    except ModuleNotFoundError:  # not on Windows, which has no such limit
+    except ModuleNotFoundError:  # Windows has no such limit
         return
-    wanted = count + BACKLOG + OTHERS
+    wanted = count + BACKLOG + OTHER_FILES
     soft, hard = (
         wanted if limit == resource.RLIM_INFINITY else limit
         for limit in resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""What a server tells Prometheus."""
+"""Prometheus metrics of a server."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -12,13 +12,13 @@ _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
 class PrometheusMetrics:
-    """Counts of requests, and what the engine says of itself.
+    """Counts of requests, and the engine's statistics.
 
     Args:
       stats: of the service.
 
     Attributes:
-      first_token: observes seconds from a request's being read to the first token of it.
+      first_token: observes seconds from reading a request to its first token.
       reloads: counts how often the weights were read again.
     """
 
@@ -54,12 +54,12 @@ class PrometheusMetrics:
         self._seconds.labels(path).observe(seconds)
 
     def text(self) -> bytes:
-        """All of them, in Prometheus' text format."""
+        """All metrics, in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
 class _Engine(Collector):
-    """What the service says at the moment of asking."""
+    """The service's statistics at the time of a scrape."""
 
     gauges = {
         "running": "Responses that are being drawn",
@@ -80,11 +80,11 @@ class _Engine(Collector):
         self._stats = stats
 
     def describe(self) -> Iterator[Metric]:
-        """Named without asking the engine."""
+        """Metric names, without calling the engine."""
         return self._families({})
 
     def collect(self) -> Iterator[Metric]:
-        """The figures."""
+        """Current values."""
         return self._families(self._stats())
 
     def _families(self, stats: Mapping[str, float]) -> Iterator[Metric]:

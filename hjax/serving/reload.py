@@ -1,4 +1,4 @@
-"""A served model's weights, read again from where they came."""
+"""Weight reload: reads a served model's weights again from its path."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _LOG = logging.getLogger(__name__)
 
 
 class WeightReload:
-    """Called off the event loop: it takes as long as reading, and then as those that run.
+    """Reads and replaces the weights. Called off the event loop: it takes as long as reading, and
+    then as the running requests.
 
     Args:
       model: that was read from a path.
@@ -33,14 +34,13 @@ class WeightReload:
         """Read the weights, and answer with them from now on.
 
         Args:
-          seconds: that running requests have to end once the weights are read; None: as long as
-            they take.
+          seconds: that running requests have to finish once the weights are read; None: no limit.
 
         Returns:
           ``reloaded``, ``seconds`` that it took, and of a workdir the ``checkpoint``'s step.
 
         Raises:
-          RequestRefused: another one is under way, or it failed; then the old weights go on.
+          RequestRefused: another reload is running, or it failed; then the old weights stay.
         """
         if not self._busy.acquire(blocking=False):
             raise RequestRefused("the weights are being read already; ask when that has ended", 409)
@@ -55,13 +55,13 @@ class WeightReload:
 
     def _replace(self, seconds: float | None) -> int | None:
         try:
-            params, step = self._model.read_again()
+            params, step = self._model.reread_weights()
             self._service.replace(params, seconds)
         except ConfigError as error:
             raise RequestRefused(f"{_line(error)}; the old weights go on", 422) from None
         except RunError as error:
             raise RequestRefused(_line(error), 503, retry_after=10) from None
-        except Exception as error:  # of files, or of a device that has no room for both
+        except Exception as error:  # of files, or out of device memory for both
             _LOG.exception("the weights could not be read again")
             said = f"{type(error).__name__}: {_line(error)}"
             raise RequestRefused(

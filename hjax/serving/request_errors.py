@@ -1,4 +1,4 @@
-"""A request that is refused: HTTP status, and the error in OpenAI's form."""
+"""Errors of a refused request: HTTP status, and the error body in OpenAI's format."""
 
 import dataclasses
 import re
@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse
 from hjax.errors import ConfigError
 from hjax.rollout.sampling_params import SamplingParams
 
-# Options by their names in requests.
+# Sampling options by their field names in requests.
 _FIELDS = {field.name: field.name for field in dataclasses.fields(SamplingParams)}
 _FIELDS |= {"stop": "stop_token_ids", "max_tokens": "max_tokens"}
 _KINDS = {401: "authentication_error", 429: "rate_limit_error"}
@@ -22,8 +22,8 @@ class RequestRefused(Exception):
       message: one line for the client.
       status: of HTTP.
       param: the field that is wrong.
-      code: OpenAI's word for the kind of error, where it has one.
-      retry_after: seconds after which the same request may do.
+      code: OpenAI's code of the error, if it has one.
+      retry_after: seconds after which the same request may succeed.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class RequestRefused(Exception):
         self.retry_after = retry_after
 
     @classmethod
-    def of(cls, error: ConfigError) -> Self:
-        """The refusal of an option that does not do; most messages begin with its name."""
+    def from_config_error(cls, error: ConfigError) -> Self:
+        """The refusal of an invalid option; most messages begin with its name."""
         text = " ".join(str(error).split())
         name = re.split(r"[ =:]", text, maxsplit=1)[0]
         return cls(text, param=_FIELDS.get(name))

@@ -1,4 +1,4 @@
-"""What a request asks for: the fields of OpenAI's two forms, read and checked."""
+"""Request models: the fields of OpenAI's completion and chat requests, validated with pydantic."""
 
 import dataclasses
 import re
@@ -14,7 +14,7 @@ from hjax.rollout.constrained_decoding import ConstraintMatcher
 from hjax.rollout.requests import Request
 from hjax.rollout.sampling_params import MOST_TOP, OPTIONS, SamplingParams
 from hjax.serving.chat_messages import Messages, for_template
-from hjax.serving.fields import RequestFields, read_fields, wrong
+from hjax.serving.fields import RequestFields, invalid_field, validate_fields
 from hjax.serving.limits import ServerLimits
 from hjax.serving.request_errors import RequestRefused
 from hjax.serving.response_format import ResponseFormat, StructuredOutputs, TextFormat
@@ -24,16 +24,16 @@ from hjax.serving.tool_choice import ToolFields
 
 SEEDS = 2**32
 _LARGEST = 2**31 - 1
-# OpenAI's, where /v1/completions is not told how many.
+# OpenAI's default of /v1/completions.
 MAX_TOKENS = 16
-# Of /v1/completions' log-probs, as OpenAI's.
+# Most top log-probs of /v1/completions, as OpenAI's.
 MOST_TOP_COMPLETIONS = 5
-# Characters of a text that are read first, for each token that there is room for.
-BEGINNING = 16
-# What ``SamplingParams`` checks.
+# Characters per available token that are encoded first, to refuse far too long texts early.
+CHARACTERS_PER_TOKEN = 16
+# Fields that ``SamplingParams`` checks.
 _SAMPLING = OPTIONS.keys() - {"logit_bias"}
-# These say who asks or how it is billed: they do not change the answer.
-_REMARKS = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
+# Fields on who asks or how it is billed: accepted, without effect.
+_IGNORED_FIELDS = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
             "prompt_cache_retention")  # fmt: skip
 
 
@@ -54,22 +54,21 @@ class RequestPrompt:
 
 @dataclasses.dataclass(frozen=True)
 class ParsedRequest:
-    """A request for responses.
+    """A parsed request for responses.
 
     Attributes:
       prompts: at least one.
       n: responses to each.
-      options: how tokens are drawn; the model's own ends are among the stop tokens.
+      options: sampling options; the model's own end tokens are among the stop tokens.
       seed: every draw follows from it and the response's number.
       stop: strings before which a response ends.
-      stream: whether it is answered while it is drawn.
-      include_usage: at the stream's end.
-      token_ids: of prompts and responses, beside the text.
-      logprobs: how many of each place's most probable tokens are told beside the one drawn; None:
-        no log-probs.
-      echo: the prompt's text first.
-      calls: of tools that are looked for in the answer; None: none.
-      format: what each response's text must be; None: anything.
+      stream: whether the answer is streamed.
+      include_usage: whether the stream ends with the usage.
+      token_ids: whether token ids of prompts and responses are returned beside the text.
+      logprobs: number of top tokens per position, beside the one drawn; None: no log-probs.
+      echo: whether the prompt's text comes first.
+      calls: tool calls that are looked for in the answer; None: none.
+      format: that each response's text must have; None: any.
       matchers: of each response, made of its format; none without.
     """
 
@@ -93,11 +92,11 @@ class ParsedRequest:
 
     @property
     def scored(self) -> bool:
-        """Whether the prompt is told with its log-probs."""
+        """Whether the prompt's log-probs are reported."""
         return self.echo and self.logprobs is not None
 
     def requests(self) -> list[Request]:
-        """One for each response, in their order."""
+        """One engine request for each response, in order."""
         constraint = None if self.format is None else self.format.constraint
         prompts = [prompt for prompt in self.prompts for _ in range(self.n)]
         return [
@@ -119,12 +118,12 @@ class _StreamOptions(RequestFields):
     include_obfuscation: bool = False  # padding against eavesdroppers; there is none
 
 
-_OTHERS: dict[str, Any] = dict.fromkeys((*_SAMPLING, *_REMARKS), (Any, None))
+_OTHERS: dict[str, Any] = dict.fromkeys((*_SAMPLING, *_IGNORED_FIELDS), (Any, None))
 _Unread: Any = create_model("_Unread", __base__=RequestFields, **_OTHERS)
 
 
 class _Common(_Unread):
-    """What both forms have."""
+    """The fields that both requests have."""
 
     model: str = ""
     n: int = Field(1, ge=1)
@@ -162,20 +161,20 @@ class _Chat(_Common, ToolFields):
     store: Literal[False] = False
 
 
-def read_completion(
+def parse_completion(
     body: Mapping[str, Any], served: ServedModel, limits: ServerLimits
 ) -> ParsedRequest:
-    """What the body of a /v1/completions request asks for.
+    """Parse the body of a /v1/completions request.
 
     Raises:
       RequestRefused: a field that is wrong, or not supported.
     """
-    fields = _read(_Completion, body, served)
+    fields = _validated(_Completion, body, served)
     if not fields.max_tokens and not fields.echo:
-        raise wrong("max_tokens", 0, "a whole number, 1 or more; 0 with echo")
+        raise invalid_field("max_tokens", 0, "a whole number, 1 or more; 0 with echo")
     if fields.best_of not in (None, fields.n):
-        raise wrong("best_of", fields.best_of, "not supported here; leave it out, or n")
-    return _asked(
+        raise invalid_field("best_of", fields.best_of, "not supported here; leave it out, or n")
+    return _parsed(
         fields,
         served,
         limits,
@@ -186,13 +185,13 @@ def read_completion(
     )
 
 
-def read_chat(body: Mapping[str, Any], served: ServedModel, limits: ServerLimits) -> ParsedRequest:
-    """What the body of a /v1/chat/completions request asks for.
+def parse_chat(body: Mapping[str, Any], served: ServedModel, limits: ServerLimits) -> ParsedRequest:
+    """Parse the body of a /v1/chat/completions request.
 
     Raises:
       RequestRefused: a field that is wrong, or not supported; a model without chat template.
     """
-    fields = _read(_Chat, body, served)
+    fields = _validated(_Chat, body, served)
     most = fields.max_completion_tokens
     older = most if fields.max_tokens is None else fields.max_tokens
     if most is not None and older != most:
@@ -202,7 +201,7 @@ def read_chat(body: Mapping[str, Any], served: ServedModel, limits: ServerLimits
         )
     if fields.top_logprobs is not None and not fields.logprobs:
         raise RequestRefused("top_logprobs: only with logprobs=true", param="top_logprobs")
-    tools = fields.asked_for(body)
+    tools = fields.requested_tools(body)
     format, other = fields.response_format.format(), fields.structured_outputs.format()
     if format is not None and other is not None:
         raise RequestRefused(
@@ -217,9 +216,9 @@ def read_chat(body: Mapping[str, Any], served: ServedModel, limits: ServerLimits
         )
     text, tokens = _render(fields, served, list(tools.given))
     calls = tools.calls(served.call_form, served.name)
-    if calls is not None and calls.held:
+    if calls is not None and calls.constrained:
         format = tools.format(calls.form)
-    return _asked(
+    return _parsed(
         fields,
         served,
         limits,
@@ -230,19 +229,19 @@ def read_chat(body: Mapping[str, Any], served: ServedModel, limits: ServerLimits
     )
 
 
-def _read(kind: type[_Form], body: Mapping[str, Any], served: ServedModel) -> _Form:
-    fields = read_fields(kind, body)
+def _validated(kind: type[_Form], body: Mapping[str, Any], served: ServedModel) -> _Form:
+    fields = validate_fields(kind, body)
     served.check_name(fields.model)
     if fields.stream_options.include_usage and not fields.stream:
         raise RequestRefused("stream_options: only with stream=true", param="stream_options")
     return fields
 
 
-def _asked(
+def _parsed(
     fields: _Common, served: ServedModel, limits: ServerLimits, **rest: Any
 ) -> ParsedRequest:
-    """With what both forms have."""
-    asked = ParsedRequest(
+    """The parsed request, with the fields that both have."""
+    parsed = ParsedRequest(
         n=fields.n,
         options=_options(fields, served, rest["logprobs"] or 0),
         seed=secrets.randbelow(SEEDS) if fields.seed is None else fields.seed,
@@ -252,20 +251,20 @@ def _asked(
         token_ids=fields.return_token_ids,
         **rest,
     )
-    if (count := len(asked.prompts)) * asked.n > limits.choices:
-        said = f"{count} prompts with n={asked.n}: at most {limits.choices} responses"
+    if (count := len(parsed.prompts)) * parsed.n > limits.choices:
+        said = f"{count} prompts with n={parsed.n}: at most {limits.choices} responses"
         raise RequestRefused(said, param="n")
-    if asked.format is None:
-        return asked
-    return dataclasses.replace(asked, matchers=_matchers(asked, asked.format, served))
+    if parsed.format is None:
+        return parsed
+    return dataclasses.replace(parsed, matchers=_matchers(parsed, parsed.format, served))
 
 
 def _matchers(
-    asked: ParsedRequest, format: TextFormat, served: ServedModel
+    parsed: ParsedRequest, format: TextFormat, served: ServedModel
 ) -> tuple[ConstraintMatcher | None, ...]:
-    """Made here, where nobody waits for this thread. Of several constraints that were made into one
-    it is said which does not do."""
-    requests = asked.requests()
+    """Compiled here, where nobody waits for this thread. If one constraint was made of several, the
+    error names the one that is invalid."""
+    requests = parsed.requests()
     try:
         return tuple(map(served.service.prepare, requests))
     except ConfigError as error:
@@ -281,7 +280,7 @@ def _matchers(
 def _options(fields: _Common, served: ServedModel, top: int) -> SamplingParams:
     drawing = {name: getattr(fields, name) for name in _SAMPLING}
     given = {name: value for name, value in drawing.items() if value is not None}
-    if given.get("top_k") == -1:  # vLLM's word for all
+    if given.get("top_k") == -1:  # vLLM's value for all tokens
         given["top_k"] = 0
     stop = fields.stop_token_ids
     served.check_ids("stop_token_ids", stop)
@@ -289,21 +288,21 @@ def _options(fields: _Common, served: ServedModel, top: int) -> SamplingParams:
     for key, value in fields.logit_bias.items():
         token = int(key) if re.fullmatch(r"[0-9]{1,10}", key) else -1
         if token not in range(served.vocab_size):
-            raise wrong("logit_bias", key, f"a token id, 0 to {served.vocab_size - 1}")
+            raise invalid_field("logit_bias", key, f"a token id, 0 to {served.vocab_size - 1}")
         bias[token] = value
     try:
         return SamplingParams(
             **given, logit_bias=bias, stop=tuple({*served.eos_ids, *stop}), top=top
         )
     except ConfigError as error:
-        raise RequestRefused.of(error) from None
+        raise RequestRefused.from_config_error(error) from None
 
 
 def _stop(given: Any, served: ServedModel, limits: ServerLimits) -> tuple[str, ...]:
     strings = [given] if isinstance(given, str) else given
     text = isinstance(strings, list) and all(isinstance(each, str) and each for each in strings)
     if not text or len(strings) > limits.stops:
-        raise wrong("stop", given, f"a string, or up to {limits.stops}, none empty")
+        raise invalid_field("stop", given, f"a string, or up to {limits.stops}, none empty")
     if strings:
         served.text_tokenizer("stop")
     return tuple(strings)
@@ -315,7 +314,7 @@ def _prompts(given: Any, served: ServedModel, max_tokens: int) -> tuple[RequestP
         each = [each]
     texts = all(isinstance(prompt, str) for prompt in each)
     if not each or not (texts or all(isinstance(prompt, list) for prompt in each)):
-        raise wrong(
+        raise invalid_field(
             "prompt", given, "a string, strings, token ids, or lists of token ids; none empty"
         )
     if not texts:
@@ -343,7 +342,9 @@ def _render(
     messages, variables = for_template(fields.messages), fields.chat_template_kwargs
     taken = {"messages", "tools", "add_generation_prompt", "self"} & variables.keys()
     if taken:
-        raise wrong("chat_template_kwargs", variables, f"without {', '.join(sorted(taken))}")
+        raise invalid_field(
+            "chat_template_kwargs", variables, f"without {', '.join(sorted(taken))}"
+        )
     if tools and not re.search(r"\btools\b", tokenizer.chat_template):
         raise RequestRefused(
             f"tools: the chat template of {served.name} has no place for them", param="tools"
@@ -357,10 +358,10 @@ def _render(
 
 
 def _check_length(served: ServedModel, tokenizer: Tokenizer, text: str, field: str) -> None:
-    """Refused if a text's beginning has far more tokens than fit: all of some MB would take long,
-    and a hundred times its bytes."""
+    """Refuse a text whose beginning has far more tokens than fit: encoding several MB takes long,
+    and a hundred times their memory."""
     room = served.service.max_tokens
-    beginning = text[: BEGINNING * room]
+    beginning = text[: CHARACTERS_PER_TOKEN * room]
     if len(beginning) < len(text) and len(tokenizer.encode(beginning)) > 2 * room:
         raise RequestRefused(
             f"{field}: more than {2 * room} tokens, and this server has room for {room}",

@@ -1,4 +1,4 @@
-"""What a request says of its answers' text: OpenAI's response_format, vLLM's structured_outputs."""
+"""Response formats (structured outputs): OpenAI's response_format, vLLM's structured_outputs."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,18 +8,18 @@ from pydantic import Field
 
 from hjax.errors import ConfigError
 from hjax.rollout.constraint import Constraint
-from hjax.serving.fields import RequestFields, wrong
+from hjax.serving.fields import RequestFields, invalid_field
 from hjax.serving.request_errors import RequestRefused
 
 
 @dataclasses.dataclass(frozen=True)
 class TextFormat:
-    """What an answer's text must be.
+    """The format of an answer's text.
 
     Attributes:
-      constraint: that it must match.
-      field: by which the request said so.
-      parts: of what it is made of the names and constraints, to say which of them does not do.
+      constraint: that the text must match.
+      field: the field of the request that sets it.
+      parts: names and constraints that it is made of, to name the one that is invalid.
     """
 
     constraint: Constraint
@@ -30,7 +30,7 @@ class TextFormat:
 class _Schema(RequestFields):
     name: str = Field(min_length=1)
     description: str = ""
-    strict: bool = False  # kept to in any case
+    strict: bool = False  # the schema always holds
     wanted: Any = Field(default=None, alias="schema")
 
 
@@ -41,7 +41,7 @@ class ResponseFormat(RequestFields):
     json_schema: _Schema | None = None
 
     def format(self) -> TextFormat | None:
-        """None: any text. Raises Refused: no JSON schema."""
+        """None: any text. Raises RequestRefused: no JSON schema."""
         name = "response_format"
         if (self.type == "json_schema") != (self.json_schema is not None):
             field = f"{name}.json_schema"
@@ -60,7 +60,7 @@ class StructuredOutputs(RequestFields):
     choice: list[Any] = []
 
     def format(self) -> TextFormat | None:
-        """None: any text. Raises Refused: several of them, or one that is none."""
+        """None: any text. Raises RequestRefused: several of them, or an invalid one."""
         name = "structured_outputs"
         texts = {kind: text for kind in ("regex", "grammar") if (text := getattr(self, kind))}
         kinds = [*texts, *(["json"] if self.wanted is not None else [])]
@@ -78,7 +78,7 @@ def _of_schema(name: str, schema: Any) -> TextFormat:
     if isinstance(schema, str):  # vLLM takes its text too
         return _made(name, lambda: Constraint(json_schema=schema))
     if not isinstance(schema, dict):
-        raise wrong(name, schema, "a JSON schema, an object")
+        raise invalid_field(name, schema, "a JSON schema, an object")
     return _made(name, lambda: Constraint.of_json(schema))
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's forms of an answer, whole and in chunks: completions and chat completions."""
+"""Response models: OpenAI's JSON of completions and chat completions, whole and in chunks."""
 
 import secrets
 import time
@@ -13,24 +13,24 @@ _BROKEN = "\ufffd"
 
 
 class ResponseForm:
-    """The answers to one request in a form of OpenAI's.
+    """The JSON answers to one request, in a format of OpenAI's.
 
     Args:
       model: the name under which it is served.
-      asked: the request.
+      parsed: the request.
     """
 
     kind, chunk_kind, prefix = "", "", ""
-    opens = False  # a stream begins with a chunk that has nothing yet
+    opens = False  # whether a stream begins with an empty chunk
 
-    def __init__(self, model: str, asked: ParsedRequest):
-        self.asked = asked
+    def __init__(self, model: str, parsed: ParsedRequest):
+        self.parsed = parsed
         self._model = model
         self._id = f"{self.prefix}-{secrets.token_hex(16)}"
         self._created = int(time.time())
 
     def whole(self, deltas: Sequence[Delta], usage: dict[str, Any]) -> dict[str, Any]:
-        """The answer, of all of each response."""
+        """The complete answer, of all of each response."""
         choices = [
             {"index": index}
             | self._content(delta)
@@ -41,7 +41,7 @@ class ResponseForm:
         return self._head(self.kind) | {"choices": choices, "usage": usage}
 
     def chunk(self, index: int, delta: Delta, first: bool) -> dict[str, Any]:
-        """A chunk of what is new of a response."""
+        """A chunk with what is new of a response."""
         choice = (
             {"index": index}
             | self._new(delta, first)
@@ -51,28 +51,28 @@ class ResponseForm:
         return self._head(self.chunk_kind) | {"choices": [choice]} | self._no_usage()
 
     def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """The last chunk where usage is asked for."""
+        """The last chunk of a stream with usage."""
         return self._head(self.chunk_kind) | {"choices": [], "usage": usage}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
     def _no_usage(self) -> dict[str, Any]:
-        return {"usage": None} if self.asked.include_usage else {}
+        return {"usage": None} if self.parsed.include_usage else {}
 
     def _rest(self, index: int, delta: Delta) -> dict[str, Any]:
         logprobs = None
-        if self.asked.logprobs is not None:
+        if self.parsed.logprobs is not None:
             logprobs = self._logprobs((*delta.prompt, *delta.drawn))
         return {"logprobs": logprobs, "finish_reason": delta.finish or None}
 
     def _ids(self, index: int, delta: Delta, first: bool) -> dict[str, Any]:
-        """vLLM's names."""
-        if not self.asked.token_ids:
+        """Token ids, under vLLM's names."""
+        if not self.parsed.token_ids:
             return {}
         ids = {"token_ids": [drawn.id for drawn in delta.drawn]}
         if first:
-            ids["prompt_token_ids"] = list(self.asked.prompt_of(index).tokens)
+            ids["prompt_token_ids"] = list(self.parsed.prompt_of(index).tokens)
         return ids
 
     def _content(self, delta: Delta) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class CompletionForm(ResponseForm):
         return {
             "tokens": [each.text for each in drawn],
             "token_logprobs": [each.logprob for each in drawn],
-            "top_logprobs": [_by_text(each) for each in drawn] if self.asked.logprobs else None,
+            "top_logprobs": [_by_text(each) for each in drawn] if self.parsed.logprobs else None,
             "text_offset": [each.offset for each in drawn],
         }
 
@@ -127,7 +127,7 @@ class ChatForm(ResponseForm):
         return {"delta": new}
 
     def _call(self, part: CallPart) -> dict[str, Any]:
-        """A call, or what is new of one that has begun."""
+        """A tool call, or what is new of one that has begun."""
         if not part.id:
             return {"function": {"arguments": part.arguments}}
         function = {"name": part.name, "arguments": part.arguments}
@@ -136,20 +136,20 @@ class ChatForm(ResponseForm):
     def _logprobs(self, drawn: Sequence[DrawnToken]) -> dict[str, Any]:
         content = [
             _token(each.text, each.logprob)
-            | {"top_logprobs": [_token(*most) for most in each.top[: self.asked.logprobs]]}
+            | {"top_logprobs": [_token(*most) for most in each.top[: self.parsed.logprobs]]}
             for each in drawn
         ]
         return {"content": content, "refusal": None}
 
 
 def _token(text: str, logprob: float | None) -> dict[str, Any]:
-    # Of a part of a character the bytes are not known here.
+    # The bytes of a partial character are not known here.
     known = None if _BROKEN in text else list(text.encode())
     return {"token": text, "logprob": logprob, "bytes": known}
 
 
 def _by_text(drawn: DrawnToken) -> dict[str, float] | None:
-    """The most probable tokens and the drawn one; of those with one text the likeliest."""
+    """Log-probs of the top tokens and the drawn one; of several with one text the likeliest."""
     if drawn.logprob is None:
         return None
     found: dict[str, float] = {}

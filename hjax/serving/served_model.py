@@ -1,4 +1,4 @@
-"""What is served: a model's name, its tokenizer, and the service that runs it."""
+"""The served model: its name, its tokenizer, and the generation service that runs it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class ServedModel:
     """A model that is served.
 
     Attributes:
-      name: by which requests call it.
+      name: the name that requests give.
       service: draws the tokens.
-      tokenizer: None: prompts are token ids, and so are answers.
+      tokenizer: None: prompts and answers are token ids.
       vocab_size: token ids of prompts and options are below it.
       eos_ids: tokens that end a response.
     """
@@ -33,7 +33,7 @@ class ServedModel:
     eos_ids: tuple[int, ...]
 
     def text_tokenizer(self, field: str) -> Tokenizer:
-        """The tokenizer, for a field that needs one; Refused without."""
+        """The tokenizer, for a field that needs one; RequestRefused without."""
         if self.tokenizer is None:
             raise RequestRefused(
                 f"{field}: {self.name} has no tokenizer; give token ids to /v1/completions",
@@ -42,7 +42,7 @@ class ServedModel:
         return self.tokenizer
 
     def check_name(self, name: str) -> None:
-        """Refused if requests of that name are for another model; "" is any."""
+        """Raise RequestRefused for another model's name; "" is any."""
         if name not in ("", self.name):
             raise RequestRefused(
                 f"model={name!r}: this server has {self.name}",
@@ -52,7 +52,7 @@ class ServedModel:
             )
 
     def check_ids(self, field: str, ids: Sequence[object]) -> None:
-        """Refused if one is not an id of the vocabulary."""
+        """Raise RequestRefused if one is not an id of the vocabulary."""
         for each in ids:
             if type(each) is not int or not 0 <= each < self.vocab_size:
                 raise RequestRefused(
@@ -61,6 +61,6 @@ class ServedModel:
 
     @property
     def call_form(self) -> CallForm | None:
-        """How it writes calls of tools; None: its chat template does not say."""
+        """How it writes tool calls; None: its chat template does not say."""
         template = self.tokenizer.chat_template if self.tokenizer is not None else None
         return None if template is None else call_form(template)

@@ -1,4 +1,4 @@
-"""The server's process: a socket, an event loop, and an end within seconds of a signal."""
+"""The HTTP server: a socket, an event loop, and a shutdown within seconds of a signal."""
 
 import asyncio
 import contextlib
@@ -15,10 +15,10 @@ from hjax.serving.connection import Connection
 from hjax.serving.limits import BACKLOG, ServerLimits
 from hjax.serving.reload import WeightReload
 from hjax.serving.served_model import ServedModel
-from hjax.serving.shutdown import on_signals
+from hjax.serving.shutdown import handle_signals
 
-# Seconds after limits.drain_seconds: who still waits is told; connections that are left are closed.
-TOLD, CUT_OFF = 1, 2
+# Seconds after limits.drain_seconds: pending requests get an error; connections are closed.
+ERROR_SECONDS, CLOSE_SECONDS = 1, 2
 
 
 class Server:
@@ -28,12 +28,12 @@ class Server:
       served: the model.
       bound: the socket.
       limits: of requests and connections.
-      key: that requests must bring; "": none.
-      started: called once it answers.
-      reload: reads the weights again when it is asked to; None: there is no such path.
+      key: the API key that requests must bring; "": none.
+      started: called once the server answers.
+      reload: reads the weights again on request; None: there is no such endpoint.
 
     Attributes:
-      failure: why the engine gave up, and the server with it; "": it did not.
+      failure: why the engine failed, and the server with it; "": it did not.
     """
 
     def __init__(
@@ -60,20 +60,20 @@ class Server:
             access_log=False,
             backlog=BACKLOG,
             timeout_keep_alive=int(limits.idle_seconds),
-            timeout_graceful_shutdown=int(limits.drain_seconds) + CUT_OFF,
+            timeout_graceful_shutdown=int(limits.drain_seconds) + CLOSE_SECONDS,
             server_header=False,
         )
         self._uvicorn = _Uvicorn(config, started)
         self._closing: threading.Thread | None = None
 
     async def serve(self) -> None:
-        """Until ``stop`` was called and all is answered or cut off."""
+        """Serve until ``stop`` was called and every request is answered or cut off."""
         await self._uvicorn.serve(sockets=[self._bound])
         if self._closing is not None:
             await asyncio.to_thread(self._closing.join)
 
     def stop(self) -> None:
-        """Take no more requests; those that run have ``drain_seconds``. On the event loop."""
+        """Refuse new requests; running ones have ``drain_seconds``. Call it on the event loop."""
         if self._closing is None:
             self._app.state.draining = True
             self._uvicorn.should_exit = True
@@ -85,7 +85,7 @@ class Server:
             )
             self._closing.start()
             loop = asyncio.get_running_loop()
-            loop.call_later(self._limits.drain_seconds + TOLD, self._cut_off)
+            loop.call_later(self._limits.drain_seconds + ERROR_SECONDS, self._cut_off)
 
     def _cut_off(self) -> None:
         for running in list(self._app.state.running):
@@ -107,7 +107,7 @@ class _Uvicorn(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are the caller's: uvicorn would raise them again at the end."""
+        """The caller handles signals: uvicorn would raise them again at the end."""
         yield
 
 
@@ -115,13 +115,13 @@ def run(server: Server, limits: ServerLimits) -> int:
     """Serve until SIGTERM or SIGINT; the exit status.
 
     Raises:
-      RunError: the engine gave up.
+      RunError: the engine failed.
     """
     return asyncio.run(_run(server, limits))
 
 
 async def _run(server: Server, limits: ServerLimits) -> int:
-    status = on_signals(server.stop, limits.drain_seconds)
+    status = handle_signals(server.stop, limits.drain_seconds)
     await server.serve()
     if server.failure:
         raise RunError(f"the engine failed: {server.failure}")

@@ -1,4 +1,4 @@
-"""The end of a server: by a signal, within seconds, also where its engine does not end."""
+"""Shutdown of a server: by a signal, within seconds, even if its engine does not stop."""
 
 import asyncio
 import os
@@ -7,30 +7,30 @@ import sys
 import threading
 from collections.abc import Callable
 
-# Seconds after limits.drain_seconds when the process ends, whatever runs in it.
-GONE = 4
+# Seconds after limits.drain_seconds at which the process exits, whatever runs in it.
+EXIT_SECONDS = 4
 
 
-def leave_after(seconds: float) -> None:
-    """End the process then, with status 1: a program that is being compiled cannot be stopped."""
-    timer = threading.Timer(seconds, _leave)
+def exit_after(seconds: float) -> None:
+    """Exit the process after ``seconds`` with status 1: compiling cannot be interrupted."""
+    timer = threading.Timer(seconds, _exit)
     timer.daemon = True
     timer.start()
 
 
-def _leave() -> None:
+def _exit() -> None:
     print("hjax: the engine did not end in time; left", file=sys.stderr, flush=True)
     os._exit(1)
 
 
-def on_signals(stop: Callable[[], None], drain_seconds: float) -> Callable[[], int]:
+def handle_signals(stop: Callable[[], None], drain_seconds: float) -> Callable[[], int]:
     """Have SIGTERM and SIGINT call ``stop`` on the event loop, once or more.
 
     Args:
-      drain_seconds: that requests have to end; ``GONE`` seconds later the process does.
+      drain_seconds: that requests have to finish; ``EXIT_SECONDS`` seconds later the process exits.
 
     Returns:
-      the exit status, to be asked for at the end.
+      a function that gives the exit status at the end.
     """
     came: list[int] = []
 
@@ -38,7 +38,7 @@ def on_signals(stop: Callable[[], None], drain_seconds: float) -> Callable[[], i
         if signal.SIGINT in came and number == signal.SIGINT:
             os._exit(130)  # a second Ctrl-C does not wait
         came.append(number)
-        leave_after(drain_seconds + GONE)
+        exit_after(drain_seconds + EXIT_SECONDS)
         stop()
 
     for number in (signal.SIGTERM, signal.SIGINT):

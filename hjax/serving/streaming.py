@@ -1,4 +1,4 @@
-"""A request in the engine: its responses' pieces cross from the engine's thread to the loop's."""
+"""Streaming: a running request, whose chunks cross from the engine's thread to the event loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from hjax.errors import ConfigError, RunError
 from hjax.rollout.requests import QueueFull, RequestHandle, ResponseChunk
-from hjax.serving.detokenizer import FAILED, Choice, Delta
+from hjax.serving.detokenizer import ENGINE_FAILED, Choice, Delta
 from hjax.serving.request_errors import RequestRefused
 from hjax.serving.request_models import ParsedRequest
 from hjax.serving.served_model import ServedModel
@@ -19,55 +19,54 @@ from hjax.serving.served_model import ServedModel
 
 @dataclasses.dataclass(frozen=True)
 class RequestWatch:
-    """Who is told of requests' fates, on the event loop, and which ones there are.
+    """The running requests, and callbacks on what happens to them, on the event loop.
 
     Attributes:
-      first_token: of the seconds until a request's first token.
-      failed: of why the engine gave up; it answers nobody any more.
+      first_token: called with the seconds until a request's first token.
+      on_failure: called with the reason when the engine fails; it then answers no request.
       running: requests that have not ended.
     """
 
     first_token: Callable[[float], None]
-    failed: Callable[[str], None]
+    on_failure: Callable[[str], None]
     running: set[RunningRequest] = dataclasses.field(default_factory=set)
 
 
 class RunningRequest:
     """The responses to a request, all of them in the engine at once.
 
-    Made on the event loop. What is not read yet waits here; it is at most what was asked for.
+    Made on the event loop. Unread chunks are buffered here, at most as many as were requested.
 
     Args:
       served: the model.
-      asked: the request.
-      watch: is told.
+      parsed: the request.
+      watch: gets the callbacks.
 
     Raises:
-      RequestRefused: the engine's queue is full, the server is being stopped, or it cannot run
-        this.
+      RequestRefused: the engine's queue is full, the server is stopping, or it cannot run this.
 
     Attributes:
       choices: the responses.
     """
 
-    def __init__(self, served: ServedModel, asked: ParsedRequest, watch: RequestWatch):
-        self.asked = asked
+    def __init__(self, served: ServedModel, parsed: ParsedRequest, watch: RequestWatch):
+        self.parsed = parsed
         self._began = time.monotonic()
         self._watch = watch
         self._loop = asyncio.get_running_loop()
         self._arrived: asyncio.Queue[tuple[int, ResponseChunk]] = asyncio.Queue()
         self._handles: list[RequestHandle] = []
-        requests = asked.requests()
-        self.choices = [Choice(asked, index, served) for index in range(len(requests))]
+        requests = parsed.requests()
+        self.choices = [Choice(parsed, index, served) for index in range(len(requests))]
         try:
-            matchers = asked.matchers or (None,) * len(requests)
+            matchers = parsed.matchers or (None,) * len(requests)
             for index, (request, matcher) in enumerate(zip(requests, matchers, strict=True)):
                 hand_over = functools.partial(self._hand_over, index)
                 self._handles.append(served.service.submit(request, hand_over, matcher))
         except (ConfigError, RunError) as error:
             self.cancel()
             if isinstance(error, ConfigError):
-                raise RequestRefused.of(error) from None
+                raise RequestRefused.from_config_error(error) from None
             status, after = (429, 1) if isinstance(error, QueueFull) else (503, 10)
             raise RequestRefused(str(error), status, retry_after=after) from None
         watch.running.add(self)
@@ -76,7 +75,7 @@ class RunningRequest:
         """Called from the engine's thread."""
         try:
             self._loop.call_soon_threadsafe(self._arrived.put_nowait, (index, piece))
-        except RuntimeError:  # the loop is closed: nobody waits for it any more
+        except RuntimeError:  # the loop is closed: nobody waits any more
             if not self._loop.is_closed():
                 raise
 
@@ -84,7 +83,7 @@ class RunningRequest:
         """What is new, with the response's index, until all have ended.
 
         Raises:
-          RequestRefused: the engine gave up.
+          RequestRefused: the engine failed.
         """
         for index, choice in enumerate(self.choices):
             yield index, choice.begin()
@@ -92,14 +91,14 @@ class RunningRequest:
         while going:
             index, piece = await self._arrived.get()
             choice = self.choices[index]
-            if choice.finish:  # by a stop string; this was drawn before the engine heard of it
+            if choice.finish:  # by a stop string; this was drawn before it was cancelled
                 continue
             if waiting and piece.tokens:
                 waiting = False
                 self._watch.first_token(time.monotonic() - self._began)
-            if piece.finish.startswith(FAILED):
-                self._watch.failed(piece.finish.removeprefix(FAILED))
-            delta = choice.take(piece)
+            if piece.finish.startswith(ENGINE_FAILED):
+                self._watch.on_failure(piece.finish.removeprefix(ENGINE_FAILED))
+            delta = choice.add(piece)
             if choice.finish:
                 going -= 1
                 if not piece.finish:
@@ -107,22 +106,22 @@ class RunningRequest:
             yield index, delta
 
     def cancel(self) -> None:
-        """End in the engine what has not ended; the request is over."""
+        """Cancel in the engine what has not ended; the request is over."""
         self._watch.running.discard(self)
         for handle, choice in zip(self._handles, self.choices):
             if not choice.finish:
                 handle.cancel()
 
     def cut_off(self) -> None:
-        """End now, though the engine has not: whoever waits is told that the server stops."""
+        """End now, though the engine has not: the client gets the error that the server stops."""
         going = (index for index, choice in enumerate(self.choices) if not choice.finish)
         self._arrived.put_nowait((next(going, 0), ResponseChunk(finish="cancelled")))
 
     def usage(self) -> dict[str, Any]:
-        """Tokens so far, in OpenAI's form."""
-        prompt = sum(len(prompt.tokens) for prompt in self.asked.prompts)
+        """Tokens so far, in OpenAI's format."""
+        prompt = sum(len(prompt.tokens) for prompt in self.parsed.prompts)
         drawn = sum(choice.count for choice in self.choices)
-        first_answers = self._handles[:: len(self._handles) // len(self.asked.prompts)]
+        first_answers = self._handles[:: len(self._handles) // len(self.parsed.prompts)]
         cached = sum(handle.cached_tokens or 0 for handle in first_answers)
         return {
             "prompt_tokens": prompt,

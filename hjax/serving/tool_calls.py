@@ -1,4 +1,4 @@
-"""Calls of tools in an answer, where the chat template says how the model writes them."""
+"""Tool calls in an answer: parsed in the form that the chat template asks for."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hjax.rollout.stop_strings import StopStrings
 
 @dataclasses.dataclass(frozen=True)
 class CallForm:
-    """How a model writes a call: JSON of a name and of arguments.
+    """How a model writes a tool call: JSON with a name and arguments.
 
     Attributes:
       begin, end: the tags around it; empty: the call is the whole answer.
-      arguments: what the JSON calls them.
+      arguments: the JSON's key of the arguments.
     """
 
     begin: str
@@ -26,17 +26,17 @@ class CallForm:
 
     @property
     def several(self) -> bool:
-        """Whether an answer may have more than one."""
+        """Whether an answer may have several calls."""
         return bool(self.begin)
 
 
-# Hermes', Qwen's; and Llama 3's.
+# Those of Hermes and Qwen; and of Llama 3.
 TAGGED = CallForm("<tool_call>", "</tool_call>", "arguments")
 BARE = CallForm("", "", "parameters")
 
 
 def call_form(template: str) -> CallForm | None:
-    """How a chat template has the model write calls; None: it does not say, or in another way."""
+    """How a chat template has the model write calls; None: it does not say, or in another form."""
     if all(part in template for part in (TAGGED.begin, TAGGED.end, '"name"', '"arguments"')):
         return TAGGED
     if all(part in template for part in ("""'{"name": "' +""", """'"parameters": '""")):
@@ -46,13 +46,13 @@ def call_form(template: str) -> CallForm | None:
 
 @dataclasses.dataclass(frozen=True)
 class CallPart:
-    """Some of a call, or all of it.
+    """Part of a tool call, or all of it.
 
     Attributes:
       index: of the call in its answer.
-      arguments: JSON text, or what comes next of it.
-      name: of the function; "" where a part before has said it.
-      id: by which the caller's answer names it; of a call's first part alone.
+      arguments: JSON text, or its next part.
+      name: of the function; "" if an earlier part has it.
+      id: by which a result refers to the call; only in a call's first part.
     """
 
     index: int
@@ -66,8 +66,8 @@ class CallPart:
         return cls(index, arguments, name, f"call_{secrets.token_hex(12)}")
 
     @classmethod
-    def joined(cls, parts: Sequence[CallPart]) -> tuple[CallPart, ...]:
-        """Of parts in their order the calls."""
+    def merged(cls, parts: Sequence[CallPart]) -> tuple[CallPart, ...]:
+        """The calls that parts, in order, make up."""
         calls: dict[int, CallPart] = {}
         for part in parts:
             old = calls.get(part.index)
@@ -78,30 +78,30 @@ class CallPart:
 
 @dataclasses.dataclass(frozen=True)
 class AllowedCalls:
-    """What calls an answer may have.
+    """The tool calls that an answer may have.
 
     Attributes:
       form: of each.
       names: of the functions.
-      held: whether a constraint holds the answer to the form: then calls are told while they are
-        written, else when all of them have turned out to be calls.
+      constrained: whether a constraint enforces the form. Then calls are streamed as they are written;
+        else they are returned once the whole text has turned out to be calls.
       forced: whether the answer is calls and nothing else.
-      finish: how an answer with calls ends.
+      finish: the finish reason of an answer with calls.
     """
 
     form: CallForm
     names: tuple[str, ...]
-    held: bool = False
+    constrained: bool = False
     forced: bool = False
     finish: str = "tool_calls"
 
     def reader(self) -> CallReader | HeldCalls:
-        """For one answer."""
-        return HeldCalls(self) if self.held else CallReader(self)
+        """A parser of one answer."""
+        return HeldCalls(self) if self.constrained else CallReader(self)
 
 
 def read_calls(text: str, calls: AllowedCalls) -> tuple[CallPart, ...]:
-    """The calls that a text is made of; none if anything in it is not one."""
+    """The calls that a text consists of; none if any of it is not a call."""
     form = calls.form
     if not form.begin:
         call = _read(text.strip(), form)
@@ -134,13 +134,13 @@ def _read(text: str, form: CallForm) -> tuple[str, str] | None:
 
 
 class _Before:
-    """The text before the first call, as it comes."""
+    """The text before the first call, as it is streamed."""
 
     def __init__(self, form: CallForm):
         self._tag = StopStrings([form.begin] if form.begin else [])
         self._bare = not form.begin
-        self._seen = ""  # of what may be a bare call
-        self.rest: str | None = None  # from the first call on; None: there is none so far
+        self._seen = ""  # text that may be a bare call
+        self.rest: str | None = None  # from the first call on; None: none so far
 
     def feed(self, text: str) -> str:
         """The text that surely is no call; ``rest`` has what follows."""
@@ -152,8 +152,8 @@ class _Before:
             if begun:
                 self.rest, self._seen = self._seen, ""
             return ""
-        # What follows the tag in the same piece is not given out by StopStrings: it is fed by
-        # character, which costs little beside drawing one.
+        # StopStrings does not return what follows the tag in a chunk, so it is fed by character;
+        # that costs little beside drawing one.
         shown = ""
         for at, character in enumerate(text):
             shown += self._tag.feed(character)
@@ -163,15 +163,15 @@ class _Before:
         return shown
 
     def close(self) -> str:
-        """What was held back."""
+        """The text that was held back."""
         return self._seen + self._tag.close()
 
 
 class CallReader:
-    """Parts the text of an answer from the calls at its end, as it comes.
+    """Separates the text of a streamed answer from the calls at its end.
 
     Args:
-      calls: that there may be.
+      calls: that are allowed.
     """
 
     def __init__(self, calls: AllowedCalls):
@@ -185,7 +185,7 @@ class CallReader:
         return "", ()
 
     def close(self) -> tuple[str, tuple[CallPart, ...]]:
-        """What is left as text, and the calls: one of them is empty."""
+        """What is left, as text or as calls; the other is empty."""
         rest = self._before.rest
         if rest is None:
             return self._before.close(), ()
@@ -194,28 +194,28 @@ class CallReader:
 
     @property
     def whole(self) -> bool:
-        """Whether the calls that were given out are whole."""
+        """Whether the calls that were returned are complete."""
         return True
 
 
 class HeldCalls:
-    """Parts text from calls where a constraint holds these to their form.
+    """Streams text and calls whose form a constraint enforces.
 
     Args:
-      calls: that there may be.
+      calls: that are allowed.
     """
 
     def __init__(self, calls: AllowedCalls):
         form = calls.form
         self._before = _Before(form)
-        # Of each call what comes before its arguments, and what comes after them.
+        # What precedes a call's arguments, and what follows them.
         self._head = re.compile(
             rf'\s*(?:{form.begin})?\s*{{"name": ?("(?:[^"\\]|\\.)*"), ?"{form.arguments}": ?(?={{)'
         )
         self._tail = re.compile(rf"\}}\s*{form.end}")
         if calls.forced:
             self._before.rest = ""
-        self._open: _Object | None = None  # the arguments that are being read
+        self._open: _Object | None = None  # the arguments that are being parsed
         self._count = 0
         self.whole = True
 
@@ -237,7 +237,7 @@ class HeldCalls:
                 rest = rest[size:]
                 if self._open.ended:
                     self._open = None
-            elif not self.whole:  # what closes a call
+            elif not self.whole:  # the end of a call
                 if (found := self._tail.match(rest)) is None:
                     break
                 rest, self.whole = rest[found.end() :], True
@@ -252,7 +252,7 @@ class HeldCalls:
         return shown, tuple(parts)
 
     def close(self) -> tuple[str, tuple[CallPart, ...]]:
-        """What is left as text. The beginning of a call that has no name yet is none."""
+        """What is left, as text. The beginning of a call without a name is dropped."""
         return ("" if self._before.rest is not None else self._before.close()), ()
 
 
@@ -264,7 +264,7 @@ class _Object:
         self.ended = False
 
     def take(self, text: str) -> int:
-        """How many characters of what comes next are its own."""
+        """How many of the next characters belong to it."""
         for at, character in enumerate(text):
             if self._in_string:
                 self._in_string = self._escaped or character != '"'

@@ -1,8 +1,7 @@
-"""What a request says of its tools: which there are, whether one is called, and which.
+"""Tools of a request: which there are, whether one must be called, and which (tool_choice).
 
-Where that says more than the model's own text may, the answer is held to a grammar: text as it
-comes, and calls in the form that the chat template has the model write, with arguments that the
-function's schema allows.
+If that asks for more than the model's own text ensures, a grammar constrains the answer: free text,
+and calls in the chat template's form whose arguments the function's schema allows.
 """
 
 import dataclasses
@@ -15,7 +14,7 @@ from pydantic import AfterValidator, FailFast
 from hjax.errors import ConfigError
 from hjax.rollout.constrained_decoding import JSON_WHITESPACE
 from hjax.rollout.constraint import Constraint
-from hjax.serving.fields import RequestFields, wrong
+from hjax.serving.fields import RequestFields, invalid_field
 from hjax.serving.request_errors import RequestRefused
 from hjax.serving.response_format import TextFormat
 from hjax.serving.tool_calls import AllowedCalls, CallForm
@@ -31,7 +30,7 @@ class ToolFunction(RequestFields, extra="ignore"):
     Attributes:
       name: of it.
       parameters: the JSON schema of its arguments.
-      strict: whether a call's arguments are held to it though nobody forces the call.
+      strict: whether the schema is enforced even if the call is not forced.
     """
 
     name: str
@@ -48,13 +47,13 @@ class _Tool(RequestFields, extra="ignore"):
 
 @dataclasses.dataclass(frozen=True)
 class RequestTools:
-    """Of a request.
+    """The tools of a request.
 
     Attributes:
-      given: as the chat template takes them; none where none may be called.
+      given: as the chat template takes them; none if none may be called.
       functions: those that may be called, by the field that has each.
       choice: ``auto``, ``none``, ``required``, or ``function``: the only one of ``functions``.
-      several: whether an answer may have more calls than one.
+      several: whether an answer may have several calls.
     """
 
     given: tuple[dict[str, Any], ...]
@@ -64,46 +63,46 @@ class RequestTools:
 
     @property
     def forced(self) -> bool:
-        """Whether the answer is calls, whatever the model would say."""
+        """Whether the answer must be calls."""
         return self.choice not in (_AUTO, _NONE)
 
-    def held(self, form: CallForm | None) -> bool:
-        """Whether the answer is held to a grammar, where calls are written so."""
+    def constrained(self, form: CallForm | None) -> bool:
+        """Whether a grammar constrains the answer, if calls have this form."""
         strict = any(function.strict for function in self.functions.values())
         fewer = not self.several and (form is None or form.several)
         return bool(self.functions) and (self.forced or strict or fewer)
 
     def calls(self, form: CallForm | None, name: str) -> AllowedCalls | None:
-        """What calls the answer may have; None: none are looked for.
+        """The calls that the answer may have; None: none are looked for.
 
         Args:
           form: that the chat template of the model ``name`` says; None: none.
 
         Raises:
-          RequestRefused: a grammar is wanted and there is no form.
+          RequestRefused: a grammar is needed and there is no form.
         """
         if not self.functions:
             return None
         if form is None:
-            if not self.held(form):
+            if not self.constrained(form):
                 return None
             raise RequestRefused(
                 f"{self._field}: the chat template of {name} does not say how calls are written "
                 "(as JSON between <tool_call> and </tool_call>, or as Llama 3 does); leave it out",
                 param=self._field,
             )
-        # OpenAI's: where the request names the function its call is no news.
+        # As OpenAI does: a call of a named function ends with "stop".
         finish = "stop" if self.choice == "function" else "tool_calls"
         names = tuple(function.name for function in self.functions.values())
-        return AllowedCalls(form, names, self.held(form), self.forced, finish)
+        return AllowedCalls(form, names, self.constrained(form), self.forced, finish)
 
     def format(self, form: CallForm) -> TextFormat | None:
-        """What the answer is held to; None: nothing.
+        """The grammar that constrains the answer; None: nothing does.
 
         Raises:
-          RequestRefused: what cannot be arguments.
+          RequestRefused: a schema that arguments cannot have.
         """
-        if not self.held(form):
+        if not self.constrained(form):
             return None
         schemas = {
             f"{field}.parameters": self._schema(f"{field}.parameters", function)
@@ -166,7 +165,7 @@ class RequestTools:
 
 
 def _text(text: str) -> str:
-    """As the grammar writes it."""
+    """A string literal of the grammar."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -175,19 +174,19 @@ def _quoted(text: str) -> str:
 
 
 class ToolFields(RequestFields):
-    """What a request says of tools."""
+    """The fields of a request about tools."""
 
     tools: Annotated[list[_Tool], FailFast()] = []
     tool_choice: Any = _AUTO
     parallel_tool_calls: bool = True
 
-    def asked_for(self, body: Mapping[str, Any]) -> RequestTools:
-        """What these fields ask for, of the request ``body``.
+    def requested_tools(self, body: Mapping[str, Any]) -> RequestTools:
+        """The tools of the request ``body``.
 
         Raises:
-          RequestRefused: a choice of a tool that is not there, or none where there are no tools.
+          RequestRefused: a choice of a tool that does not exist, or a required call without tools.
         """
-        given = tuple(body.get("tools") or ())  # as they came, to the template
+        given = tuple(body.get("tools") or ())  # unchanged, for the template
         functions = {f"tools[{i}].function": tool.function for i, tool in enumerate(self.tools)}
         several, choice = self.parallel_tool_calls, self.tool_choice
         match choice:
@@ -202,6 +201,6 @@ class ToolFields(RequestFields):
                 for field, function in functions.items():
                     if function.name == name:
                         return RequestTools(given, {field: function}, "function", False)
-                raise wrong("tool_choice", choice, "the name of one of the tools")
+                raise invalid_field("tool_choice", choice, "the name of one of the tools")
         wanted = '"auto", "none", "required", or {"type": "function", "function": {"name": ...}}'
-        raise wrong("tool_choice", choice, wanted)
+        raise invalid_field("tool_choice", choice, wanted)

@@ -14,7 +14,7 @@ from hjax.kernels.int8_cache import element_bytes
 from hjax.models.parameters import Params
 from hjax.rewards.concurrent_rewards import ConcurrentScorer, PendingReward, PromptResponses
 from hjax.rollout.generator import Generator, bucket_length
-from hjax.rollout.prompt_encoding import StopConditions, text_ends
+from hjax.rollout.prompt_encoding import StopConditions, stop_string_check
 from hjax.rollout.rollout_job import GenerationConfig, OnPromptDone, StopCheck
 from hjax.sharding.global_arrays import place, to_numpy
 from hjax.sharding.protocols import PROMPT_ID, protocol
@@ -213,7 +213,7 @@ class GeneratingWorker(ModelWorker):
         if not self._stop.strings:
             return None
         tokens = without_padding(prompts["prompts"], prompts["prompt_mask"])
-        return text_ends(self._stop, self.context.tokenizer, tokens, samples)
+        return stop_string_check(self._stop, self.context.tokenizer, tokens, samples)
 
     def _cut_response(self, prompt: list[int], response: list[int]) -> list[int]:
         """A response up to the token that completes its first stop string."""

@@ -189,7 +189,7 @@ def check_every_beginning(matchers, constraint, options, prompt, table, matching
             if own and any(text.startswith(begun + own) for text in matching)
         }
         ends = set(options.stop) if begun in matching else set()
-        assert tokens_of(matcher.token_bitmask) == expected | ends
+        assert tokens_of(matcher.bitmask) == expected | ends
         assert finish == ""
         ways += [(*tokens, token) for token in expected]
 
@@ -247,7 +247,7 @@ def test_a_first_space_that_a_grammar_asks_for_is_one_of_the_text():
 
     def takes(tokens, prompt):
         matcher = matchers.matcher(Constraint(grammar='start: " "? "a"'), SamplingParams(), prompt)
-        may = lambda t: t in tokens_of(matcher.token_bitmask)  # noqa: E731
+        may = lambda t: t in tokens_of(matcher.bitmask)  # noqa: E731
         return all(may(t) and matcher.advance([t]) != "no" for t in tokens)
 
     a, with_space = WORDS.index("a"), WORDS.index("▁a")
@@ -293,7 +293,7 @@ def test_what_options_forbid_is_not_allowed_and_ends_where_nothing_is_left():
 
     def after(tokens, **options):
         matcher = matchers.matcher(constraint, SamplingParams(**options), (BOS, 3))
-        return matcher.advance(tokens), tokens_of(matcher.token_bitmask)
+        return matcher.advance(tokens), tokens_of(matcher.bitmask)
 
     a, b, ab, byte = (WORDS.index(word) for word in ("a", "b", "ab", "<0x61>"))
     assert after((ab,), stop=(EOS,)) == ("", {a, ab, byte, EOS})
@@ -405,7 +405,7 @@ def test_a_heavy_pattern_holds_nobody_up(pattern):
             return str(error)
         source, drawn, finish = random.Random(0), [], ""
         while not finish and len(drawn) < 60:
-            drawn.append(source.choice(sorted(tokens_of(matcher.token_bitmask))))
+            drawn.append(source.choice(sorted(tokens_of(matcher.bitmask))))
             finish = matcher.advance(drawn[-1:])
         assert finish in ("", "stop") or finish.startswith("constraint: it grew beyond what")
         return drawn, finish
