@@ -150,7 +150,7 @@ def read(calls, said, size):
     """Text and calls of an answer that comes in pieces."""
     reader = calls.reader()
     some = [reader.feed(said[i : i + size]) for i in range(0, len(said), size)] + [reader.close()]
-    parts = CallPart.joined([part for _, parts in some for part in parts])
+    parts = CallPart.merged([part for _, parts in some for part in parts])
     return "".join(text for text, _ in some), parts, reader.whole
 
 
@@ -176,7 +176,7 @@ ARGUMENTS = ['{"a": "</tool_call> {\\"}", "b": [{}, "\\\\"]}', "{}"]
 @pytest.mark.parametrize("form", [TAGGED, BARE], ids=["tagged", "bare"])
 @pytest.mark.parametrize("forced", [True, False])
 def test_calls_that_are_held_to_a_form_are_told_as_they_come(form, forced, size):
-    calls = AllowedCalls(form, NAMES, held=True, forced=forced)
+    calls = AllowedCalls(form, NAMES, constrained=True, forced=forced)
     tight, loose = (
         f'{{"name":{space}"f",{space}"{form.arguments}":{space}' for space in ("", " ")
     )

@@ -97,8 +97,7 @@ class ServiceBuckets:
         return bucketed_columns(tokens, self.limit, MIN_PROMPT_COLUMNS)
 
     def max_prompt_columns(self, known: int) -> int:
-        """Most columns for uncached tokens; ``known``: columns of whole prompts, 0 without a
-        cache."""
+        """Most columns for uncached tokens; ``known``: columns of whole prompts, or 0."""
         chunk = self.prompt_columns(PREFILL_CHUNK)
         return min(known, chunk) if known else self.prompt_column_sizes[-1]
 
@@ -119,8 +118,7 @@ class ServiceBuckets:
     def prefill_size(
         self, tokens: Sequence[Sequence[int]], each: int, known: int
     ) -> tuple[int, int]:
-        """Columns for uncached tokens of a prefill batch, and the size of its packed form (0:
-        padded).
+        """Columns for uncached tokens of a prefill batch, and its packed size (0: padded).
 
         Args:
           tokens: uncached tokens of each prompt, by data-parallel part.

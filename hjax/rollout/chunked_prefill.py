@@ -53,8 +53,7 @@ class ChunkedPrefill:
         known: tuple[np.ndarray, np.ndarray],
         where: np.ndarray,
     ) -> CacheBlocks:
-        """Prefill one chunk in each part, after the cached tokens of its prompt, and store it in
-        blocks.
+        """Prefill a chunk in each part, after its prompt's cached tokens, and store it in blocks.
 
         Args:
           params: in the generate layout.

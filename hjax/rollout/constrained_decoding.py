@@ -2,8 +2,7 @@
 
 A token is allowed if the response's bytes and its own are a prefix of some text that matches, in
 whatever tokens the tokenizer would spell that text. So the model's distribution is sampled at each
-position, over the allowed tokens. Bytes are compared, so characters of several tokens are no
-special case.
+position, over the allowed tokens. Bytes are compared: several tokens may make up a character.
 """
 
 from __future__ import annotations

@@ -127,8 +127,7 @@ class Engine:
 
     @property
     def row_columns(self) -> bool:
-        """Whether each row's tokens begin in its own column 0; else all rows write into one
-        column."""
+        """Whether each row's tokens begin in its own column 0; else all write into one column."""
         return self.uses_kernel or self.draft_tokens > 0
 
     @property

@@ -246,8 +246,7 @@ class Generator:
         return self.engine_for(0)
 
     def engine_for(self, lookup: int) -> Engine:
-        """The engine with this many draft tokens; with drafts without the kernel, which knows
-        none."""
+        """The engine with this many draft tokens, which the kernel does not support."""
         if lookup not in self._engines:
             compute, form, copies = self.compute, self.cache_form, self._copies
             if lookup and form in decode.KERNELS:

@@ -270,8 +270,7 @@ class PrefixSharing:
     # How they enter
 
     def columns_for(self, taken: Sequence[Sequence[int]]) -> int:
-        """Columns for uncached tokens of these prompts, one of ``column_sizes``; 0: prefilled
-        whole."""
+        """Columns for uncached tokens of these prompts, of ``column_sizes``; 0: prefilled whole."""
         most = max(self._uncached(number) for some in taken for number in some)
         return next((n for n in self.column_sizes if n >= most), 0)
 

@@ -21,7 +21,7 @@ def encode_prompt(
       prompt: a string; chat messages (dicts with `role` and `content`), rendered by the tokenizer's
         template, with the header of the assistant's turn unless the last message is the
         assistant's; or token ids.
-      what: its name in error messages: `prompt 3`.
+      label: its name in error messages: `prompt 3`.
       tokenizer: or None.
       vocab_size: ids are below it.
 
@@ -68,7 +68,7 @@ def encode_rows(
     """Texts, chats or rows of ids, of any lengths, as one padded array.
 
     Args:
-      given: a list of what ``encode_prompt`` takes, or an integer array [batch, length].
+      values: a list of what ``encode_prompt`` takes, or an integer array [batch, length].
 
     Returns:
       (token ids int32 [batch, length], 0 behind a row's end; lengths int [batch]).
@@ -99,7 +99,7 @@ class StopConditions:
     """Stop strings and stop token ids of a response.
 
     Args:
-      given: of either, or one string.
+      values: of either, or one string.
       tokenizer: for strings.
       min_tokens: tokens of a response before which no string ends it.
 

@@ -79,8 +79,7 @@ class RadixTree:
         return path, new
 
     def acquire(self, path: Iterable[int]) -> None:
-        """Keep these blocks from eviction until they are released as often as they were
-        acquired."""
+        """Keep these blocks from eviction until they are released as often as acquired."""
         for number in path:
             self._blocks[number].ref_count += 1
 

@@ -30,8 +30,7 @@ class GenerationConfig:
         responses are the same.
       surplus: extra responses to each prompt (oversampling). Once ``samples`` have ended the others
         are dropped; the shortest are kept, in their order.
-      end: tokens after which responses pause, for ``Generator.resume`` (partial rollouts); None:
-        they do not.
+      end: tokens after which responses pause, for ``Generator.resume``; None: they do not.
     """
 
     max_new_tokens: int

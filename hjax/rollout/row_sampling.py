@@ -151,8 +151,7 @@ class RowSampling:
         return altered | (self.banned_stops(position) >= 0).any(axis=-1)
 
     def banned_stops(self, position: jax.Array) -> jax.Array:
-        """int32 [rows, stops]: stop tokens that ``min_tokens`` bans at ``position``, padded with
-        -1."""
+        """int32 [rows, stops]: stop tokens that ``min_tokens`` bans at ``position``, else -1."""
         return jnp.where((position < self.min_tokens)[:, None], self.stop, -1)
 
     def forced_at(self, position: jax.Array) -> jax.Array:

@@ -82,8 +82,7 @@ class RolloutScheduler:
 
     @property
     def program_key(self) -> Hashable:
-        """Key of the programs that it calls: schedules of one engine and sampling with equal keys
-        call the same."""
+        """Key of its programs: of one engine and sampling, equal keys mean equal programs."""
         flat = self._packed_sizes(self.max_groups)
         reading = self.sharing.active, self.job.prompts.shape[1], self._resumed_columns, flat
         sizes = tuple(self.buckets.state_sizes(*pair) for pair in self.buckets.states)

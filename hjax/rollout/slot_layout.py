@@ -81,8 +81,7 @@ class SlotLayout:
         """An array of the cache with ``x`` inserted at numbers ``at`` of its groups or rows.
 
         ``kind``: whether these are rows; the axis of the array that has columns; whether it holds
-        scales; and whether ``x`` holds resumed responses, which begin in columns ``edges``. Prompts
-        end before ``edges``.
+        scales; and whether ``x`` is of resumed responses, from ``edges`` on; prompts end before.
         """
         rows, axis, scaled, resumed = forward
         x = x.swapaxes(-1, -2) if scaled else x

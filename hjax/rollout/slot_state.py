@@ -109,8 +109,7 @@ class Admission:
       final_limit: int32 [groups * samples], as in ``RunningSequences``; None: the limits.
       resumed: resumed responses, of sequences without options of their own; None: nothing.
       packed_size: size of a packed prefill: tokens of a data-parallel part's prompts, read one
-        after another without padding, see ``hjax.models.packed_prefill``; 0: padded, as with
-        ``resumed``.
+        after another without padding, see ``hjax.models.packed_prefill``; 0: padded.
     """
 
     prompts: Any
