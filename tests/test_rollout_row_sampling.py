@@ -146,7 +146,7 @@ def test_frequencies_and_log_probs_follow_the_distribution(options, allowed):
     counts = TokenCounts.of(prompt, prompt >= 0, LOGITS.size, response, response >= 0)
     counts = jax.tree.map(lambda x: jnp.repeat(x, DRAWS, axis=0), counts)
     logits = jnp.broadcast_to(LOGITS, (DRAWS, LOGITS.size))
-    bits = {} if allowed is None else {"allowed": np.tile(bits_of(allowed, 1), (DRAWS, 1))}
+    bits = {} if allowed is None else {"bitmask": np.tile(bits_of(allowed, 1), (DRAWS, 1))}
     drawn = program()(logits, keys_of(DRAWS), jnp.int32(len(RESPONSE)), rows, counts, **bits)
 
     others = [] if allowed is None else [t for t in range(LOGITS.size) if t not in allowed]
@@ -365,11 +365,11 @@ def test_parts_of_the_vocabulary_draw_the_same_tokens_for_a_few_numbers_per_row(
     bits = source.integers(0, 2**32, (rows, vocab // 32), dtype=np.uint32)
     bits[:, 0] |= 4  # token 2 at least
     bits[5] = 2**32 - 1
-    bits = {"allowed": bits} if asked == "constrained" else {}
+    bits = {"bitmask": bits} if asked == "constrained" else {}
     whole = program()(logits, keys, position, sampling, counts, **bits)
     if bits:
         tokens_at = np.arange(rows), np.asarray(whole.token)
-        words = bits["allowed"][tokens_at[0], tokens_at[1] // 32]
+        words = bits["bitmask"][tokens_at[0], tokens_at[1] // 32]
         assert np.all(words >> (tokens_at[1] % 32) & 1)
 
     layout = make_layouts(jax.devices(), {"data": 2, "tensor": 4}, {"tensor": -1}).generate
