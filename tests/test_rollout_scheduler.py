@@ -244,7 +244,7 @@ def serving(monkeypatch, engine, **options):
     config = types.SimpleNamespace(max_length=256, vocab_size=64)
     model = types.SimpleNamespace(
         config=config, params=None, tokenizer=None, engine_for=lambda draft_tokens: engine,
-        held=lambda params: params,
+        place_params=lambda params: params,
     )  # fmt: skip
     return GenerationService(model, **options)
 

@@ -161,7 +161,7 @@ def test_neighbours_change_nothing(count, sizes, model, monkeypatch):
     flat, prefill = [], model.engine.prefill
 
     def read(how, params, new, *given):
-        flat.append(new.flat)
+        flat.append(new.packed_size)
         return prefill(how, params, new, *given)
 
     monkeypatch.setattr(model.engine, "prefill", read)
