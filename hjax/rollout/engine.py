@@ -120,7 +120,7 @@ class Engine:
     def uses_kernel(self) -> bool:
         """Whether each row's tokens begin in its own column 0: the kernel reads what is filled of
         each, so that slots stay where they are."""
-        return self.form in decode.KERNELS
+        return self.form in decode.TPU_KERNELS
 
     def loop_iterations(self, steps: Any) -> Any:
         """Of ``decode``'s loop for so many tokens."""
@@ -242,7 +242,7 @@ class Engine:
                     (rows, axis, scaled, begun is not None), old, x, where, edges
                 )
 
-            return int8_cache.each(one, getattr(cache, name), some, axis=axis)
+            return int8_cache.map_arrays(one, getattr(cache, name), some, axis=axis)
 
         of_prompts = {"k": prompts.k, "v": prompts.v}
         if not own:
@@ -330,7 +330,8 @@ class Engine:
                 x.delete()
                 return made
 
-            return int8_cache.each(one, held, axis=cache.key_axis if keys else cache_axis.ROWS)
+            axis = cache.key_axis if keys else cache_axis.ROWS
+            return int8_cache.map_arrays(one, held, axis=axis)
 
         after = decode.key_axis(self.form, length or _tokens_of(cache.v))
 
@@ -386,7 +387,7 @@ class Engine:
         over = (None,) if self.stacked else ()
         heads = "kv_heads" if self.copies == 1 else "heads"
         cache = jax.tree.map(lambda x: split(x, *over, "batch", heads), cache)
-        begins, ends = decode.bounds(mask)
+        begins, ends = decode.mask_bounds(mask)
         model = self.network.bind(params)
         layers = model.unstack() if self.compute.unroll_layers else None
         rotary = model.rotary(read.tokens + length, tables=mask.shape[1] + length)
@@ -545,8 +546,8 @@ class Engine:
         own = None
         if begun is not None:
             cut = functools.partial(cut_answers, prompts.shape[1], samples)
-            own = tuple(int8_cache.each(functools.partial(cut, 1), held) for held in (k, v))
-            k, v = (int8_cache.each(functools.partial(cut, 0), held) for held in (k, v))
+            own = tuple(int8_cache.map_arrays(functools.partial(cut, 1), held) for held in (k, v))
+            k, v = (int8_cache.map_arrays(functools.partial(cut, 0), held) for held in (k, v))
         counts = None
         if counted:
             whole, there = (jnp.repeat(x, samples, axis=0) for x in (whole, there))

@@ -255,7 +255,7 @@ class _VocabShard:
             # What a branch gives lies in memory: looking for the largest never computes it twice,
             # in two orders of rounding.
             scores = _cond(needed["samples"], perturbed, lambda: altered)
-            token = vocab_parallel.largest(scores, self.kernels.largest, self.axes)
+            token = vocab_parallel.largest(scores, self.kernels.argmax, self.axes)
             token = jnp.where(forced >= 0, forced, token)
             tables = [logits] if altered is logits else [logits, altered]
             picked = [x[:, None] for x in vocab_parallel.pick(tables, token, self.axes)]

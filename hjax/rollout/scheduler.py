@@ -113,7 +113,7 @@ class RolloutScheduler:
             lambda: engine.trace_decode(self.sampling, params, most, STEPS + engine.draft_tokens),
             engine.loop_iterations(STEPS),
             runs=turns * dispatches,
-            beside=blocks,
+            resident=blocks,
             tokens=most.rows * STEPS,
         )
 
@@ -134,14 +134,14 @@ class RolloutScheduler:
                 ),
                 runs=-(-count // engine.parts)
                 * (-(-self.job.prompts.shape[1] // PREFILL_CHUNK) - 1),
-                beside=held,
+                resident=held,
                 tokens=0,
             )
         yield AbstractProgram(
             f"{call}.prefill",
             lambda: engine.trace_prefill(params, (each, limit), self.job.samples, known),
             runs=-(-count // each),
-            beside=held | blocks if sharing.fits_whole else held,
+            resident=held | blocks if sharing.fits_whole else held,
             tokens=0,
         )
 

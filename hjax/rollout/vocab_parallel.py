@@ -34,7 +34,7 @@ def largest(logits: jax.Array, here: Any, axes: tuple[str, ...] = ()) -> jax.Arr
 
     Args:
       logits: float32.
-      here: finds it where the vocabulary is whole, as ``KernelSet.largest``.
+      here: finds it where the vocabulary is whole, as ``KernelSet.argmax``.
       axes: of a split vocabulary.
     """
     token = here(logits)
