@@ -22,7 +22,7 @@ import machine
 
 from hjax.kernels import grouped_blocks, reference
 
-PRODUCTS = {"ragged_dot": reference.grouped, "blocks": grouped_blocks.product}
+PRODUCTS = {"ragged_dot": reference.grouped_product, "blocks": grouped_blocks.product}
 # Rows, inputs, outputs, experts.
 CASES = ((2048, 256, 512, 8), (2048, 256, 512, 64), (64, 256, 512, 64))
 

@@ -22,7 +22,7 @@ from hjax.kernels import (
     reference,
     splash,
 )
-from hjax.kernels.registry import KernelSet, choose, kernels_of
+from hjax.kernels.registry import KernelSet, choose_kernel_set, make_kernel_set
 from hjax.models.compute import Compute
 from hjax.sharding.layout import make_layouts
 
@@ -34,10 +34,10 @@ SPECS = {
 }
 # Every function that stands behind the reference is in one of these.
 SETS = {
-    "backward": kernels_of("backward"),
-    "cpu, unrolled": kernels_of("cpu", unrolled=True),
-    "cpu, whole": kernels_of("cpu", whole=True),
-    "tpu": kernels_of("tpu"),
+    "backward": make_kernel_set("backward"),
+    "cpu, unrolled": make_kernel_set("cpu", unrolled=True),
+    "cpu, whole": make_kernel_set("cpu", whole=True),
+    "tpu": make_kernel_set("tpu"),
 }
 # Sums of up to ten products in another order; a bfloat16 has 8 bits.
 TOLERANCE = {jnp.float32: 2e-6, jnp.bfloat16: 2e-2}
@@ -175,7 +175,7 @@ def test_forward_and_gradients_are_the_references(name, dtype, kernel_set):
 
 @pytest.mark.parametrize("name", ["reference", "backward", "cpu"])
 def test_largest_is_numpys_argmax(name):
-    largest = kernels_of(name).largest
+    largest = make_kernel_set(name).argmax
     rows = np.random.default_rng(0).integers(-3, 4, size=(200, 7)).astype(np.float32)  # many ties
     rows[:50, 2:5] = -np.inf
     rows[50] = -np.inf
@@ -190,7 +190,7 @@ def test_largest_is_numpys_argmax(name):
 
 
 def test_a_platform_chooses_its_set():
-    assert [choose(platform) for platform in ("cpu", "tpu", "gpu", "cuda")] == [
+    assert [choose_kernel_set(platform) for platform in ("cpu", "tpu", "gpu", "cuda")] == [
         "cpu", "tpu", "backward", "backward",
     ]  # fmt: skip
     layout = make_layouts(jax.devices()[:2]).train
@@ -200,7 +200,7 @@ def test_a_platform_chooses_its_set():
 
 
 def test_accelerators_get_no_detours_of_cpus():
-    found = kernels_of("backward", whole=True, unrolled=True)
+    found = make_kernel_set("backward", whole=True, unrolled=True)
     assert found == KernelSet(
         product=backward.product,
         gated_mlp=backward.gated_mlp,
@@ -209,11 +209,11 @@ def test_accelerators_get_no_detours_of_cpus():
         attention=blockwise.attend,
     )
     # Of its packs each response has a prompt of its own: its attention knows only equal segments.
-    assert kernels_of("tpu") == dataclasses.replace(
+    assert make_kernel_set("tpu") == dataclasses.replace(
         found,
         rotate=backward.rotate,
         grouped=grouped_tpu.product,
-        multiple=grouped_tpu.multiple,
+        row_multiple=grouped_tpu.row_multiple,
         attention=splash.attend,
         few_passes=True,
         packs_share=False,
@@ -225,7 +225,7 @@ def test_joined_dimensions_are_for_devices_that_hold_them_whole():
     assert Compute(layout=one).for_layout(one).kernels.product is cpu.product
     assert Compute(layout=split).for_layout(split).kernels.product is backward.product
     unrolled = Compute(layout=split, unroll_layers=True).for_layout(split).kernels
-    assert unrolled.product is cpu.product_joined
+    assert unrolled.product is cpu.product_flat
     assert unrolled.rotary_tables is cpu.rotary_tables
 
 
@@ -237,7 +237,7 @@ def test_a_set_is_plain_and_can_be_sent(kernel_set):
 
 def test_an_unknown_set_is_refused():
     with pytest.raises(ConfigError, match="kernels 'fast': reference, backward, tpu, cudnn or cpu"):
-        kernels_of("fast")
+        make_kernel_set("fast")
 
 
 # Shapes and dtypes

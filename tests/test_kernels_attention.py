@@ -26,7 +26,7 @@ KERNELS = {
 TOLERANCE = {jnp.float32: 3e-5, jnp.bfloat16: 2e-2}
 
 
-def sight_of(rows, window=0):
+def mask_spec_of(rows, window=0):
     prompt, response, count = ROWS[rows]
     length = prompt + response * count
     return MaskSpec(prompt, response, window) if count else MaskSpec(window=window), length
@@ -47,16 +47,16 @@ def seen_by_hand(prompt, response, count, window):
 
 @pytest.mark.parametrize("rows,window", [*itertools.product(ROWS, WINDOWS)])
 def test_what_is_seen_is_what_each_sequence_would_see(rows, window):
-    sight, length = sight_of(rows, window)
+    mask_spec, length = mask_spec_of(rows, window)
     expected = seen_by_hand(*ROWS[rows], window)
-    np.testing.assert_array_equal(sight.table(length), expected)
-    assert sight.seen(length) == expected.sum()
+    np.testing.assert_array_equal(mask_spec.dense_mask(length), expected)
+    assert mask_spec.visible_pairs(length) == expected.sum()
     place = np.arange(length)
-    on_device = sight.sees(
-        jnp.arange(length)[:, None], sight.start(jnp.arange(length))[:, None], jnp.arange(length)
-    )
+    keys = jnp.arange(length)
+    starts = mask_spec.response_start(keys)[:, None]
+    on_device = mask_spec.is_visible(keys[:, None], starts, keys)
     np.testing.assert_array_equal(on_device, expected)
-    low, high, own, after = sight.reach(place)
+    low, high, own, after = mask_spec.visible_ranges(place)
     for i in range(length):
         ranges = np.zeros(length, bool)
         ranges[low[i] : high[i]] = True
@@ -66,10 +66,10 @@ def test_what_is_seen_is_what_each_sequence_would_see(rows, window):
 
 @pytest.mark.parametrize("rows,window,block", [*itertools.product(ROWS, WINDOWS, (4, 16))])
 def test_blocks_are_those_of_which_something_is_seen(rows, window, block):
-    sight, length = sight_of(rows, window)
+    mask_spec, length = mask_spec_of(rows, window)
     length -= length % block
-    table = sight.table(length).reshape(length // block, block, length // block, block)
-    found = {tuple(pair) for pair in sight.blocks(length, block).tolist()}
+    table = mask_spec.dense_mask(length).reshape(length // block, block, length // block, block)
+    found = {tuple(pair) for pair in mask_spec.block_pairs(length, block).tolist()}
     some = {tuple(pair) for pair in np.argwhere(table.any((1, 3))).tolist()}
     # A window that ends inside a block of queries may leave a block of keys that none sees.
     assert some <= found and (window or some == found)
@@ -77,14 +77,14 @@ def test_blocks_are_those_of_which_something_is_seen(rows, window, block):
 
 @pytest.mark.parametrize("rows,window", [*itertools.product(ROWS, WINDOWS)])
 def test_the_tpus_mask_says_the_same(rows, window):
-    sight, length = sight_of(rows, window)
-    mask = splash.SplashMask(sight, length)
+    mask_spec, length = mask_spec_of(rows, window)
+    mask = splash.SplashMask(mask_spec, length)
     found = mask[slice(0, length), slice(0, length)]
-    np.testing.assert_array_equal(found, sight.table(length))
+    np.testing.assert_array_equal(found, mask_spec.dense_mask(length))
 
 
 def inputs(rows, dtype, heads=6, kv_heads=2, dim=8, batch=2):
-    sight, length = sight_of(rows)
+    mask_spec, length = mask_spec_of(rows)
     rng = np.random.default_rng(len(rows))
 
     def draw(*shape):
@@ -96,7 +96,7 @@ def inputs(rows, dtype, heads=6, kv_heads=2, dim=8, batch=2):
     marks = np.ones((batch, length), np.int32)
     marks[0, :4] = 0  # padding on the left
     weight = rng.standard_normal(q.shape) * (marks == 1)[..., None, None]
-    return sight, (q, k, v, sinks), jnp.asarray(marks), jnp.asarray(weight, jnp.float32)
+    return mask_spec, (q, k, v, sinks), jnp.asarray(marks), jnp.asarray(weight, jnp.float32)
 
 
 def values_and_gradients(attend, arrays, weight, sinks):
@@ -141,14 +141,14 @@ SLOW = {("splash", case) for case in CASES if case != QUICK}
 def test_values_and_gradients_are_the_references(kernel, case):
     rows, scoring, sinks, padding, dtype = CASES[case]
     dim = 8 if kernel == "blockwise" else 64
-    sight, arrays, marks, weight = inputs(rows, dtype, dim=dim)
+    mask_spec, arrays, marks, weight = inputs(rows, dtype, dim=dim)
     marks = marks if padding else None
 
     def plain(q, k, v, sink):
-        return attention.reference(q, k, v, marks, sink, scoring, sight)
+        return attention.reference(q, k, v, marks, sink, scoring, mask_spec)
 
     def fast(q, k, v, sink):
-        return attention.attend(KERNELS[kernel], q, k, v, marks, sink, scoring, sight)
+        return attention.attend(KERNELS[kernel], q, k, v, marks, sink, scoring, mask_spec)
 
     truth = [x.astype(jnp.float32) for x in arrays]
     expected = values_and_gradients(plain, truth, weight, sinks)
@@ -226,9 +226,9 @@ def test_packs_see_their_own_sequence(kernel, packs, window):
         return out
 
     def fast(q, k, v, sink):
-        sight = MaskSpec(packed=True)
+        mask_spec = MaskSpec(packed=True)
         return attention.attend(
-            KERNELS[kernel], q, k, v, segments, sink, scoring, sight, shared=shared
+            KERNELS[kernel], q, k, v, segments, sink, scoring, mask_spec, shared=shared
         )
 
     expected = values_and_gradients(by_hand, (q, k, v, sinks), weight, True)
@@ -266,17 +266,17 @@ def test_split_over_devices_it_is_the_same(kernel, split):
         axis_types=(AxisType.Auto,) * 3,
     )  # fmt: skip
     kv_heads = 4 if by_head else 2
-    sight, arrays, marks, weight = inputs(
+    mask_spec, arrays, marks, weight = inputs(
         "shared prompt", jnp.float32, heads=8, kv_heads=kv_heads, dim=64, batch=4
     )
     over = KernelSharding(mesh, ("b",), ("c",), ("t",), ("t",) if by_head else ())
     scoring = ScoreOptions(softcap=3.0, window=20)
 
     def plain(q, k, v, sink):
-        return attention.reference(q, k, v, marks, sink, scoring, sight)
+        return attention.reference(q, k, v, marks, sink, scoring, mask_spec)
 
     def fast(q, k, v, sink):
-        return attention.attend(KERNELS[kernel], q, k, v, marks, sink, scoring, sight, over)
+        return attention.attend(KERNELS[kernel], q, k, v, marks, sink, scoring, mask_spec, over)
 
     expected = values_and_gradients(plain, arrays, weight, True)
     for one, other in zip(expected, values_and_gradients(fast, arrays, weight, True), strict=True):
@@ -286,7 +286,7 @@ def test_split_over_devices_it_is_the_same(kernel, split):
 def test_rows_that_do_not_divide_stay_whole():
     mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
     sharding = KernelSharding(mesh, ("a", "b"))
-    assert [attention._fitting(sharding, rows) for rows in (8, 6, 3)] == [("a", "b"), ("a",), ()]
+    assert [attention._row_axes(sharding, rows) for rows in (8, 6, 3)] == [("a", "b"), ("a",), ()]
 
 
 def shapes_in(jaxpr):
@@ -324,25 +324,25 @@ def test_no_array_has_two_length_dimensions():
 
 def test_the_tpus_blocks_divide_a_row_or_pad_it_by_little():
     lengths = (512, 640, 768, 1152, 1500, 6400, 6656, 12800, 500)
-    found = [(b, splash._keys(b, n)) for n in lengths for b in [attention.tpu_block(n)]]
+    found = [(b, splash._key_block_size(b, n)) for n in lengths for b in [attention.tpu_block(n)]]
     square = [(n, n) for n in (512, 640, 384, 384, 512)]
     assert found == [*square, (640, 256), (512, 512), (512, 512), (512, 512)]
     # 25 blocks of 256 keys: a block of 640 queries sees them up to its end.
-    pairs = MaskSpec().blocks(6400, 640, 256)
+    pairs = MaskSpec().block_pairs(6400, 640, 256)
     assert len(pairs) == sum(-(-640 * (i + 1) // 256) for i in range(10))
 
 
 def test_recomputed_layers_keep_no_masks():
-    sight, block = MaskSpec(), 16
+    mask_spec, block = MaskSpec(), 16
     x = jnp.ones((1, 256, 2, 8))
-    pairs = len(sight.blocks(256, block))
+    pairs = len(mask_spec.block_pairs(256, block))
 
     def layer(x, weight):
         q = x * weight
-        return blockwise.attend(q, q, q, None, None, ScoreOptions(), sight, block=block), None
+        return blockwise.attend(q, q, q, None, None, ScoreOptions(), mask_spec, block=block), None
 
     def loss(weights):
-        policy = jax.checkpoint_policies.save_only_these_names(attention.KEPT)
+        policy = jax.checkpoint_policies.save_only_these_names(attention.CHECKPOINT_NAME)
         layers = jax.checkpoint(layer, policy=policy, prevent_cse=False)
         return jax.lax.scan(layers, x, weights)[0].sum()
 
@@ -351,13 +351,13 @@ def test_recomputed_layers_keep_no_masks():
 
 
 def test_a_row_with_too_many_responses_is_computed_by_blocks():
-    takes = splash.SplashMask.takes
+    takes = splash.SplashMask.fits
     assert takes(MaskSpec(8, 1), 2**15) and not takes(MaskSpec(8, 1), 2**16)
     assert takes(MaskSpec(), 2**22) and takes(MaskSpec(512, 1024), 2**20)
 
     def program(kernel):
         q = jax.ShapeDtypeStruct((1, 2**16, 2, 64), jnp.float32)
-        run = functools.partial(attention.attend, kernel, sight=MaskSpec(8, 1))
+        run = functools.partial(attention.attend, kernel, mask_spec=MaskSpec(8, 1))
         return str(jax.make_jaxpr(run)(q, q, q))
 
     found = program(splash.attend)
@@ -373,7 +373,7 @@ def test_wrong_shapes_are_refused():
     with pytest.raises(AssertionError):
         attention.attend(blockwise.attend, k, k, k, sinks=jnp.zeros(3))
     assert (
-        dataclasses.replace(ScoreOptions(), scale=2.0).factor(4)
+        dataclasses.replace(ScoreOptions(), scale=2.0).query_scale(4)
         == 2.0
-        == ScoreOptions().factor(4) * 4
+        == ScoreOptions().query_scale(4) * 4
     )

@@ -9,7 +9,7 @@ import pytest
 
 from hjax.kernels import decode, decode_block_tpu, decode_gpu, decode_tpu
 from hjax.kernels.attention import ScoreOptions
-from hjax.kernels.cache_axis import COLUMNS, ROWS, TILE, TILES, laid
+from hjax.kernels.cache_axis import COLUMNS, ROWS, TILE, TILES, to_layout
 from hjax.kernels.decode import CacheMask
 
 LAYERS = 2
@@ -52,8 +52,8 @@ def arrays(shape, prompt, length, dtype, seed=0):
     def normal(*sizes):
         return jnp.asarray(draw.normal(size=sizes), dtype)
 
-    prompt = decode.room(decode.KERNEL, prompt, decode.PROMPT_BLOCK, dtype)
-    length = decode.room(decode.KERNEL, length, decode.OWN_BLOCK, dtype)
+    prompt = decode.cache_capacity(decode.TPU_KERNEL, prompt, decode.PROMPT_BLOCK, dtype)
+    length = decode.cache_capacity(decode.TPU_KERNEL, length, decode.OWN_BLOCK, dtype)
     token = groups, kv_heads, samples, dim
     shared, own = (LAYERS, groups, kv_heads), (LAYERS, groups, kv_heads, samples)
     return (
@@ -136,8 +136,8 @@ def test_the_reference_is_a_softmax_over_what_is_seen(name, axis):
     def run(q, k, v, prompt_k, prompt_v, own_k, own_v):
         more = [(0, 0)] * 3 + [(0, -own_k.shape[-2] % TILE), (0, 0)]
         own_k, own_v = (jnp.pad(x[1], more) for x in (own_k, own_v))
-        own_k = decode.write(laid(own_k, axis), k, seen.position, axis)
-        own_v = decode.write(own_v, v, seen.position)
+        own_k = decode.write_token(to_layout(own_k, axis), k, seen.position, axis)
+        own_v = decode.write_token(own_v, v, seen.position)
         return decode.attend(q, prompt_k[1], prompt_v[1], own_k, own_v, seen, *options, axis=axis)
 
     out = run(*given)
@@ -167,16 +167,17 @@ def test_one_position_for_all_rows_is_that_of_each():
     position = jnp.int32(4)
     all_rows = CacheMask(seen.begin, seen.end, position)
     each = CacheMask(seen.begin, seen.end, jnp.full((3, 2), 4))
-    for form in (decode.ROWS, decode.INTERPRETED):
+    for form in (decode.ROWS, decode.TPU_INTERPRETED):
         results = []
         for where in (all_rows, each):
-            if form == decode.INTERPRETED:
+            if form == decode.TPU_INTERPRETED:
                 result = decode_tpu.decode(*given, 1, where, *options, interpret=True)
             else:
                 q, k, v, prompt_k, prompt_v, own_k, own_v = (
                     x if i < 3 else x[1] for i, x in enumerate(given)
                 )
-                own = [decode.write(o, x, where.position) for o, x in ((own_k, k), (own_v, v))]
+                pairs = (own_k, k), (own_v, v)
+                own = [decode.write_token(cache, x, where.position) for cache, x in pairs]
                 result = decode.attend(q, prompt_k, prompt_v, *own, where, *options), *own
             results.append(result)
         for one, other in zip(*results, strict=True):
@@ -248,7 +249,7 @@ def test_the_gpu_s_kernel_meets_the_columns_that_a_row_sees(name, dtype):
     )
     scaled = (q * dim**-0.5).astype(dtype)
     hidden = [jnp.where(there[:, None, ..., None], x, jnp.nan) for x in (k, v)]
-    top, total, out = decode_gpu.filled(
+    top, total, out = decode_gpu.attend_own(
         scaled, *hidden, jnp.asarray(first), jnp.asarray(last), scoring, interpret=True
     )
     exact, k, v = (wide(x) for x in (scaled, k, v))

@@ -94,7 +94,7 @@ def quantized(weights, form):
 @jax.custom_vjp
 def careless(rows, weights, sizes, fill, before):
     """A grouped product that leaves in rows after the groups what may be there, as a TPU's does."""
-    return nothing_known(reference.grouped(rows, weights, sizes, fill, before), sizes)
+    return nothing_known(reference.grouped_product(rows, weights, sizes, fill, before), sizes)
 
 
 def nothing_known(rows, sizes):
@@ -105,7 +105,8 @@ def careless_backward(kept, given):
     rows, weights, sizes, fill, before = kept
     cleared = (jnp.where(jnp.isnan(nothing_known(x, sizes)), 0, x) for x in (rows, given))
     rows, given = cleared
-    _, back = jax.vjp(lambda r, w: reference.grouped(r, w, sizes, fill, before), rows, weights)
+    product = functools.partial(reference.grouped_product, sizes=sizes, fill=fill, before=before)
+    _, back = jax.vjp(product, rows, weights)
     of_rows, of_weights = back(given)
     return nothing_known(of_rows, sizes), of_weights, None, None, None
 
@@ -129,7 +130,7 @@ def product_of_filled(rows, weights, sizes, fill=GroupFill(), before=None):
 
 
 FILLED = dataclasses.replace(
-    CARELESS, grouped=product_of_filled, multiple=lambda count, weights, share: MULTIPLE
+    CARELESS, grouped=product_of_filled, row_multiple=lambda count, weights, share: MULTIPLE
 )
 
 
@@ -178,7 +179,7 @@ def test_in_pieces_and_at_once_are_a_plain_sum(load, form, kernels, monkeypatch)
     def summed(rows, shares, weights, keep=False):
         weights = dataclasses.replace(weights, **frozen).joined()
         pieces = ExpertDispatch(
-            *made, kernels.multiple, (), PARTS, keep, tuple(frozen), experts._DOWN_FIELDS
+            *made, kernels.row_multiple, (), PARTS, keep, tuple(frozen), experts._DOWN_FIELDS
         )
         halves = zip(*(jnp.split(x, 2) for x in (rows, shares, chosen)), strict=True)
         sets = [sort_tokens(*half, EXPERTS) for half in halves]

@@ -141,7 +141,7 @@ def test_packs_change_nothing(name, tmp_path, monkeypatch):
 
     batch["packing"] = make_packing(*lengths, (6, 11), 2, 24, 1)
     for whole, compute in ((512, Compute()), (0, Compute(kernel_set="backward"))):
-        monkeypatch.setattr("hjax.models.attention_strategies.WHOLE", whole)
+        monkeypatch.setattr("hjax.models.attention_strategies.DENSE_LENGTH", whole)
         found = jax.jit(functools.partial(log_probs, compute=compute))(params, batch)
         order = batch["packing"].order[0]
         for row in range(4):

@@ -147,7 +147,7 @@ PENALISED = SamplingParams(
 CASES = {
     "in parts, penalties": Case(sampling=PENALISED, samples=2, slots=8, cuts=(40,)),
     "a long tail": Case(prompts=4),
-    "the kernel": Case(prompts=4, slots=8, form=decode.INTERPRETED),
+    "the kernel": Case(prompts=4, slots=8, form=decode.TPU_INTERPRETED),
     "stages": Case(samples=2, prompts=8, slots=8, sizes=(("pipe", 2), ("tensor", 2))),
     "int8, slots are filled again, devices": Case(
         samples=2, slots=8, sizes=(("data", 2), ("tensor", 4)), cache="int8"),
@@ -161,26 +161,26 @@ SLOW = {
         samples=1, slots=8, form=decode.ROWS, config=ODD, cache="int8"),
     "int8, few rows at a time, unrolled": Case(slots=4, unroll=True, cache="int8"),
     "int8, fsdp": Case(sizes=(("fsdp", 8),), slots=32, cache="int8"),
-    "int8, kernel": Case(prompts=4, slots=8, form=decode.INTERPRETED, cache="int8"),
+    "int8, kernel": Case(prompts=4, slots=8, form=decode.TPU_INTERPRETED, cache="int8"),
     "int8, windows, kernel, devices": Case(
-        sizes=(("data", 2), ("tensor", 4)), form=decode.INTERPRETED, slots=16, prompts=8,
+        sizes=(("data", 2), ("tensor", 4)), form=decode.TPU_INTERPRETED, slots=16, prompts=8,
         config=ODD, cache="int8"),
     "int8, kernel of filled columns, devices": Case(
-        sizes=(("data", 2), ("tensor", 4)), form=decode.FILLED_INTERPRETED, slots=16, unroll=True,
+        sizes=(("data", 2), ("tensor", 4)), form=decode.GPU_INTERPRETED, slots=16, unroll=True,
         cache="int8"),
     "int8, guesses": Case(prompts=4, lookup=2, cache="int8"),
     "int8, guesses, devices": Case(
         sizes=(("data", 2), ("tensor", 4)), lookup=2, slots=16, cache="int8"),
     "int8, kernel of filled columns, guesses": Case(
-        form=decode.FILLED_INTERPRETED, lookup=3, samples=1, unroll=True, cache="int8"),
+        form=decode.GPU_INTERPRETED, lookup=3, samples=1, unroll=True, cache="int8"),
     "int8, in parts": Case(samples=2, slots=8, cuts=(5, 40, 80), cache="int8"),
     "int8, in parts, rows": Case(
         samples=1, slots=8, form=decode.ROWS, unroll=True, cuts=(20, 66), cache="int8"),
     "int8, in parts, kernel, devices": Case(
-        sizes=(("data", 2), ("tensor", 4)), form=decode.INTERPRETED, prompts=8, cuts=(50,),
+        sizes=(("data", 2), ("tensor", 4)), form=decode.TPU_INTERPRETED, prompts=8, cuts=(50,),
         cache="int8"),
     "int8, in parts, kernel of filled columns": Case(
-        form=decode.FILLED_INTERPRETED, slots=16, unroll=True, cuts=(20, 66), cache="int8"),
+        form=decode.GPU_INTERPRETED, slots=16, unroll=True, cuts=(20, 66), cache="int8"),
     "int8, stages, guesses": Case(
         slots=16, sizes=(("pipe", 2),), lookup=2, config=FOUR, cache="int8"),
     "int8, stages, three axes, in parts": Case(
@@ -206,11 +206,11 @@ SLOW = {
     "in parts, windows, unrolled": Case(
         samples=1, slots=8, form=decode.ROWS, config=ODD, unroll=True, cuts=(20, 66)),
     "in parts, windows": Case(config=ODD, slots=24, cuts=(20, 66)),
-    "in parts, the kernel": Case(prompts=4, slots=8, form=decode.INTERPRETED, cuts=(20, 66)),
+    "in parts, the kernel": Case(prompts=4, slots=8, form=decode.TPU_INTERPRETED, cuts=(20, 66)),
     "in parts, kernel, devices": Case(
-        sizes=(("data", 2), ("tensor", 4)), form=decode.INTERPRETED, prompts=8, cuts=(50,)),
+        sizes=(("data", 2), ("tensor", 4)), form=decode.TPU_INTERPRETED, prompts=8, cuts=(50,)),
     "in parts, kernel of filled columns": Case(
-        form=decode.FILLED_INTERPRETED, slots=16, unroll=True, cuts=(20, 66)),
+        form=decode.GPU_INTERPRETED, slots=16, unroll=True, cuts=(20, 66)),
     "in parts, truncated": Case(sampling=SamplingParams(0.8, 20, 0.9), slots=16, cuts=(33,)),
     "devices, penalties": Case(sizes=(("data", 2), ("tensor", 4)), sampling=PENALISED, slots=16),
     "stages, penalties": Case(sizes=(("pipe", 2),), sampling=PENALISED, slots=16),
@@ -226,23 +226,23 @@ SLOW = {
     "fsdp": Case(sizes=(("fsdp", 8),), slots=32),
     "fsdp, all at once": Case(sizes=(("fsdp", 4), ("tensor", 2)), unroll=True),
     "kernel, devices": Case(
-        sizes=(("data", 2), ("tensor", 4)), form=decode.INTERPRETED, slots=16, prompts=8),
+        sizes=(("data", 2), ("tensor", 4)), form=decode.TPU_INTERPRETED, slots=16, prompts=8),
     "truncated": Case(sampling=SamplingParams(0.8, 20, 0.9), slots=16),
     "windows": Case(config=ODD, slots=24),
     "windows, all at once": Case(config=ODD, samples=1, prompts=32),
-    "windows, kernel": Case(config=ODD, form=decode.INTERPRETED, slots=8, prompts=8),
+    "windows, kernel": Case(config=ODD, form=decode.TPU_INTERPRETED, slots=8, prompts=8),
     "windows, kernel of filled columns": Case(
-        config=ODD, form=decode.FILLED_INTERPRETED, slots=8, prompts=8, unroll=True),
+        config=ODD, form=decode.GPU_INTERPRETED, slots=8, prompts=8, unroll=True),
     "kernel of filled columns, devices": Case(
-        sizes=(("data", 2), ("tensor", 4)), form=decode.FILLED_INTERPRETED, slots=16, unroll=True),
+        sizes=(("data", 2), ("tensor", 4)), form=decode.GPU_INTERPRETED, slots=16, unroll=True),
     "kernel of filled columns, guesses": Case(
-        form=decode.FILLED_INTERPRETED, lookup=3, samples=1, unroll=True),
+        form=decode.GPU_INTERPRETED, lookup=3, samples=1, unroll=True),
     "other draws": Case(seed=5, ends=1),
     "guesses": Case(prompts=4, lookup=1),
     "guesses, unrolled": Case(unroll=True, form=decode.ROWS, lookup=4, samples=1),
     "guesses, devices": Case(sizes=(("data", 2), ("tensor", 4)), lookup=2, slots=16),
     "guesses where the kernel was": Case(
-        prompts=4, slots=8, form=decode.INTERPRETED, lookup=2),
+        prompts=4, slots=8, form=decode.TPU_INTERPRETED, lookup=2),
     "guesses, truncated": Case(sampling=SamplingParams(0.8, 20, 0.9), lookup=3),
 }  # fmt: skip
 
@@ -303,7 +303,7 @@ def test_prompts_that_do_not_fit_together_are_read_in_parts(alone, monkeypatch):
 SURPLUS = {
     "all at once": Case(prompts=4),
     "slots, devices": Case(samples=4, slots=16, sizes=(("data", 2), ("tensor", 2)), prompts=8),
-    "the kernel": Case(prompts=4, slots=8, form=decode.INTERPRETED),
+    "the kernel": Case(prompts=4, slots=8, form=decode.TPU_INTERPRETED),
     "guesses": Case(prompts=4, lookup=2),
     "int8, guesses, slots": Case(prompts=4, lookup=2, slots=8, cache="int8"),
 }
@@ -382,7 +382,7 @@ def test_a_stage_has_its_own_layers_and_caches_are_written_in_place():
     given = {k: v for k, v in options.items() if k not in ("seed", "step")}
     config = GenerationConfig(slots=16, **given)
     prefill, decoding = generator.programs("generate", abstract, 16, LENGTH, config)
-    held = shard_bytes(prefill.beside)
+    held = shard_bytes(prefill.resident)
     rows, length, layers = 16, NEW + 4 * STEPS, FOUR.layers // 2
     cache = (rows // 2 * LENGTH + rows * length) * 2 * layers * 8 * 4  # a head of two
     assert cache < held < 1.01 * cache + 100 * rows
@@ -401,8 +401,8 @@ def test_a_stage_has_its_own_layers_and_caches_are_written_in_place():
         (decode.TILES, False, 4, 0, "auto"),
         pytest.param(decode.ROWS, True, 1, 0, "auto", marks=pytest.mark.slow),
         (decode.ROWS, True, 4, 8, "int8"),
-        pytest.param(decode.INTERPRETED, False, 4, 8, "auto", marks=pytest.mark.slow),
-        (decode.INTERPRETED, False, 4, 8, "int8"),
+        pytest.param(decode.TPU_INTERPRETED, False, 4, 8, "auto", marks=pytest.mark.slow),
+        (decode.TPU_INTERPRETED, False, 4, 8, "int8"),
     ],
 )
 @pytest.mark.extended
@@ -423,7 +423,7 @@ def test_programs_take_the_cache_that_is_said(form, unroll, samples, slots, kept
         length, prompt = (-(-x // tile) * tile for x in (length, prompt))
     token = 8 * 4 if kept == "auto" else 8 + 4  # with a scale
     cache = (rows // samples * prompt + rows * length) * 2 * PLAIN.layers * 2 * token
-    held = shard_bytes(prefill.beside)
+    held = shard_bytes(prefill.resident)
     assert cache < held < 1.01 * cache + 100 * rows
     assert prefill.runs == 16 * samples // rows and prefill.tokens == 0
     dispatches = -(-(NEW - 1) // STEPS)
@@ -529,7 +529,7 @@ def test_rows_see_their_prompt_and_their_own_columns(scores, shared, parts, new)
     found = decode.attend_slots(*single, slots, scoring, sink)
     np.testing.assert_allclose(found, expected, atol=2e-6)
     for axis in (cache_axis.COLUMNS, cache_axis.TILES):
-        single[3] = cache_axis.laid(jnp.asarray(own_k, jnp.float32), axis)
+        single[3] = cache_axis.to_layout(jnp.asarray(own_k, jnp.float32), axis)
         found = decode.attend_slots(*single, slots, scoring, sink, axis=axis)
         np.testing.assert_allclose(found, expected, atol=2e-6)
 

@@ -69,16 +69,18 @@ def expected(network):
 # form, mesh, unrolled layers, tokens after which it is left off and resumed
 CASES = [
     (decode.ROWS, {"data": 1}, True, None),
-    (decode.INTERPRETED, {"data": 2, "tensor": 4}, False, None),
-    (decode.FILLED_INTERPRETED, {"data": 2, "tensor": 4}, True, None),
-    pytest.param(decode.FILLED_INTERPRETED, {"data": 1}, False, 4, marks=pytest.mark.slow),
-    pytest.param(decode.FILLED_INTERPRETED, {"data": 8}, True, 4, marks=pytest.mark.slow),
-    pytest.param(decode.INTERPRETED, {"data": 1}, False, 4, marks=pytest.mark.slow),
+    (decode.TPU_INTERPRETED, {"data": 2, "tensor": 4}, False, None),
+    (decode.GPU_INTERPRETED, {"data": 2, "tensor": 4}, True, None),
+    pytest.param(decode.GPU_INTERPRETED, {"data": 1}, False, 4, marks=pytest.mark.slow),
+    pytest.param(decode.GPU_INTERPRETED, {"data": 8}, True, 4, marks=pytest.mark.slow),
+    pytest.param(decode.TPU_INTERPRETED, {"data": 1}, False, 4, marks=pytest.mark.slow),
     pytest.param(decode.ROWS, {"data": 1}, False, 3, marks=pytest.mark.slow),
     pytest.param(decode.ROWS, {"data": 8}, True, 4, marks=pytest.mark.slow),
     pytest.param(decode.ROWS, {"data": 2, "tensor": 4}, True, None, marks=pytest.mark.slow),
-    pytest.param(decode.INTERPRETED, {"data": 8}, True, 4, marks=pytest.mark.slow),
-    pytest.param(decode.INTERPRETED, {"fsdp": 4, "tensor": 2}, False, 4, marks=pytest.mark.slow),
+    pytest.param(decode.TPU_INTERPRETED, {"data": 8}, True, 4, marks=pytest.mark.slow),
+    pytest.param(
+        decode.TPU_INTERPRETED, {"fsdp": 4, "tensor": 2}, False, 4, marks=pytest.mark.slow
+    ),
     pytest.param(decode.TILES, {"fsdp": 2, "tensor": 4}, True, 4, marks=pytest.mark.slow),
 ]
 
@@ -105,10 +107,10 @@ def expected_in_int8(network):
 # What is left off begins anew: a prompt and its response are read in one piece then.
 INT8 = [
     (decode.ROWS, {"data": 2, "tensor": 4}, True, 4),
-    (decode.INTERPRETED, {"data": 8}, True, 4),
+    (decode.TPU_INTERPRETED, {"data": 8}, True, 4),
     (decode.TILES, {"data": 1}, False, 3),
-    (decode.FILLED_INTERPRETED, {"data": 2, "tensor": 4}, True, 4),
-    (decode.INTERPRETED, {"data": 2, "tensor": 4}, False, None),
+    (decode.GPU_INTERPRETED, {"data": 2, "tensor": 4}, True, 4),
+    (decode.TPU_INTERPRETED, {"data": 2, "tensor": 4}, False, None),
 ]
 
 
@@ -129,7 +131,7 @@ def test_nor_do_they_in_int8(network, expected, expected_in_int8, form, sizes, u
     assert not np.allclose(expected["logprobs"], expected_in_int8["logprobs"], atol=1e-3)
 
 
-@pytest.mark.parametrize("form", [decode.ROWS, decode.INTERPRETED, decode.FILLED_INTERPRETED])
+@pytest.mark.parametrize("form", [decode.ROWS, decode.TPU_INTERPRETED, decode.GPU_INTERPRETED])
 @pytest.mark.extended
 def test_rows_have_positions_of_their_own_on_every_device(form):
     """As slots that are filled anew need it; some have no sequence."""

@@ -55,7 +55,7 @@ abstract = jax.tree.map(
 )
 peak = 1024 * max(peaks)
 prefill, decoding = generator.programs("generate", abstract, 128, length, given)
-cache = shard_bytes(prefill.beside)
+cache = shard_bytes(prefill.resident)
 read = prefill.trace().lower().compile().memory_analysis()
 compiled = read.temp_size_in_bytes + read.output_size_in_bytes
 # Of what a run says: 64 at a time.

@@ -204,11 +204,11 @@ def turns(draw, system):
 CASES = {
     "plain": (PLAIN, "", "auto"),
     "windows": (ODD, "", "auto"),
-    "the kernel": (PLAIN, decode.INTERPRETED, "auto"),
-    "filled columns": (PLAIN, decode.FILLED_INTERPRETED, "auto"),
+    "the kernel": (PLAIN, decode.TPU_INTERPRETED, "auto"),
+    "filled columns": (PLAIN, decode.GPU_INTERPRETED, "auto"),
     "int8": (PLAIN, "", "int8"),
-    "int8, the kernel": (PLAIN, decode.INTERPRETED, "int8"),
-    "int8, windows, filled columns": (ODD, decode.FILLED_INTERPRETED, "int8"),
+    "int8, the kernel": (PLAIN, decode.TPU_INTERPRETED, "int8"),
+    "int8, windows, filled columns": (ODD, decode.GPU_INTERPRETED, "int8"),
 }
 SLOW = tuple(name for name in CASES if name != "plain")
 

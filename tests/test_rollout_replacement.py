@@ -190,13 +190,13 @@ def test_who_runs_ends_first_and_who_waits_or_is_half_read_begins_anew(
 
 
 @pytest.mark.parametrize(
-    "form", ["", pytest.param(decode.FILLED_INTERPRETED, marks=pytest.mark.slow)]
+    "form", ["", pytest.param(decode.GPU_INTERPRETED, marks=pytest.mark.slow)]
 )
 @pytest.mark.extended
 def test_several_devices_answer_as_one(form, weights, greedy, monkeypatch):
     tensor = 4  # more than key-value heads
     if form:
-        monkeypatch.setattr(decode, "choose", lambda *_: form)
+        monkeypatch.setattr(decode, "choose_form", lambda *_: form)
     service = GenerationService(LanguageModel(CONFIG, weights[1], tensor=tensor), slots=2)
     try:
         for seed in weights:

@@ -22,7 +22,7 @@ from references import (
 )
 
 from hjax.errors import ConfigError
-from hjax.kernels.registry import kernels_of
+from hjax.kernels.registry import make_kernel_set
 from hjax.rollout import vocab_parallel
 from hjax.rollout.row_sampling import RowSampling, SamplingSizes
 from hjax.rollout.sampling import draw, sequence_keys
@@ -279,7 +279,7 @@ SAMPLINGS = [
     ids=["reference", "few options", "all kinds of options"],
 )
 def test_a_row_of_a_mixed_batch_draws_what_a_program_of_its_sampling_does(kernels, samplings):
-    kernels, vocab, each = kernels_of(kernels), 5000, 40
+    kernels, vocab, each = make_kernel_set(kernels), 5000, 40
     logits = np.random.default_rng(2).normal(size=(each, vocab)).astype(np.float32) * 2
     logits[:3, [7, 300]] = 12.0  # equals
     keys, positions = keys_of(each), jnp.arange(each) % 7

@@ -201,7 +201,7 @@ def test_the_kernels_of_long_sequences_change_nothing(name, saved, monkeypatch):
     path, batch = saved(row, **changes), batch_of(advantages=1.0)
     options = {"devices": 8, "train": train, "micro_batch": micro_batch}
     expected = update(path, batch, **options)
-    monkeypatch.setattr("hjax.models.attention_strategies.WHOLE", 0)  # any length is long
+    monkeypatch.setattr("hjax.models.attention_strategies.DENSE_LENGTH", 0)  # any length is long
     same(update(path, batch, **options), expected)
 
 

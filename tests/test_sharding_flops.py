@@ -13,7 +13,7 @@ from hjax.models.compute import Compute
 from hjax.models.forward import sequence_states, token_log_probs
 from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import decoder_network
-from hjax.xla.flops import Flops, count_flops, told_cost
+from hjax.xla.flops import Flops, count_flops, scope_cost
 from hjax.xla.hlo import parse
 
 
@@ -225,8 +225,8 @@ def test_a_scope_tells_what_a_kernel_costs():
     assert [flops(f, array(8, 8)).products for f in (run, told, told_of_another)] == [
         body, 1200, body,
     ]  # fmt: skip
-    assert told_cost("a/cost:_fwd=1.5e+3,2e+0:_dq=3e+3,4e+0/vmap(x_dq)/call") == (3000.0, 4.0)
-    assert told_cost("a/x_dq/cost:_dq=3e+3,4e+0/call") is None
+    assert scope_cost("a/cost:_fwd=1.5e+3,2e+0:_dq=3e+3,4e+0/vmap(x_dq)/call") == (3000.0, 4.0)
+    assert scope_cost("a/x_dq/cost:_dq=3e+3,4e+0/call") is None
 
 
 def test_attention_counts_the_blocks_that_are_seen():

@@ -16,7 +16,7 @@ from hjax.algorithms.losses import PolicyLoss
 from hjax.controller import ResourcePool, WorkerGroup
 from hjax.errors import ConfigError
 from hjax.kernels import cudnn
-from hjax.kernels.registry import kernels_of
+from hjax.kernels.registry import make_kernel_set
 from hjax.models.huggingface import load_weights
 from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import to_host
@@ -246,7 +246,7 @@ LONG_EVERYDAY = ("data 2, context 2, tensor 2",)
 def test_the_kernels_of_long_sequences_change_nothing(
     name, directory, batch, one_device, monkeypatch
 ):
-    monkeypatch.setattr("hjax.models.attention_strategies.WHOLE", 0)  # any length is long
+    monkeypatch.setattr("hjax.models.attention_strategies.DENSE_LENGTH", 0)  # any length is long
     metrics, gradient, drawn = one_step(directory, batch, *LAYOUTS[name])
     expected_metrics, expected, expected_drawn = one_device
     np.testing.assert_array_equal(drawn["responses"], expected_drawn["responses"])
@@ -272,10 +272,10 @@ def test_what_cudnn_is_asked_changes_nothing(name, directory, batch, one_device,
 
     def kernels(*arguments, **how):
         asked.append(arguments)
-        return dataclasses.replace(kernels_of(*arguments, **how), attention=attend)
+        return dataclasses.replace(make_kernel_set(*arguments, **how), attention=attend)
 
-    monkeypatch.setattr("hjax.models.compute.kernels_of", kernels)
-    monkeypatch.setattr("hjax.models.attention_strategies.WHOLE", 0)
+    monkeypatch.setattr("hjax.models.compute.make_kernel_set", kernels)
+    monkeypatch.setattr("hjax.models.attention_strategies.DENSE_LENGTH", 0)
     metrics, gradient, drawn = one_step(directory, batch, *LAYOUTS[name])
     expected_metrics, expected, expected_drawn = one_device
     np.testing.assert_array_equal(drawn["responses"], expected_drawn["responses"])

@@ -202,7 +202,7 @@ def test_packs_go_together_with(name, batch, padded, monkeypatch):
     loss_name, shared, changes = TOGETHER[name]
     changes = {"packing": 40} | changes
     if changes.pop("blocks", False):
-        monkeypatch.setattr("hjax.models.attention_strategies.WHOLE", 0)
+        monkeypatch.setattr("hjax.models.attention_strategies.DENSE_LENGTH", 0)
     kind, loss, stage = LOSSES[loss_name]
     given = batch if shared else {key: x for key, x in batch.items() if key != "prompt_id"}
     worker = start(kind, loss, stage, **changes)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hjax.xla.collectives import KINDS
-from hjax.xla.hlo import ArrayShape, Computation, HloModule, Instruction, arrays_of, entry_shape
+from hjax.xla.hlo import ArrayShape, Computation, HloModule, Instruction, array_shapes, entry_shape
 from program_costs.sources import source_of
 
 LARGE = 2**20  # bytes from which on an array counts
@@ -47,7 +47,7 @@ def copies(module: HloModule, loop: Instruction, at_least: int = LARGE) -> list[
     carried = {
         number: array
         for number, shape in enumerate(_entries(loop.shape))
-        for array in arrays_of(shape)[:1]
+        for array in array_shapes(shape)[:1]
         if array.bytes >= at_least and array.sizes
     }
     found: list[Copy] = []
@@ -79,7 +79,7 @@ def _follow(
             _follow(module, module.computations[name], below, at_least, found)
         if _makes_new(module, computation, instruction):
             continue
-        written = arrays_of(instruction.shape)
+        written = array_shapes(instruction.shape)
         if instruction.opcode.endswith("-start"):
             written = written[:1]  # the rest is what it is copied from
         for number, array in enumerate(written):
@@ -111,7 +111,7 @@ def _origin(
         # Of a fusion or a kernel with several results.
         source = computation.instructions[instruction.operands[0]]
         origins = [known.get(name) for name in source.operands]
-    for array in arrays_of(instruction.shape)[:1]:
+    for array in array_shapes(instruction.shape)[:1]:
         for origin in origins:
             if _part(array, origin):
                 return origin

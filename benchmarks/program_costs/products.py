@@ -6,8 +6,8 @@ import json
 import math
 import re
 
-from hjax.xla.flops import told_cost
-from hjax.xla.hlo import Computation, Instruction, arrays_of
+from hjax.xla.flops import scope_cost
+from hjax.xla.hlo import Computation, Instruction, array_shapes
 
 
 def _ints(text: str) -> list[int]:
@@ -21,9 +21,9 @@ def _listed(attributes: str, name: str) -> list[int]:
 
 def dot_flops(computation: Computation, dot: Instruction) -> float:
     """Of a ``dot``, two for each element of the result and each index summed over."""
-    left = arrays_of(computation.instructions[dot.operands[0]].shape)[0]
+    left = array_shapes(computation.instructions[dot.operands[0]].shape)[0]
     contracted = [left.sizes[i] for i in _listed(dot.attributes, "lhs_contracting_dims")]
-    return 2.0 * arrays_of(dot.shape)[0].elements * math.prod(contracted)
+    return 2.0 * array_shapes(dot.shape)[0].elements * math.prod(contracted)
 
 
 def convolution_flops(computation: Computation, convolution: Instruction) -> float:
@@ -35,9 +35,9 @@ def convolution_flops(computation: Computation, convolution: Instruction) -> flo
     if labels is None:
         return 0.0
     left, right = (
-        arrays_of(computation.instructions[name].shape)[0] for name in convolution.operands[:2]
+        array_shapes(computation.instructions[name].shape)[0] for name in convolution.operands[:2]
     )
-    out = arrays_of(convolution.shape)[0]
+    out = array_shapes(convolution.shape)[0]
     lhs, rhs, result = labels.groups()
     batch, features = out.sizes[result.index("b")], out.sizes[result.index("f")]
     contracted = right.sizes[rhs.index("i")]
@@ -91,11 +91,11 @@ def kernel_flops(computation: Computation, call: Instruction) -> tuple[float, bo
     target = re.search(r'custom_call_target="([^"]*)"', call.attributes)
     name = target[1] if target else ""
     if "gemm" in name or "matmul" in name:
-        left = arrays_of(computation.instructions[call.operands[0]].shape)[0]
+        left = array_shapes(computation.instructions[call.operands[0]].shape)[0]
         dims = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', call.attributes)
         contracted = [left.sizes[i] for i in _ints(dims[1])] if dims else []
-        return 2.0 * arrays_of(call.shape)[0].elements * math.prod(contracted), bool(dims)
-    told = told_cost(call.attributes)
+        return 2.0 * array_shapes(call.shape)[0].elements * math.prod(contracted), bool(dims)
+    told = scope_cost(call.attributes)
     if told is not None:
         return told[0], True
     if estimate := _estimate(call):
@@ -107,7 +107,7 @@ def kernel_flops(computation: Computation, call: Instruction) -> tuple[float, bo
 def kernel_bytes(call: Instruction) -> float | None:
     """To and from main memory, of a written kernel that says so, or of which a scope says that it
     reads a part of its arguments: it may also write its results into them. None: nobody says."""
-    if "part-cost:" in call.attributes and (told := told_cost(call.attributes)):
+    if "part-cost:" in call.attributes and (told := scope_cost(call.attributes)):
         return told[1]
     return _estimate(call).get("bytes_accessed") or None
 

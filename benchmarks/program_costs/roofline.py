@@ -20,12 +20,12 @@ from hjax.xla.collectives import (
     Collective,
     between_slices,
     chain_owners,
-    fused,
-    groups_of,
-    kind_in,
+    fused_collectives,
+    fused_kind,
+    instruction_groups,
 )
-from hjax.xla.flops import told_cost
-from hjax.xla.hlo import ArrayShape, Computation, HloModule, Instruction, arrays_of, parse
+from hjax.xla.flops import scope_cost
+from hjax.xla.hlo import ArrayShape, Computation, HloModule, Instruction, array_shapes, parse
 from program_costs.limits import NO_WAY, Limits, Way, Wire
 from program_costs.loops import Copy, copies, written_over
 from program_costs.products import (
@@ -366,8 +366,8 @@ class _Account:
             found = self._collective_of(computation, instruction, kind)
             return _Transfer(instruction, limits.way(found), steps, 0.0)
         if opcode == "copy-start":
-            read = arrays_of(computation.instructions[instruction.operands[0]].shape)
-            written = arrays_of(instruction.shape)[:1]
+            read = array_shapes(computation.instructions[instruction.operands[0]].shape)
+            written = array_shapes(instruction.shape)[:1]
             moved = _main(read) + _main(written)
             within = Way(0.0, frozenset(), moved / limits.bandwidth)
             return _Transfer(instruction, within, steps, moved)
@@ -386,7 +386,7 @@ class _Account:
         if opcode == "send" and "_xla_megascale" in instruction.attributes:
             return _Transfer(instruction, NO_WAY, steps, 0.0)  # its recv has all of it
         if opcode in ("send", "recv"):
-            sent = sum(a.bytes for a in arrays_of(instruction.shape)[:1])
+            sent = sum(a.bytes for a in array_shapes(instruction.shape)[:1])
             return _Transfer(instruction, limits.somewhere(sent), steps, 0.0)
         return None
 
@@ -396,8 +396,8 @@ class _Account:
         for instruction in computation.instructions.values():
             if instruction.opcode != "fusion":
                 continue
-            for found_in, inside in fused(self.module, instruction):
-                kind = kind_in(found_in, inside)
+            for found_in, inside in fused_collectives(self.module, instruction):
+                kind = fused_kind(found_in, inside)
                 number = inside.number("channel_id")
                 if number is not None and self._owners[number] != computation.name:
                     continue  # a turn of a loop that it is fused with
@@ -405,7 +405,7 @@ class _Account:
                 first = channel not in chains.collectives
                 if first and kind:
                     size = found_in.operand_bytes(inside)
-                    groups = groups_of(inside, kind, self.module.devices)
+                    groups = instruction_groups(inside, kind, self.module.devices)
                     chains.collectives[channel] = Collective(kind, size, groups)
                     chains.begins.setdefault(instruction.name, []).append(channel)
                 if channel in chains.collectives:
@@ -420,7 +420,7 @@ class _Account:
         self, computation: Computation, instruction: Instruction, kind: str
     ) -> Collective:
         size = computation.operand_bytes(instruction)
-        return Collective(kind, size, groups_of(instruction, kind, self.module.devices))
+        return Collective(kind, size, instruction_groups(instruction, kind, self.module.devices))
 
     def _collective(
         self,
@@ -504,17 +504,17 @@ class _Account:
             inner = self.module.computations[name]
             return self._fusion(computation, instruction, inner)
         operands = [computation.instructions[name] for name in instruction.operands]
-        written = _main(arrays_of(instruction.shape))
+        written = _main(array_shapes(instruction.shape))
         if opcode in ("dynamic-slice", "slice", "gather"):
-            return 2 * written + sum(_main(arrays_of(o.shape)) for o in operands[1:])
+            return 2 * written + sum(_main(array_shapes(o.shape)) for o in operands[1:])
         if opcode == "dynamic-update-slice":
-            return 2 * _main(arrays_of(operands[1].shape))
+            return 2 * _main(array_shapes(operands[1].shape))
         if opcode == "scatter":
             updates = operands[len(operands) // 2 + 1 :] or operands[-1:]
-            return 3 * sum(_main(arrays_of(o.shape)) for o in updates)
+            return 3 * sum(_main(array_shapes(o.shape)) for o in updates)
         if opcode in ("iota", "rng", "rng-bit-generator"):
             return written
-        moved = written + sum(_main(arrays_of(o.shape)) for o in operands)
+        moved = written + sum(_main(array_shapes(o.shape)) for o in operands)
         if opcode != "custom-call":
             return moved
         if _NEW_ARRAY in instruction.attributes:
@@ -522,7 +522,7 @@ class _Account:
         says = kernel_bytes(instruction)
         if says is not None:
             return says
-        told = told_cost(instruction.attributes)
+        told = scope_cost(instruction.attributes)
         return moved if told is None else max(moved, told[1])
 
     def _fusion(self, computation: Computation, fusion: Instruction, inner: Computation) -> float:
@@ -530,11 +530,11 @@ class _Account:
         demand, written = self._demand(inner)
         moved = 0.0
         for parameter, name in zip(inner.parameters, fusion.operands, strict=False):
-            held = arrays_of(computation.instructions[name].shape)
+            held = array_shapes(computation.instructions[name].shape)
             if len(held) == 1 and not held[0].space:
                 elements = max(held[0].elements, 1)
                 moved += held[0].bytes * min(demand.get(parameter.name, 0.0) / elements, 1.0)
-        results = arrays_of(fusion.shape)
+        results = array_shapes(fusion.shape)
         for array, share in zip(results, written, strict=False):
             if not array.space:
                 moved += array.bytes * share
@@ -551,7 +551,7 @@ class _Account:
         )
         shares = []
         for result in results:
-            arrays = arrays_of(result.shape)
+            arrays = array_shapes(result.shape)
             size = float(sum(a.elements for a in arrays)) or 1.0
             update = written_over(self.module, inner, result)
             new = size if update is None else float(_elements(inner.instructions[update].shape))
@@ -628,7 +628,7 @@ class _Account:
         kinds = {
             a.kind
             for name in instruction.operands[:2]
-            for a in arrays_of(computation.instructions[name].shape)
+            for a in array_shapes(computation.instructions[name].shape)
         }
         if any(kind.startswith("f8") for kind in kinds) and "float8" in self.limits.flops:
             return "float8"
@@ -663,4 +663,4 @@ def _main(arrays: Iterable[ArrayShape]) -> float:
 
 
 def _elements(shape: str) -> int:
-    return sum(a.elements for a in arrays_of(shape))
+    return sum(a.elements for a in array_shapes(shape))

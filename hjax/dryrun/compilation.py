@@ -27,7 +27,7 @@ from hjax.sharding.device_mesh import ring_table
 from hjax.sharding.interconnect import Interconnect, interconnect_of
 from hjax.user_input import read_object
 from hjax.xla.collectives import Collective, collectives
-from hjax.xla.compiler_flags import OPTIONS
+from hjax.xla.compiler_flags import COMPILER_FLAGS
 from hjax.xla.flops import count_flops
 
 FORMAT = 12  # of cached results; a change makes older ones be compiled again
@@ -114,7 +114,8 @@ def _cache_key(
     reader: ProgramReader | None,
 ) -> str:
     order = [device.id for device in placed]
-    options = {name: option.value for name, option in OPTIONS.get(topology.platform, {}).items()}
+    flags = COMPILER_FLAGS.get(topology.platform, {})
+    options = {name: flag.value for name, flag in flags.items()}
     parts = [FORMAT, text, loop_trips, topology.name, topology.versions, level, options, order]
     parts += [reader.name] if reader else []
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]

@@ -195,7 +195,7 @@ def held_beside(
         called = role == program.role or (phase == "update" and "optimizer" in kinds)
         waiting = worker.offloaded_state(phase, called)
         if role == program.role:
-            kinds |= {kind: shard_bytes(x) for kind, x in program.program.beside.items()}
+            kinds |= {kind: shard_bytes(x) for kind, x in program.program.resident.items()}
         for kind, size in kinds.items():
             if size:
                 (offloaded if kind in waiting else held)[f"{role} {kind}"] = size

@@ -1,10 +1,10 @@
-"""Attention over whole sequences: what may be seen, the plain form, and the forms for platforms.
+"""Attention over whole sequences, for training and prefill: mask spec, reference, dispatch.
 
-One function, ``attend``, for training and prefill: causal, sliding windows, capped scores, sinks,
-padding, packed sequences, and prompts shared by their responses. ``reference`` computes it as its
-mathematics reads, with scores [length, length]; ``hjax.kernels.blockwise`` (any platform),
-``hjax.kernels.splash`` (TPU) and ``hjax.kernels.cudnn`` hold no array with two length dimensions,
-forward or backward (FlashAttention; Dao et al. 2022, arXiv 2205.14135).
+``attend`` covers causal masks, sliding windows, soft-capped scores, sinks, padding, packed
+sequences, and prompts shared by their responses. ``reference`` follows the mathematics, with
+scores [length, length]. ``hjax.kernels.blockwise`` (any platform), ``hjax.kernels.splash`` (TPU)
+and ``hjax.kernels.cudnn`` hold no array with two length dimensions, forward or backward
+(FlashAttention; Dao et al. 2022, arXiv 2205.14135).
 
 Shapes: queries [batch, length, heads, head_dim]; keys and values [batch, length, kv_heads,
 head_dim]; ``heads = kv_heads * q_per_kv``. Scores and softmax are float32.
@@ -23,66 +23,66 @@ from jax.sharding import PartitionSpec
 
 from hjax.kernels.kernel_sharding import Axes, KernelSharding
 
-MASKED = -1e30  # in place of scores that must not be seen; finite, so that empty rows stay finite
-WHOLE = 512  # places of a sequence up to which scores [length, length] are held
-PART = 128  # of a split length each device has a multiple of so many places
-# Places of a block of a TPU's kernel: the first that divides a row, else the first that pads it by
-# little.
-TPU_WHOLE, TPU_PADDED = (512, 640, 384), (512, 256, 128)
-KEPT = "attention"  # name under which a rematerialisation policy keeps outputs and log-sums
+MASKED = -1e30  # replaces masked scores; finite, so that fully masked rows stay finite
+DENSE_LENGTH = 512  # sequence length up to which scores [length, length] are held
+LENGTH_MULTIPLE = 128  # under context parallelism each device's length is a multiple of this
+# Block sizes of the TPU kernel: the first that divides a row, else the first that pads it little.
+TPU_DIVIDING_BLOCKS, TPU_PADDING_BLOCKS = (512, 640, 384), (512, 256, 128)
+CHECKPOINT_NAME = "attention"  # of outputs and log-sums, for rematerialisation policies
 
 
 def tpu_block(length: int) -> int:
-    """Queries of a block of a TPU's kernel: one that divides the row, as what pads it and cuts it
-    again passes through memory for every array; else one that pads it by at most an eighth."""
-    whole = next((b for b in TPU_WHOLE if length % b == 0), 0)
-    return whole or next((b for b in TPU_PADDED if -length % b <= length // 8), TPU_PADDED[-1])
+    """Queries in a block of the TPU kernel. A block that divides the row is preferred, because
+    padding copies every array; else one that pads by at most an eighth."""
+    dividing = (b for b in TPU_DIVIDING_BLOCKS if length % b == 0)
+    padding = (b for b in TPU_PADDING_BLOCKS if -length % b <= length // 8)
+    return next(dividing, 0) or next(padding, TPU_PADDING_BLOCKS[-1])
 
 
-def tpu_places(length: int) -> int:
-    """Places of a row in a TPU's kernel, whole blocks."""
+def tpu_padded_length(length: int) -> int:
+    """Row length padded to whole blocks of the TPU kernel."""
     block = tpu_block(length)
     return -(-length // block) * block
 
 
-def lengthened(x: jax.Array, more: int) -> jax.Array:
-    """[batch, length, ...] with so many places more, of zeros."""
+def pad_length(x: jax.Array, more: int) -> jax.Array:
+    """[batch, length, ...] padded with ``more`` zeros at the end of each row."""
     return jnp.pad(x, ((0, 0), (0, more), *[(0, 0)] * (x.ndim - 2))) if more else x
 
 
 @dataclasses.dataclass(frozen=True)
 class ScoreOptions:
-    """How scores are made; static when traced.
+    """How attention scores are computed; static when traced.
 
     Attributes:
       scale: of the products of queries and keys; None: ``head_dim ** -0.5``.
-      softcap: scores become ``softcap * tanh(scores / softcap)``; 0: they stay.
-      window: tokens of its own sequence that a token sees, itself included; 0: all before it.
+      softcap: scores become ``softcap * tanh(scores / softcap)``; 0: no cap.
+      window: sliding window, in tokens of a sequence, the query included; 0: no window.
     """
 
     scale: float | None = None
     softcap: float = 0.0
     window: int = 0
 
-    def factor(self, head_dim: int) -> float:
-        """The scale."""
+    def query_scale(self, head_dim: int) -> float:
+        """The scale of query-key products."""
         return head_dim**-0.5 if self.scale is None else self.scale
 
-    def bend(self, scores: jax.Array) -> jax.Array:
-        """Scaled scores, capped."""
+    def apply_softcap(self, scores: jax.Array) -> jax.Array:
+        """Scaled scores, soft-capped."""
         return self.softcap * jnp.tanh(scores / self.softcap) if self.softcap else scores
 
 
 @dataclasses.dataclass(frozen=True)
 class MaskSpec:
-    """Which places of a row each place sees, before padding and packing are looked at.
+    """Static attention mask of a row: the keys that each position sees, before segments apply.
 
     Attributes:
-      prompt: places, from the first on, that all responses of the row share.
-      response: places of each response after them; 0: the row is one sequence.
-      window: as of ``ScoreOptions``, in tokens of prompt and response.
-      packed: the row holds several sequences, as its segments say; blocks that share none are
-        left out where a kernel can.
+      prompt: length of the prompt at the row's start, which all its responses share.
+      response: length of each response after it; 0: the row is one sequence.
+      window: sliding window as in ``ScoreOptions``, in tokens of prompt and response.
+      packed: the row holds several sequences, given by its segments; a kernel may skip blocks
+        without a common segment.
     """
 
     prompt: int = 0
@@ -90,15 +90,15 @@ class MaskSpec:
     window: int = 0
     packed: bool = False
 
-    def start(self, place: Any) -> Any:
-        """First place of the response that a place belongs to, of the first one in a prompt."""
+    def response_start(self, place: Any) -> Any:
+        """First position of the response that ``place`` is in; in a prompt, of the first one."""
         if not self.response:
             return place * 0
         after = (abs(place - self.prompt) + place - self.prompt) // 2  # max(., 0), NumPy or JAX
         return self.prompt + after // self.response * self.response
 
-    def sees(self, query: Any, start: Any, key: Any) -> Any:
-        """Whether the place ``query``, of a response from ``start`` on, sees the place ``key``."""
+    def is_visible(self, query: Any, start: Any, key: Any) -> Any:
+        """Whether position ``query``, in a response that starts at ``start``, sees ``key``."""
         own = key >= start
         visible = key <= query
         if self.response:
@@ -106,22 +106,22 @@ class MaskSpec:
         if self.window:
             distance = query - key
             if self.response:
-                # Of a response's token, its prompt's last token is next to its own first one.
+                # The prompt's last token directly precedes every response's first one.
                 distance += (key < start) * (self.prompt - start)
             visible &= distance < self.window
         return visible
 
-    def table(self, length: int) -> np.ndarray:
-        """bool [length, length]: queries by keys."""
+    def dense_mask(self, length: int) -> np.ndarray:
+        """bool [length, length], queries by keys."""
         place = np.arange(length)
-        return self.sees(place[:, None], self.start(place)[:, None], place)
+        return self.is_visible(place[:, None], self.response_start(place)[:, None], place)
 
-    def reach(self, places: np.ndarray) -> tuple[np.ndarray, ...]:
-        """First and last place seen in the prompt, and of a place's own response; last excluded.
+    def visible_ranges(self, places: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Half-open ranges of visible keys per position: in the prompt, and in its own response.
 
-        Of a row that is one sequence the first pair is empty.
+        If the row is one sequence, the first range is empty.
         """
-        start = self.start(places)
+        start = self.response_start(places)
         nothing = np.zeros_like(places)
         low, high = nothing, np.minimum(self.prompt, places + 1)
         own = start
@@ -138,15 +138,16 @@ class MaskSpec:
             own = np.where(inside, places + 1, own)
         return low, high, own, places + 1
 
-    def blocks(self, length: int, block: int, keys: int = 0) -> np.ndarray:
-        """int32 [pairs, 2]: blocks of queries and of keys of which something is seen.
+    def block_pairs(self, length: int, block: int, keys: int = 0) -> np.ndarray:
+        """int32 [pairs, 2]: the (query block, key block) pairs that are not fully masked.
 
         Args:
           length: of a row, a multiple of ``block`` and ``keys``.
-          block, keys: places of a block of queries, and of keys; 0: as many.
+          block, keys: sizes of a query block and of a key block (0: the same).
         """
         size = keys or block
-        low, high, own, after = (x.reshape(-1, block) for x in self.reach(np.arange(length)))
+        ranges = self.visible_ranges(np.arange(length))
+        low, high, own, after = (x.reshape(-1, block) for x in ranges)
         pairs = []
         for i in range(length // block):
             seen: set[int] = set()
@@ -158,19 +159,19 @@ class MaskSpec:
             pairs += [(i, j) for j in sorted(seen)]
         return np.asarray(pairs, np.int32)
 
-    def seen(self, length: int) -> int:
-        """Pairs of a query and a key that it sees, in a row of ``length`` places."""
-        low, high, own, after = self.reach(np.arange(length))
+    def visible_pairs(self, length: int) -> int:
+        """Number of (query, visible key) pairs in a row."""
+        low, high, own, after = self.visible_ranges(np.arange(length))
         return int(np.maximum(high - low, 0).sum() + (after - own).sum())
 
 
 class PackedPrompts(NamedTuple):
-    """Prompts inside packs that stand there once for several responses.
+    """Prompts that occur once in a pack for several responses (prefix sharing in training).
 
     Attributes:
-      prompts: int32 [batch, length], number of the segment that a place sees besides its own: its
-        prompt's; in a prompt its own.
-      positions: int32 [batch, length], of each place in its own sequence; windows count in them.
+      prompts: int32 [batch, length], the prompt's segment, which a response's tokens see besides
+        their own; for a prompt's tokens its own.
+      positions: int32 [batch, length], of each token in its sequence; windows count in them.
     """
 
     prompts: jax.Array
@@ -180,7 +181,7 @@ class PackedPrompts(NamedTuple):
 Kernel = Callable[..., jax.Array]
 
 
-def check(
+def check_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -188,7 +189,7 @@ def check(
     sinks: jax.Array | None,
     shared: PackedPrompts | None = None,
 ) -> None:
-    """Shapes as of ``attend``."""
+    """Check the shapes and dtypes that ``attend`` documents."""
     chex.assert_rank((q, k, v), 4)
     chex.assert_equal_shape((k, v))
     batch, length, heads, dim = q.shape
@@ -211,22 +212,23 @@ def reference(
     segments: jax.Array | None = None,
     sinks: jax.Array | None = None,
     scoring: ScoreOptions = ScoreOptions(),
-    sight: MaskSpec = MaskSpec(),
+    mask_spec: MaskSpec = MaskSpec(),
     shared: PackedPrompts | None = None,
 ) -> jax.Array:
-    """The same as its mathematics reads; see ``attend``."""
-    check(q, k, v, segments, sinks, shared)
+    """Reference implementation of ``attend``."""
+    check_attention(q, k, v, segments, sinks, shared)
     window = scoring.window if shared is None else 0
-    visible = jnp.asarray(dataclasses.replace(sight, window=window).table(q.shape[1]))[None]
+    mask_spec = dataclasses.replace(mask_spec, window=window)
+    visible = jnp.asarray(mask_spec.dense_mask(q.shape[1]))[None]
     if segments is not None:
-        visible = visible & meeting(segments, segments, shared)
+        visible = visible & same_segment(segments, segments, shared)
     if shared is not None and scoring.window:
-        visible = visible & within(scoring.window, shared.positions, shared.positions)
+        visible = visible & in_window(scoring.window, shared.positions, shared.positions)
     q, k, v = split_heads(q, k.shape[2]), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-    return merge_heads(in_one_piece(q, k, v, visible, scoring, sinks))
+    return merge_heads(dense_attention(q, k, v, visible, scoring, sinks))
 
 
-def in_one_piece(
+def dense_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -234,17 +236,17 @@ def in_one_piece(
     scoring: ScoreOptions,
     sinks: jax.Array | None,
 ) -> jax.Array:
-    """Attention with scores [length, length], in the dtype of v.
+    """Attention that materialises scores [length, length], in the dtype of v.
 
     Args:
-      q: [batch, kv_heads, q_per_kv, length, head_dim], as of ``split_heads``; so is the result.
+      q: [batch, kv_heads, q_per_kv, length, head_dim] (``split_heads``), like the result.
       k, v: [batch, kv_heads, length, head_dim].
       visible: bool [batch or 1, queries, keys].
       scoring, sinks: as of ``attend``.
     """
-    q = q * scoring.factor(q.shape[-1])
+    q = q * scoring.query_scale(q.shape[-1])
     scores = jnp.einsum("bkgtd,bksd->bkgts", q, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(visible[:, None, None], scoring.bend(scores), MASKED)
+    scores = jnp.where(visible[:, None, None], scoring.apply_softcap(scores), MASKED)
     if sinks is None:
         weights = jax.nn.softmax(scores, axis=-1)
     else:
@@ -266,17 +268,19 @@ def merge_heads(out: jax.Array) -> jax.Array:
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, kv_heads * groups, dim)
 
 
-def meeting(
-    segments: jax.Array, of_keys: jax.Array, shared: PackedPrompts | None = None
+def same_segment(
+    segments: jax.Array, key_segments: jax.Array, shared: PackedPrompts | None = None
 ) -> jax.Array:
-    """bool [batch, queries, keys]: whether a key's segment is the query's, or its prompt's."""
-    same = segments[:, :, None] == of_keys[:, None, :]
-    return same if shared is None else same | (shared.prompts[:, :, None] == of_keys[:, None, :])
+    """bool [batch, queries, keys]: whether a key is in the query's segment, or in its prompt."""
+    same = segments[:, :, None] == key_segments[:, None, :]
+    if shared is None:
+        return same
+    return same | (shared.prompts[:, :, None] == key_segments[:, None, :])
 
 
-def within(window: int, positions: jax.Array, of_keys: jax.Array) -> jax.Array:
+def in_window(window: int, positions: jax.Array, key_positions: jax.Array) -> jax.Array:
     """bool [batch, queries, keys]: whether a key is in its query's window."""
-    return positions[:, :, None] - of_keys[:, None, :] < window
+    return positions[:, :, None] - key_positions[:, None, :] < window
 
 
 def attend(
@@ -287,63 +291,63 @@ def attend(
     segments: jax.Array | None = None,
     sinks: jax.Array | None = None,
     scoring: ScoreOptions = ScoreOptions(),
-    sight: MaskSpec = MaskSpec(),
+    mask_spec: MaskSpec = MaskSpec(),
     sharding: KernelSharding = KernelSharding(),
     shared: PackedPrompts | None = None,
 ) -> jax.Array:
-    """What each token makes of the values it sees; every device computes its own rows and heads.
+    """Attention in ``shard_map``: every device computes its own rows and heads.
 
     Differentiable once, in reverse mode.
 
     Args:
       kernel: ``blockwise.attend``, ``splash.attend`` or ``cudnn.attend``.
-      q: [batch, length, heads, head_dim], of any float dtype; products are made in it.
+      q: [batch, length, heads, head_dim], of any float dtype, which products are computed in.
       k, v: [batch, length, kv_heads, head_dim].
-      segments: int32 [batch, length]: a token sees tokens of its own number only (packed
-        sequences; padding against the rest); None: all are of one. Where ``sight.packed`` 0 is
-        padding, of which the result is undefined.
+      segments: int32 [batch, length]: a token sees only tokens of its own segment (for packing and
+        padding); None: one segment. With ``mask_spec.packed`` segment 0 is padding, whose result
+        is undefined.
       sinks: [heads], a score per head that takes part in the softmax and has no value.
-      scoring: how scores are made.
-      sight: which places see which.
-      sharding: over which devices; where the length is split, keys and values come from the others.
-      shared: prompts that stand once in a pack; for ``blockwise.attend`` alone.
+      scoring: how scores are computed.
+      mask_spec: the static mask.
+      sharding: of the arrays; if the length is split, keys and values come from other devices.
+      shared: prompts that occur once in a pack; only for ``blockwise.attend``.
 
     Returns:
-      [batch, length, heads, head_dim], of q's dtype; undefined where a row sees nothing.
+      [batch, length, heads, head_dim], of q's dtype; undefined for fully masked queries.
 
     Raises:
       AssertionError: other shapes or dtypes, when traced.
     """
-    check(q, k, v, segments, sinks, shared)
+    check_attention(q, k, v, segments, sinks, shared)
     more = {} if shared is None else {"shared": shared}
-    sight = dataclasses.replace(sight, window=scoring.window if shared is None else 0)
+    mask_spec = dataclasses.replace(mask_spec, window=scoring.window if shared is None else 0)
     inside = jax.sharding.get_abstract_mesh()
     mesh, manual = sharding.mesh, set(inside.manual_axes) if not inside.empty else set()
     if mesh is None or mesh.size == 1:
-        return kernel(q, k, v, segments, sinks, scoring, sight, **more)
+        return kernel(q, k, v, segments, sinks, scoring, mask_spec, **more)
     if manual:
         mesh = inside
-    around = sharding.shard_count(sharding.length)
+    length_shards = sharding.shard_count(sharding.length)
     length = q.shape[1]
-    short = -length % (around * PART if around > 1 else 1)
+    short = -length % (length_shards * LENGTH_MULTIPLE if length_shards > 1 else 1)
     if short:
         q, k, v, segments, more = jax.tree.map(
-            functools.partial(lengthened, more=short), (q, k, v, segments, more)
+            functools.partial(pad_length, more=short), (q, k, v, segments, more)
         )
-    rows, places = _fitting(sharding, q.shape[0]) or None, sharding.length or None
+    rows, places = _row_axes(sharding, q.shape[0]) or None, sharding.length or None
     own = PartitionSpec(rows, places, sharding.kv_heads or None, None)
-    whole_heads = bool(sharding.heads) and not sharding.kv_heads
-    heads_each = q.shape[2] // sharding.shard_count(sharding.heads)
+    kv_replicated = bool(sharding.heads) and not sharding.kv_heads
+    local_heads = q.shape[2] // sharding.shard_count(sharding.heads)
     per_kv = q.shape[2] // k.shape[2]
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, sinks: Any, more: Any) -> Any:
-        if whole_heads:
-            k, v = (_of_heads(x, sharding.heads, heads_each, per_kv) for x in (k, v))
-        # The stages of a pipeline take branches of their own, where devices can gather from each
-        # other, but not send to neighbours.
+        if kv_replicated:
+            k, v = (_own_kv_heads(x, sharding.heads, local_heads, per_kv) for x in (k, v))
+        # Pipeline stages take different branches. There a ppermute between neighbours is not
+        # possible, so keys and values are all-gathered.
         return kernel(
-            q, k, v, segments, sinks, scoring, sight, axes=sharding.length, around=around,
-            gather=bool(manual), **more,
+            q, k, v, segments, sinks, scoring, mask_spec, axes=sharding.length,
+            length_shards=length_shards, gather=bool(manual), **more,
         )  # fmt: skip
 
     out = jax.shard_map(
@@ -364,16 +368,16 @@ def attend(
     return out[:, :length] if short else out
 
 
-def _fitting(sharding: KernelSharding, rows: int) -> Axes:
-    """The first axes of ``rows`` that divide a number of rows; over the others it is whole."""
+def _row_axes(sharding: KernelSharding, rows: int) -> Axes:
+    """The leading axes of ``sharding.rows`` that divide a number of rows."""
     axes = sharding.rows
     while axes and rows % sharding.shard_count(axes):
         axes = axes[:-1]
     return axes
 
 
-def _of_heads(x: jax.Array, axes: Axes, heads: int, per_kv: int) -> jax.Array:
-    """Of keys or values that every device has whole, those that its queries read."""
+def _own_kv_heads(x: jax.Array, axes: Axes, heads: int, per_kv: int) -> jax.Array:
+    """The heads of replicated keys or values that this device's queries read."""
     first = jax.lax.axis_index(axes) * heads // per_kv
     count = max(heads // per_kv, 1)
     return jax.lax.dynamic_slice_in_dim(x, first, count, axis=2)
@@ -381,11 +385,11 @@ def _of_heads(x: jax.Array, axes: Axes, heads: int, per_kv: int) -> jax.Array:
 
 @functools.lru_cache(maxsize=64)
 def cost_label(costs: tuple[tuple[str, float, float], ...], part: bool = False) -> str:
-    """Name of a scope that tells ``hjax.xla`` what kernels in it do, which they do not say.
+    """Name of a scope that gives ``hjax.xla`` the costs of kernels without a cost estimate.
 
     Args:
       costs: per kernel a part of its name, FLOPs of matrix products, bytes to and from memory.
-      part: whether they read parts of their arguments; else these are read once at least.
+      part: whether kernels read only parts of their arguments; else at least all of them once.
     """
-    told = ":".join(f"{name}={flops:.12e},{moved:.6e}" for name, flops, moved in costs)
-    return ("part-cost:" if part else "cost:") + told
+    costs_text = ":".join(f"{name}={flops:.12e},{moved:.6e}" for name, flops, moved in costs)
+    return ("part-cost:" if part else "cost:") + costs_text

@@ -1,11 +1,10 @@
-"""Parts of a layer whose backward pass is written out, with fewer passes over memory.
+"""Layer kernels with a custom backward pass (custom VJP) that keeps and reads less memory.
 
-Differentiated by rule, each elementwise step keeps what its own derivative needs. Here a part
-keeps little more than its inputs and recomputes the rest: the same mathematics in less memory. A
-function with a backward pass of its own has no forward-mode derivative; the reference has.
+Automatic differentiation keeps the inputs of every elementwise step. These functions keep little
+more than their own inputs and recompute the rest, by the same mathematics. They have no
+forward-mode derivative; the reference has.
 
-``rotate`` is what XLA's compiler for TPUs needs to be told another way to be fast; the mathematics
-is the reference's.
+``rotate`` is the reference's mathematics in a form that XLA's TPU compiler makes fast.
 """
 
 import functools
@@ -24,18 +23,18 @@ from hjax.kernels.reference import GATES
 def product(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
     """As ``reference.product``.
 
-    The weight is kept as it was given and cast once more in the backward pass: a scan over layers
-    would keep the cast ones of all layers at once.
+    The backward pass casts the weight again. Otherwise a scan over layers would keep the cast
+    weights of all layers at once.
     """
     shape_checks.check_product(spec, x, weight)
     return _product(spec, x, weight, None)
 
 
 def scaled_product(spec: str, x: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
-    """``einsum(spec, x, weight * scale)`` in the dtype of x; there are gradients of x alone.
+    """``einsum(spec, x, weight * scale)`` in the dtype of x, for weights of one byte (quantized).
 
-    The numbers of one byte are exact in every compute dtype, so they are multiplied as they are and
-    the sums are scaled: no matrix of larger numbers is kept, forward or backward.
+    Such weights are exact in every compute dtype, so the product uses them unscaled and the sums
+    are scaled: no dequantized matrix is kept, forward or backward. Only x has gradients.
 
     Args:
       spec, x: as of ``reference.product``.
@@ -67,8 +66,8 @@ def _product_forward(
 def _product_backward(spec: str, kept: Any, g: jax.Array) -> tuple[Any, ...]:
     x, weight, scale = kept
     left, right, out = spec.replace("->", ",").split(",")
-    of_sums = g if scale is None else _scaled(g, scale)
-    d_x = jnp.einsum(f"{out},{right}->{left}", of_sums, weight.astype(g.dtype))
+    d_sums = g if scale is None else _scaled(g, scale)
+    d_x = jnp.einsum(f"{out},{right}->{left}", d_sums, weight.astype(g.dtype))
     if scale is not None:
         return d_x, None, None
     return d_x, jnp.einsum(f"{left},{out}->{right}", x, g).astype(weight.dtype), None
@@ -78,19 +77,20 @@ _product.defvjp(_product_forward, _product_backward)
 
 
 @jax.custom_vjp
-def scaled_rows(x: jax.Array, scale: jax.Array, own: jax.Array) -> jax.Array:
-    """What a grouped product with matrices of one byte gave, times its scales; in the dtype of x.
+def scale_grouped_rows(x: jax.Array, scale: jax.Array, own: jax.Array) -> jax.Array:
+    """Scale the result of a grouped product with quantized matrices; in the dtype of x.
 
     Args:
-      x: [rows, outputs]; there are gradients of it alone.
+      x: [rows, outputs]; only x has gradients.
       scale: float32 [groups, outputs].
       own: int [rows], the group of each.
     """
     return _scaled(x, scale[own])
 
 
-scaled_rows.defvjp(
-    lambda x, scale, own: (scaled_rows(x, scale, own), (scale, own)),  # not every row's: large
+scale_grouped_rows.defvjp(
+    # Keeps the scales of groups, not of rows, which would be large.
+    lambda x, scale, own: (scale_grouped_rows(x, scale, own), (scale, own)),
     lambda kept, g: (_scaled(g, kept[0][kept[1]]), None, None),
 )
 
@@ -100,10 +100,10 @@ def _scaled(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def gated_mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
-    """As ``reference.gated_mlp``; the weights are kept as they were given.
+    """As ``reference.gated_mlp``; the backward pass casts the weights again.
 
-    One product for gate and up, forward and backward: each would gather its weights and be summed
-    over devices.
+    Gate and up are one product, forward and backward, so weights are gathered and gradients are
+    reduced over devices once.
     """
     shape_checks.check_gated_mlp(x, gate_up, down)
     return _gated_mlp(x, gate_up, down)
@@ -121,23 +121,23 @@ def _gated_mlp_forward(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> tup
 
 
 def _gated_mlp_backward(kept: Any, g: jax.Array) -> tuple[jax.Array, ...]:
-    x, given_gate_up, given_down, both = kept
-    gate_up, down = given_gate_up.astype(x.dtype), given_down.astype(x.dtype)
+    x, full_gate_up, full_down, both = kept
+    gate_up, down = full_gate_up.astype(x.dtype), full_down.astype(x.dtype)
     gate, up = both[:, :, 0], both[:, :, 1]
-    share = jax.nn.sigmoid(gate)
-    d_down = jnp.einsum("btm,btd->md", gate * share * up, g)
+    sigmoid = jax.nn.sigmoid(gate)
+    d_down = jnp.einsum("btm,btd->md", gate * sigmoid * up, g)
     d_inner = jnp.einsum("btd,md->btm", g, down)
-    d_both = jnp.stack(gate_gradients(gate, up, share, d_inner), axis=2)
+    d_both = jnp.stack(gate_gradients(gate, up, sigmoid, d_inner), axis=2)
     d_x = jnp.einsum("btcm,dcm->btd", d_both, gate_up)
     d_gate_up = jnp.einsum("btd,btcm->dcm", x, d_both)
-    return d_x, d_gate_up.astype(given_gate_up.dtype), d_down.astype(given_down.dtype)
+    return d_x, d_gate_up.astype(full_gate_up.dtype), d_down.astype(full_down.dtype)
 
 
 def gate_gradients(
-    gate: jax.Array, up: jax.Array, share: jax.Array, d_inner: jax.Array
+    gate: jax.Array, up: jax.Array, sigmoid: jax.Array, d_inner: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Gradients of gate and up of ``gate * share * up``, ``share`` being sigmoid(gate)."""
-    return d_inner * up * share * (1 + gate * (1 - share)), d_inner * gate * share
+    """Gradients of gate and up of ``gate * sigmoid * up``, with ``sigmoid`` of the gate."""
+    return d_inner * up * sigmoid * (1 + gate * (1 - sigmoid)), d_inner * gate * sigmoid
 
 
 _gated_mlp.defvjp(_gated_mlp_forward, _gated_mlp_backward)
@@ -174,9 +174,9 @@ _rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """As ``reference.rotate``. The halves change places by a product with a signed permutation,
-    which is exact and stands in one pass with what surrounds it; cut, they would be two arrays,
-    filled up to the width of a register, that are written and joined again."""
+    """As ``reference.rotate``. The halves are swapped by a product with a signed permutation, which
+    is exact and fuses with its neighbours. Slicing instead would write two arrays, padded to the
+    width of a register, and join them again."""
     shape_checks.check_rotate(x, cos, sin)
     if x.shape[1] == 1:  # decoding: too little to be worth a product
         return reference.rotate(x, cos, sin)
@@ -186,17 +186,17 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 @jax.custom_vjp
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     half = x.shape[-1] // 2
-    change = np.zeros((2 * half, 2 * half), np.float32)
-    change[half:, :half], change[:half, half:] = -np.eye(half), np.eye(half)
-    changed = jnp.einsum(
+    swap = np.zeros((2 * half, 2 * half), np.float32)
+    swap[half:, :half], swap[:half, half:] = -np.eye(half), np.eye(half)
+    swapped = jnp.einsum(
         "bthd,de->bthe",
         x,
-        jnp.asarray(change, x.dtype),
+        jnp.asarray(swap, x.dtype),
         precision="highest",
         preferred_element_type=jnp.float32,
     )
     wide, cos, sin = x.astype(jnp.float32), _twice(cos), _twice(sin)
-    return (wide * cos + changed * sin).astype(x.dtype)
+    return (wide * cos + swapped * sin).astype(x.dtype)
 
 
 def _twice(table: jax.Array) -> jax.Array:

@@ -1,8 +1,8 @@
-"""Along which axis of a cache's array the tokens of a row lie.
+"""KV-cache memory layout: the axis along which the tokens of a row lie.
 
-Values lie by rows. Keys do too where a kernel reads them, or where a token is best written in one
-piece; on CPUs a product with a few queries wants tokens last, and of many tokens tiles of ``TILE``,
-each of which it reads as it lies.
+Values are stored by rows. So are keys if a kernel reads them, or to write a token in one piece. On
+CPUs a product with few queries is faster with tokens last, and for long rows with tiles of
+``TILE`` tokens, each contiguous in memory.
 """
 
 from typing import Any
@@ -14,37 +14,36 @@ ROWS, COLUMNS, TILES = -2, -1, -3
 TILE = 64
 
 
-def laid(x: jax.Array, axis: int) -> jax.Array:
-    """Keys [..., length, head_dim] with tokens along an axis; tiles, of which a product reads one
-    as it lies, are [..., tiles, head_dim, TILE]."""
+def to_layout(x: jax.Array, axis: int) -> jax.Array:
+    """Keys [..., length, head_dim] in the layout with tokens along ``axis``."""
     *lead, length, dim = x.shape
     if axis == TILES:
         x = x.reshape(*lead, length // TILE, TILE, dim)
     return x if axis == ROWS else x.swapaxes(-1, -2)
 
 
-def by_rows(x: jax.Array, axis: int) -> jax.Array:
-    """And back."""
+def to_rows(x: jax.Array, axis: int) -> jax.Array:
+    """Undo ``to_layout``: [..., length, head_dim]."""
     x = x if axis == ROWS else x.swapaxes(-1, -2)
     return x if axis != TILES else x.reshape(*x.shape[:-3], -1, x.shape[-1])
 
 
-def tokens_of(axis: int, shape: tuple[int, ...]) -> int:
-    """How many an array of a cache has room for, which lie in it along an axis."""
+def token_capacity(axis: int, shape: tuple[int, ...]) -> int:
+    """Tokens that a cache array of this shape, with tokens along ``axis``, can hold."""
     return shape[axis] * (TILE if axis == TILES else 1)
 
 
 def token_index(axis: int, at: Any) -> tuple[Any, ...]:
-    """The last dimensions' indices of tokens ``at`` in an array of a cache."""
+    """Indices of tokens ``at`` into the last dimensions of a cache array."""
     if axis == TILES:
         return at // TILE, slice(None), at % TILE
     return (slice(None), at) if axis == COLUMNS else (at,)
 
 
-def token_at(
+def token_update(
     new: jax.Array, position: jax.Array, axis: int
 ) -> tuple[jax.Array, tuple[Any, ...]]:
-    """A token's keys or values [..., head_dim] as a piece of a cache, and where that begins."""
+    """A token's keys or values [..., head_dim] as a ``dynamic_update_slice``: update and start."""
     zeros = (0,) * (new.ndim - 1)
     if axis == TILES:
         return new[..., None, :, None], (*zeros, position // TILE, 0, position % TILE)

@@ -1,7 +1,7 @@
-"""What XLA's compiler for CPUs needs to be told another way to be fast.
+"""Kernels in forms that XLA's CPU compiler makes fast.
 
-The mathematics is the reference's, the backward passes those of ``backward``. Each detour here
-says what that compiler would do without it; none of them helps on an accelerator.
+The mathematics is the reference's, the backward passes are those of ``backward``. Each docstring
+says what the compiler does otherwise; none of these forms helps on an accelerator.
 """
 
 import math
@@ -15,11 +15,11 @@ from hjax.kernels import backward, reference, shape_checks
 
 
 def product(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """As ``reference.product``, where each device holds the whole length and whole weights.
+    """As ``reference.product``, if each device holds the whole length and whole weights.
 
-    x's dimensions that are summed over are joined, and so are those that are made: in the backward
-    pass XLA would exchange them first, in copies of activations and weights. Split dimensions
-    cannot be joined without gathering them.
+    Contracted dimensions are flattened into one, and so are output dimensions: otherwise XLA copies
+    activations and weights to transpose them in the backward pass. Sharded dimensions cannot be
+    flattened without gathering them.
     """
     shape_checks.check_product(spec, x, weight)
     return _product(x, weight)
@@ -42,18 +42,18 @@ def _product_forward(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, Any]:
 
 
 def _product_backward(kept: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    given_x, given_weight = kept
-    x, weight = _flat(given_x, given_weight)
+    full_x, full_weight = kept
+    x, weight = _flat(full_x, full_weight)
     g = g.reshape(*g.shape[:2], -1)
-    d_x = jnp.einsum("btm,dm->btd", g, weight).reshape(given_x.shape)
-    d_weight = _weight_gradient(x, g).reshape(given_weight.shape)
-    return d_x, d_weight.astype(given_weight.dtype)
+    d_x = jnp.einsum("btm,dm->btd", g, weight).reshape(full_x.shape)
+    d_weight = _weight_gradient(x, g).reshape(full_weight.shape)
+    return d_x, d_weight.astype(full_weight.dtype)
 
 
 def _weight_gradient(x: jax.Array, g: jax.Array) -> jax.Array:
     """[summed, made] of x [batch, length, summed] and g [batch, length, made].
 
-    Batch and length are joined: with two dimensions to sum over, XLA makes a transposed copy of x.
+    Batch and length are flattened: with two contracted dimensions XLA makes a transposed copy of x.
     """
     x, g = (a.reshape(-1, a.shape[-1]) for a in (x, g))
     return jnp.einsum("td,tm->dm", x, g)
@@ -62,10 +62,10 @@ def _weight_gradient(x: jax.Array, g: jax.Array) -> jax.Array:
 _product.defvjp(_product_forward, _product_backward)
 
 
-def product_joined(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """As ``backward.product``, the dimensions that are summed over joined before it.
+def product_flat(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """As ``backward.product``, with the contracted dimensions flattened first.
 
-    With two of them XLA copies the weights of unrolled layers, for every token that is decoded.
+    With two of them XLA copies the weights of unrolled layers for every decoded token.
     """
     shape_checks.check_product(spec, x, weight)
     if x.ndim == 3:
@@ -79,9 +79,9 @@ def product_joined(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def gated_mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
-    """As ``reference.gated_mlp``, where each device holds the whole length and whole weights.
+    """As ``reference.gated_mlp``, if each device holds the whole length and whole weights.
 
-    The backward pass has a product for each of gate and up, whose gradients are never copied into
+    The backward pass has separate products for gate and up, so their gradients are not copied into
     one array.
     """
     shape_checks.check_gated_mlp(x, gate_up, down)
@@ -101,37 +101,35 @@ def _gated_mlp_forward(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> tup
 
 
 def _gated_mlp_backward(kept: Any, g: jax.Array) -> tuple[jax.Array, ...]:
-    x, given_gate_up, given_down, both = kept
-    gate_up, down = given_gate_up.astype(x.dtype), given_down.astype(x.dtype)
+    x, full_gate_up, full_down, both = kept
+    gate_up, down = full_gate_up.astype(x.dtype), full_down.astype(x.dtype)
     gate, up = both[:, :, 0], both[:, :, 1]
-    share = jax.nn.sigmoid(gate)
-    d_down = _weight_gradient(gate * share * up, g)
+    sigmoid = jax.nn.sigmoid(gate)
+    d_down = _weight_gradient(gate * sigmoid * up, g)
     d_inner = jnp.einsum("btd,md->btm", g, down)
-    d_gate, d_up = backward.gate_gradients(gate, up, share, d_inner)
+    d_gate, d_up = backward.gate_gradients(gate, up, sigmoid, d_inner)
     d_x = jnp.einsum("btm,dm->btd", d_gate, gate_up[:, 0])
     d_x += jnp.einsum("btm,dm->btd", d_up, gate_up[:, 1])
     d_gate_up = jnp.stack([_weight_gradient(x, half) for half in (d_gate, d_up)], axis=1)
-    return d_x, d_gate_up.astype(given_gate_up.dtype), d_down.astype(given_down.dtype)
+    return d_x, d_gate_up.astype(full_gate_up.dtype), d_down.astype(full_down.dtype)
 
 
 _gated_mlp.defvjp(_gated_mlp_forward, _gated_mlp_backward)
 
 
-def rotary_tables(
-    frequencies: jax.Array, positions: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """As ``reference.rotary_tables``, out of a loop of two turns, into which XLA fuses nothing.
+def rotary_tables(frequencies: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """As ``reference.rotary_tables``, computed in a loop of two trips, which XLA does not fuse.
 
-    Otherwise unrolled layers' cos and sin are computed again for every head of every layer.
+    Otherwise unrolled layers recompute cos and sin for every head of every layer.
     """
     cos, sin = reference.rotary_tables(frequencies, positions)
-    both = jax.lax.map(lambda turn: jnp.where(turn, sin, cos), jnp.array([False, True]))
+    both = jax.lax.map(lambda second: jnp.where(second, sin, cos), jnp.array([False, True]))
     return both[0], both[1]
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """As ``reference.rotate``, its halves padded and added, forward and backward: XLA concatenates
-    an element at a time, five times as slowly."""
+    """As ``reference.rotate``, with halves padded and added, forward and backward: XLA concatenates
+    element by element, five times as slowly."""
     shape_checks.check_rotate(x, cos, sin)
     half, wide = x.shape[-1] // 2, x.astype(jnp.float32)
     first, second = wide[..., :half], wide[..., half:]
@@ -140,13 +138,13 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
         last = (before, half - before, 0)
         return jax.lax.pad(part, jnp.float32(0), [(0, 0, 0)] * (part.ndim - 1) + [last])
 
-    turned = put(first * cos - second * sin, 0) + put(second * cos + first * sin, half)
-    return turned.astype(x.dtype)
+    rotated = put(first * cos - second * sin, 0) + put(second * cos + first * sin, half)
+    return rotated.astype(x.dtype)
 
 
-def largest(logits: jax.Array) -> jax.Array:
-    """As ``reference.largest``, in two plain reductions: XLA's single one, of pairs, costs ten
-    times as much. Of a row with a NaN it is the last index, not the NaN's."""
+def argmax(logits: jax.Array) -> jax.Array:
+    """As ``reference.argmax``, in two plain reductions: XLA's reduction of (value, index) pairs is
+    ten times as slow. For a row with a NaN it is the last index, not the NaN's."""
     vocab = logits.shape[-1]
     index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     top = jnp.max(logits, axis=-1, keepdims=True)

@@ -1,12 +1,11 @@
-"""Attention on NVIDIA GPUs: cuDNN's kernel, told what our rows look like.
+"""Attention on NVIDIA GPUs by cuDNN's kernel.
 
-A library's kernel (``jax.nn.dot_product_attention(implementation="cudnn")``), which knows causal
-order, windows and a length for each row. Padding on the left is turned to the end and back; a
-prompt shared by several responses stands before each of them, here alone: all else of a layer still
-runs on one copy of it.
+``jax.nn.dot_product_attention(implementation="cudnn")`` knows causal masks, windows and a length
+for each row. Left padding is shifted to the end and back. A prompt shared by several responses is
+repeated before each of them, here only: the rest of a layer runs on one copy.
 
-Before it is used without being asked for it is compared with the plain form on the devices at hand
-(``trusted``): the library, its version and the GPU are not ours.
+``model.attention=auto`` uses it only if it matches the reference on this process's devices
+(``matches_reference``), because library, version and GPU vary.
 """
 
 import dataclasses
@@ -33,12 +32,12 @@ from hjax.kernels.kernel_sharding import Axes
 HEAD_DIM = 256  # elements; on GPUs older than Hopper 128
 PLATFORMS = ("gpu", "cuda")
 DTYPES = (jnp.bfloat16, jnp.float16)
-_TILE = 128  # places of a block of scores, for the account of products
-ASKED = "model.attention=cudnn"
+_TILE = 128  # size of a block of scores, for the cost estimate
+CONFIG_KEY = "model.attention=cudnn"
 
 
-def refusal(dtype: Any, head_dim: int, softcap: float = 0.0, sinks: bool = False) -> str:
-    """Why cuDNN's attention does not take such layers; empty: it does.
+def unsupported_reason(dtype: Any, head_dim: int, softcap: float = 0.0, sinks: bool = False) -> str:
+    """Why cuDNN's attention does not support such layers; empty if it does.
 
     Args:
       dtype: of queries, keys and values.
@@ -62,49 +61,48 @@ def attend(
     segments: jax.Array | None,
     sinks: jax.Array | None,
     scoring: ScoreOptions,
-    sight: MaskSpec,
+    mask_spec: MaskSpec,
     axes: Axes = (),
-    around: int = 1,
+    length_shards: int = 1,
     gather: bool = False,
     implementation: str = "cudnn",
     shared: PackedPrompts | None = None,
 ) -> jax.Array:
-    """``hjax.kernels.attention.attend`` of what one device holds.
+    """``hjax.kernels.attention.attend`` on one device's shard.
 
-    A row's tokens stand together: padding is before and behind them. Results on padding are 0.
+    A row's tokens are contiguous, with padding before and after them. Results on padding are 0.
 
     Args:
-      around: devices over which the length is split: 1.
-      implementation: of ``jax.nn.dot_product_attention``; ``xla`` for tests without a GPU, which
-        takes the same masks, every dtype and size of heads, and holds scores [length, length].
+      length_shards: devices over which the length is split: 1.
+      implementation: of ``jax.nn.dot_product_attention``. ``xla``, for tests without a GPU, takes
+        the same masks, every dtype and head size, and holds scores [length, length].
 
     Raises:
-      ConfigError: what cuDNN cannot compute, or does not find, when traced.
+      ConfigError: cuDNN does not support the layer, or is not found; when traced.
     """
     batch, length, heads, dim = q.shape
-    # XLA's takes every dtype and size of heads.
     real = implementation == "cudnn"
-    dtype, size = (q.dtype, dim) if real else (DTYPES[0], 8)
-    reason = refusal(dtype, size, scoring.softcap, sinks is not None)
-    if around > 1:
+    dtype, size = (q.dtype, dim) if real else (DTYPES[0], 8)  # XLA takes every dtype and size
+    reason = unsupported_reason(dtype, size, scoring.softcap, sinks is not None)
+    if length_shards > 1:
         reason = "it does not split a row's length over devices"
-    if sight.packed or shared is not None:
+    if mask_spec.packed or shared is not None:
         reason = "it has no mask of several sequences in a row"
     if reason:
-        raise ConfigError(f"{ASKED}: {reason}")
-    window = (sight.window - 1, 0) if 0 < sight.window < length else None
-    run = functools.partial(_rows, scoring.factor(dim), window, implementation)
-    count = (length - sight.prompt) // sight.response if sight.response else 1
+        raise ConfigError(f"{CONFIG_KEY}: {reason}")
+    window = (mask_spec.window - 1, 0) if 0 < mask_spec.window < length else None
+    run = functools.partial(_attend_rows, scoring.query_scale(dim), window, implementation)
+    count = (length - mask_spec.prompt) // mask_spec.response if mask_spec.response else 1
     if count == 1:
         return run(q, k, v, segments)
-    cut = functools.partial(_apart, sight.prompt, count)
+    cut = functools.partial(_repeat_prompt, mask_spec.prompt, count)
     out = run(cut(q), cut(k), cut(v), None if segments is None else cut(segments))
     out = out.reshape(batch, count, -1, heads, dim)
-    prompt, own = out[:, 0, : sight.prompt], out[:, :, sight.prompt :]
+    prompt, own = out[:, 0, : mask_spec.prompt], out[:, :, mask_spec.prompt :]
     return jnp.concatenate([prompt, own.reshape(batch, -1, heads, dim)], axis=1)
 
 
-def _apart(prompt: int, count: int, x: jax.Array) -> jax.Array:
+def _repeat_prompt(prompt: int, count: int, x: jax.Array) -> jax.Array:
     """[batch, prompt + count * length, ...] -> [batch * count, prompt + length, ...]."""
     batch, total, *rest = x.shape
     first, own = jax.lax.split(x, [prompt, total - prompt], axis=1)
@@ -113,7 +111,7 @@ def _apart(prompt: int, count: int, x: jax.Array) -> jax.Array:
     return jnp.concatenate([first, own], axis=2).reshape(batch * count, -1, *rest)
 
 
-def _rows(
+def _attend_rows(
     scale: float,
     window: tuple[int, int] | None,
     implementation: Any,
@@ -122,15 +120,15 @@ def _rows(
     v: jax.Array,
     segments: jax.Array | None,
 ) -> jax.Array:
-    """Each row one sequence; ``segments``: 0 at padding."""
+    """Attention of rows that are one sequence each; ``segments`` is 0 at padding."""
     batch, length, heads, dim = q.shape
     lengths = first = count = None
     if segments is not None:
         real = segments != 0
         first = jnp.argmax(real, axis=1).astype(jnp.int32)
         count = jnp.sum(real, axis=1, dtype=jnp.int32)
-        q, k, v = (_moved(x, 1, first, count) for x in (q, k, v))
-        lengths = jnp.maximum(count, 1)  # of no token: a softmax over one that is 0
+        q, k, v = (_shift_rows(x, 1, first, count) for x in (q, k, v))
+        lengths = jnp.maximum(count, 1)  # an empty row: a softmax over one zero
     reach = 0 if window is None else window[0] + 1
     with jax.named_scope(_costs(batch * heads, length, dim, reach)):
         try:
@@ -146,40 +144,40 @@ def _rows(
                 implementation=implementation,
             )
         except (NotImplementedError, RuntimeError) as error:  # of this GPU, or no cuDNN
-            raise ConfigError(f"{ASKED}: {' '.join(str(error).split())}") from error
-    return out if segments is None else _moved(out, -1, first, count)
+            raise ConfigError(f"{CONFIG_KEY}: {' '.join(str(error).split())}") from error
+    return out if segments is None else _shift_rows(out, -1, first, count)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _moved(x: jax.Array, way: int, first: jax.Array, count: jax.Array) -> jax.Array:
-    """Each row's tokens of x [batch, length, ...] to its beginning (way 1), or from there back to
-    where they stood (-1); elsewhere 0. Gradients go the other way, by the same gather.
+def _shift_rows(x: jax.Array, direction: int, first: jax.Array, count: jax.Array) -> jax.Array:
+    """Shift each row's tokens of x [batch, length, ...] to its start (direction 1), or from there
+    back (-1); 0 elsewhere. Gradients are shifted the other way, by the same gather.
 
     Args:
-      first: int32 [batch], place of the first token.
-      count: int32 [batch], how many there are.
+      first: int32 [batch], index of the first token.
+      count: int32 [batch], number of tokens.
     """
     place = jnp.arange(x.shape[1], dtype=jnp.int32)
-    start = 0 * first if way > 0 else first
+    start = 0 * first if direction > 0 else first
     own = (place >= start[:, None]) & (place < (start + count)[:, None])
-    source = (place + way * first[:, None]) % x.shape[1]
+    source = (place + direction * first[:, None]) % x.shape[1]
     more = (1,) * (x.ndim - 2)
     taken = jnp.take_along_axis(x, source.reshape(*source.shape, *more), 1, mode="clip")
     return jnp.where(own.reshape(*own.shape, *more), taken, 0)
 
 
-_moved.defvjp(
-    lambda x, way, first, count: (_moved(x, way, first, count), (first, count)),
-    lambda way, span, d_out: (_moved(d_out, -way, span[0], span[1]), None, None),
+_shift_rows.defvjp(
+    lambda x, direction, first, count: (_shift_rows(x, direction, first, count), (first, count)),
+    lambda direction, span, d_out: (_shift_rows(d_out, -direction, span[0], span[1]), None, None),
 )
 
 
 @functools.lru_cache(maxsize=64)
 def _costs(rows: int, length: int, dim: int, window: int) -> str:
-    """What the kernels do, which they do not say: products of blocks of which something is seen (2
-    forward, 5 backward), queries, outputs and what comes back of them, read and written once."""
+    """Cost label of the kernels, which have no cost estimate: products of the blocks that are not
+    fully masked (2 forward, 5 backward); queries, outputs and gradients, read and written once."""
     short = -length % _TILE
-    pairs = len(MaskSpec(window=window).blocks(length + short, _TILE))
+    pairs = len(MaskSpec(window=window).block_pairs(length + short, _TILE))
     product = 2.0 * rows * pairs * _TILE**2 * dim
     moved = 2.0 * rows * length * dim
     return cost_label(
@@ -188,56 +186,56 @@ def _costs(rows: int, length: int, dim: int, window: int) -> str:
 
 
 _logger = logging.getLogger(__name__)
-# What is compared: places of a prompt, of a response, and how many; tokens of a window.
+# Cases to compare: length of the prompt, length and number of responses, window.
 _CASES = ((640, 0, 0, 0), (200, 220, 2, 0), (640, 0, 0, 100))
-# Of the largest value, from the plain form in float32: what bfloat16's rounding leaves of it.
-_FAR = 0.03
+# Largest error allowed against the float32 reference, relative to the largest value: bfloat16's.
+_TOLERANCE = 0.03
 
 
-def trusted(devices: Iterable[Any]) -> bool:
-    """Whether these devices may have it without being told to.
+def matches_reference(devices: Iterable[Any]) -> bool:
+    """Whether cuDNN's attention computes what the reference does on these devices.
 
-    The first one that is here is asked once: values and gradients of small cases against the plain
-    form. Devices that are not here, of which programs are only compiled, may.
+    Values and gradients of small cases are compared once, on the first device of this process.
+    Devices of a topology, for which programs are only compiled, are taken to match.
     """
-    here = jax.local_devices()
-    device = next((device for device in devices if device in here), None)
-    return device is None or _agrees(device)
+    local = jax.local_devices()
+    device = next((device for device in devices if device in local), None)
+    return device is None or _device_matches(device)
 
 
 @functools.cache
-def _agrees(device: Any) -> bool:
+def _device_matches(device: Any) -> bool:
     try:
-        reason = disagreement(attend, device)
-    except Exception as error:  # whatever a library that is not as it should be does
+        reason = find_mismatch(attend, device)
+    except Exception as error:  # a broken library may raise anything
         reason = f"it failed: {' '.join(str(error).split())}"
     if reason:
         _logger.warning(
             "cuDNN's attention is not used on %s: %s. Attention is computed by blocks, which is "
-            "slower; %s uses it all the same",
-            device.device_kind, reason, ASKED,
+            "slower; %s uses it anyway",
+            device.device_kind, reason, CONFIG_KEY,
         )  # fmt: skip
     return not reason
 
 
-def disagreement(kernel: Kernel, device: Any) -> str:
-    """In which case a kernel computes something else than the plain form; empty: in none.
+def find_mismatch(kernel: Kernel, device: Any) -> str:
+    """The first case in which a kernel differs from the reference; empty if it matches.
 
     Args:
-      kernel: as ``attend``, of bfloat16.
-      device: that computes.
+      kernel: as ``attend``, called with bfloat16.
+      device: to compute on.
     """
     with jax.default_device(device):
         for case in _CASES:
-            if reason := _off(kernel, *case):
+            if reason := _case_mismatch(kernel, *case):
                 return reason
     return ""
 
 
-def _off(kernel: Kernel, prompt: int, response: int, count: int, window: int) -> str:
-    """What of a case is off; empty: nothing."""
+def _case_mismatch(kernel: Kernel, prompt: int, response: int, count: int, window: int) -> str:
+    """How a kernel differs from the reference in one case; empty if it matches."""
     length = prompt + response * count
-    # Rows that begin late, that end early, and a whole one.
+    # A row with left padding, one with right padding, and a full one.
     marks = np.ones((3, length), np.int32)
     marks[0, :70] = 0
     if not count:
@@ -246,24 +244,24 @@ def _off(kernel: Kernel, prompt: int, response: int, count: int, window: int) ->
     q, k, v, weight = (draw.normal(size=(3, length, heads, 64)) for heads in (4, 2, 2, 4))
     weight *= marks[:, :, None, None]
     scoring, segments = ScoreOptions(window=window), jnp.asarray(marks)
-    sight = MaskSpec(prompt, response) if count else MaskSpec()
-    placed = dataclasses.replace(sight, window=window)
+    mask_spec = MaskSpec(prompt, response) if count else MaskSpec()
+    windowed = dataclasses.replace(mask_spec, window=window)
 
-    def run(of: Callable[..., jax.Array], dtype: Any, *rest: Any) -> list[np.ndarray]:
+    def run(attend: Callable[..., jax.Array], dtype: Any, *rest: Any) -> list[np.ndarray]:
         def loss(*arrays: jax.Array) -> Any:
-            out = of(*arrays, segments, None, scoring, *rest).astype(jnp.float32) * weight
+            out = attend(*arrays, segments, None, scoring, *rest).astype(jnp.float32) * weight
             return jnp.sum(out), out
 
-        # The same numbers, whatever they are computed in.
+        # Both get the same values, rounded to bfloat16.
         arrays = [jnp.asarray(x, jnp.bfloat16).astype(dtype) for x in (q, k, v)]
         (_, out), grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*arrays)
         return [np.asarray(x, np.float32) for x in (out, *grads)]
 
-    found, expected = run(kernel, jnp.bfloat16, placed), run(reference, jnp.float32, sight)
+    found, expected = run(kernel, jnp.bfloat16, windowed), run(reference, jnp.float32, mask_spec)
     names = ("values", "gradients of queries", "of keys", "of values")
     for name, one, exact in zip(names, found, expected, strict=True):
         off = np.max(np.abs(one - exact)) / np.max(np.abs(exact))
-        if not off < _FAR:  # also nan
+        if not off < _TOLERANCE:  # also nan
             what = f"a window of {window}" if window else f"{count or 'no'} responses"
             return f"{name} of rows with {what} are off by {off:.2g} of the largest"
     return ""

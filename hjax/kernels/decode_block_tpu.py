@@ -1,5 +1,4 @@
-"""Within the decoding kernel for TPUs (``decode_tpu``): sizes of a call, and what a grid step does.
-"""
+"""Body of the TPU decode kernel (``decode_tpu``): block sizes of a call, and one grid step."""
 
 from __future__ import annotations
 
@@ -13,24 +12,23 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from hjax.kernels import int8_cache
+from hjax.kernels import decode, int8_cache
 from hjax.kernels.attention import MASKED, ScoreOptions
-from hjax.kernels.decode import KERNEL, OWN_BLOCK, PROMPT_BLOCK, SUBLANES, room, tile_of
-from hjax.kernels.int8_cache import Held, QuantizedCache
+from hjax.kernels.int8_cache import CacheArray, QuantizedCache
 
 LANES = 128
 BLOCK_BYTES = 2**20  # of a block of keys, or of values
 
 
-def _fewer(tokens: int, tile: int, bytes_each: int) -> int:
-    """Tokens of a block, halved while they take more than ``BLOCK_BYTES``."""
+def _halve_to_fit(tokens: int, tile: int, bytes_each: int) -> int:
+    """Tokens of a block, halved until they fit in ``BLOCK_BYTES``."""
     while tokens * bytes_each > BLOCK_BYTES and tokens % (2 * tile) == 0:
         tokens //= 2
     return tokens
 
 
-def _most(count: int, bytes_each: int) -> int:
-    """The largest divisor of ``count`` that makes no more than ``BLOCK_BYTES``, at least 1."""
+def _largest_divisor(count: int, bytes_each: int) -> int:
+    """The largest divisor of ``count`` that fits in ``BLOCK_BYTES``, at least 1."""
     fits = [n for n in range(1, count + 1) if count % n == 0 and n * bytes_each <= BLOCK_BYTES]
     return max(fits, default=1)
 
@@ -40,7 +38,7 @@ class DecodeBlockShape:
     """Sizes of a call.
 
     Attributes:
-      heads: ``per_kv`` in whole tiles.
+      heads: ``per_kv`` padded to whole tiles.
       rows, together: groups and key-value heads of a grid step.
       prompt_block, own_block: tokens of a grid step.
       int8: whether keys and values are ``QuantizedCache``.
@@ -62,25 +60,26 @@ class DecodeBlockShape:
     int8: bool
 
     @classmethod
-    def of(cls, q: jax.Array, prompt_k: Held, own_k: Held) -> DecodeBlockShape:
+    def of(cls, q: jax.Array, prompt_k: CacheArray, own_k: CacheArray) -> DecodeBlockShape:
         groups, kv_heads, samples, per_kv, dim = q.shape
         layers, _, _, prompt, _ = int8_cache.shape(prompt_k)
         length, dtype = int8_cache.shape(own_k)[4], jax.tree.leaves(own_k)[0].dtype
         int8 = isinstance(own_k, QuantizedCache)
-        for size, block in ((prompt, PROMPT_BLOCK), (length, OWN_BLOCK)):
-            if size != (whole := room(KERNEL, size or 1, block, dtype)):
+        for size, block in ((prompt, decode.PROMPT_BLOCK), (length, decode.OWN_BLOCK)):
+            if size != (whole := decode.cache_capacity(decode.TPU_KERNEL, size or 1, block, dtype)):
                 raise AssertionError(f"a length of {size} is not {whole}")
-        heads = math.ceil(per_kv / SUBLANES) * SUBLANES
-        # Scales lie along the lanes: a block that is not the whole length has whole ones.
-        tile = LANES if int8 else tile_of(dtype)
+        heads = math.ceil(per_kv / decode.SUBLANES) * decode.SUBLANES
+        # Scales lie along the lanes, so a partial block has whole lanes of them.
+        tile = LANES if int8 else decode.tile_tokens(dtype)
         token = math.ceil(dim / LANES) * LANES * dtype.itemsize
-        # First of one group and key-value head: fewer tokens where there are many samples. Scores
-        # may take four times as much as keys.
-        prompt_block = _fewer(min(prompt, PROMPT_BLOCK), tile, max(token, samples * heads))
-        own_block = _fewer(min(length, OWN_BLOCK), tile, samples * token)
+        # First fit one group and key-value head: fewer tokens if there are many samples. Scores may
+        # take four times as much as keys.
+        prompt_block, own_block = min(prompt, decode.PROMPT_BLOCK), min(length, decode.OWN_BLOCK)
+        prompt_block = _halve_to_fit(prompt_block, tile, max(token, samples * heads))
+        own_block = _halve_to_fit(own_block, tile, samples * token)
         least = max(samples * own_block * token, prompt_block * max(token, samples * heads))
-        together = _most(kv_heads, least)
-        rows = _most(groups, least * together) if together == kv_heads else 1
+        together = _largest_divisor(kv_heads, least)
+        rows = _largest_divisor(groups, least * together) if together == kv_heads else 1
         return cls(
             layers=layers, groups=groups, kv_heads=kv_heads, samples=samples, per_kv=per_kv,
             dim=dim, prompt=prompt, length=length, heads=heads, rows=rows, together=together,
@@ -103,12 +102,12 @@ class DecodeBlockShape:
         return self.rows * self.together * self.samples
 
 
-# What the kernel reads and writes: scalars, inputs, outputs, and what it keeps between steps. What
-# is summed so far is of [rows * together * samples, heads, ...], a head's number in all lanes.
+# References of the kernel: scalars, inputs, outputs, and scratch kept between grid steps. The
+# running softmax is [rows * together * samples, heads, ...], with a head's value in all lanes.
 _Refs = collections.namedtuple(
     "_Refs",
-    "layer positions reach q k v spans sinks prompt_k prompt_v own_k own_v scales "
-    "out cache_k cache_v top total sum tile_k tile_v arrived",
+    "layer positions block_ranges q k v spans sinks prompt_k prompt_v own_k own_v scales "
+    "out cache_k cache_v top total sum tile_k tile_v write_done",
 )
 
 
@@ -116,27 +115,27 @@ def step(s: DecodeBlockShape, scoring: ScoreOptions, tile: int, dtype: Any, *ref
     """One block of the prompt or of own tokens."""
     i, h, j = (pl.program_id(axis) for axis in range(3))
     at = _Refs(*refs)
-    sums, block = _Sums(s, scoring, dtype, at), j - s.prompt_blocks
-    tiles = _Tiles(s, tile, at, i=i, h=h, block=block)
-    pl.when(j == 0)(sums.begin)
+    softmax, block = _OnlineSoftmax(s, scoring, dtype, at), j - s.prompt_blocks
+    writes = _TokenWrites(s, tile, at, i=i, h=h, block=block)
+    pl.when(j == 0)(softmax.begin)
 
-    @pl.when((j >= at.reach[4 * i]) & (j <= at.reach[4 * i + 1]))
+    @pl.when((j >= at.block_ranges[4 * i]) & (j <= at.block_ranges[4 * i + 1]))
     def prompt() -> None:
-        k, v = (sums.block_of(ref, s.prompt_block) for ref in (at.prompt_k, at.prompt_v))
-        sums.add(s.samples, k, v, first=j * s.prompt_block, low=sums.span(0), high=sums.span(1))
+        k, v = (softmax.block_of(ref, s.prompt_block) for ref in (at.prompt_k, at.prompt_v))
+        softmax.add(s.samples, k, v, j * s.prompt_block, low=softmax.span(0), high=softmax.span(1))
 
-    @pl.when((block >= at.reach[4 * i + 2]) & (block <= at.reach[4 * i + 3]))
+    @pl.when((block >= at.block_ranges[4 * i + 2]) & (block <= at.block_ranges[4 * i + 3]))
     def own() -> None:
-        jax.lax.fori_loop(0, s.rows * s.samples, tiles.write, None)
-        k, v = (sums.block_of(ref, s.own_block) for ref in (at.own_k, at.own_v))
-        sums.add(1, k, v, first=block * s.own_block, low=sums.span(2), high=sums.span(3))
-        jax.lax.fori_loop(0, s.rows * s.samples, tiles.wait, None)
+        jax.lax.fori_loop(0, s.rows * s.samples, writes.write, None)
+        k, v = (softmax.block_of(ref, s.own_block) for ref in (at.own_k, at.own_v))
+        softmax.add(1, k, v, first=block * s.own_block, low=softmax.span(2), high=softmax.span(3))
+        jax.lax.fori_loop(0, s.rows * s.samples, writes.wait, None)
 
-    pl.when(j == s.prompt_blocks + s.own_blocks - 1)(sums.finish)
+    pl.when(j == s.prompt_blocks + s.own_blocks - 1)(softmax.finish)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sums:
+class _OnlineSoftmax:
     """The online softmax of a grid step's rows and heads."""
 
     s: DecodeBlockShape
@@ -149,20 +148,21 @@ class _Sums:
         s, number = self.s, self.at.spans[:, :, :, which : which + 1][:, None]
         return jnp.broadcast_to(number, (s.rows, s.together, s.samples, 1, 1)).reshape(-1, 1, 1)
 
-    def keep(self, top: jax.Array, total: jax.Array) -> None:
+    def store_running(self, top: jax.Array, total: jax.Array) -> None:
         lanes = (self.s.batch, self.s.heads, LANES)
         self.at.top[...] = jnp.broadcast_to(top, lanes)
         self.at.total[...] = jnp.broadcast_to(total, lanes)
 
     def begin(self) -> None:
-        """With the new token, which every row sees."""
+        """Start with the new token, which every row sees."""
         s, at = self.s, self.at
         k, v = at.k[...], at.v[...]
         if s.int8:
             k, v = k * at.scales[..., :1], v * at.scales[..., 1:2]
         scores = jnp.sum(at.q[...] * k, axis=-1, keepdims=True)
         one = (s.batch, s.heads, 1)
-        self.keep(self.scoring.bend(scores.reshape(one)), jnp.ones(one, jnp.float32))
+        top = self.scoring.apply_softcap(scores.reshape(one))
+        self.store_running(top, jnp.ones(one, jnp.float32))
         value = jnp.broadcast_to(v, at.q.shape)
         at.sum[...] = value.reshape(s.batch, s.heads, s.dim)
 
@@ -174,15 +174,15 @@ class _Sums:
         return wide.reshape(-1, tokens, self.s.dim), ref.scale[...].reshape(-1, 1, tokens)
 
     def add(self, together: int, keys: Any, values: Any, first: Any, low: Any, high: Any) -> None:
-        """Keys and values, of ``block_of``, from number ``first`` on, which ``together`` rows'
-        heads see."""
+        """Add keys and values (``block_of``) whose first token has number ``first``; ``together``
+        rows' heads share them."""
         s, at, dtype = self.s, self.at, self.dtype
         (k, k_scale), (v, v_scale) = keys, values
         q = at.q[...].reshape(s.batch // together, together * s.heads, s.dim).astype(dtype)
         scores = jnp.einsum("bqd,btd->bqt", q, k, preferred_element_type=jnp.float32)
         tokens = k.shape[1]
         scores = scores if k_scale is None else scores * k_scale
-        scores = self.scoring.bend(scores.reshape(s.batch, s.heads, tokens))
+        scores = self.scoring.apply_softcap(scores.reshape(s.batch, s.heads, tokens))
         token = first + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 2)
         scores = jnp.where((token >= low) & (token < high), scores, MASKED)
         before = at.top[...][:, :, :1]
@@ -194,10 +194,10 @@ class _Sums:
         weights = (weights if v_scale is None else weights * v_scale).astype(dtype)
         new = jnp.einsum("bqt,btd->bqd", weights, v, preferred_element_type=jnp.float32)
         at.sum[...] = at.sum[...] * factor + new.reshape(s.batch, s.heads, s.dim)
-        self.keep(top, total)
+        self.store_running(top, total)
 
     def finish(self) -> None:
-        """With the sinks: the output."""
+        """Add the sinks and write the output."""
         s, at = self.s, self.at
         sinks = at.sinks[...][:, :, :1][None, :, None]
         sinks = jnp.broadcast_to(sinks, (s.rows, s.together, s.samples, s.heads, 1))
@@ -211,13 +211,13 @@ class _Sums:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tiles:
-    """New tokens on their way into the cache, a tile of each row.
+class _TokenWrites:
+    """Asynchronous writes of new tokens into the KV cache, one tile per row.
 
     Attributes:
-      tile: tokens of one.
+      tile: tokens of a tile.
       i, h: of the grid step.
-      block: which of own tokens; a row writes in the block that its token is in.
+      block: of own tokens; a row writes when its token is in this block.
     """
 
     s: DecodeBlockShape
@@ -231,7 +231,7 @@ class _Tiles:
         return self.at.positions[self.i * self.s.rows * self.s.samples + row]
 
     def copies(self, row: Any) -> list[Any]:
-        """Copies of a row's tiles with the new token into the cache."""
+        """Copies of a row's tiles, with the new token, into the cache."""
         s, at = self.s, self.at
         group, sample = row // s.samples, row % s.samples
         first = self.position(row) // self.tile * self.tile
@@ -240,22 +240,22 @@ class _Tiles:
         place = at.layer[0], self.i * s.rows + group, heads, sample
         pairs = [(at.tile_k, at.cache_k), (at.tile_v, at.cache_v)]
         if not s.int8:
-            given = [(new, held.at[(*place, tokens)]) for new, held in pairs]
+            copies = [(new, held.at[(*place, tokens)]) for new, held in pairs]
         else:
             lanes = pl.ds(pl.multiple_of(self.block * s.own_block, s.own_block), s.own_block)
-            given = [(new.numbers, held.numbers.at[(*place, tokens)]) for new, held in pairs]
-            given += [
+            copies = [(new.numbers, held.numbers.at[(*place, tokens)]) for new, held in pairs]
+            copies += [
                 (new.scale, held.scale.at[(*place, slice(None), lanes)]) for new, held in pairs
             ]
-        return [pltpu.make_async_copy(new.at[row], held, at.arrived) for new, held in given]
+        return [pltpu.make_async_copy(new.at[row], held, at.write_done) for new, held in copies]
 
-    def here(self, row: Any) -> Any:
+    def is_in_block(self, row: Any) -> Any:
         """Whether a row's token is in this block."""
         position = self.position(row)
         return (position >= 0) & (position // self.s.own_block == self.block)
 
     def write(self, row: Any, _: Any) -> None:
-        @pl.when(self.here(row))
+        @pl.when(self.is_in_block(row))
         def start() -> None:
             s, at, tile = self.s, self.at, self.tile
             group, sample = row // s.samples, row % s.samples
@@ -264,21 +264,21 @@ class _Tiles:
             new = jax.lax.broadcasted_iota(jnp.int32, (s.together, tile, s.dim), 1)
             lane = jax.lax.broadcasted_iota(jnp.int32, (s.together, 1, s.own_block), 2)
             ours = (at.tile_k, at.own_k, at.k), (at.tile_v, at.own_v, at.v)
-            for which, (scratch, ref, given) in enumerate(ours):
+            for which, (scratch, ref, token_ref) in enumerate(ours):
                 if s.int8:
                     scale = at.scales[group, :, sample][:, :, which : which + 1]
                     own = lane == position % s.own_block
                     scratch.scale[row] = jnp.where(own, scale, ref.scale[0, group, :, sample])
                     scratch, ref = scratch.numbers, ref.numbers
                 held = ref[0, group, :, sample, pl.ds(within, tile)].astype(jnp.float32)
-                token = given[group, :, sample]
+                token = token_ref[group, :, sample]
                 held = jnp.where(new == position % tile, token, held)
                 scratch[row] = held.astype(scratch.dtype)
             for copy in self.copies(row):
                 copy.start()
 
     def wait(self, row: Any, _: Any) -> None:
-        @pl.when(self.here(row))
+        @pl.when(self.is_in_block(row))
         def done() -> None:
             for copy in self.copies(row):
                 copy.wait()

@@ -1,10 +1,10 @@
-"""The decoding kernel for NVIDIA's GPUs: of each row's own tokens it reads those that it sees.
+"""Decode attention kernel for NVIDIA GPUs (flash-decoding): reads only a row's visible columns.
 
-Written in Pallas for Triton, after flash-decoding (Dao et al. 2023): the columns that a row sees
-are cut into parts as long as each other, each program takes one part of one key-value head of a row
-and passes on a maximum, a sum and an output, so that few rows keep many processors busy. A row's
-prompt, where it is shared, and sinks come in afterwards (``hjax.kernels.decode``). Per device:
-``hjax.models.decoding`` puts it into a ``shard_map``.
+Written in Pallas for Triton, after flash-decoding (Dao et al. 2023). A row's visible columns are
+split into equal parts. Each program takes one part of one key-value head and returns a maximum, a
+sum and an output, so that few rows keep many processors busy. Shared prompts and sinks are added
+afterwards (``hjax.kernels.decode``). Per device: ``hjax.models.decoding`` wraps it in
+``shard_map``.
 """
 
 import functools
@@ -18,54 +18,53 @@ from jax.experimental.pallas import triton
 
 from hjax.kernels import int8_cache
 from hjax.kernels.attention import MASKED, ScoreOptions, cost_label
-from hjax.kernels.decode import filled_takes
-from hjax.kernels.int8_cache import Held, QuantizedCache
+from hjax.kernels.decode import gpu_kernel_takes
+from hjax.kernels.int8_cache import CacheArray, QuantizedCache
 
-BLOCK_BYTES = 2**14  # of keys, or of values, that are read together
-LEAST = 128  # columns of a part, where a row sees so many
-PROGRAMS = 512  # that keep a GPU busy: some for each of its 108 to 148 processors
-QUERIES = 16  # the fewest rows of a product
+BLOCK_BYTES = 2**14  # of keys, or of values, in a block
+MIN_PART = 128  # columns of a part, if a row sees that many
+TARGET_PROGRAMS = 512  # keep a GPU busy: several for each of its 108 to 148 processors
+MIN_QUERIES = 16  # the fewest rows of a product
 
 
-def filled(
+def attend_own(
     q: jax.Array,
-    own_k: Held,
-    own_v: Held,
+    own_k: CacheArray,
+    own_v: CacheArray,
     first: jax.Array,
     last: jax.Array,
     scoring: ScoreOptions = ScoreOptions(),
     expected: float | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """New tokens of each row against its own columns, which are written already.
+    """Partial attention of each row's new tokens over its own columns, which are already written.
 
     Args:
-      q: [groups, kv_heads, samples, per_kv, new, head_dim], scaled. A row's new tokens have columns
-        one after the other.
+      q: [groups, kv_heads, samples, per_kv, new, head_dim], scaled. A row's new tokens have
+        consecutive columns.
       own_k, own_v: [groups, kv_heads, samples, length, head_dim]; may be ``QuantizedCache``.
-      first: int32 [groups, samples], the row's first column that is its own.
-      last: int32 like it, the column of its first new token, which is seen always. Columns that are
-        not there, of rows of which nobody wants anything, are taken for the nearest.
+      first: int32 [groups, samples], the row's own first column.
+      last: int32 like ``first``, the column of its first new token, which is always seen. Columns
+        out of range, of unused rows, are clipped.
       scoring: of the layer.
-      expected: columns of a row that are there on average, for the estimate of what is read; None:
-        half of the length.
-      interpret: run on any device, to be tested.
+      expected: average filled columns of a row, for the cost estimate; None: half of the length.
+      interpret: run on any device, for tests.
 
     Returns:
-      of what each query sees the largest score, the sum of exponentials below it, float32
-      [groups, kv_heads, samples, per_kv, new], and the sum of values by these, with head_dim.
+      per query the largest score and the sum of exponentials relative to it, float32
+      [groups, kv_heads, samples, per_kv, new], and the weighted sum of values, with head_dim.
 
     Raises:
-      AssertionError: a head size that ``decode.filled_takes`` refuses, when traced.
+      AssertionError: a head size that ``decode.gpu_kernel_takes`` refuses, when traced.
     """
     groups, kv_heads, samples, per_kv, new, dim = q.shape
     length, int8 = int8_cache.shape(own_k)[3], isinstance(own_k, QuantizedCache)
-    if not interpret and not filled_takes(dim):
+    if not interpret and not gpu_kernel_takes(dim):
         raise AssertionError(f"heads of {dim} are not a power of two, 16 to 256")
     queries, element = per_kv * new, jax.tree.leaves(own_k)[0].dtype.itemsize
-    block = max(QUERIES, min(LEAST // 2, BLOCK_BYTES // (dim * element)))
+    block = max(MIN_QUERIES, min(MIN_PART // 2, BLOCK_BYTES // (dim * element)))
     rows = groups * samples * kv_heads
-    parts = max(1, min(math.ceil(PROGRAMS / rows), math.ceil(length / LEAST)))
+    parts = max(1, min(math.ceil(TARGET_PROGRAMS / rows), math.ceil(length / MIN_PART)))
     last = jnp.clip(last, 0, length - 1)
     spans = jnp.stack([jnp.clip(first, 0, last), last], axis=-1).astype(jnp.int32)
     q = q.reshape(groups, kv_heads, samples, queries, dim)
@@ -85,9 +84,9 @@ def filled(
     own = QuantizedCache(own, of_row(1, length)) if int8 else own
     span = pl.BlockSpec((None, None, 2), lambda i, h, j: (i // samples, i % samples, 0))
     seen = length / 2 if expected is None else min(expected, length)
-    given = q.size * q.dtype.itemsize + 4 * rows * parts * queries * (dim + 2)
+    small = q.size * q.dtype.itemsize + 4 * rows * parts * queries * (dim + 2)
     token = dim * element + (int8_cache.SCALE_BYTES if int8 else 0)
-    moved = 2 * rows * seen * token + given
+    moved = 2 * rows * seen * token + small
     cost = cost_label((("pallas_call", 4.0 * rows * queries * seen * dim, moved),), part=True)
     shape = groups, kv_heads, samples, parts, queries
     with jax.named_scope(cost):
@@ -96,9 +95,7 @@ def filled(
             grid=(groups * samples, kv_heads, parts),
             in_specs=[span, of_row(queries, dim), own, own],
             out_specs=[of_part(queries), of_part(queries), of_part(queries, dim)],
-            out_shape=[
-                jax.ShapeDtypeStruct(x, jnp.float32) for x in (shape, shape, (*shape, dim))
-            ],
+            out_shape=[jax.ShapeDtypeStruct(x, jnp.float32) for x in (shape, shape, (*shape, dim))],
             compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
             interpret=interpret,
             name="decode_filled",
@@ -126,17 +123,17 @@ def _kernel(
     """One part of a row's columns, with all queries of a key-value head."""
     int8 = isinstance(k_ref, QuantizedCache)
     dim, length = q_ref.shape[-1], (k_ref.numbers if int8 else k_ref).shape[0]
-    padded = max(QUERIES, pl.next_power_of_2(queries))
+    padded = max(MIN_QUERIES, pl.next_power_of_2(queries))
     query, across = jnp.arange(padded), jnp.arange(dim)[None]
     there = query < queries
-    # Of the dtype of keys, as XLA multiplies; float32 exactly, not in TF32.
+    # Products in the dtype of keys, as XLA does; float32 exactly, not in TF32.
     dtype = q_ref.dtype if int8 else k_ref.dtype
     precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
     q = triton.load(q_ref.at[query[:, None], across], mask=there[:, None], other=0.0).astype(dtype)
     first, last = span_ref[0], span_ref[1]
     low = jnp.maximum(first, last + 1 - scoring.window) if scoring.window else first
     high = jnp.minimum(last + new, length)
-    # Queries are laid out by head, then by token: each token sees up to its own column.
+    # Queries are ordered by head, then by token; each token sees up to its own column.
     own = last + query % new
     blocks = pl.cdiv(high - low, block)
     each = pl.cdiv(blocks, pl.num_programs(2))
@@ -150,7 +147,7 @@ def _kernel(
         k, k_scale = _read(k_ref, column, across, held=held, dtype=dtype)
         v, v_scale = _read(v_ref, column, across, held=held, dtype=dtype)
         scores = jnp.dot(q, k.T, precision=precision, preferred_element_type=jnp.float32)
-        scores = scoring.bend(scores * k_scale if int8 else scores)
+        scores = scoring.apply_softcap(scores * k_scale if int8 else scores)
         seen = (column[None] <= own[:, None]) & held.T
         if scoring.window:
             seen &= own[:, None] - column[None] < scoring.window
@@ -176,8 +173,8 @@ def _kernel(
 def _read(
     ref: Any, column: jax.Array, across: jax.Array, held: jax.Array, dtype: Any
 ) -> tuple[jax.Array, Any]:
-    """Keys or values of these columns, int8 ones in ``dtype``, and of those their scales [1,
-    columns]; 0 beyond those that are ``held`` bool [columns, 1]. ``across``: 0 to head_dim."""
+    """Load keys or values of these columns, int8 as ``dtype`` with their scales [1, columns]; 0
+    where ``held``, bool [columns, 1], is False. ``across``: 0 to head_dim."""
     int8 = isinstance(ref, QuantizedCache)
     numbers = ref.numbers if int8 else ref
     x = triton.load(numbers.at[column[:, None], across], mask=held, other=0)

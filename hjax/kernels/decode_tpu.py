@@ -1,13 +1,11 @@
-"""The decoding kernel for TPUs: of the cache of all layers it reads the filled blocks of one.
+"""Decode attention kernel for TPUs: reads only the filled blocks of one layer's KV cache.
 
 Written in Pallas, after flash-decoding's online softmax (Dao et al. 2023) and the scalar prefetch
-of paged attention. A grid step has one block of the prompt or of the rows' own tokens, of several
-rows and key-value heads; which block it is follows from numbers that are there before the kernel
-starts, so what no row of it has filled is never read. The new token's key and value are written in
-place, a tile for each row. Heads narrower than 128 take the room of 128, and all samples of a
-prompt are in one grid step: some hundreds fit. In int8 blocks are widened where they are used, and
-each has its scales beside it. Per device: ``hjax.models.decoding`` puts it into a
-``shard_map``.
+of paged attention. A grid step has one block of the prompt or of the rows' own tokens, for several
+rows and key-value heads. Prefetched scalars select the blocks, so unfilled ones are never read. The
+new token's key and value are written in place, one tile per row. Heads narrower than 128 are padded
+to 128. All samples of a prompt are in one grid step: some hundreds fit. int8 blocks are dequantized
+where they are used. Per device: ``hjax.models.decoding`` wraps it in ``shard_map``.
 """
 
 import functools
@@ -21,45 +19,45 @@ from jax.experimental.pallas import tpu as pltpu
 
 from hjax.kernels import int8_cache
 from hjax.kernels.attention import ScoreOptions
-from hjax.kernels.decode import SUBLANES, CacheMask, tile_of
+from hjax.kernels.decode import SUBLANES, CacheMask, tile_tokens
 from hjax.kernels.decode_block_tpu import LANES, DecodeBlockShape, step
-from hjax.kernels.int8_cache import Held, QuantizedCache
+from hjax.kernels.int8_cache import CacheArray, QuantizedCache
 
 VMEM_BYTES = 32 * 2**20
-ENDLESS = 2**30  # a window that hides nothing
+NO_WINDOW = 2**30  # a window that masks nothing
 
 
 def decode(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    prompt_k: Held,
-    prompt_v: Held,
-    own_k: Held,
-    own_v: Held,
+    prompt_k: CacheArray,
+    prompt_v: CacheArray,
+    own_k: CacheArray,
+    own_v: CacheArray,
     layer: int | jax.Array,
     seen: CacheMask,
     scoring: ScoreOptions = ScoreOptions(),
     sinks: jax.Array | None = None,
     expected: float | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, Held, Held]:
-    """Write one token per row and attend.
+) -> tuple[jax.Array, CacheArray, CacheArray]:
+    """Write one token per row into the KV cache and attend.
 
     Args:
       q: [groups, kv_heads, samples, per_kv, head_dim].
       k, v: [groups, kv_heads, samples, head_dim], of the new token.
-      prompt_k, prompt_v: [layers, groups, kv_heads, prompt, head_dim], the length as ``room``
-        says of ``PROMPT_BLOCK``; finite also where nothing is.
-      own_k, own_v: [layers, groups, kv_heads, samples, length, head_dim], the length as ``room``
-        says of ``OWN_BLOCK``; finite also where nothing is. Donate them: they are written in place.
-        All four may be ``QuantizedCache``.
-      layer: which.
-      seen: where each row stands.
+      prompt_k, prompt_v: [layers, groups, kv_heads, prompt, head_dim], with the length of
+        ``cache_capacity`` for ``PROMPT_BLOCK``; finite also where unfilled.
+      own_k, own_v: [layers, groups, kv_heads, samples, length, head_dim], with the length of
+        ``cache_capacity`` for ``OWN_BLOCK``; finite also where unfilled. Donate them: they are
+        written in place. All four may be ``QuantizedCache``.
+      layer: its index.
+      seen: the mask.
       scoring, sinks: of the layer, as ``hjax.models.attention_strategies.Attention`` says.
-      expected: of a row's own tokens how many are there, for the estimate of what the kernel
-        reads; None: half of the length. Prompts are taken to be full.
-      interpret: run on any device, to be tested.
+      expected: average own tokens of a row, for the cost estimate; None: half of the length.
+        Prompts are taken to be full.
+      interpret: run on any device, for tests.
 
     Returns:
       like q, in its dtype; own_k, own_v with the new token.
@@ -70,27 +68,27 @@ def decode(
     shape = DecodeBlockShape.of(q, prompt_k, own_k)
     groups, samples = shape.groups, shape.samples
     position = jnp.broadcast_to(seen.position, (groups, samples)).astype(jnp.int32)
-    window = scoring.window or ENDLESS
+    window = scoring.window or NO_WINDOW
     begin, end = (x.astype(jnp.int32)[:, None] for x in (seen.begin, seen.end))
-    # Of each row the prompt's and its own tokens [from, to) that it sees, the new one not counted.
-    there = position >= 0
+    # Per row the visible ranges [start, end) of the prompt and of own tokens, without the new one.
+    active = position >= 0
     spans = jnp.stack(
         [
             jnp.maximum(begin, end + position + 1 - window),
-            jnp.where(there, end, 0),
+            jnp.where(active, end, 0),
             jnp.maximum(0, position + 1 - window),
             position,
         ],
         axis=-1,
     )
-    reach = _reach(spans, shape)
+    block_ranges = _block_ranges(spans, shape)
     lanes = jnp.pad(spans, ((0, 0), (0, 0), (0, LANES - 4)))[:, :, None]
 
-    q = (q * scoring.factor(shape.dim)).astype(jnp.float32)
+    q = (q * scoring.query_scale(shape.dim)).astype(jnp.float32)
     q = jnp.pad(q, ((0, 0),) * 3 + ((0, shape.heads - shape.per_kv), (0, 0)))
     dtype, scales = k.dtype, None
     if isinstance(own_k, QuantizedCache):
-        (k, k_scale), (v, v_scale) = int8_cache.quantized(k), int8_cache.quantized(v)
+        (k, k_scale), (v, v_scale) = int8_cache.quantize(k), int8_cache.quantize(v)
         both = jnp.concatenate([k_scale, v_scale], axis=-1)
         scales = jnp.pad(both, ((0, 0),) * 3 + ((0, LANES - 2),))[:, :, :, None]
     k, v = (x[:, :, :, None].astype(jnp.float32) for x in (k, v))
@@ -102,24 +100,21 @@ def decode(
 
     number = jnp.asarray(layer, jnp.int32).reshape(1)
     out, own_k, own_v = _call(shape, dtype, scoring, expected, interpret)(
-        number, position.reshape(-1), reach.reshape(-1), q, k, v, lanes, sinks,
+        number, position.reshape(-1), block_ranges.reshape(-1), q, k, v, lanes, sinks,
         prompt_k, prompt_v, own_k, own_v, scales,
     )  # fmt: skip
     return out[..., : shape.per_kv, :].astype(dtype), own_k, own_v
 
 
-def _reach(spans: jax.Array, shape: DecodeBlockShape) -> jax.Array:
-    """int32 [groups / rows, 4]: the first and last block of the prompt, and of own tokens, that
-    any row of a grid step needs; the new token's own block is needed to be written.
-
-    A last one before the first: none.
-    """
+def _block_ranges(spans: jax.Array, shape: DecodeBlockShape) -> jax.Array:
+    """int32 [groups / rows, 4]: first and last block of the prompt, and of own tokens, that any row
+    of a grid step reads or writes; none if the last is before the first."""
     spans = spans.reshape(shape.groups // shape.rows, -1, 4)
     low, high = spans[..., 0].min(1), spans[..., 1].max(1)
     first = [low // shape.prompt_block, (high - 1) // shape.prompt_block]
     first[1] = jnp.where(high > low, first[1], first[0] - 1)
     position = spans[..., 3]
-    # A row without a sequence has no say in where the others begin.
+    # Empty rows do not widen the range.
     begins = jnp.where(position >= 0, jnp.minimum(spans[..., 2], position), shape.length)
     low, high = begins.min(1), position.max(1)
     last = [low // shape.own_block, high // shape.own_block]
@@ -137,7 +132,7 @@ def _call(
 ) -> Any:
     s, dtype = shape, jnp.int8 if shape.int8 else compute
     steps = s.prompt_blocks + s.own_blocks
-    prompt, own = _blocks_read(s)
+    prompt, own = _cache_block_specs(s)
 
     def of_token(*sizes: int) -> pl.BlockSpec:
         block = s.rows, s.together, s.samples, *sizes
@@ -146,7 +141,7 @@ def _call(
     query, new = of_token(s.heads, s.dim), of_token(1, s.dim)
     spans = pl.BlockSpec((s.rows, s.samples, 1, LANES), lambda i, *_: (i, 0, 0, 0))
     sinks = pl.BlockSpec((s.together, s.heads, LANES), lambda i, h, *_: (h, 0, 0))
-    tile = tile_of(dtype)
+    tile = tile_tokens(dtype)
     whole: Any = pl.BlockSpec(memory_space=pl.ANY)
     rows = s.layers, s.groups, s.kv_heads, s.samples
     cache: Any = jax.ShapeDtypeStruct((*rows, s.length, s.dim), dtype)
@@ -177,9 +172,9 @@ def _call(
             ],
         ),
         out_shape=[jax.ShapeDtypeStruct(queries, jnp.float32), cache, cache],
-        # Numbered with the scalars: own keys and values are the results' after the output.
+        # Indices count the scalars too: own keys and values alias the results after the output.
         input_output_aliases=aliases,
-        # A chip's two cores, where it has them, take rows and heads in turns.
+        # On a chip with two cores these split rows and heads.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=VMEM_BYTES,
@@ -190,20 +185,21 @@ def _call(
     )
 
 
-def _blocks_read(s: DecodeBlockShape) -> tuple[Any, Any]:
-    """Blocks of a prompt's and of own keys or values, those that ``_reach`` says."""
+def _cache_block_specs(s: DecodeBlockShape) -> tuple[Any, Any]:
+    """Block specs of a prompt's and of own keys or values: the blocks of ``_block_ranges``."""
     last_prompt, last_own = s.prompt_blocks - 1, s.own_blocks - 1
 
-    def prompt_at(i: Any, h: Any, j: Any, layer: Any, _: Any, reach: Any) -> Any:
-        block = jnp.clip(j, reach[4 * i], jnp.maximum(reach[4 * i + 1], reach[4 * i]))
+    def prompt_at(i: Any, h: Any, j: Any, layer: Any, _: Any, block_ranges: Any) -> Any:
+        first, last = block_ranges[4 * i], block_ranges[4 * i + 1]
+        block = jnp.clip(j, first, jnp.maximum(last, first))
         return layer[0], i, h, jnp.clip(block, 0, last_prompt), 0
 
-    def own_at(i: Any, h: Any, j: Any, layer: Any, _: Any, reach: Any) -> Any:
-        first, last = reach[4 * i + 2], reach[4 * i + 3]
+    def own_at(i: Any, h: Any, j: Any, layer: Any, _: Any, block_ranges: Any) -> Any:
+        first, last = block_ranges[4 * i + 2], block_ranges[4 * i + 3]
         block = jnp.clip(j - s.prompt_blocks, first, jnp.maximum(last, first))
         return layer[0], i, h, 0, jnp.clip(block, 0, last_own), 0
 
-    def last_first(place: Any) -> Any:
+    def swap_last_two(place: Any) -> Any:
         return lambda *at: (*(found := place(*at))[:-2], found[-1], found[-2])
 
     prompt: Any = pl.BlockSpec((1, s.rows, s.together, s.prompt_block, s.dim), prompt_at)
@@ -211,16 +207,16 @@ def _blocks_read(s: DecodeBlockShape) -> tuple[Any, Any]:
     if s.int8:
         of_prompt, of_own = (1, s.rows, s.together), (1, s.rows, s.together, s.samples)
         prompt = QuantizedCache(
-            prompt, pl.BlockSpec((*of_prompt, 1, s.prompt_block), last_first(prompt_at))
+            prompt, pl.BlockSpec((*of_prompt, 1, s.prompt_block), swap_last_two(prompt_at))
         )
-        own = QuantizedCache(own, pl.BlockSpec((*of_own, 1, s.own_block), last_first(own_at)))
+        own = QuantizedCache(own, pl.BlockSpec((*of_own, 1, s.own_block), swap_last_two(own_at)))
     return prompt, own
 
 
 def _estimate(s: DecodeBlockShape, element: int, expected: float | None) -> pl.CostEstimate:
-    """Of a token when rows have ``expected`` own tokens: whole blocks count, and whole tiles."""
+    """Cost of a token when rows have ``expected`` own tokens, in whole blocks and whole tiles."""
     filled = s.length / 2 if expected is None else min(expected, s.length)
-    # Lengths between two blocks are equally likely, so half a block more is read than there is.
+    # On average half of the last block is unfilled but read.
     own = min(filled + s.own_block / 2, s.length)
     rows = s.groups * s.samples
     tokens = s.groups * s.prompt + rows * own

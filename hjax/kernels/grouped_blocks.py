@@ -1,7 +1,7 @@
-"""Grouped products a block of rows at a time, in plain JAX, for any platform.
+"""Grouped matrix products (of experts), one block of rows at a time, in plain JAX.
 
-``jax.lax.ragged_dot`` is a dense product for each group where a platform has no kernel for it (CPUs
-and GPUs, jax 0.10): groups times the work, and an array of rows by groups by inputs.
+Without a kernel (CPUs and GPUs, jax 0.10) ``jax.lax.ragged_dot`` is a dense product for each group:
+groups times the work, and an array of rows by groups by inputs.
 """
 
 import functools
@@ -24,11 +24,11 @@ def product(
     fill: GroupFill = GroupFill(),
     before: jax.Array | None = None,
 ) -> jax.Array:
-    """``hjax.kernels.reference.grouped``, whose arguments these are."""
+    """``hjax.kernels.reference.grouped_product``, whose arguments these are."""
     shape_checks.check_grouped(rows, weights, sizes)
     if before is not None:
-        weights = reference.sum_after(weights, before)
-    each = rows.shape[0] * fill.share / weights.shape[0]
+        weights = reference.add_gradient_to(weights, before)
+    each = rows.shape[0] * fill.fraction / weights.shape[0]
     block = next((rows for rows in _ROWS if each >= 2 * rows), _ROWS[-1])
     return _product(rows, weights, sizes, block, fill)
 
@@ -37,19 +37,19 @@ def product(
 def _product(
     rows: jax.Array, weights: jax.Array, sizes: jax.Array, block: int, fill: GroupFill
 ) -> jax.Array:
-    return _times(rows, weights, sizes, block, fill, transposed=False)
+    return _grouped_product(rows, weights, sizes, block, fill, transposed=False)
 
 
 def _forward(*arguments: Any) -> tuple[jax.Array, Any]:
     return _product(*arguments), arguments[:3]
 
 
-def _backward(block: int, fill: GroupFill, kept: Any, given: jax.Array) -> Any:
+def _backward(block: int, fill: GroupFill, kept: Any, d_out: jax.Array) -> Any:
     rows, weights, sizes = kept
-    made = _times(given, weights, sizes, block, fill, transposed=True)
+    d_rows = _grouped_product(d_out, weights, sizes, block, fill, transposed=True)
     if weights.dtype.itemsize == 1:
-        return made, None, None
-    x, g = (jnp.pad(part, ((0, block), (0, 0))) for part in (rows, given))
+        return d_rows, None, None
+    x, g = (jnp.pad(part, ((0, block), (0, 0))) for part in (rows, d_out))
 
     def add(group: jax.Array, start: jax.Array, count: jax.Array, sums: jax.Array) -> jax.Array:
         left = jax.lax.dynamic_slice_in_dim(x, start, block)
@@ -61,13 +61,13 @@ def _backward(block: int, fill: GroupFill, kept: Any, given: jax.Array) -> Any:
         return jax.lax.dynamic_update_index_in_dim(sums, held + made, group, 0)
 
     sums = _each_block(add, jnp.zeros(weights.shape, jnp.float32), sizes, rows, block, fill)
-    return made, sums.astype(weights.dtype), None
+    return d_rows, sums.astype(weights.dtype), None
 
 
 _product.defvjp(_forward, _backward)
 
 
-def _times(
+def _grouped_product(
     rows: jax.Array,
     weights: jax.Array,
     sizes: jax.Array,
@@ -78,7 +78,7 @@ def _times(
     padded = jnp.pad(rows, ((0, block), (0, 0)))
 
     def put(group: jax.Array, start: jax.Array, count: jax.Array, out: jax.Array) -> jax.Array:
-        # What it writes after its group, the next ones write over.
+        # Rows that it writes beyond its group are overwritten by the next groups.
         x = jax.lax.dynamic_slice_in_dim(padded, start, block)
         weight = jax.lax.dynamic_index_in_dim(weights, group, keepdims=False)
         spec = "ro,io->ri" if transposed else "ri,io->ro"
@@ -98,19 +98,19 @@ def _each_block(
     block: int,
     fill: GroupFill,
 ) -> jax.Array:
-    """``state`` after ``run(group, first row, rows of the group from there on, state)`` of every
-    block, in the order of the rows; a group's last one may reach beyond it."""
+    """``state`` after ``run(group, first row, rows left in the group, state)`` for every block, in
+    row order; a group's last block may extend beyond it."""
     ends, blocks = jnp.cumsum(sizes), -(-sizes // block)
     until = jnp.cumsum(blocks)
 
-    def turn(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def run_block(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         number, state = carry
         group = jnp.searchsorted(until, number, side="right", method="compare_all")
         start = (ends - sizes)[group] + (number - (until - blocks)[group]) * block
         return number + 1, run(group, start, ends[group] - start, state)
 
-    # With groups of different sizes half a block of each is empty.
+    # With groups of different sizes half of each group's last block is empty on average.
     empty = 0 if fill.multiple % block == 0 else sizes.shape[0] / 2
-    expected = round(rows.shape[0] * fill.share / block + empty) or 1
+    expected = round(rows.shape[0] * fill.fraction / block + empty) or 1
     with jax.named_scope(f"trips:{expected}"):
-        return jax.lax.while_loop(lambda c: c[0] < until[-1], turn, (jnp.int32(0), state))[1]
+        return jax.lax.while_loop(lambda c: c[0] < until[-1], run_block, (jnp.int32(0), state))[1]

@@ -1,4 +1,4 @@
-"""Over which devices a kernel's arrays are spread, for kernels that compilers cannot split."""
+"""How a kernel's arrays are sharded, for ``shard_map`` of kernels that XLA cannot partition."""
 
 import dataclasses
 import math
@@ -10,13 +10,13 @@ Axes = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class KernelSharding:
-    """Mesh axes by what they split; of a kernel those count that its arrays have.
+    """Mesh axes by the dimension that they split; a kernel uses those that its arrays have.
 
     Attributes:
-      mesh: None: all is on one device.
+      mesh: None: one device.
       rows, length: of activations and tokens.
       heads: of queries.
-      kv_heads: of keys and values: as ``heads``, or none where they are too few.
+      kv_heads: of keys and values: as ``heads``, or none if there are too few.
       vocab, embed: of the output table; axes of ``embed`` are among those of ``rows`` and
         ``length``, as in FSDP.
     """
@@ -30,10 +30,10 @@ class KernelSharding:
     embed: Axes = ()
 
     def shard_count(self, axes: Axes) -> int:
-        """Into how many parts these axes split."""
+        """The number of parts into which these axes split a dimension."""
         return math.prod(self.mesh.shape[axis] for axis in axes) if self.mesh is not None else 1
 
     @property
     def tokens(self) -> Axes:
-        """Over which tokens are split."""
+        """The axes over which tokens are split."""
         return self.rows + self.length

@@ -1,12 +1,11 @@
-"""Log-probs of tokens from hidden states, without the logits of all of them at once.
+"""Chunked log-prob head (fused linear cross-entropy): token log-probs without all logits at once.
 
-The vocabulary is taken in chunks: a running maximum and sum, as in online softmax (Milakov and
-Gimelshein 2018, arXiv 1805.02867). The backward pass makes each chunk's logits again. For
-distillation a place may have several tokens whose log-probs are wanted (a teacher's most probable,
-under the student), and the most probable ones are found in the same pass. Over a mesh
-each device has its rows (and its part of the length) and its part of the vocabulary; of a table
-whose width is split, each chunk is gathered once and its gradient summed over devices once, while
-the next one is worked on.
+The vocabulary is processed in chunks with an online softmax (Milakov and Gimelshein 2018, arXiv
+1805.02867); the backward pass recomputes each chunk's logits. For distillation a position may have
+several tokens to score (a teacher's most probable, under the student), and the top k can be found
+in the same pass. Over a mesh each device has its rows, its part of the length and of the
+vocabulary. If the table's width is split (FSDP), each chunk is all-gathered once and its gradient
+reduce-scattered once, overlapped with the next chunk.
 """
 
 import dataclasses
@@ -24,13 +23,13 @@ from hjax.kernels.kernel_sharding import KernelSharding
 
 @dataclasses.dataclass(frozen=True)
 class LogProbHead:
-    """How the head computes; static when it is traced.
+    """Options of the head; static when traced.
 
     Attributes:
       temperature: logits are divided by it.
-      softcap: logits become ``softcap * tanh(logits / softcap)`` before; 0: they stay.
-      chunk_bytes: of float32 logits that a device makes at a time.
-      sharding: over which devices; the length stays whole where its axes do not divide it.
+      softcap: logits become ``softcap * tanh(logits / softcap)`` before; 0: no cap.
+      chunk_bytes: of float32 logits in a chunk on a device.
+      sharding: of the arrays; a length that its axes do not divide is not split.
     """
 
     temperature: float = 1.0
@@ -39,9 +38,9 @@ class LogProbHead:
     sharding: KernelSharding = KernelSharding()
 
 
-def check(hidden: jax.Array, table: jax.Array, tokens: jax.Array) -> None:
-    """hidden [rows, length, embed], table [vocab, embed], int tokens [rows, length] or with a
-    number of them for each place [rows, length, k]."""
+def check_head(hidden: jax.Array, table: jax.Array, tokens: jax.Array) -> None:
+    """hidden [rows, length, embed], table [vocab, embed], int tokens [rows, length] or, with k for
+    each position, [rows, length, k]."""
     chex.assert_rank((hidden, table, tokens), (3, 2, {2, 3}))
     chex.assert_equal(hidden.shape[:2], tokens.shape[:2])
     chex.assert_equal(hidden.shape[2], table.shape[1])
@@ -59,7 +58,7 @@ def token_scores(
       hidden: [rows, length, embed], of any float dtype; products are made in it.
       table: [vocab, embed].
       tokens: int [rows, length] or [rows, length, k], below the vocabulary's size.
-      head: how.
+      head: options.
 
     Returns:
       float32 natural logs, in the shape of the tokens, and float32 [rows, length] nats.
@@ -67,7 +66,7 @@ def token_scores(
     Raises:
       AssertionError: other shapes or dtypes, when traced.
     """
-    check(hidden, table, tokens)
+    check_head(hidden, table, tokens)
     return _token_scores(head, hidden, table, tokens)
 
 
@@ -81,17 +80,18 @@ def top_scores(
       count: of the most probable tokens; at most the vocabulary's size.
 
     Returns:
-      what ``token_scores`` returns; float32 [rows, length, count] log-probs, falling, and the int32
-      [rows, length, count] tokens that have them; of equal ones the lower first.
+      what ``token_scores`` returns; float32 [rows, length, count] log-probs, descending, and their
+      tokens, int32 [rows, length, count]; on ties the lower token first.
 
     Raises:
-      AssertionError: other shapes or dtypes, or a count that is not there, when traced.
+      AssertionError: other shapes or dtypes, or a count out of range, when traced.
     """
-    check(hidden, table, tokens)
+    check_head(hidden, table, tokens)
     if not 0 < count <= table.shape[0]:
         raise AssertionError(f"{count} most probable of {table.shape[0]} tokens")
     kind = "r" if tokens.ndim == 2 else "w"
-    run = _over(head, functools.partial(_scores, count), hidden, f"wt{kind}", f"{kind}rrrww")
+    scores = functools.partial(_scores, count)
+    run = _shard_mapped(head, scores, hidden, f"wt{kind}", f"{kind}rrrww")
     logprobs, entropy, _, _, *top = run(*map(jax.lax.stop_gradient, (hidden, table)), tokens)
     return logprobs, entropy, *top
 
@@ -105,29 +105,31 @@ def _token_scores(
 
 def _forward(head: LogProbHead, hidden: jax.Array, table: jax.Array, tokens: jax.Array) -> Any:
     kind = "r" if tokens.ndim == 2 else "w"
-    run = _over(head, functools.partial(_scores, 0), hidden, f"wt{kind}", f"{kind}rrr")
+    run = _shard_mapped(head, functools.partial(_scores, 0), hidden, f"wt{kind}", f"{kind}rrr")
     logprobs, entropy, total, mean = run(hidden, table, tokens)
     return (logprobs, entropy), (hidden, table, tokens, total, mean)
 
 
-def _backward(head: LogProbHead, kept: Any, given: Any) -> Any:
+def _backward(head: LogProbHead, kept: Any, d_results: Any) -> Any:
     kind = "r" if kept[2].ndim == 2 else "w"
-    run = _over(head, _gradients, kept[0], f"wt{kind}rr{kind}r", "wt")
-    d_hidden, d_table = run(*kept, *given)
+    run = _shard_mapped(head, _gradients, kept[0], f"wt{kind}rr{kind}r", "wt")
+    d_hidden, d_table = run(*kept, *d_results)
     return d_hidden, d_table, None
 
 
 _token_scores.defvjp(_forward, _backward)
 
 
-def _over(head: LogProbHead, function: Any, hidden: jax.Array, given: str, made: str) -> Any:
-    """``function(head, split, *arrays)``, on every device its own parts.
+def _shard_mapped(
+    head: LogProbHead, function: Any, hidden: jax.Array, arguments: str, results: str
+) -> Any:
+    """``function(head, split, *arrays)`` in ``shard_map``.
 
     Args:
-      given, made: what arguments and results are: ``r`` [rows, length], ``w`` with a third
-        dimension, which is whole, ``t`` the table.
+      arguments, results: kinds of arrays: ``r`` [rows, length], ``w`` with a third dimension, which
+        is not split, ``t`` the table.
     """
-    split = _fitted(head.sharding, hidden.shape[1])
+    split = _for_length(head.sharding, hidden.shape[1])
     run = functools.partial(function, head, split)
     if split.mesh is None:
         return run
@@ -137,14 +139,14 @@ def _over(head: LogProbHead, function: Any, hidden: jax.Array, given: str, made:
         "w": PartitionSpec(rows, length, None),
         "t": PartitionSpec(split.vocab or None, split.embed or None),
     }
-    arguments, results = (tuple(specs[kind] for kind in kinds) for kinds in (given, made))
+    in_specs, out_specs = (tuple(specs[kind] for kind in kinds) for kinds in (arguments, results))
     return jax.shard_map(
-        run, mesh=split.mesh, in_specs=arguments, out_specs=results, check_vma=False
+        run, mesh=split.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
 
 
-def _fitted(sharding: KernelSharding, length: int) -> KernelSharding:
-    """The same for sequences of so many tokens."""
+def _for_length(sharding: KernelSharding, length: int) -> KernelSharding:
+    """The sharding for sequences of this length."""
     if sharding.mesh is None or sharding.mesh.size == 1:
         return KernelSharding()
     whole = length % sharding.shard_count(sharding.length) != 0
@@ -158,14 +160,14 @@ def _fitted(sharding: KernelSharding, length: int) -> KernelSharding:
 
 
 def _first(split: KernelSharding, columns: int) -> Any:
-    """Number of this device's first token of the vocabulary."""
+    """The first token of this device's part of the vocabulary."""
     return jax.lax.axis_index(split.vocab) * columns if split.vocab else 0
 
 
 class _Chunks:
-    """The vocabulary in parts of one size; the last begins earlier where it would run over.
+    """The vocabulary in chunks of equal size; the last starts earlier if it would run over.
 
-    Where the table's width is split, each part is gathered while the one before is worked on.
+    If the table's width is split, each chunk is all-gathered while the one before is computed.
     """
 
     def __init__(
@@ -181,39 +183,39 @@ class _Chunks:
         return jnp.minimum(number * self.width, self.columns - self.width)
 
     def part(self, number: Any) -> jax.Array:
-        """[width, embed] of the table, as the products read it."""
+        """A chunk [width, embed] of the table, in the dtype of the products."""
         part = jax.lax.dynamic_slice_in_dim(self.table, self.start(number), self.width)
         part = part.astype(self.hidden.dtype)
         axes = self.split.embed
         return jax.lax.all_gather(part, axes, axis=1, tiled=True) if axes else part
 
     def scan(self, step: Any, begin: Any) -> Any:
-        """``step(state, number, part)`` over all parts, the next one on its way meanwhile."""
+        """``step(state, number, part)`` over all chunks; the next one is gathered meanwhile."""
 
         def run(carry: Any, number: Any) -> Any:
             state, part = carry
-            coming = self.part(number + 1)
-            return (step(state, number, part), coming), None
+            next_part = self.part(number + 1)
+            return (step(state, number, part), next_part), None
 
         carry = begin, self.part(0)
         if self.count > 1:
-            carry = run(carry, 0)[0]  # whose state may be made of less than the others'
+            carry = run(carry, 0)[0]  # its state may have fewer arrays than later ones
         if self.count > 2:
             carry = jax.lax.scan(run, carry, jnp.arange(1, self.count - 1))[0]
         return step(carry[0], self.count - 1, carry[1])
 
     def logits(self, part: jax.Array, number: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """float32 [tokens, width], which of them are new, and what the cap leaves of a slope."""
+        """Logits float32 [tokens, width], which columns are new, and the logits' slope."""
         logits = jnp.einsum("td,vd->tv", self.hidden, part, preferred_element_type=jnp.float32)
         slope = jnp.ones((), jnp.float32)
         if cap := self.head.softcap:
-            bent = jnp.tanh(logits / cap)
-            logits, slope = cap * bent, 1.0 - bent * bent
+            squashed = jnp.tanh(logits / cap)
+            logits, slope = cap * squashed, 1.0 - squashed * squashed
         new = self.start(number) + jnp.arange(self.width) >= number * self.width
         return logits / self.head.temperature, new, slope / self.head.temperature
 
     def places(self, ids: jax.Array, number: Any) -> tuple[jax.Array, jax.Array]:
-        """Of ids [tokens, k], of this device's part: their columns, and whether they are new."""
+        """Columns in this chunk of ids [tokens, k], and whether they are in it and new."""
         at = ids - self.start(number)
         there = (at >= 0) & (at < self.width) & (ids >= number * self.width)
         return jnp.clip(at, 0, self.width - 1), there
@@ -232,14 +234,14 @@ def _scores(
     table: jax.Array,
     tokens: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """Log-probs, in the shape of the tokens, entropy, the logits' log-sum and their mean, each
-    [rows, length]; with a ``count`` log-probs and ids of so many most probable tokens."""
+    """Log-probs, in the shape of the tokens; entropy, log-sum-exp and mean of the logits, [rows,
+    length] each; with ``count`` the log-probs and ids of the most probable tokens."""
     shape = tokens.shape[:2]
     states, ids = hidden.reshape(-1, hidden.shape[-1]), _flat(tokens)
     chunks, first = _Chunks(head, split, table, states), _first(split, table.shape[0])
 
     def step(state: Any, number: jax.Array, part: jax.Array) -> Any:
-        top, total, weighted, picked, most = state
+        top, total, weighted, picked, top_k = state
         logits, new, _ = chunks.logits(part, number)
         logits = jnp.where(new, logits, -jnp.inf)
         higher = jnp.maximum(top, logits.max(-1))
@@ -254,8 +256,8 @@ def _scores(
             at, there = chunks.places(ids - first, number)
             picked = picked + jnp.where(there, jnp.take_along_axis(logits, at, axis=-1), 0.0)
         if count:
-            most = _most(most, logits, jnp.broadcast_to(columns, logits.shape))
-        return higher, total, weighted, picked, most
+            top_k = _merge_top_k(top_k, logits, jnp.broadcast_to(columns, logits.shape))
+        return higher, total, weighted, picked, top_k
 
     tokens_here = ids.shape[:1]
     zero = jnp.zeros(tokens_here, jnp.float32)
@@ -265,7 +267,7 @@ def _scores(
         shape_most = *tokens_here, count
         nothing = jnp.full(shape_most, -jnp.inf), jnp.zeros(shape_most, jnp.int32)
     begin = lowest, zero, zero, jnp.zeros(ids.shape, jnp.float32), nothing
-    top, total, weighted, picked, most = chunks.scan(step, begin)
+    top, total, weighted, picked, top_k = chunks.scan(step, begin)
     if split.vocab:
         highest = jax.lax.pmax(top, split.vocab)
         factor = jnp.exp(top - highest)
@@ -273,19 +275,19 @@ def _scores(
         total, weighted, picked = (jax.lax.psum(x, split.vocab) for x in parts)
         top = highest
         if count:
-            every = (jax.lax.all_gather(x, split.vocab, axis=1, tiled=True) for x in most)
-            most = _most(nothing, *every)
+            every = (jax.lax.all_gather(x, split.vocab, axis=1, tiled=True) for x in top_k)
+            top_k = _merge_top_k(nothing, *every)
     log_total, mean = top + jnp.log(total), weighted / total
 
     picked = picked - (log_total if ids.ndim == 1 else log_total[:, None])
     results = [picked, log_total - mean, log_total, mean]
     if count:
-        results += [most[0] - log_total[:, None], most[1]]
+        results += [top_k[0] - log_total[:, None], top_k[1]]
     return tuple(x.reshape(*shape, *x.shape[1:]) for x in results)
 
 
-def _most(before: Any, logits: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Logits [tokens, k] and ids of the largest so far and [tokens, n] more, whose ids follow."""
+def _merge_top_k(before: Any, logits: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Merge the largest logits so far, [tokens, k] and ids, with [tokens, n] of higher ids."""
     values, numbers = (
         jnp.concatenate([a, b.astype(a.dtype)], axis=-1)
         for a, b in zip(before, (logits, ids), strict=True)
@@ -305,8 +307,8 @@ def _gradients(
     d_logprobs: jax.Array,
     d_entropy: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Of hidden states and table: with p the probabilities and l the logits,
-    dl = d_logprob (1[token] - p) - d_entropy p (l - mean), summed over a place's tokens."""
+    """Gradients of hidden states and table: with p the probabilities and l the logits,
+    dl = d_logprob (1[token] - p) - d_entropy p (l - mean), summed over a position's tokens."""
     states = hidden.reshape(-1, hidden.shape[-1])
     ids, total, mean, d_logprobs, d_entropy = (
         _flat(x) for x in (tokens, total, mean, d_logprobs, d_entropy)
@@ -316,19 +318,19 @@ def _gradients(
     wide = jnp.float32
 
     def add(d_table: jax.Array, d_part: jax.Array, number: Any) -> jax.Array:
-        """A part's gradient, of full width, summed over the devices that share the table."""
+        """Add a chunk's gradient, of full width, summed over the devices that share the table."""
         if split.embed:
-            # Parts first: of a minor dimension a TPU's compiler makes no reduce-scatter.
+            # The split dimension is first: over a minor one the TPU compiler has no reduce-scatter.
             parts = split.shard_count(split.embed)
             d_part = d_part.reshape(chunks.width, parts, -1).swapaxes(0, 1)
             d_part = jax.lax.psum_scatter(d_part, split.embed, scatter_dimension=0)
-        # Of what a part has again from the one before the gradient is 0.
+        # Columns that overlap with the chunk before have a gradient of 0.
         start = chunks.start(number)
         before = jax.lax.dynamic_slice_in_dim(d_table, start, chunks.width)
         return jax.lax.dynamic_update_slice_in_dim(d_table, before + d_part, start, 0)
 
     def step(state: Any, number: jax.Array, part: jax.Array) -> Any:
-        d_states, d_table, waiting = state
+        d_states, d_table, pending = state
         logits, new, slope = chunks.logits(part, number)
         p = jnp.where(new, jnp.exp(logits - total[:, None]), 0.0)
         start = chunks.start(number)
@@ -343,9 +345,9 @@ def _gradients(
         d_logits = (d_logits * slope).astype(hidden.dtype)
         d_states += jnp.einsum("tv,vd->td", d_logits, part, preferred_element_type=wide)
         d_part = jnp.einsum("tv,td->vd", d_logits, states, preferred_element_type=wide)
-        if waiting is not None:
-            # The part before is summed over devices while this one is worked on.
-            d_table = add(d_table, waiting, number - 1)
+        if pending is not None:
+            # The previous chunk's reduction overlaps with this chunk's products.
+            d_table = add(d_table, pending, number - 1)
         return d_states, d_table, d_part
 
     begin = jnp.zeros(states.shape, wide), jnp.zeros(table.shape, wide), None

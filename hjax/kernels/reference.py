@@ -1,7 +1,7 @@
-"""The parts of a layer as their mathematics reads.
+"""Reference kernels: the parts of a layer, written like their mathematics.
 
-Arrays in, arrays out; differentiable in forward and reverse mode, as often as one likes. Other
-sets of kernels compute the same faster and are tested against these.
+Arrays in, arrays out; differentiable in forward and reverse mode, any number of times. Other
+kernel sets compute the same faster and are tested against these.
 """
 
 from typing import NamedTuple
@@ -12,19 +12,19 @@ from jax.ad_checkpoint import checkpoint_name
 
 from hjax.kernels import shape_checks
 
-GATES = "gate_up"  # name under which a rematerialisation policy keeps an MLP's first products
+GATES = "gate_up"  # of an MLP's first products, for rematerialisation policies
 
 
 def product(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
     """``einsum(spec, x, weight)`` in the dtype of x.
 
     Args:
-      spec: such as ``btd,dhe->bthe``: x's first two dimensions stay, all others are summed over.
+      spec: such as ``btd,dhe->bthe``: x's first two dimensions stay, all others are contracted.
       x: [batch, length, ...].
-      weight: [..., made dimensions], of any float dtype.
+      weight: [..., output dimensions], of any float dtype.
 
     Returns:
-      [batch, length, made dimensions].
+      [batch, length, output dimensions].
     """
     shape_checks.check_product(spec, x, weight)
     return jnp.einsum(spec, x, weight.astype(x.dtype))
@@ -63,9 +63,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
     return (wide * scale * weight.astype(jnp.float32)).astype(x.dtype)
 
 
-def rotary_tables(
-    frequencies: jax.Array, positions: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def rotary_tables(frequencies: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """cos and sin of position times frequency, each float32 [..., 1, head_dim / 2].
 
     Args:
@@ -78,8 +76,8 @@ def rotary_tables(
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotary embedding (Su et al. 2021, arXiv 2104.09864), halves rotated against each other as in
-    transformers: ``[a cos - b sin, b cos + a sin]`` of ``x = [a, b]``, computed in float32.
+    """Rotary embedding (RoPE; Su et al. 2021, arXiv 2104.09864) of two halves, as in transformers:
+    ``[a cos - b sin, b cos + a sin]`` of ``x = [a, b]``, computed in float32.
 
     Args:
       x: [batch, length, heads, head_dim].
@@ -90,57 +88,57 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """
     shape_checks.check_rotate(x, cos, sin)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
-def largest(logits: jax.Array) -> jax.Array:
-    """int32 [...]: index of the largest of [..., vocab], the first of equals."""
+def argmax(logits: jax.Array) -> jax.Array:
+    """int32 [...]: index of the largest of [..., vocab]; the first one on ties."""
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 @jax.custom_vjp
-def sum_after(weights: jax.Array, before: jax.Array) -> jax.Array:
-    """The weights, whose gradient is added to ``before``, what earlier passes have summed up."""
+def add_gradient_to(weights: jax.Array, before: jax.Array) -> jax.Array:
+    """The weights; their gradient is added to ``before``, the sum of earlier micro-batches."""
     return weights
 
 
-sum_after.defvjp(
+add_gradient_to.defvjp(
     lambda weights, before: (weights, before), lambda before, given: (before + given, None)
 )
 
 
 class GroupFill(NamedTuple):
-    """What is known of rows in groups before they are counted; results don't depend on it.
+    """Expected sizes of groups, for tiling and cost estimates; results do not depend on it.
 
     Attributes:
-      share: of the rows, how many are expected to be in a group, 0 to 1.
-      multiple: every group has a multiple of so many rows.
+      fraction: of the rows that are expected to be in a group, 0 to 1.
+      multiple: every group has a multiple of this many rows.
     """
 
-    share: float = 1.0
+    fraction: float = 1.0
     multiple: int = 1
 
 
-def multiple(count: int, weights: jax.Array, share: float) -> int:
-    """Rows that groups of ``grouped`` had better be filled up to a multiple of; 1: none.
+def row_multiple(count: int, weights: jax.Array, share: float) -> int:
+    """The multiple of rows to which groups of ``grouped_product`` should be padded; 1: none.
 
     Args:
       count: of rows.
       weights: [groups, inputs, outputs], of their products.
-      share: of the rows, how many are expected to be in a group before it is filled up.
+      share: fraction of the rows that are expected to be in a group before padding.
     """
     return 1
 
 
-def filled(count: int, groups: int, share: float, multiple: int) -> GroupFill:
-    """Of ``count`` rows with ``share`` of them in groups, each of which is filled up to a multiple:
-    by half of one, as groups go."""
+def padded_fill(count: int, groups: int, share: float, multiple: int) -> GroupFill:
+    """The fill of ``count`` rows, a fraction ``share`` of them in groups, after padding each group
+    to a multiple: by half of one on average."""
     more = groups * multiple / 2 if multiple > 1 else 0
     return GroupFill(min(share + more / count, 1.0), multiple)
 
 
-def grouped(
+def grouped_product(
     rows: jax.Array,
     weights: jax.Array,
     sizes: jax.Array,
@@ -150,17 +148,16 @@ def grouped(
     """Each group of rows times its own matrix; [rows, outputs] in the dtype of the rows.
 
     Args:
-      rows: [rows, inputs]; groups stand one after another, and after them rows of none, whose
-        results mean nothing.
-      weights: [groups, inputs, outputs], in the dtype of the rows; or int8 or float8_e4m3fn, of
-        which there are no gradients.
+      rows: [rows, inputs], group by group; results of rows after the last group are undefined.
+      weights: [groups, inputs, outputs], in the dtype of the rows; or int8 or float8_e4m3fn, which
+        have no gradients.
       sizes: int32 [groups], rows of each.
-      fill: what is known of them.
-      before: like weights; their gradient is added to it, as of ``sum_after``. None: to nothing.
+      fill: expected sizes.
+      before: like weights; their gradient is added to it (``add_gradient_to``). None: to nothing.
     """
     shape_checks.check_grouped(rows, weights, sizes)
     if before is not None:
-        weights = sum_after(weights, before)
+        weights = add_gradient_to(weights, before)
     if weights.dtype.itemsize == 1:
         weights = jax.lax.stop_gradient(weights).astype(rows.dtype)
     return jax.lax.ragged_dot(rows, weights, sizes)

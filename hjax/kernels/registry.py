@@ -1,4 +1,4 @@
-"""Sets of kernels, and which of them a platform runs."""
+"""Kernel registry: sets of kernels, and which set a platform runs."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,17 +12,17 @@ from hjax.kernels.attention import Kernel
 Tables = tuple[jax.Array, jax.Array]
 
 REFERENCE, BACKWARD, CPU, TPU = "reference", "backward", "cpu", "tpu"
-# Of attention: the platform's, hjax's own by blocks, or cuDNN's. Once it is known that ``auto`` may
-# be cuDNN's: that, where it is found to compute what it should.
+# Attention: the platform's default, blockwise, or cuDNN's. ``CUDNN_IF_MATCHING`` is what ``auto``
+# becomes where cuDNN supports the model: cuDNN's if it matches the reference on the devices.
 AUTO, BLOCKS, CUDNN = "auto", "blocks", "cudnn"
-TRIED = "cudnn, tried"
+CUDNN_IF_MATCHING = "cudnn, tried"
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelSet:
-    """The functions that a layer is made of; ``hjax.kernels.reference`` says what each computes.
+    """The kernels of a layer; ``hjax.kernels.reference`` documents what each computes.
 
-    A new set starts from ``KernelSet()`` and replaces what it has better.
+    A new set starts from ``KernelSet()`` and replaces the kernels that it has faster.
     """
 
     product: Callable[[str, jax.Array, jax.Array], jax.Array] = reference.product
@@ -30,22 +30,22 @@ class KernelSet:
     rms_norm: Callable[[jax.Array, jax.Array, float], jax.Array] = reference.rms_norm
     rotary_tables: Callable[[jax.Array, jax.Array], Tables] = reference.rotary_tables
     rotate: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] = reference.rotate
-    largest: Callable[[jax.Array], jax.Array] = reference.largest
-    grouped: Callable[..., jax.Array] = reference.grouped
-    multiple: Callable[[int, jax.Array, float], int] = reference.multiple  # of ``grouped``'s rows
-    attention: Kernel | None = None  # of long sequences; None: as of short ones, in one piece
-    few_passes: bool = False  # what passes through memory once more costs more than a product
-    packs_share: bool = True  # whether it knows prompts that stand once in a pack
+    argmax: Callable[[jax.Array], jax.Array] = reference.argmax
+    grouped: Callable[..., jax.Array] = reference.grouped_product
+    row_multiple: Callable[[int, jax.Array, float], int] = reference.row_multiple  # for grouped
+    attention: Kernel | None = None  # of long sequences; None: dense, as for short ones
+    few_passes: bool = False  # a pass over memory costs more than a product
+    packs_share: bool = True  # attention takes prompts that occur once in a pack
 
 
-def choose(platform: str, attention: str = AUTO) -> str:
-    """The name of the set that devices of a platform (``cpu``, ``tpu``, ``gpu``, ...) run.
+def choose_kernel_set(platform: str, attention: str = AUTO) -> str:
+    """The name of the kernel set for a platform (``cpu``, ``tpu``, ``gpu``, ...).
 
     Args:
       attention: as of ``model.attention``.
 
     Raises:
-      ConfigError: attention that the platform does not have.
+      ConfigError: the platform does not have this attention.
     """
     if attention == CUDNN:
         if platform not in cudnn.PLATFORMS:
@@ -58,14 +58,14 @@ def choose(platform: str, attention: str = AUTO) -> str:
     return platform if platform in (CPU, TPU) else BACKWARD
 
 
-def kernels_of(name: str, whole: bool = False, unrolled: bool = False) -> KernelSet:
-    """The functions of a set.
+def make_kernel_set(name: str, whole: bool = False, unrolled: bool = False) -> KernelSet:
+    """The kernels of a set.
 
     Args:
-      name: ``reference``, ``backward`` (written-out backward passes, long attention and grouped
-        products by blocks), ``tpu`` (those with a TPU's kernels), ``cudnn`` (those with cuDNN's
-        attention) or ``cpu`` (those, and what XLA's CPU compiler needs to be told another way).
-      whole: each device is known to hold the whole length and a layer's whole weights.
+      name: ``reference``, ``backward`` (custom backward passes, blockwise attention and grouped
+        products), ``tpu`` (``backward`` with TPU kernels), ``cudnn`` (with cuDNN's attention) or
+        ``cpu`` (with forms that XLA's CPU compiler makes fast).
+      whole: each device holds the whole length and a layer's whole weights.
       unrolled: layers run in a Python loop, not in a scan.
 
     Raises:
@@ -85,7 +85,7 @@ def kernels_of(name: str, whole: bool = False, unrolled: bool = False) -> Kernel
     if name == CUDNN:
         return dataclasses.replace(written_out, attention=cudnn.attend, packs_share=False)
     if name == TPU:
-        # Pallas takes long to import, and only here it runs.
+        # Imported here only, because Pallas takes long to import.
         from hjax.kernels import grouped_tpu, splash
 
         return dataclasses.replace(
@@ -93,18 +93,18 @@ def kernels_of(name: str, whole: bool = False, unrolled: bool = False) -> Kernel
             rotate=backward.rotate,
             few_passes=True,
             grouped=grouped_tpu.product,
-            multiple=grouped_tpu.multiple,
+            row_multiple=grouped_tpu.row_multiple,
             attention=splash.attend,
-            packs_share=False,  # its segments are equal or not: not a response's and its prompt's
+            packs_share=False,  # its segments cannot say that a response sees its prompt
         )
     if name != CPU:
         raise ConfigError(f"kernels {name!r}: {REFERENCE}, {BACKWARD}, {TPU}, {CUDNN} or {CPU}")
     if whole:
         products = dataclasses.replace(written_out, product=cpu.product, gated_mlp=cpu.gated_mlp)
     else:
-        product = cpu.product_joined if unrolled else backward.product
+        product = cpu.product_flat if unrolled else backward.product
         products = dataclasses.replace(written_out, product=product)
     tables = cpu.rotary_tables if unrolled else reference.rotary_tables
     return dataclasses.replace(
-        products, rotary_tables=tables, rotate=cpu.rotate, largest=cpu.largest
+        products, rotary_tables=tables, rotate=cpu.rotate, argmax=cpu.argmax
     )

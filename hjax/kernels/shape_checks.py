@@ -1,7 +1,7 @@
-"""What shapes and dtypes kernels take, checked when they are traced: it costs nothing at run time.
+"""Shape and dtype checks of kernels, at trace time, so they cost nothing at run time.
 
-Every set of kernels calls these, so that a wrong shape is refused alike by all of them, with an
-AssertionError that names it, before broadcasting makes something else of it.
+Every kernel set calls them, so all of them refuse a wrong shape alike, with an AssertionError that
+names it, instead of broadcasting it.
 """
 
 import chex
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 
 def check_product(spec: str, x: jax.Array, weight: jax.Array) -> None:
-    """x [batch, length, ...], weight [..., made]: all that x has beyond the length is summed."""
+    """x [batch, length, ...], weight [..., outputs]: x's dimensions after the length are summed."""
     left, right, out = spec.replace("->", ",").split(",")
     chex.assert_rank((x, weight), (len(left), len(right)))
     if right != left[2:] + out[2:] or left[:2] != out[:2]:

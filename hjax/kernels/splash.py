@@ -1,10 +1,9 @@
-"""Attention on TPUs: JAX's splash attention, told what our rows look like.
+"""Attention on TPUs by JAX's splash attention (``jax.experimental.pallas.ops.tpu``).
 
-A library's kernel (``jax.experimental.pallas.ops.tpu.splash_attention``), which reads and computes
-only the blocks that a static mask leaves; here are the mask of prompts shared by their responses,
-padding to its blocks, and the costs that it does not tell the compiler. Where the length is split,
-each device gathers keys and values and computes its own queries. Rows whose mask has too many
-responses for it are computed by blocks.
+Splash attention computes only the blocks that a static mask leaves. This file adds the mask of
+prompts shared by their responses, padding to blocks, and a cost estimate for the compiler. If the
+length is split, each device gathers keys and values and computes its own queries. Rows with too
+many responses for the mask use ``blockwise``.
 """
 
 import functools
@@ -22,57 +21,56 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 
 from hjax.kernels import blockwise
 from hjax.kernels.attention import (
-    KEPT,
-    TPU_PADDED,
+    CHECKPOINT_NAME,
+    TPU_PADDING_BLOCKS,
     MaskSpec,
     ScoreOptions,
     cost_label,
-    lengthened,
+    pad_length,
     tpu_block,
-    tpu_places,
+    tpu_padded_length,
 )
 from hjax.kernels.kernel_sharding import Axes
 
-_KEYS = {640: 256}  # keys of a block, where they are not as many as queries
-_BITS = 31  # of a place and, above it, its response's number
+_KEY_BLOCKS = {640: 256}  # query block -> key block, where they differ
+_BITS = 31  # of an int32 with a position and, above it, the response's number
 
 
 class SplashMask(masks._ComputableMask):  # the base of what its kernel computes as it goes
-    """A row's ``MaskSpec``, computed in the kernel without divisions: its queries carry their own
+    """A row's ``MaskSpec``, computed in the kernel without divisions: each query carries its
     response's number."""
 
-    def __init__(self, sight: MaskSpec, length: int):
-        self.sight, self._bits = sight, (length - 1).bit_length()
+    def __init__(self, mask_spec: MaskSpec, length: int):
+        self.mask_spec, self._bits = mask_spec, (length - 1).bit_length()
         super().__init__((length, length), self._sees)
         place = self.q_sequence
-        if sight.response:
-            number = (sight.start(place) - sight.prompt) // sight.response
+        if mask_spec.response:
+            number = (mask_spec.response_start(place) - mask_spec.prompt) // mask_spec.response
             self.q_sequence = (number << self._bits | place).astype(np.int32)
 
     @staticmethod
-    def takes(sight: MaskSpec, length: int) -> bool:
-        """Whether a place and its response's number stand in one integer: of rows of 2 ** 15 places
-        always, of 2 ** 20 with up to 2047 responses."""
-        if not sight.response:
+    def fits(mask_spec: MaskSpec, length: int) -> bool:
+        """Whether a position and its response's number fit in one int32: always for rows of 2 ** 15
+        tokens, for rows of 2 ** 20 with up to 2047 responses."""
+        if not mask_spec.response:
             return True
-        responses = max(length - sight.prompt, 1) // sight.response
+        responses = max(length - mask_spec.prompt, 1) // mask_spec.response
         return (length - 1).bit_length() + responses.bit_length() <= _BITS
 
     def _sees(self, query: Any, key: Any) -> Any:
-        sight = self.sight
-        if not sight.response:
-            return sight.sees(query, 0, key)
-        start = sight.prompt + (query >> self._bits) * sight.response
-        return sight.sees(query & ((1 << self._bits) - 1), start, key)
+        mask_spec = self.mask_spec
+        if not mask_spec.response:
+            return mask_spec.is_visible(query, 0, key)
+        start = mask_spec.prompt + (query >> self._bits) * mask_spec.response
+        return mask_spec.is_visible(query & ((1 << self._bits) - 1), start, key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, SplashMask) and (self.sight, self.shape) == (
-            other.sight,
-            other.shape,
-        )
+        if not isinstance(other, SplashMask):
+            return False
+        return (self.mask_spec, self.shape) == (other.mask_spec, other.shape)
 
     def __hash__(self) -> int:
-        return hash((self.sight, self.shape))
+        return hash((self.mask_spec, self.shape))
 
 
 def attend(
@@ -82,63 +80,64 @@ def attend(
     segments: jax.Array | None,
     sinks: jax.Array | None,
     scoring: ScoreOptions,
-    sight: MaskSpec,
+    mask_spec: MaskSpec,
     axes: Axes = (),
-    around: int = 1,
+    length_shards: int = 1,
     gather: bool = True,
     interpret: bool = False,
 ) -> jax.Array:
-    """``hjax.kernels.attention.attend`` of what one device holds.
+    """``hjax.kernels.attention.attend`` on one device's shard.
 
     Args:
       axes: mesh axes over which the length is split, inside their ``shard_map``.
-      around: devices along them.
-      gather: of ``blockwise.attend``; here keys and values are gathered in any case.
+      length_shards: devices along them.
+      gather: as of ``blockwise.attend``; here keys and values are always gathered.
       interpret: run the kernel's steps in plain JAX, for tests without a TPU.
     """
     batch, length, heads, dim = q.shape
-    block, each = tpu_block(length), tpu_places(length)
-    if around > 1 and each != length:
-        block = next(b for b in TPU_PADDED if length % b == 0)
+    block, each = tpu_block(length), tpu_padded_length(length)
+    if length_shards > 1 and each != length:
+        block = next(b for b in TPU_PADDING_BLOCKS if length % b == 0)
         each = length
-    if not SplashMask.takes(sight, each * around):
+    total = each * length_shards
+    if not SplashMask.fits(mask_spec, total):
         return blockwise.attend(
-            q, k, v, segments, sinks, scoring, sight, axes=axes, around=around, gather=gather
-        )
+            q, k, v, segments, sinks, scoring, mask_spec, axes=axes, length_shards=length_shards,
+            gather=gather,
+        )  # fmt: skip
     short = each - length
 
-    padded = functools.partial(lengthened, more=short)
-    q, k, v = padded(q * scoring.factor(dim)), padded(k), padded(v)
-    marks = jnp.zeros(q.shape[:2], jnp.int32) if segments is None else padded(segments)
-    key_marks = marks
-    if around > 1:
-        k, v, key_marks = (
-            jax.lax.all_gather(x, axes, axis=1, tiled=True) for x in (k, v, marks)
-        )
-    kernel = _kernel(sight, each * around, heads, scoring.softcap, block, around, interpret)
-    if around > 1:
-        kernel = _part(kernel, jax.lax.axis_index(axes), around)
-    scope = cost_label(_costs(sight, each * around, batch * heads, dim, block, around))
+    padded = functools.partial(pad_length, more=short)
+    q, k, v = padded(q * scoring.query_scale(dim)), padded(k), padded(v)
+    segs = jnp.zeros(q.shape[:2], jnp.int32) if segments is None else padded(segments)
+    key_segs = segs
+    if length_shards > 1:
+        k, v, key_segs = (jax.lax.all_gather(x, axes, axis=1, tiled=True) for x in (k, v, segs))
+    kernel = _kernel(mask_spec, total, heads, scoring.softcap, block, length_shards, interpret)
+    if length_shards > 1:
+        kernel = _shard_kernel(kernel, jax.lax.axis_index(axes), length_shards)
+    scope = cost_label(_costs(mask_spec, total, batch * heads, dim, block, length_shards))
     q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
     with jax.named_scope(scope):
         run = jax.vmap(
             lambda q, k, v, own, other: kernel(q, k, v, splash.SegmentIds(own, other), sinks=sinks)
         )
-        out = run(q, k, v, marks, key_marks)
+        out = run(q, k, v, segs, key_segs)
     return out.transpose(0, 2, 1, 3)[:, :length].astype(q.dtype)
 
 
-def _keys(block: int, length: int) -> int:
-    """Keys of a block. Fewer than queries beside 640: short responses leave half as many that are
-    computed and not seen."""
-    keys = _KEYS.get(block, block)
+def _key_block_size(block: int, length: int) -> int:
+    """Keys in a block. With 640 queries there are fewer keys: short responses then waste half as
+    many masked products."""
+    keys = _KEY_BLOCKS.get(block, block)
     return keys if length % keys == 0 else block
 
 
 def _kernel(
-    sight: MaskSpec, length: int, heads: int, softcap: float, block: int, parts: int, interpret:
-bool ) -> Any:
-    keys = _keys(block, length // parts)
+    mask_spec: MaskSpec, length: int, heads: int, softcap: float, block: int, parts: int,
+    interpret: bool,
+) -> Any:  # fmt: skip
+    keys = _key_block_size(block, length // parts)
     sizes = splash.BlockSizes(
         block_q=block,
         block_kv=keys,
@@ -149,20 +148,20 @@ bool ) -> Any:
         block_q_dq=block,
         block_kv_dq=keys,
     )
-    mask = masks.MultiHeadMask([SplashMask(sight, length)] * heads)
+    mask = masks.MultiHeadMask([SplashMask(mask_spec, length)] * heads)
     return splash.make_splash_mha(
         mask,
         block_sizes=sizes,
         head_shards=1,
         q_seq_shards=parts,
         attn_logits_soft_cap=softcap or None,
-        residual_checkpoint_name=KEPT,
+        residual_checkpoint_name=CHECKPOINT_NAME,
         interpret=interpret,
     )
 
 
-def _part(kernel: Any, number: jax.Array, parts: int) -> Any:
-    """The kernel of one device's queries."""
+def _shard_kernel(kernel: Any, number: jax.Array, parts: int) -> Any:
+    """The part of the kernel for one device's queries."""
 
     def cut(info: Any) -> Any:
         if info is None:
@@ -186,15 +185,15 @@ def _part(kernel: Any, number: jax.Array, parts: int) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _costs(
-    sight: MaskSpec, length: int, rows: int, dim: int, block: int, parts: int
+    mask_spec: MaskSpec, length: int, rows: int, dim: int, block: int, parts: int
 ) -> tuple[tuple[str, float, float], ...]:
-    """Per kernel its products (of whole blocks) and what it reads and writes, on a device.
+    """Costs of each kernel on a device: products of whole blocks, bytes read and written.
 
     A block's products: scores and outputs in the forward pass; scores, the weights' gradients and
     the queries' in ``dq``; scores, weights' gradients, keys' and values' in ``dkv``.
     """
-    keys = _keys(block, length // parts)
-    pairs = len(sight.blocks(length, block, keys)) / parts
+    keys = _key_block_size(block, length // parts)
+    pairs = len(mask_spec.block_pairs(length, block, keys)) / parts
     product = 2.0 * rows * pairs * block * keys * dim
     tiles, own = 2 * 2.0 * rows * pairs * dim, 2.0 * rows * length / parts * dim
     return (

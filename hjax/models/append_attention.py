@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from hjax.kernels import int8_cache
 from hjax.kernels.attention import MASKED, ScoreOptions
-from hjax.kernels.int8_cache import Held, QuantizedCache
+from hjax.kernels.int8_cache import CacheArray, QuantizedCache
 from hjax.models.attention_strategies import AttentionInputs, KeyValue
 
 BLOCK = 16  # tokens per block, consecutive positions of one sequence
@@ -45,7 +45,7 @@ class CacheBlocks:
     v: Any
     parts: int = dataclasses.field(default=1, metadata={"static": True})
 
-    def gather(self, layer: int | jax.Array, numbers: jax.Array) -> tuple[Held, Held]:
+    def gather(self, layer: int | jax.Array, numbers: jax.Array) -> tuple[CacheArray, CacheArray]:
         """Keys and values of one layer, [rows, kv_heads, n * BLOCK, head_dim] each.
 
         Args:
@@ -69,7 +69,7 @@ class CacheBlocks:
 
         unrolled = isinstance(self.k, tuple)
         pair = (self.k[layer], self.v[layer]) if unrolled else (self.k, self.v)
-        return int8_cache.each(joined, pair[0]), int8_cache.each(joined, pair[1])
+        return int8_cache.map_arrays(joined, pair[0]), int8_cache.map_arrays(joined, pair[1])
 
     def scatter(self, new: CacheBlocks, numbers: jax.Array) -> CacheBlocks:
         """The blocks ``numbers`` of all layers replaced; numbers past the last are dropped."""
@@ -126,8 +126,8 @@ class AppendAttention:
         begin = columns - tokens
         keys, values = self._assemble(layer, cache, (k, v), begin)
 
-        def widened(held: Held) -> jax.Array:
-            return held.widened(q.dtype) if isinstance(held, QuantizedCache) else held
+        def widened(held: CacheArray) -> jax.Array:
+            return held.dequantized(q.dtype) if isinstance(held, QuantizedCache) else held
 
         out = chunked_attention(
             q, widened(keys), widened(values), begin, scoring=scoring, sinks=sinks
@@ -147,7 +147,7 @@ class AppendAttention:
         size = min(CHUNK, columns)
         count = size // BLOCK + 1  # blocks that a chunk may touch
         one_block = cache.gather(layer, self.block_table[:, :1])
-        made = [int8_cache.like(held, x) for held, x in zip(one_block, pair)]
+        made = [int8_cache.quantize_like(held, x) for held, x in zip(one_block, pair)]
 
         def chunk(first: jax.Array | int, held: Any) -> Any:
             at = first + jnp.arange(size) - begin[:, None]  # position in the row's sequence
@@ -171,14 +171,14 @@ class AppendAttention:
                 return jax.lax.dynamic_update_slice_in_dim(held, x, first, axis % held.ndim)
 
             pairs = zip(held, past, made)
-            return tuple(int8_cache.each(joined, *three) for three in pairs)
+            return tuple(int8_cache.map_arrays(joined, *three) for three in pairs)
 
         def empty(axis: int, _: bool, x: jax.Array) -> jax.Array:
             shape = list(x.shape)
             shape[axis] = columns
             return jnp.zeros(shape, x.dtype)
 
-        held = tuple(int8_cache.each(empty, x) for x in one_block)
+        held = tuple(int8_cache.map_arrays(empty, x) for x in one_block)
         found = scan_chunks_backwards(columns, begin, size, chunk, held)
         return cast(KeyValue, found)
 
@@ -234,7 +234,7 @@ def chunked_attention(
     rows, new, heads, dim = q.shape
     kv_heads, columns = k.shape[1:3]
     wide = jnp.float32
-    queries = (q * scoring.factor(dim)).reshape(rows, new, kv_heads, -1, dim)
+    queries = (q * scoring.query_scale(dim)).reshape(rows, new, kv_heads, -1, dim)
     queries = queries.transpose(0, 2, 3, 1, 4)
     size = min(chunk, columns)
     second_start = columns % size  # of the second chunk, if the one at column 0 overlaps it
@@ -249,7 +249,7 @@ def chunked_attention(
             seen &= before < scoring.window
         seen &= (first > 0) | (at < (second_start or columns))
         seen = seen & (at >= begin[:, None])[:, None]
-        return jnp.where(seen[:, None, None], scoring.bend(scores), MASKED), values
+        return jnp.where(seen[:, None, None], scoring.apply_softcap(scores), MASKED), values
 
     def step(first: jax.Array | int, carry: tuple) -> tuple:
         top, total, out = carry

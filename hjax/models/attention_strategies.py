@@ -2,9 +2,9 @@
 
 The decoder passes every layer's queries, keys and values to a strategy. The three here are for
 training and prefill; ``hjax.models.decoding`` and ``append_attention`` have those that read a KV
-cache. All compute scores and softmax in float32. Sequences of up to ``WHOLE`` tokens build the
-score matrix [length, length], which is fastest while it is small. Longer ones use the platform's
-kernel (``hjax.kernels.attention``), which never builds it.
+cache. All compute scores and softmax in float32. Sequences of up to ``DENSE_LENGTH`` tokens build
+the score matrix [length, length], which is fastest while it is small. Longer ones use the
+platform's kernel (``hjax.kernels.attention``), which never builds it.
 
 Shapes: queries ``[batch, length, heads, head_dim]``, keys and values
 ``[batch, length, kv_heads, head_dim]``; ``heads = kv_heads * q_per_kv``.
@@ -18,23 +18,23 @@ import jax.numpy as jnp
 
 from hjax.kernels import int8_cache
 from hjax.kernels.attention import (
-    WHOLE,
+    DENSE_LENGTH,
     Kernel,
     MaskSpec,
     PackedPrompts,
     ScoreOptions,
     attend,
-    in_one_piece,
+    dense_attention,
     merge_heads,
     reference,
     split_heads,
 )
-from hjax.kernels.decode import shared_prompt
-from hjax.kernels.int8_cache import Held, QuantizedCache
+from hjax.kernels.decode import attend_shared_prompt
+from hjax.kernels.int8_cache import CacheArray, QuantizedCache
 from hjax.kernels.kernel_sharding import KernelSharding
 from hjax.sharding.layout import Layout
 
-KeyValue = tuple[Held, Held]
+KeyValue = tuple[CacheArray, CacheArray]
 
 
 class AttentionInputs(NamedTuple):
@@ -72,7 +72,7 @@ class AttentionForm:
     """The attention backend of a platform: its kernel for long sequences, and its layout.
 
     Attributes:
-      kernel: for sequences longer than ``WHOLE``; None: all use the score matrix (the reference).
+      kernel: for sequences longer than ``DENSE_LENGTH``; None: all are dense (the reference).
       layout: over whose devices rows, length and heads are split.
       packs_share: whether the kernel supports packs where responses share one copy of a prompt.
     """
@@ -83,7 +83,7 @@ class AttentionForm:
 
     def uses_kernel(self, length: int) -> bool:
         """Whether sequences of this length go to the kernel."""
-        return self.kernel is not None and length > WHOLE
+        return self.kernel is not None and length > DENSE_LENGTH
 
     def supports_shared_prompts(self, length: int) -> bool:
         """Whether several responses in a pack of this length can share one copy of a prompt."""
@@ -155,7 +155,7 @@ class Causal:
 
 def _int8_rounded(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, KeyValue]:
     """Keys and values [batch, length, kv_heads, head_dim] rounded to int8, and their caches."""
-    made = [int8_cache.quantized(x) for x in (k, v)]
+    made = [int8_cache.quantize(x) for x in (k, v)]
     wide = [(numbers * scale).astype(k.dtype) for numbers, scale in made]
     kept = [QuantizedCache(n.transpose(0, 2, 1, 3), s.transpose(0, 2, 3, 1)) for n, s in made]
     return wide[0], wide[1], (kept[0], kept[1])
@@ -173,7 +173,7 @@ def _causal(
     visible = jnp.tril(jnp.ones((length, length), bool)) & mask[:, None, :]
     if scoring.window:
         visible &= jnp.triu(jnp.ones((length, length), bool), 1 - scoring.window)
-    return in_one_piece(q, k, v, visible, scoring, sinks)
+    return dense_attention(q, k, v, visible, scoring, sinks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,7 +275,7 @@ class SharedPrompt:
             distance = prompt + jnp.arange(length)[:, None] - jnp.arange(prompt)
             past = past & (distance < scoring.window)
         own_k, own_v = by_sample(kr)[:, :, :, 0], by_sample(vr)[:, :, :, 0]
-        out = shared_prompt(
+        out = attend_shared_prompt(
             by_sample(qr), kp, vp, own_k, own_v, past[:, None], visible[None, None], scoring, sinks
         )
         out = out.transpose(0, 2, 4, 1, 3, 5).reshape(groups, self.samples * length, -1, dim)

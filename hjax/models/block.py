@@ -109,7 +109,7 @@ class Block(nnx.Module):
             rotate = functools.partial(_rotate_heads, kernels, *rotary[kind.rope])
         factor = None
         if rotate is None and not config.query_key_norm:  # then the projection scales the queries
-            factor = scoring.factor(config.head_dim)
+            factor = scoring.query_scale(config.head_dim)
             scoring = dataclasses.replace(scoring, scale=1.0)
         made = functools.partial(Block._queries_keys_values, factor=factor)
         q, k, v = map(remat.product, on_ring("to_heads", made, h, compute, "q", "kv"))

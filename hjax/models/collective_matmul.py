@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from hjax.kernels.attention import lengthened
+from hjax.kernels.attention import pad_length
 from hjax.models.architecture import decoder_parameters
 from hjax.models.cost_inputs import MeshSizes, ModelCounts, model_counts
 from hjax.models.model_config import ModelConfig
@@ -143,7 +143,7 @@ class WeightRing:
         return ring_shift(tree, by, self.axes, self._count)
 
     def _padded(self, x: jax.Array) -> jax.Array:
-        return lengthened(x, -x.shape[1] % self._count)
+        return pad_length(x, -x.shape[1] % self._count)
 
     @property
     def _count(self) -> int:

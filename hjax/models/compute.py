@@ -13,11 +13,11 @@ from hjax.kernels.registry import (
     AUTO,
     BLOCKS,
     CUDNN,
+    CUDNN_IF_MATCHING,
     REFERENCE,
-    TRIED,
     KernelSet,
-    choose,
-    kernels_of,
+    choose_kernel_set,
+    make_kernel_set,
 )
 from hjax.models import collective_matmul, remat
 from hjax.models.attention_strategies import AttentionForm
@@ -72,16 +72,16 @@ class Compute:
           ConfigError: an attention kernel that the platform lacks.
         """
         platform, attention = layout.platform, self.attention
-        if attention == TRIED:
-            attention = CUDNN if cudnn.trusted(layout.mesh.devices.flat) else BLOCKS
-        kernels = choose(platform, attention)
+        if attention == CUDNN_IF_MATCHING:
+            attention = CUDNN if cudnn.matches_reference(layout.mesh.devices.flat) else BLOCKS
+        kernels = choose_kernel_set(platform, attention)
         move = platform in collective_matmul.PLATFORMS
         return dataclasses.replace(self, kernel_set=kernels, run_layout=layout, move_weights=move)
 
     @property
     def kernels(self) -> KernelSet:
         """The kernels that layers use."""
-        return kernels_of(self.kernel_set, whole=self.unsplit, unrolled=self.unroll_layers)
+        return make_kernel_set(self.kernel_set, whole=self.unsplit, unrolled=self.unroll_layers)
 
     @property
     def form(self) -> AttentionForm:

@@ -12,7 +12,7 @@ import math
 from typing import Any, Literal
 
 from hjax.kernels import cudnn
-from hjax.kernels.attention import WHOLE
+from hjax.kernels.attention import DENSE_LENGTH
 from hjax.models import parameter_counts, remat
 from hjax.models.architecture import decoder_parameters
 from hjax.models.model_config import ModelConfig
@@ -190,7 +190,7 @@ def model_counts(config: ModelConfig, name: str = "", scalar: bool = False) -> M
         layer_products_whole=whole_products,
         layer_gradients=whole_gradients + mlp + layer_recomputed,
         layer_gradients_whole=whole_gradients,
-        cudnn_supported=not cudnn.refusal(
+        cudnn_supported=not cudnn.unsupported_reason(
             "bfloat16", config.head_dim, config.attention_softcap, config.sinks
         ),
         dora=lora is not None and lora.dora,
@@ -278,7 +278,7 @@ MASTERS = Numerics(
     weights=4,
     optimizer=8,
     shared_prompt=True,
-    score_matrix_length=WHOLE,
+    score_matrix_length=DENSE_LENGTH,
     adds_gradients=True,
     prompt_copies=2,
     forward_tokens=0,

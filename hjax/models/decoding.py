@@ -18,15 +18,15 @@ from hjax.kernels import cache_axis, int8_cache
 from hjax.kernels import decode as kernels
 from hjax.kernels.attention import ScoreOptions
 from hjax.kernels.decode import (
-    BY_PARTS,
-    FILLED_INTERPRETED,
-    INTERPRETED,
-    KERNELS,
+    GPU_INTERPRETED,
+    GPU_KERNELS,
     TILES,
+    TPU_INTERPRETED,
+    TPU_KERNELS,
     CacheMask,
     SlotMask,
 )
-from hjax.kernels.int8_cache import Held
+from hjax.kernels.int8_cache import CacheArray
 from hjax.models.attention_strategies import AttentionInputs, KeyValue
 from hjax.sharding.layout import Layout
 
@@ -52,7 +52,7 @@ class Decode:
         layer, q, k, v, scoring, sinks = heads
         rows, _, _, dim = q.shape
         groups = self.seen.begin.shape[0]
-        if rows == groups and cache.form not in KERNELS:
+        if rows == groups and cache.form not in TPU_KERNELS:
             start = jnp.zeros(rows, jnp.int32)
             slots = SlotMask(self.seen.begin, self.seen.end, start, self.seen.position)
             return DecodeSlots(slots, self.layout, self.expected)(heads, cache)
@@ -65,13 +65,13 @@ class Decode:
 
         k, v = (_repeat_heads(x, cache.copies, 2) for x in (k, v))
         q, k, v = group_by_prompt(q), group_by_prompt(k)[:, :, :, 0], group_by_prompt(v)[:, :, :, 0]
-        if cache.form in KERNELS:
+        if cache.form in TPU_KERNELS:
             out, cache = self._run_kernel(layer, q, k, v, cache, scoring, sinks)
         else:
             cache = cache.write(layer, k, v, self.seen.position)
             prompt_k, prompt_v, own_k, own_v = cache.read(layer)
             own_attention = None
-            if cache.form in BY_PARTS:
+            if cache.form in GPU_KERNELS:
                 position = jnp.broadcast_to(self.seen.position, q.shape[:3:2])
                 own_attention = _attend_filled(
                     (q[..., None, :], own_k, own_v),
@@ -83,7 +83,7 @@ class Decode:
                 )
             out = kernels.attend(
                 q, prompt_k, prompt_v, own_k, own_v, seen=self.seen, scoring=scoring,
-                sinks=sinks, met=own_attention, axis=cache.key_axis,
+                sinks=sinks, own_partial=own_attention, axis=cache.key_axis,
             )  # fmt: skip
         return out.transpose(0, 2, 1, 3, 4).reshape(rows, 1, -1, dim), cache, None
 
@@ -103,7 +103,7 @@ class Decode:
         def attend(arrays: dict[str, Any]) -> Any:
             return decode_tpu.decode(
                 **arrays, scoring=scoring, expected=self.expected,
-                interpret=cache.form == INTERPRETED,
+                interpret=cache.form == TPU_INTERPRETED,
             )  # fmt: skip
 
         held = {"prompt_k": cache.prompt_k, "prompt_v": cache.prompt_v}
@@ -158,7 +158,7 @@ class DecodeSlots:
         prompt_k, prompt_v, own_k, own_v = cache.read(layer)
         q = q.reshape(rows, new, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
         own_attention = None
-        if cache.form in BY_PARTS:
+        if cache.form in GPU_KERNELS:
             one = jnp.broadcast_to(column, rows)
             found = _attend_filled(
                 jax.tree.map(lambda x: x[:, :, None], (q, own_k, own_v)),
@@ -171,29 +171,29 @@ class DecodeSlots:
             own_attention = tuple(x[:, :, 0] for x in found)
         out = kernels.attend_slots(
             q, prompt_k, prompt_v, own_k, own_v, slots=self.slots, scoring=scoring,
-            sinks=sinks, met=own_attention, axis=cache.key_axis,
+            sinks=sinks, own_partial=own_attention, axis=cache.key_axis,
         )  # fmt: skip
         return out.transpose(0, 3, 1, 2, 4).reshape(rows, new, -1, dim), cache, None
 
 
 def _attend_filled(
-    held: tuple[jax.Array, Held, Held],
+    held: tuple[jax.Array, CacheArray, CacheArray],
     spans: tuple[jax.Array, jax.Array],
     layout: Layout | None,
     scoring: ScoreOptions,
     expected: float | None,
     form: str,
 ) -> tuple[jax.Array, ...]:
-    """``decode_gpu.filled`` on every device, of unscaled queries and the rows' own keys and values;
-    ``spans``: first and last columns."""
+    """``decode_gpu.attend_own`` on every device, of unscaled queries and the rows' own keys and
+    values; ``spans``: first and last columns."""
     from hjax.kernels import decode_gpu  # what it imports is not on every platform
 
-    def attend(q: jax.Array, k: Held, v: Held, first: Any, last: Any) -> Any:
-        interpret = form == FILLED_INTERPRETED
-        return decode_gpu.filled(q, k, v, first, last, scoring, expected, interpret)
+    def attend(q: jax.Array, k: CacheArray, v: CacheArray, first: Any, last: Any) -> Any:
+        interpret = form == GPU_INTERPRETED
+        return decode_gpu.attend_own(q, k, v, first, last, scoring, expected, interpret)
 
     q, own_k, own_v = held
-    q = q * scoring.factor(q.shape[-1])
+    q = q * scoring.query_scale(q.shape[-1])
     if layout is not None:
         of_row, of_heads = layout.spec(["batch"]), layout.spec(["batch", "heads"])
         attend = jax.shard_map(
@@ -241,7 +241,7 @@ class KVCache:
         length: int = jax.tree.leaves(self.v)[0].shape[-2]
         return kernels.key_axis(self.form, length)
 
-    def read(self, layer: int | jax.Array) -> tuple[Held, ...]:
+    def read(self, layer: int | jax.Array) -> tuple[CacheArray, ...]:
         """Prompt keys, prompt values, response keys and response values of one layer."""
         parts = (self.prompt_k, self.prompt_v, self.k, self.v)
         if isinstance(self.k, tuple):
@@ -264,13 +264,13 @@ class KVCache:
 
         def put(lead: tuple[Any, ...], axis: int, held: jax.Array, new: jax.Array) -> jax.Array:
             if not lead:
-                return kernels.write(held, new, position, axis)
+                return kernels.write_token(held, new, position, axis)
             if position.ndim == 0:
-                new, at = cache_axis.token_at(new, position, axis)
+                new, at = cache_axis.token_update(new, position, axis)
                 at = (*lead, *at)
                 return jax.lax.dynamic_update_slice(held, new[None].astype(held.dtype), at)
             one = jax.lax.dynamic_index_in_dim(held, layer, keepdims=False)
-            written = kernels.write(one, new, position, axis)
+            written = kernels.write_token(one, new, position, axis)
             return jax.lax.dynamic_update_index_in_dim(held, written, layer, 0)
 
         return self._with_written(layer, k, v, put)
@@ -309,7 +309,7 @@ class KVCache:
             def of(axis: int, _: bool, held: jax.Array, new: jax.Array) -> jax.Array:
                 return put(lead, axis, held, new)
 
-            made = int8_cache.each(of, held, int8_cache.like(held, new), axis=axis)
+            made = int8_cache.map_arrays(of, held, int8_cache.quantize_like(held, new), axis=axis)
             if not own:
                 return made
             return tuple(made if i == layer else x for i, x in enumerate(part))
@@ -329,21 +329,21 @@ class KVCache:
           form, copies: as of the class.
         """
 
-        sample_axis = (samples,) if samples > 1 or form in KERNELS else ()
+        sample_axis = (samples,) if samples > 1 or form in TPU_KERNELS else ()
 
         def empty(part: Any, keys: bool) -> Any:
             dtype = jax.tree.leaves(part)[0].dtype
-            room = kernels.room(form, length, kernels.OWN_BLOCK, dtype)
+            room = kernels.cache_capacity(form, length, kernels.OWN_BLOCK, dtype)
 
             def of(axis: int, scaled: bool, x: jax.Array) -> jax.Array:
                 dim = 1 if scaled else x.shape[-1]
                 made = jnp.zeros((*x.shape[:-2], *sample_axis, room, dim), x.dtype)
-                return cache_axis.laid(made, axis)
+                return cache_axis.to_layout(made, axis)
 
             axis = kernels.key_axis(form, room) if keys else cache_axis.ROWS
-            return int8_cache.each(of, part, axis=axis)
+            return int8_cache.map_arrays(of, part, axis=axis)
 
-        pair = keys_and_values(prompt, form in KERNELS)
+        pair = keys_and_values(prompt, form in TPU_KERNELS)
         prompt_k, prompt_v = (_prompt_cache(x, form, copies) for x in pair)
         return cls(
             prompt_k,
@@ -371,7 +371,7 @@ def _prompt_cache(x: Any, form: str, copies: int) -> Any:
 
     first = jax.tree.leaves(x)[0]
     there = first.shape[-2]
-    missing = kernels.room(form, there, kernels.PROMPT_BLOCK, first.dtype) - there
+    missing = kernels.cache_capacity(form, there, kernels.PROMPT_BLOCK, first.dtype) - there
 
     def lay(axis: int, _: bool, x: jax.Array) -> jax.Array:
         if missing:
@@ -380,7 +380,7 @@ def _prompt_cache(x: Any, form: str, copies: int) -> Any:
             x = jnp.pad(x, sides)
         return _repeat_heads(x, copies, -3)
 
-    return int8_cache.each(lay, x)
+    return int8_cache.map_arrays(lay, x)
 
 
 def _repeat_heads(x: jax.Array, copies: int, axis: int) -> jax.Array:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from hjax.kernels.reference import GroupFill, filled
+from hjax.kernels.reference import GroupFill, padded_fill
 
 CAPACITY_FACTOR = 1.25
 # Row tiles of a TPU's grouped products; a chunk that they do not divide would be padded.
@@ -183,7 +183,7 @@ class ExpertDispatch:
         row_multiple = self.row_multiple(whole, weights.gate_up, share)
         most = sets * entries + local * (row_multiple - 1)
         size = min(-(-rows // row_multiple) * row_multiple for rows in (whole, most))
-        fill = filled(size, local, share * whole / size, row_multiple)
+        fill = padded_fill(size, local, share * whole / size, row_multiple)
         return _Chunks(tokens, sizes, starts, size, fill)
 
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from hjax.kernels import reference
-from hjax.kernels.backward import scaled_rows
+from hjax.kernels.backward import scale_grouped_rows
 from hjax.kernels.reference import GroupFill
 from hjax.kernels.registry import KernelSet
 from hjax.models.expert_dispatch import (
@@ -266,7 +266,7 @@ def _on_each_device(
         dispatch = ExpertDispatch(
             gate_up=first,
             down=second,
-            row_multiple=kernels.multiple,
+            row_multiple=kernels.row_multiple,
             axes=experts,
             parts=parts,
             keep_gates=keep_gates,
@@ -382,7 +382,7 @@ class _ExpertRows:
         ends, at = jnp.cumsum(sizes), jnp.arange(count)
         self.weights, self.sizes, self.fill, self.kernels = weights, sizes, fill, kernels
         self.weight_sums = ExpertWeights(*[None] * 3) if weight_sums is None else weight_sums
-        self.inside = (at < ends[-1])[:, None] if fill.share < 1 else None
+        self.inside = (at < ends[-1])[:, None] if fill.fraction < 1 else None
         last = weights.down.shape[0] - 1
         self.expert_of_row = jnp.minimum(jnp.sum(at[:, None] >= ends, axis=1), last)
 
@@ -396,13 +396,13 @@ class _ExpertRows:
         out = product(x, "")
         scale, adapted = (getattr(self.weights, f"{name}{end}") for end in ("_scale", "_a"))
         if scale is not None:
-            out = scaled_rows(out, scale, self.expert_of_row)
+            out = scale_grouped_rows(out, scale, self.expert_of_row)
         return out if adapted is None else out + product(product(x, "_a"), "_b")
 
     def bias(self, name: str) -> jax.Array:
         """Each row's bias, as a one-hot product, which the compiler fuses with the one before."""
         one, sums = (getattr(w, f"{name}_bias") for w in (self.weights, self.weight_sums))
-        one = one if sums is None else reference.sum_after(one, sums)
+        one = one if sums is None else reference.add_gradient_to(one, sums)
         own = jax.nn.one_hot(self.expert_of_row, one.shape[0], dtype=one.dtype)
         return _mask_rows(jnp.einsum("re,eo->ro", own, one, precision="highest"), self.inside)
 

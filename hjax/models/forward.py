@@ -13,7 +13,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from hjax.kernels.attention import PART
+from hjax.kernels.attention import LENGTH_MULTIPLE
 from hjax.kernels.kernel_sharding import KernelSharding
 from hjax.kernels.log_prob_head import LogProbHead, token_scores, top_scores
 from hjax.models.attention_strategies import Causal, SharedPrompt
@@ -109,7 +109,7 @@ def _padded_states(
 
     prompts, mask = first(prompts), first(mask)
     ways = 1 if split is None else split.shard_count("length")
-    multiple = ways * (PART if long and ways > 1 else 1)
+    multiple = ways * (LENGTH_MULTIPLE if long and ways > 1 else 1)
     padding = -(prompts.shape[1] + per_prompt * length) % multiple
     if padding:  # pad prompts on the left until the length divides evenly
         prompts, mask = (unsplit(jnp.pad(x, ((0, 0), (padding, 0)))) for x in (prompts, mask))

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from hjax.kernels.attention import KEPT
+from hjax.kernels.attention import CHECKPOINT_NAME
 from hjax.kernels.reference import GATES
 
 NONE, PRODUCTS, ATTENTION, FULL, OFFLOAD = "none", "products", "attention", "full", "offload"
@@ -53,8 +53,8 @@ def with_remat(run: Callable[..., Any], policy: str, unrolled: bool) -> Callable
         return policies.save_from_both_policies(policies.save_only_these_names(*names), _of_cudnn)
 
     policy_function = {
-        ATTENTION: save_named(KEPT),
-        PRODUCTS: save_named(KEPT, GATES, _PRODUCT),
+        ATTENTION: save_named(CHECKPOINT_NAME),
+        PRODUCTS: save_named(CHECKPOINT_NAME, GATES, _PRODUCT),
         FULL: policies.nothing_saveable,
         OFFLOAD: policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],

@@ -124,5 +124,5 @@ class ChunkedPrefill:
             x = x.reshape(*lead, parts * size // BLOCK, heads, BLOCK, dim)
             return x.swapaxes(-1, -2) if scaled else x
 
-        k, v = keys_and_values(int8_cache.each(cut, kept), self._engine.stacked)
+        k, v = keys_and_values(int8_cache.map_arrays(cut, kept), self._engine.stacked)
         return blocks.scatter(CacheBlocks(k, v, self._parts), where)

@@ -119,7 +119,7 @@ class Engine:
     def uses_kernel(self) -> bool:
         """Whether a decode kernel reads the cache: only what each row has filled, so slots stay in
         place. Each row's tokens then begin in its own column 0."""
-        return self.form in decode.KERNELS
+        return self.form in decode.TPU_KERNELS
 
     def loop_iterations(self, steps: Any) -> Any:
         """Iterations of ``decode``'s loop for this many tokens."""
@@ -237,7 +237,7 @@ class Engine:
                 kind = rows, axis, scaled, resumed is not None
                 return self._insert_kv(kind, old, x, where, edges)
 
-            return int8_cache.each(one, getattr(cache, name), some, axis=axis)
+            return int8_cache.map_arrays(one, getattr(cache, name), some, axis=axis)
 
         of_prompts = {"k": prompts.k, "v": prompts.v}
         if not own:
@@ -323,7 +323,8 @@ class Engine:
                 x.delete()
                 return made
 
-            return int8_cache.each(one, held, axis=cache.key_axis if keys else cache_axis.ROWS)
+            axis = cache.key_axis if keys else cache_axis.ROWS
+            return int8_cache.map_arrays(one, held, axis=axis)
 
         after = decode.key_axis(self.form, length or _tokens_of(cache.v))
 
@@ -379,7 +380,7 @@ class Engine:
         over = (None,) if self.stacked else ()
         heads = "kv_heads" if self.copies == 1 else "heads"
         cache = jax.tree.map(lambda x: split(x, *over, "batch", heads), cache)
-        begins, ends = decode.bounds(mask)
+        begins, ends = decode.mask_bounds(mask)
         model = self.network.bind(params)
         layers = model.unstack() if self.compute.unroll_layers else None
         rotary = model.rotary(read.tokens + length, tables=mask.shape[1] + length)
@@ -533,8 +534,8 @@ class Engine:
         own = None
         if resumed is not None:
             cut = functools.partial(split_resumed, prompts.shape[1], samples)
-            own = tuple(int8_cache.each(functools.partial(cut, 1), held) for held in (k, v))
-            k, v = (int8_cache.each(functools.partial(cut, 0), held) for held in (k, v))
+            own = tuple(int8_cache.map_arrays(functools.partial(cut, 1), held) for held in (k, v))
+            k, v = (int8_cache.map_arrays(functools.partial(cut, 0), held) for held in (k, v))
         counts = None
         if counted:
             whole, there = (jnp.repeat(x, samples, axis=0) for x in (whole, there))

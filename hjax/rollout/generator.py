@@ -82,13 +82,13 @@ class Generator:
         self.layout = layout
         self.int8 = cache_dtype == INT8
         device, head_dim = layout.mesh.devices.flat[0], network.config.head_dim
-        self.cache_form = cache_form or decode.choose(device, head_dim)
+        self.cache_form = cache_form or decode.choose_form(device, head_dim)
         if self._pipelined and self.cache_form != decode.TILES:
             self.cache_form = decode.ROWS  # kernels are split over all axes, stages are not
-        if self.cache_form == decode.FILLED and not self._heads_divide:
+        if self.cache_form == decode.GPU_KERNEL and not self._heads_divide:
             self.cache_form = decode.ROWS  # the compiler then places the heads
         # A scan copies each layer's weights and cache for every token on a GPU.
-        unroll = compute.unroll_layers or self.cache_form in decode.ON_GPUS
+        unroll = compute.unroll_layers or self.cache_form in decode.GPU_FORMS
         self.compute = dataclasses.replace(compute.for_layout(layout), unroll_layers=unroll)
         self._programs: dict[GenerationConfig, Any] = {}
         self._engines: dict[int, Engine] = {}
@@ -106,7 +106,7 @@ class Generator:
     @property
     def _copies(self) -> int:
         """Of each key-value head in the kernel's cache: ``KVCache.copies``."""
-        if self.cache_form not in decode.KERNELS + decode.BY_PARTS:
+        if self.cache_form not in decode.TPU_KERNELS + decode.GPU_KERNELS:
             return 1
         return max(1, self.layout.shard_count("heads") // self.network.config.kv_heads)
 
@@ -129,14 +129,14 @@ class Generator:
     def unstacks_layers(self) -> bool:
         """Whether programs read one array per layer (``Layered``). They unroll layers, and a GPU's
         compiler would copy each layer out of a stacked array in every program."""
-        unrolled = self.compute.unroll_layers and self.cache_form in decode.ON_GPUS
-        return unrolled and not self._pipelined
+        unrolled = self.compute.unroll_layers and not self._pipelined
+        return unrolled and self.cache_form in decode.GPU_FORMS
 
     @property
     def reorders_memory(self) -> bool:
         """Whether decoding reads weights in another memory layout than training: a TPU's compiler
         would change it in every program."""
-        return self.cache_form == decode.KERNEL
+        return self.cache_form == decode.TPU_KERNEL
 
     def decoding_params(self, params: Weights, given_up: Params | None = None) -> Any:
         """Parameters as decoding reads them fastest: per layer, in another memory order, or as is.
@@ -249,7 +249,7 @@ class Generator:
         """The engine with this many draft tokens, which the kernel does not support."""
         if lookup not in self._engines:
             compute, form, copies = self.compute, self.cache_form, self._copies
-            if lookup and form in decode.KERNELS:
+            if lookup and form in decode.TPU_KERNELS:
                 form, copies = decode.ROWS, 1
                 compute = dataclasses.replace(compute, unroll_layers=True)
             kind = PipelinedEngine if self._pipelined else Engine

@@ -139,7 +139,7 @@ class PrefixCache:
                 def one(axis: int, scaled: bool, x: Any, b: Any) -> Any:
                     return self._store((axis, scaled), b, x, start, given)
 
-                return int8_cache.each(one, own, blocks, axis=axis)
+                return int8_cache.map_arrays(one, own, blocks, axis=axis)
 
             k = written(self.blocks.k, cache.k, cache.key_axis)
             self.blocks = CacheBlocks(k, written(self.blocks.v, cache.v, cache_axis.ROWS))

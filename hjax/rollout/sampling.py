@@ -251,7 +251,7 @@ class _VocabShard:
 
             # A branch's result is materialised: argmax never computes it twice with other rounding.
             scores = _cond(needed["samples"], perturbed, lambda: altered)
-            token = vocab_parallel.argmax(scores, self.kernels.largest, self.axes)
+            token = vocab_parallel.argmax(scores, self.kernels.argmax, self.axes)
             token = jnp.where(forced >= 0, forced, token)
             tables = [logits] if altered is logits else [logits, altered]
             picked = [x[:, None] for x in vocab_parallel.gather_token(tables, token, self.axes)]

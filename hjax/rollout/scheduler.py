@@ -112,7 +112,7 @@ class RolloutScheduler:
             lambda: engine.trace_decode(self.sampling, params, most, STEPS + engine.draft_tokens),
             engine.loop_iterations(STEPS),
             runs=turns * dispatches,
-            beside=blocks,
+            resident=blocks,
             tokens=most.rows * STEPS,
         )
 
@@ -132,14 +132,14 @@ class RolloutScheduler:
                 f"{call}.prefill_chunk",
                 lambda: trace(params, sharing.block_count, PREFILL_CHUNK, sharing.columns),
                 runs=-(-count // engine.parts) * chunks,
-                beside=held,
+                resident=held,
                 tokens=0,
             )
         yield AbstractProgram(
             f"{call}.prefill",
             lambda: engine.trace_prefill(params, (each, limit), self.job.samples, known),
             runs=-(-count // each),
-            beside=held | blocks if sharing.fits_whole else held,
+            resident=held | blocks if sharing.fits_whole else held,
             tokens=0,
         )
 

@@ -109,7 +109,7 @@ class SlotLayout:
     ) -> jax.Array:
         """Insert prompts, which end in the last column of ``x``, or responses, which begin in its
         first; the rows' old tokens are overwritten."""
-        read, size = x.shape[2], cache_axis.tokens_of(axis, old.shape)
+        read, size = x.shape[2], cache_axis.token_capacity(axis, old.shape)
         width = cache_axis.TILE if axis == cache_axis.TILES else 1
         if self.engine.row_columns:  # nothing follows them yet
             size = min(size, -(-read // width) * width)
@@ -122,7 +122,7 @@ class SlotLayout:
                 x = x[:, :, None]
         here = axis % old.ndim
         held = jax.lax.slice_in_dim(old, 0, size // width, axis=here)
-        held = self.scatter(at, held, cache_axis.laid(x, axis))
+        held = self.scatter(at, held, cache_axis.to_layout(x, axis))
         return jax.lax.dynamic_update_slice_in_dim(old, held, 0, here)
 
     def scatter(self, index: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
@@ -143,7 +143,7 @@ class SlotLayout:
         """What ``move`` changes except the cache."""
 
         def of(x: jax.Array, index: jax.Array | None) -> jax.Array:
-            return x if index is None else decode.taken(x, index, self.engine.parts)
+            return x if index is None else decode.gather_rows(x, index, self.engine.parts)
 
         column, start = slots.column, of(slots.start, rows)
         if first is not None:
@@ -166,17 +166,17 @@ class SlotLayout:
         the axis they will be along, and their number; 0: unchanged."""
         axis, after, length = columns
         if index is not None:
-            some = functools.partial(decode.taken, index=index, parts=self.engine.parts)
+            some = functools.partial(decode.gather_rows, index=index, parts=self.engine.parts)
             x = jax.vmap(some)(x) if self.engine.stacked else some(x)
         if not length and first is None:
             return x
         if axis == after and axis != cache_axis.TILES:
             return _columns(x, axis, length or x.shape[axis], first)
-        length = length or cache_axis.tokens_of(axis, x.shape)
+        length = length or cache_axis.token_capacity(axis, x.shape)
         if axis == after and first is None:
             return _columns(x, axis, length // cache_axis.TILE, None)
-        x = _columns(cache_axis.by_rows(x, axis), cache_axis.ROWS, length, first)
-        return cache_axis.laid(x, after)
+        x = _columns(cache_axis.to_rows(x, axis), cache_axis.ROWS, length, first)
+        return cache_axis.to_layout(x, after)
 
 
 def _columns(x: jax.Array, axis: int, length: int, first: jax.Array | None) -> jax.Array:

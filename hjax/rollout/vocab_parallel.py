@@ -34,7 +34,7 @@ def argmax(logits: jax.Array, here: Any, axes: tuple[str, ...] = ()) -> jax.Arra
 
     Args:
       logits: float32.
-      here: the argmax of a whole vocabulary, as ``KernelSet.largest``.
+      here: the argmax of a whole vocabulary, as ``KernelSet.argmax``.
       axes: of a split vocabulary.
     """
     token = here(logits)

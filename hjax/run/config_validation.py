@@ -10,8 +10,8 @@ from hjax.algorithms import Algorithm
 from hjax.config import count_or_zero
 from hjax.errors import ConfigError
 from hjax.kernels import cudnn
-from hjax.kernels.attention import WHOLE
-from hjax.kernels.registry import AUTO, CUDNN, TRIED, choose
+from hjax.kernels.attention import DENSE_LENGTH
+from hjax.kernels.registry import AUTO, CUDNN, CUDNN_IF_MATCHING, choose_kernel_set
 from hjax.models.model_config import ModelConfig
 from hjax.models.weights import has_score_head
 from hjax.roles import ROLLOUT, Role, worker_class
@@ -243,12 +243,12 @@ def choose_attention(
       ConfigError: the requested kernel does not support the devices, model or layout.
     """
     requested: str = config.model.attention
-    long_packs = count_or_zero(config.data.packing) > WHOLE
+    long_packs = count_or_zero(config.data.packing) > DENSE_LENGTH
     if requested == AUTO:
         if platform not in cudnn.PLATFORMS or long_packs:
             return AUTO
-        return AUTO if _cudnn_refusal(model, layouts, dtype) else TRIED
-    choose(platform, requested)
+        return AUTO if _cudnn_refusal(model, layouts, dtype) else CUDNN_IF_MATCHING
+    choose_kernel_set(platform, requested)
     if requested == CUDNN and long_packs:
         raise ConfigError(
             f"config.model.attention={CUDNN} has no mask of several sequences in a row, and "
@@ -269,7 +269,7 @@ def unrolls_layers(config: ConfigDict, model: ModelConfig, platform: str) -> boo
 
 def _cudnn_refusal(model: ModelConfig, layouts: RoleLayouts | None, dtype: Any) -> str:
     """Why cuDNN's attention cannot serve a role, and what to use instead; empty if it can."""
-    reason = cudnn.refusal(dtype, model.head_dim, model.attention_softcap, model.sinks)
+    reason = cudnn.unsupported_reason(dtype, model.head_dim, model.attention_softcap, model.sinks)
     if layouts is not None and layouts.train.shard_count("length") > 1:
         return "it does not split a row's length; use context=1, or auto"
     return reason and f"{reason}; use {AUTO}"

@@ -17,14 +17,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from hjax.errors import RunError
 from hjax.sharded_values import ArrayRegions, Region, region_of, within
+from hjax.sharding import transfer_plan
 from hjax.sharding.parameter_manifest import check_manifest, manifest_of, named_leaves
-from hjax.sharding.transfer_plan import (
-    RegionSend,
-    TransferPlan,
-    device_regions,
-    fully_sharded,
-    plan_tree_transfer,
-)
+from hjax.sharding.transfer_plan import RegionSend, TransferPlan, fully_sharded
 from hjax.sharding.transition import BUCKET_BYTES, Transition
 
 
@@ -50,7 +45,7 @@ class PoolTransition:
         copies = _with_dtypes(shapes, dtypes)
         self.receive_shardings = jax.tree.map(fully_sharded, target, copies)
         self.reshard = Transition(self.receive_shardings, target, copies, bucket_bytes=bucket_bytes)
-        self.plan = plan_tree_transfer(source, self.receive_shardings, copies)
+        self.plan = transfer_plan.plan_tree_transfer(source, self.receive_shardings, copies)
 
     def __call__(self, params: Any) -> Any:
         """The parameters in the receiving pool's layout, as new arrays."""
@@ -251,15 +246,14 @@ def _local_shards(name: str, x: jax.Array, sends: Sequence[RegionSend]) -> dict[
     Raises:
       RunError: a sender does not hold the region that the plan says.
     """
-    sharding: Any = x.sharding  # on a mesh, or ``device_regions`` says so
-    held = device_regions(sharding, x.shape)
+    sharding: Any = x.sharding  # ``device_regions`` refuses others
+    held = transfer_plan.device_regions(sharding, x.shape)
     number = {device: i for i, device in enumerate(sharding.mesh.devices.flat)}
     for send in sends:
         if send.sender >= len(held) or held[send.sender] != send.source_region:
             raise RunError(
                 f"{name} is laid out as {sharding.spec} over {dict(sharding.mesh.shape)}, but "
-                f"the plan has device {send.sender} hold {send.source_region}; make a plan of this "
-                "layout"
+                f"the plan has device {send.sender} hold {send.source_region}; plan this layout"
             )
     shards = {number[shard.device]: shard.data for shard in x.addressable_shards}
     for send in sends:

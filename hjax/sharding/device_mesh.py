@@ -124,10 +124,10 @@ class _DeviceKey:
 @functools.lru_cache(maxsize=256)
 def _best_order(shape: tuple[tuple[str, int], ...], key: _DeviceKey) -> np.ndarray:
     """Device numbers, flat, of the mesh with the lowest hop cost."""
-    sizes, interconnect = dict(shape), key.interconnect
-    found = sorted(_candidates(sizes, key), key=lambda grid: _cost(grid, sizes, interconnect))
-    found = [_reordered(grid, sizes, interconnect) for grid in found[:MAX_REORDERED]]
-    return min(found, key=lambda grid: _cost(grid, sizes, interconnect)).ravel()
+    sizes, links = dict(shape), key.interconnect
+    found = sorted(_candidates(sizes, key), key=lambda grid: _cost(grid, sizes, links))
+    found = [_reordered(grid, sizes, links) for grid in found[:MAX_REORDERED]]
+    return min(found, key=lambda grid: _cost(grid, sizes, links)).ravel()
 
 
 def _candidates(sizes: Mapping[str, int], key: _DeviceKey) -> Iterator[np.ndarray]:
@@ -135,13 +135,13 @@ def _candidates(sizes: Mapping[str, int], key: _DeviceKey) -> Iterator[np.ndarra
     generation; all axes laid by JAX; every side assignment; and coordinates in order."""
     from jax.experimental import mesh_utils
 
-    interconnect = key.interconnect
+    links = key.interconnect
     lengths = tuple(sizes.values())
     whole: dict[str, int] = {}
     for axis, n in sizes.items():
         whole[axis.removesuffix(MICRO_SUFFIX)] = whole.get(axis.removesuffix(MICRO_SUFFIX), 1) * n
     abstract = _abstract_devices(key)
-    domains = interconnect.boxes
+    domains = links.boxes
     for axis_sizes in (tuple(whole.values()), lengths):
         outer = _network_factors(axis_sizes, domains)
         if outer is None:
@@ -152,18 +152,18 @@ def _candidates(sizes: Mapping[str, int], key: _DeviceKey) -> Iterator[np.ndarra
         )
         yield np.vectorize(lambda d: d.number, otypes=[np.int64])(grid).reshape(lengths)
     outer = _network_factors(lengths, domains)
-    if outer is not None and interconnect.torus:
+    if outer is not None and links.torus:
         inner = [n // o for n, o in zip(lengths, outer)]
-        for table in itertools.islice(side_assignments(interconnect.sides, inner), MAX_ASSIGNMENTS):
-            yield _grid_of(interconnect, table, outer).reshape(lengths)
-    yield np.lexsort([*interconnect.places.T[::-1], interconnect.domains]).reshape(lengths)
+        for table in itertools.islice(side_assignments(links.sides, inner), MAX_ASSIGNMENTS):
+            yield _grid_of(links, table, outer).reshape(lengths)
+    yield np.lexsort([*links.places.T[::-1], links.domains]).reshape(lengths)
 
 
-def _grid_of(interconnect: Interconnect, table: SideAssignment, outer: Sequence[int]) -> np.ndarray:
+def _grid_of(links: Interconnect, table: SideAssignment, outer: Sequence[int]) -> np.ndarray:
     """Device numbers of the mesh with this side assignment; along a side minor axes have
     neighbours and major axes stride over them."""
     axes, sides = len(outer), len(table)
-    box = np.lexsort([*interconnect.places.T[::-1], interconnect.domains])
+    box = np.lexsort([*links.places.T[::-1], links.domains])
     box = box.reshape([*outer, *(n for row in table for n in row)])
     # Axis by axis: its factor of the network, then of each side.
     order = [i for a in range(axes) for i in (a, *(axes + s * axes + a for s in range(sides)))]
@@ -183,12 +183,11 @@ def _network_factors(lengths: Sequence[int], domains: int) -> list[int] | None:
 def _abstract_devices(key: _DeviceKey) -> list[Any]:
     """Stand-in devices with the attributes that ``mesh_utils`` reads. It has special orders for a
     few kinds and sizes, made for one orientation; an empty kind avoids them."""
-    interconnect = key.interconnect
+    links = key.interconnect
     found = []
-    places = zip(interconnect.domains.tolist(), interconnect.places.tolist())
-    for number, (domain, place) in enumerate(places):
+    for number, (domain, place) in enumerate(zip(links.domains.tolist(), links.places.tolist())):
         here = {"number": number, "slice_index": domain, "device_kind": key.kind}
-        if interconnect.torus:
+        if links.torus:
             here |= {"platform": "tpu", "coords": place[:3], "core_on_chip": place[3]}
         else:
             here |= {"platform": "gpu", "id": place[0]}
@@ -196,9 +195,7 @@ def _abstract_devices(key: _DeviceKey) -> list[Any]:
     return sorted(found, key=lambda d: d.order)  # as JAX lists a slice of one host
 
 
-def _reordered(
-    grid: np.ndarray, sizes: Mapping[str, int], interconnect: Interconnect
-) -> np.ndarray:
+def _reordered(grid: np.ndarray, sizes: Mapping[str, int], links: Interconnect) -> np.ndarray:
     """The mesh with devices along each training axis in the order of fewest hops.
 
     All lines of an axis get the same order, so the hops of other axes do not change.
@@ -208,8 +205,8 @@ def _reordered(
         at = [names.index(a) for a in axes]
         lines = _axis_lines(grid, at)
         parts = [sizes[a] for a in axes]
-        orders = list(_line_orders(lines.shape[1], _run_in_domain(lines, interconnect)))
-        costs = [_axis_cost(lines[:, order], parts, interconnect) for order in orders]
+        orders = list(_line_orders(lines.shape[1], _run_in_domain(lines, links)))
+        costs = [_axis_cost(lines[:, order], parts, links) for order in orders]
         order = orders[int(np.argmin(np.round(costs, 9)))]
         moved = np.moveaxis(grid, at, range(len(at)))
         flat = moved.reshape(-1, *moved.shape[len(at) :])[order].reshape(moved.shape)
@@ -217,9 +214,9 @@ def _reordered(
     return grid
 
 
-def _run_in_domain(lines: np.ndarray, interconnect: Interconnect) -> int:
+def _run_in_domain(lines: np.ndarray, links: Interconnect) -> int:
     """Consecutive devices of a line that are within one domain."""
-    domains = interconnect.domains[lines[0]]
+    domains = links.domains[lines[0]]
     return math.gcd(int(np.argmax(domains != domains[0])) or len(domains), len(domains))
 
 
@@ -255,34 +252,33 @@ def _snake(grid: np.ndarray) -> np.ndarray:
     return np.concatenate([row if i % 2 == 0 else row[::-1] for i, row in enumerate(grid)])
 
 
-def _axis_cost(lines: np.ndarray, parts: Sequence[int], interconnect: Interconnect) -> float:
+def _axis_cost(lines: np.ndarray, parts: Sequence[int], links: Interconnect) -> float:
     """Hops of a training axis's rings plus those of the axes that generation cuts out of it; the
     micro axis, which only the transition uses, counts a quarter."""
     cut = [n for n in parts if n > 1]
-    found = _mean_hops(lines, interconnect)
+    found = _mean_hops(lines, links)
     if len(cut) > 1:
         grid = lines.reshape(-1, *cut)
-        found += _mean_hops(np.moveaxis(grid, 1, 2).reshape(-1, cut[0]), interconnect)
-        found += _mean_hops(grid.reshape(-1, cut[1]), interconnect) / 4
+        found += _mean_hops(np.moveaxis(grid, 1, 2).reshape(-1, cut[0]), links)
+        found += _mean_hops(grid.reshape(-1, cut[1]), links) / 4
     return found
 
 
-def _mean_hops(rows: np.ndarray, interconnect: Interconnect) -> float:
+def _mean_hops(rows: np.ndarray, links: Interconnect) -> float:
     """Mean hops from the first device to the last, with a tenth of the weight for the way back: a
     line without wrap-around puts no more on its links than a ring."""
     if rows.shape[1] < 2:
         return 0.0
-    steps = interconnect.hops(rows, np.roll(rows, -1, axis=1)).mean(axis=0)
+    steps = links.hops(rows, np.roll(rows, -1, axis=1)).mean(axis=0)
     return float(0.9 * steps[:-1].mean() + 0.1 * steps.mean())
 
 
-def _cost(grid: np.ndarray, sizes: Mapping[str, int], interconnect: Interconnect) -> float:
+def _cost(grid: np.ndarray, sizes: Mapping[str, int], links: Interconnect) -> float:
     """Weighted hops of all axes."""
     names, total = list(sizes), 0.0
     for whole, axes in train_axes(sizes).items():
         lines = _axis_lines(grid, [names.index(a) for a in axes])
-        cost = _axis_cost(lines, [sizes[a] for a in axes], interconnect)
-        total += AXIS_WEIGHTS.get(whole, 1.0) * cost
+        total += AXIS_WEIGHTS.get(whole, 1.0) * _axis_cost(lines, [sizes[a] for a in axes], links)
     return round(total, 9)
 
 

@@ -3,8 +3,7 @@
 ``hjax.sharding.device_mesh`` uses it to lay mesh axes on devices. Simulated devices have no
 coordinates and keep their order.
 
-Tori, wrap-around links and networks between slices follow "How to Scale Your Model" (jax-ml,
-2025), chapter TPUs.
+Tori, wrap-around links, networks between slices: "How to Scale Your Model" (jax-ml, 2025), TPUs.
 """
 
 from __future__ import annotations
@@ -169,7 +168,7 @@ def _all_devices(devices: Sequence[Any]) -> Sequence[Any]:
 
 def _domains(devices: Sequence[Any]) -> Interconnect:
     domains = _numbered(domain_of(d) for d in devices)
-    order = {id(d): i for i, d in enumerate(sorted(devices, key=_rank))}
+    order = {id(d): i for i, d in enumerate(sorted(devices, key=lambda d: (d.process_index, d.id)))}
     seen: dict[int, list[int]] = {}
     for domain, d in zip(domains.tolist(), devices):
         seen.setdefault(domain, []).append(order[id(d)])
@@ -193,10 +192,6 @@ def domain_of(device: Any) -> Any:
         return (0, str(fabric))
     number = getattr(device, "slice_index", None)
     return (1, device.process_index if number is None else number)
-
-
-def _rank(device: Any) -> tuple[int, int]:
-    return device.process_index, device.id
 
 
 def _numbered(keys: Any) -> np.ndarray:

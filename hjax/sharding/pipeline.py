@@ -86,9 +86,7 @@ class Pipeline:
         """
         split, join = self._partition.split, self._partition.join
         learned, frozen = split(params)
-        embedded, pull = jax.vjp(
-            lambda p: self._embed_all(objective, join(p, frozen), parts), learned
-        )
+        embedded, pull = jax.vjp(lambda p: self._embed(objective, join(p, frozen), parts), learned)
         count = jax.tree.leaves(parts)[0].shape[0]
 
         def body(params: Tree, embedded: Tree, parts: Tree) -> Any:
@@ -109,7 +107,7 @@ class Pipeline:
         Args:
           compute: (params, micro-batch, stack) -> nested dict of arrays.
         """
-        embedded = self._embed_all(compute, params, parts)
+        embedded = self._embed(compute, params, parts)
         count = jax.tree.leaves(parts)[0].shape[0]
 
         def body(params: Tree, embedded: Tree, parts: Tree) -> Tree:
@@ -128,7 +126,7 @@ class Pipeline:
             check_vma=False,
         )
 
-    def _embed_all(self, objective: Objective, params: Tree, parts: Tree) -> Tree:
+    def _embed(self, objective: Objective, params: Tree, parts: Tree) -> Tree:
         """Embeddings of all micro-batches, [m, rows, length, embed], outside the stages.
 
         Inside a ``shard_map`` region the compiler cannot split a gather over the other axes.

@@ -94,7 +94,7 @@ def _search(
     """A* search. The heuristic, elements still missing, never exceeds what must be received."""
     sizes = dict(axis_sizes)
     order = itertools.count()  # so that the heap never compares splits
-    start = (_missing_elements(shape, source, target, sizes), 0, 0)
+    start = (_missing(shape, source, target, sizes), 0, 0)
     queue: list[tuple[tuple[int, int, int], int, int, Split, tuple[ReshardMove, ...]]]
     queue = [(start, next(order), 0, source, ())]
     done = set()
@@ -108,15 +108,13 @@ def _search(
         for move, after in _next_moves(shape, split, sizes):
             if after not in done:
                 total = total_received + move.received
-                bound = total + _missing_elements(shape, after, target, sizes)
+                bound = total + _missing(shape, after, target, sizes)
                 cost = (bound, count + 1, held + move.size)
                 heapq.heappush(queue, (cost, next(order), total, after, (*moves, move)))
     raise ValueError(f"{shape}: no moves lead from {source} to {target} over {sizes}")
 
 
-def _missing_elements(
-    shape: tuple[int, ...], split: Split, target: Split, sizes: dict[str, int]
-) -> int:
+def _missing(shape: tuple[int, ...], split: Split, target: Split, sizes: dict[str, int]) -> int:
     """Elements of its target shard that a device lacks, of the device that lacks most."""
     grid = np.indices(list(sizes.values()))
     at = dict(zip(sizes, grid, strict=True))

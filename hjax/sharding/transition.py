@@ -228,16 +228,12 @@ class Transition:
 
     def kept_arrays(self) -> list[jax.ShapeDtypeStruct]:
         """Abstract training arrays that stay alive beside those that generation reads."""
-        return [
-            r.to_generate.source_array
-            for r in self.routes
-            if r.to_train is None and not r.to_generate.unchanged
-        ]
+        copies = zip(self.routes, jax.tree.leaves(self.generation_copies()), strict=True)
+        return [route.to_generate.source_array for route, is_copy in copies if is_copy]
 
     def cost(self) -> TransitionCost:
         """Compile everything for abstract arrays and count; nothing is allocated."""
-        programs = [p for p in self._programs if p.leaves]
-        back = [p for p in self._programs_back if p.leaves]
+        programs, back = ([p for p in x if p.leaves] for x in (self._programs, self._programs_back))
         leaves = [route.to_generate for route in self.routes]
         return TransitionCost(
             received=sum(received_bytes(p.compiled.as_text()) for p in programs),

@@ -19,9 +19,9 @@ import jax
 import numpy as np
 
 from hjax.kernels import cudnn
-from hjax.kernels.attention import WHOLE, tpu_places
+from hjax.kernels.attention import DENSE_LENGTH, tpu_padded_length
 from hjax.kernels.int8_cache import INT8, element_bytes
-from hjax.kernels.registry import CUDNN, TRIED
+from hjax.kernels.registry import CUDNN, CUDNN_IF_MATCHING
 from hjax.models import collective_matmul
 from hjax.models.cost_inputs import (
     FLOAT32,
@@ -193,7 +193,7 @@ class MemoryEstimate:
         block_padding = 0.0
         if long and self.programs.tpu:
             row = prompt + share * response
-            block_padding = tokens * (tpu_places(row) / row - 1)
+            block_padding = tokens * (tpu_padded_length(row) / row - 1)
         return MemoryPass(
             passes=passes,
             tokens=tokens,
@@ -462,7 +462,7 @@ class RoleMemory:
         network = (scalar_network if scalar else decoder_network)(context.model)
         if context.path:
             network = network.with_frozen_dtype(np.dtype(context.compute.dtype))
-        by_cudnn = context.compute.attention in (CUDNN, TRIED)
+        by_cudnn = context.compute.attention in (CUDNN, CUDNN_IF_MATCHING)
         return cls._of(context, scalar, network, layout, tpu, by_cudnn)
 
     @classmethod
@@ -531,7 +531,7 @@ class RoleMemory:
         kernel might want that."""
         context = self.context
         packer = Packer(context.packing, self.layout, context.micro_batch)
-        shares = context.packing <= WHOLE and work.samples % context.unit == 0
+        shares = context.packing <= DENSE_LENGTH and work.samples % context.unit == 0
         share, widths = work.samples if shares else 1, (work.prompt_length, work.response_length)
         packs = packer.abstract(work.sequences, widths, share, context.unit)
         count, _, length = packs.source.shape
@@ -540,7 +540,7 @@ class RoleMemory:
             passes=count // self.layout.shard_count("batch"),
             tokens=tokens,
             response_tokens=math.prod(packs.states.shape[1:]),
-            pairs=tokens * length if length <= WHOLE else 0.0,
+            pairs=tokens * length if length <= DENSE_LENGTH else 0.0,
         )
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hjax.kernels import cudnn
-from hjax.kernels.attention import WHOLE
+from hjax.kernels.attention import DENSE_LENGTH
 from hjax.models.forward import response_log_probs
 from hjax.models.parameters import Network, Params
 from hjax.models.sequence_packing import KEY as PACKING
@@ -42,7 +42,7 @@ class ModelWorker(ParameterWorker):
         self.micro_batches = self._batching(self.network)
         packs = context.packing or context.choose_packing and self._can_choose_packing()
         # cuDNN's attention cannot mask packs; short ones use the attention without kernel.
-        longest = WHOLE if self.compute.kernels.attention is cudnn.attend else 0
+        longest = DENSE_LENGTH if self.compute.kernels.attention is cudnn.attend else 0
         self.packer = None
         if packs:
             micro_batch = context.micro_batch

@@ -1,7 +1,7 @@
-"""What a compiled program sends between devices, read off its text.
+"""Collectives of a compiled program and their bytes, read off its HLO text.
 
-XLA's analyses count a loop's body once and say nothing of collectives, so bytes are counted here:
-each collective times the trips of the loops around it.
+XLA's cost analysis counts a loop's body once and has no collectives. Here each collective counts
+times the trips of the loops around it.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from hjax.xla.hlo import Computation, HloModule, Instruction, arrays_of, closing, parse
+from hjax.xla.hlo import Computation, HloModule, Instruction, array_shapes, closing_bracket, parse
 
 KINDS = (
     "all-gather",
@@ -23,8 +23,8 @@ KINDS = (
 )
 Groups = tuple[tuple[int, ...], ...]
 
-# Between slices of TPUs a collective is what the host sends and receives: its kind there, ours, and
-# how many times what a device puts in, of n, is what it gets.
+# Between TPU slices a collective is a host transfer: its kind there -> ours, and the ratio of a
+# device's output to its input for n devices.
 _BETWEEN_SLICES: Mapping[str, tuple[str, Callable[[int], float]]] = {
     "ALL_GATHER": ("all-gather", lambda n: n),
     "ALL_REDUCE": ("all-reduce", lambda n: 1),
@@ -40,10 +40,10 @@ class Collective:
 
     Attributes:
       kind: one of ``KINDS``; asynchronous forms have their plain name.
-      input_bytes: what each device puts in, once.
-      groups: the devices that exchange among themselves, numbered as the program numbers them
-        (one for several slices has the first slice's devices; those of the others follow);
-        of a collective-permute its (source, target) pairs, those to oneself left out.
+      input_bytes: operand bytes of each device, in one run.
+      groups: replica groups, with the program's device numbers (over several slices the first
+        slice's devices come first); for a collective-permute its (source, target) pairs, without
+        those to the device itself.
       times: how often the program runs it.
     """
 
@@ -54,16 +54,16 @@ class Collective:
 
     @property
     def group_size(self) -> int:
-        """Devices of the largest group; of a collective-permute 2, or 1 if nothing moves."""
+        """Size of the largest group; for a collective-permute 2, or 1 if nothing moves."""
         return max(map(len, self.groups), default=1)
 
     @property
     def received_bytes(self) -> int:
-        """Bytes that a device receives in one run of it (the most that any does).
+        """Bytes that a device receives in one run (the most that any does).
 
-        Of n devices in a group: all-gather (n - 1) times its input; all-to-all and
-        reduce-scatter all of it but the n-th part that stays; all-reduce twice that
-        (reduce-scatter, then all-gather); collective-permute and broadcast all of it.
+        With n devices in a group: all-gather n - 1 times the input; all-to-all and reduce-scatter
+        (n - 1) / n of it; all-reduce twice that (reduce-scatter, then all-gather);
+        collective-permute and broadcast all of it.
         """
         n = self.group_size
         if n == 1:
@@ -87,12 +87,12 @@ def collectives(text: str, loop_trips: int | None = None) -> list[Collective]:
 
     Args:
       text: what ``compiled.as_text()`` returns.
-      loop_trips: taken for loops whose number of trips the text doesn't tell (generation's ends
-        when all sequences have).
+      loop_trips: trips of loops whose count is not in the text (generation ends with its last
+        sequence).
 
     Returns:
-      those of loops with ``times`` multiplied by the trips; of a conditional those of the branch
-      that receives most.
+      collectives; in loops ``times`` is multiplied by the trips, of a conditional only the branch
+      that receives most counts.
 
     Raises:
       ValueError: collectives in a loop whose trips are unknown, and no ``loop_trips``.
@@ -106,11 +106,13 @@ def received_bytes(text: str, loop_trips: int | None = None) -> int:
     return sum(found.total_bytes for found in collectives(text, loop_trips))
 
 
-def fused(module: HloModule, fusion: Instruction) -> Iterator[tuple[Computation, Instruction]]:
-    """The collectives inside a fusion, each with the computation that it stands in.
+def fused_collectives(
+    module: HloModule, fusion: Instruction
+) -> Iterator[tuple[Computation, Instruction]]:
+    """The collectives inside a fusion, each with the computation that contains it.
 
-    A TPU's asynchronous one is a chain: its start, its end and what is fused with it are fusions
-    that all name it, by one channel.
+    On TPUs an asynchronous collective is a chain of fusions: its start, its end and what is fused
+    with it all name it, by one channel.
     """
     for name in fusion.called("calls"):
         inner = module.computations[name]
@@ -118,13 +120,13 @@ def fused(module: HloModule, fusion: Instruction) -> Iterator[tuple[Computation,
             if inside.opcode.removesuffix("-start").removesuffix("-done") in KINDS:
                 yield inner, inside
             elif inside.opcode == "fusion":
-                yield from fused(module, inside)
+                yield from fused_collectives(module, inside)
 
 
-def kind_in(fusion: Computation, inside: Instruction) -> str:
-    """The kind of a collective in a fusion: "" where none begins there.
+def fused_kind(fusion: Computation, inside: Instruction) -> str:
+    """The kind of a collective that starts in a fusion, else "".
 
-    A TPU's reduce-scatter is written as an all-reduce of which only one part is taken.
+    A TPU's reduce-scatter is written as an all-reduce followed by a slice.
     """
     kind = inside.opcode.removesuffix("-start")
     if kind not in KINDS:
@@ -137,10 +139,10 @@ def kind_in(fusion: Computation, inside: Instruction) -> str:
 
 
 def chain_owners(module: HloModule) -> dict[int, str]:
-    """By channel of a collective inside fusions the computation that begins its chain.
+    """By channel of a collective inside fusions, the computation that starts its chain.
 
-    What a chain is fused with may be a loop of its own: its turns are no collectives more. So the
-    owner is the outermost computation that names the channel.
+    A chain may be fused with a loop whose trips are not further collectives. So the owner is the
+    outermost computation that names the channel.
     """
     named: dict[int, list[str]] = {}
     below: dict[str, set[str]] = {}
@@ -148,7 +150,7 @@ def chain_owners(module: HloModule) -> dict[int, str]:
         below[computation.name] = calls = set()
         for instruction in computation.instructions.values():
             if instruction.opcode == "fusion":
-                for _, inside in fused(module, instruction):
+                for _, inside in fused_collectives(module, instruction):
                     channel = inside.number("channel_id")
                     if channel is not None and computation.name not in named.get(channel, ()):
                         named.setdefault(channel, []).append(computation.name)
@@ -180,13 +182,8 @@ def _inside(
         opcode = instruction.opcode
         kind = opcode.removesuffix("-start")
         if kind in KINDS:
-            found.append(
-                Collective(
-                    kind,
-                    computation.operand_bytes(instruction),
-                    groups_of(instruction, kind, module.devices),
-                )
-            )
+            groups = instruction_groups(instruction, kind, module.devices)
+            found.append(Collective(kind, computation.operand_bytes(instruction), groups))
         elif opcode == "recv":
             found += [c for c in (between_slices(instruction, module.devices),) if c is not None]
         elif opcode == "while":
@@ -199,16 +196,17 @@ def _inside(
             ]
             found += max(branches, key=lambda b: sum(c.total_bytes for c in b), default=[])
         elif opcode == "fusion":
-            for inner, inside in fused(module, instruction):
-                channel, kind = inside.number("channel_id"), kind_in(inner, inside)
+            for inner, inside in fused_collectives(module, instruction):
+                channel, kind = inside.number("channel_id"), fused_kind(inner, inside)
                 if channel is not None and owners[channel] != computation.name:
                     continue
                 if kind and (channel is None or channel not in chains):
                     chains |= {channel} - {None}
                     size = inner.operand_bytes(inside)
-                    found.append(Collective(kind, size, groups_of(inside, kind, module.devices)))
+                    groups = instruction_groups(inside, kind, module.devices)
+                    found.append(Collective(kind, size, groups))
         elif opcode in ("call", "async-start", "custom-call"):
-            # A reducer's computation has no collectives, so its to_apply needs no look.
+            # to_apply of a reduction has no collectives and needs no visit.
             for attribute in ("calls", "to_apply", "called_computations"):
                 for name in instruction.called(attribute):
                     found += _inside(module, module.computations[name], loop_trips, owners)
@@ -242,7 +240,7 @@ def _times(found: Sequence[Collective], trips: int) -> list[Collective]:
     return [dataclasses.replace(c, times=c.times * trips) for c in found if trips]
 
 
-def groups_of(instruction: Instruction, kind: str, devices: int) -> Groups:
+def instruction_groups(instruction: Instruction, kind: str, devices: int) -> Groups:
     attribute = "source_target_pairs" if kind == "collective-permute" else "replica_groups"
     found = re.search(rf"\b{attribute}=", instruction.attributes)
     text = instruction.attributes[found.end() :] if found else "{}"
@@ -253,12 +251,12 @@ def groups_of(instruction: Instruction, kind: str, devices: int) -> Groups:
 
 
 def between_slices(receive: Instruction, devices: int) -> Collective | None:
-    """The collective whose end on a device is this ``recv``; None for one of another kind.
+    """The collective between slices that a ``recv`` ends; None for another ``recv``.
 
     Args:
       receive: its attributes name kind and members: slices from 1 ``x`` devices in each
         (``{1,2}x{0:3}``), or devices, slice s's from 100000 s on.
-      devices: of a slice, which is what runs one program.
+      devices: of a slice, which runs one program.
 
     Raises:
       ValueError: a kind that is not known.
@@ -279,12 +277,12 @@ def between_slices(receive: Instruction, devices: int) -> Collective | None:
             for place in range(int(first), int(last) + 1)
         )
     else:
-        listed = re.findall(r"\{(\d[\d,>-]*)\}", target[: closing(target, 0)])
+        listed = re.findall(r"\{(\d[\d,>-]*)\}", target[: closing_bracket(target, 0)])
         ids = [_ints(group.replace("->", ",")) for group in listed]
         groups = tuple(
             tuple((i // _SLICE_IDS - 1) * devices + i % _SLICE_IDS for i in group) for group in ids
         )
-    size = sum(array.bytes for array in arrays_of(receive.shape)[:1])
+    size = sum(array.bytes for array in array_shapes(receive.shape)[:1])
     members = max(map(len, groups))
     return Collective(kind, round(size / gets(members)), groups)
 
@@ -293,11 +291,11 @@ _SLICE_IDS = 100_000
 
 
 def device_groups(text: str) -> Groups:
-    """The groups that a ``replica_groups`` value names; text after it is ignored.
+    """The groups of a ``replica_groups`` value; text after it is ignored.
 
-    Three forms: ``{{0,1},{2,3}}``; ``[2,2]<=[4]T(0)``, rows of a transposed count from 0; and
-    ``mesh['a'=2,'b'=2] {'b'}``, the axes of a mesh of all devices over which groups extend. Empty
-    braces give no groups: all devices are one.
+    Three forms: ``{{0,1},{2,3}}``; ``[2,2]<=[4]T(0)``, rows of a transposed iota; and
+    ``mesh['a'=2,'b'=2] {'b'}``, a mesh of all devices and the axes that groups span. Empty braces
+    give no groups, which means that all devices are one.
 
     Raises:
       ValueError: another form.
@@ -313,7 +311,7 @@ def device_groups(text: str) -> Groups:
 
 
 def _listed(text: str) -> Groups:
-    listed = text[: closing(text, 0)]
+    listed = text[: closing_bracket(text, 0)]
     return tuple(tuple(_ints(group)) for group in re.findall(r"\{([\d,]+)\}", listed))
 
 
@@ -322,7 +320,7 @@ def _ints(text: str) -> list[int]:
 
 
 def _iota(text: str) -> np.ndarray:
-    """Device numbers of ``[4,2]T(1,0)``: a count in these dimensions, transposed."""
+    """Device numbers of ``[4,2]T(1,0)``: an iota in these dimensions, transposed."""
     found = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     if found is None:
         raise ValueError(f"unknown order of devices in HLO text: {text[:80]}")
@@ -333,14 +331,14 @@ def _iota(text: str) -> np.ndarray:
 
 def _mesh_groups(text: str) -> Groups:
     """Groups over some axes of a mesh, or over parts of axes (``'a':(2)4``: factor 4 after 2)."""
-    # Then, in brackets of their own or not, the devices' order, if it isn't that of counting.
+    # The devices' order follows, in brackets or not, if it is not 0, 1, 2, ...
     named = re.match(r"(mesh[^{]*)\{([^}]*)\}", text)
     if named is None:
         raise ValueError(f"unknown replica_groups in HLO text: {text[:80]}")
     axes = {name: int(n) for name, n in re.findall(r"'([^']*)'=(\d+)", named[1])}
     numbers = np.arange(np.prod(list(axes.values())))
     if order := re.search(r"device_ids=(\(.*)", named[1]):
-        inside = order[1][1 : closing(order[1], 0) - 1]
+        inside = order[1][1 : closing_bracket(order[1], 0) - 1]
         numbers = _iota(inside) if inside.startswith("[") else np.array(_ints(inside))
     refs = {
         name: (int(before or 1), int(size) if size else axes[name])

@@ -1,8 +1,8 @@
-"""Floating-point operations of a program, counted on its jaxpr before it is compiled.
+"""FLOPs of a program, counted on its jaxpr before it is compiled.
 
-XLA's ``cost_analysis`` counts a loop's body once and knows nothing of some backends' kernels; the
-jaxpr has every product with its shape and every scan with its length. A product of an
-[m, k] by a [k, n] matrix is 2 m n k operations.
+XLA's ``cost_analysis`` counts a loop's body once and does not see inside some kernels. The jaxpr
+has every product with its shape and every scan with its length. A product of an [m, k] by a [k, n]
+matrix is 2 m n k operations.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Flops:
     Attributes:
       products: of matrix products and convolutions, a multiplication and an addition each.
       elementwise: one per element of other floating-point arithmetic and of reductions.
-      open_loops: while loops that were counted with ``loop_trips`` trips.
+      open_loops: while loops with an unknown number of trips, counted with ``loop_trips``.
     """
 
     products: float = 0.0
@@ -57,23 +57,23 @@ class Flops:
         )
 
     def times(self, count: float) -> Flops:
-        """Of a program that runs ``count`` times."""
+        """FLOPs of ``count`` runs."""
         return Flops(self.products * count, self.elementwise * count, self.open_loops)
 
 
 def count_flops(jaxpr: Any, loop_trips: int | None = None, path: str = "") -> Flops:
     """Operations of a jaxpr, over all devices together.
 
-    Scans count their length, conditionals their dearest branch, ``shard_map`` its body once per
-    device of its manual axes. Divided by the number of devices this is each one's share of work
-    that is split evenly; what several devices repeat (whole KV heads, norms under tensor
-    parallelism) comes on top.
+    A scan counts times its length, a conditional its most expensive branch, ``shard_map`` its body
+    once per device of its manual axes. Divided by the number of devices this is a device's share of
+    evenly split work; work that devices repeat (whole KV heads, norms under tensor parallelism) is
+    not included.
 
     Args:
       jaxpr: a (closed) jaxpr, such as ``jax.jit(f).trace(...).jaxpr``.
-      loop_trips: trips of while loops whose number neither a jaxpr nor a scope
-        (``hjax.xla.hlo.expected_trips``) tells.
-      path: of the scopes around it, which may tell what a kernel costs.
+      loop_trips: trips of while loops whose count is in neither the jaxpr nor a scope
+        (``hjax.xla.hlo.expected_trips``).
+      path: of the scopes around it, which may give a kernel's cost.
 
     Raises:
       ValueError: a while loop with products in it, and no ``loop_trips``.
@@ -99,9 +99,9 @@ def _equation(equation: Any, loop_trips: int | None, path: str) -> Flops:
 
 
 def _inner(params: dict[str, Any]) -> list[Any]:
-    """The jaxprs that an equation runs: those of jit, remat, custom_vjp and their like.
+    """The jaxprs that an equation runs, as of jit, remat and custom_vjp.
 
-    (The backward pass of a custom derivative is a function, no jaxpr, until it is called for.)
+    (The backward pass of a custom VJP is a function, not a jaxpr, until it is differentiated.)
     """
     return [value for value in params.values() if hasattr(getattr(value, "jaxpr", value), "eqns")]
 
@@ -123,7 +123,7 @@ def _convolution(equation: Any, loop_trips: int | None, path: str) -> Flops:
 
 
 def _ragged_dot(equation: Any, loop_trips: int | None, path: str) -> Flops:
-    """Each row of the left operand meets the matrix of its own group alone."""
+    """Each row of the left operand is multiplied by the matrix of its own group only."""
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (_, contracting), (_, batch) = numbers.dot_dimension_numbers
     left, right = equation.invars[0].aval, equation.invars[1].aval
@@ -139,9 +139,9 @@ def _scan(equation: Any, loop_trips: int | None, path: str) -> Flops:
 def _while(equation: Any, loop_trips: int | None, path: str) -> Flops:
     body = count_flops(equation.params["body_jaxpr"], loop_trips, path)
     body += count_flops(equation.params["cond_jaxpr"], loop_trips, path)
-    told = expected_trips(path)
-    if told is not None:
-        return body.times(told)
+    trips = expected_trips(path)
+    if trips is not None:
+        return body.times(trips)
     if loop_trips is None:
         if body.products:
             raise ValueError("a while loop has matrix products; give loop_trips, its trips")
@@ -161,10 +161,10 @@ def _shard_map(equation: Any, loop_trips: int | None, path: str) -> Flops:
 
 
 def _pallas(equation: Any, loop_trips: int | None, path: str) -> Flops:
-    """What a scope tells of the kernel, or it of itself; else it runs at each point of its grid."""
-    told = told_cost(path)
-    if told is not None:
-        return Flops(told[0])
+    """The cost that a scope or the kernel gives; else that of its body at each grid point."""
+    cost = scope_cost(path)
+    if cost is not None:
+        return Flops(cost[0])
     estimate = equation.params["cost_estimate"]
     if estimate is not None and estimate.flops:
         return Flops(float(estimate.flops), float(estimate.transcendentals))
@@ -185,8 +185,8 @@ _SPECIAL: dict[str, Callable[[Any, int | None, str], Flops]] = {
 }
 
 
-def told_cost(path: str) -> tuple[float, float] | None:
-    """FLOPs of products, and bytes to and from memory, that a scope tells of a kernel in it.
+def scope_cost(path: str) -> tuple[float, float] | None:
+    """FLOPs of products, and bytes to and from memory, that a scope gives for a kernel in it.
 
     Args:
       path: of scopes and the kernel's name, such as an instruction's ``op_name``; a scope is
@@ -194,7 +194,7 @@ def told_cost(path: str) -> tuple[float, float] | None:
         by part of a name.
 
     Returns:
-      None where no scope speaks of it.
+      None if no scope names it.
     """
     number = r"[\d.]+e[+-]\d+"
     scopes = list(re.finditer(rf"cost:((?:\w+={number},{number}:?)+)", path))

@@ -1,7 +1,6 @@
-"""Compiled programs as text: computations, instructions, sizes and trip counts.
+"""Parser of HLO text: computations, instructions, array sizes and loop trip counts.
 
-Reads what ``compiled.as_text()`` prints on CPU, GPU and TPU (XLA's HLO text), as far as counting
-needs it.
+Reads what ``compiled.as_text()`` prints on CPU, GPU and TPU, as far as counting needs it.
 """
 
 import dataclasses
@@ -10,20 +9,20 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-# Bits of the types whose name does not end in their number of bits.
+# Bits of types whose name does not end in their number of bits.
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.~-]+) \(.*\) -> .*\{$")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.~-]+) = ")
 _OPCODE = re.compile(r"\s*([\w-]+)\(")
 _NAME = re.compile(r"%([\w.~-]+)")
-# An operand may be an entry of a tuple, or an entry of that: %name#1, %name#1#0.
+# An operand may be a tuple's entry, possibly nested: %name#1, %name#1#0.
 _OPERAND = re.compile(r"%([\w.~-]+(?:#\d+)*)")
-# Instructions that hand on the number they are given.
+# Instructions that pass their operand's value on.
 _SAME = ("copy", "bitcast", "convert", "reshape")
 
 
-def closing(text: str, start: int) -> int:
-    """Index after the bracket that closes the one at ``start``."""
+def closing_bracket(text: str, start: int) -> int:
+    """Index just after the bracket that closes the one at ``start``."""
     depth = 0
     for index in range(start, len(text)):
         if text[index] in "([{":
@@ -37,17 +36,16 @@ def closing(text: str, start: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ArrayShape:
-    """An array as a compiler lays it out.
+    """An array with the compiler's memory layout.
 
     Attributes:
       kind: of its elements, e.g. ``bf16``.
-      bits: of one.
+      bits: of an element.
       sizes: of its dimensions, in the program's order.
-      order: its dimensions from minor to major; empty where the text has no layout.
-      tile: sizes of the tiles that the most minor dimensions are cut into, major first; empty:
-        none.
-      space: number of the memory it is in; 0 is the device's main memory, on a TPU 1 the vector
-        unit's own, 5 the host's.
+      order: its dimensions from minor to major; empty if the text has no layout.
+      tile: tile sizes of the most minor dimensions, major first; empty: no tiling.
+      space: number of its memory space; 0 is the device's main memory; on a TPU 1 is the vector
+        memory, 5 the host's.
     """
 
     kind: str
@@ -59,12 +57,12 @@ class ArrayShape:
 
     @property
     def elements(self) -> int:
-        """Their number, without what fills tiles up."""
+        """Number of elements, without padding of tiles."""
         return math.prod(self.sizes)
 
     @property
     def bytes(self) -> int:
-        """That it takes in memory, its last tiles filled up."""
+        """Bytes in memory, with the padding of tiles."""
         sizes = list(self.sizes)
         for i, side in enumerate(reversed(self.tile)):
             if i < len(self.order):
@@ -77,11 +75,11 @@ _LAID_OUT = re.compile(r"\b([a-z]\w*)\[([\d,<= ]*)\](?:\{([^{}]*)\})?")
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def arrays_of(shape: str) -> tuple[ArrayShape, ...]:
+def array_shapes(shape: str) -> tuple[ArrayShape, ...]:
     """The arrays of a shape, those of a tuple in its order.
 
     Raises:
-      ValueError: a type that is not known.
+      ValueError: an unknown type.
     """
     found = []
     for kind, dims, layout in _LAID_OUT.findall(re.sub(r"/\*.*?\*/", "", shape)):
@@ -104,7 +102,7 @@ def arrays_of(shape: str) -> tuple[ArrayShape, ...]:
 
 def shape_bytes(shape: str) -> int:
     """Bytes of a shape, e.g. ``f32[2,3]{1,0}``; of a tuple, the sum over its entries."""
-    return sum(-(-array.bits * array.elements // 8) for array in arrays_of(shape))
+    return sum(-(-array.bits * array.elements // 8) for array in array_shapes(shape))
 
 
 def _bits(kind: str, shape: str) -> int:
@@ -117,10 +115,10 @@ def _bits(kind: str, shape: str) -> int:
 
 
 def entry_shape(shape: str, index: int) -> str:
-    """The shape of a tuple's entry: ``f32[2,3]{1,0}`` of ``(s32[], f32[2,3]{1,0})`` is its 1.
+    """The shape of a tuple's entry: entry 1 of ``(s32[], f32[2,3]{1,0})`` is ``f32[2,3]{1,0}``.
 
     Raises:
-      ValueError: no tuple, or it has no such entry.
+      ValueError: not a tuple, or no such entry.
     """
     entries, start, depth = [], 1, 0
     text = re.sub(r"/\*.*?\*/", "", shape)
@@ -143,7 +141,7 @@ class Instruction:
       shape: as printed, layout included.
       opcode: e.g. ``all-gather-start``.
       operands: names of its arguments, ``name#1`` for entry 1 of the tuple ``name``.
-      literal: what stands between the brackets, for constants.
+      literal: the text in brackets, for constants.
       attributes: the rest of the line.
     """
 
@@ -155,22 +153,22 @@ class Instruction:
     attributes: str
 
     def called(self, attribute: str) -> list[str]:
-        """Names of the computations that an attribute names."""
+        """Names of the computations in an attribute."""
         found = re.search(rf"\b{attribute}=(\{{[^}}]*\}}|%[\w.~-]+)", self.attributes)
         return _NAME.findall(found[1]) if found else []
 
     def number(self, attribute: str) -> int | None:
-        """The value of an integer attribute, if there."""
+        """The value of an integer attribute; None if absent."""
         found = re.search(rf"\b{attribute}=(-?\d+)", self.attributes)
         return int(found[1]) if found else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """Instructions by name; the last one is the result's.
+    """Instructions by name; the last one is the result.
 
-    Newer printers leave out the lines that pick entries of tuples and write ``%name#1`` where an
-    entry is used; those lines are put back, under this name.
+    Newer printers omit get-tuple-element lines and write ``%name#1`` where an entry is used. The
+    parser adds these instructions, under that name.
     """
 
     name: str
@@ -178,7 +176,7 @@ class Computation:
 
     @functools.cached_property
     def root(self) -> Instruction:
-        """The instruction whose value is the computation's."""
+        """The instruction that is the computation's result."""
         return list(self.instructions.values())[-1]
 
     @functools.cached_property
@@ -188,18 +186,18 @@ class Computation:
         return sorted(found, key=lambda i: int(i.literal))
 
     def operand_bytes(self, instruction: Instruction) -> int:
-        """Bytes of an instruction's arguments together."""
+        """Total bytes of an instruction's operands."""
         return sum(shape_bytes(self.instructions[name].shape) for name in instruction.operands)
 
     def constant(self, name: str) -> int | None:
-        """The integer that an instruction is, if it is a constant or a copy of one."""
+        """The value of an instruction that is an integer constant, or a copy of one."""
         found = self._origin(name)
         if found.opcode == "constant" and re.fullmatch(r"-?\d+", found.literal):
             return int(found.literal)
         return None
 
     def element(self, name: str) -> int | None:
-        """Which entry of the computation's tuple argument an instruction is, if it is one."""
+        """The index of the entry of the computation's tuple argument that an instruction is."""
         found = self._origin(name)
         if found.opcode != "get-tuple-element":
             return None
@@ -219,9 +217,9 @@ class HloModule:
 
     Attributes:
       computations: by name.
-      entry: that which runs.
-      devices: that run it.
-      head: its text before the first computation, with the tables of source lines.
+      entry: the computation that runs.
+      devices: number of devices that run it.
+      head: the text before the first computation, with the tables of source lines.
     """
 
     computations: Mapping[str, Computation]
@@ -230,19 +228,19 @@ class HloModule:
     head: str = ""
 
     def trips(self, computation: Computation, loop: Instruction) -> int | None:
-        """How often a ``while`` of ``computation`` runs its body; None if the text doesn't tell.
+        """Trip count of a ``while`` in ``computation``; None if it is not known.
 
-        XLA's CPU and GPU compilers write it down; the TPU's does not, so it is worked out from a
-        counter that starts and steps by constants and is compared with one. Of a loop whose turns
-        are a matter of data its scope may tell those to expect (``expected_trips``).
+        XLA's CPU and GPU compilers write it down. For the TPU's it is derived from a counter with
+        constant start, step and limit. For a data-dependent loop its scope may give the expected
+        trips (``expected_trips``).
         """
         known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
         if known:
             return int(known[1])
         path = re.search(r'op_name="([^"]*)"', loop.attributes)
-        told = expected_trips(path[1].removesuffix("/while")) if path else None
-        if told is not None:
-            return told
+        expected = expected_trips(path[1].removesuffix("/while")) if path else None
+        if expected is not None:
+            return expected
         (condition,) = (self.computations[name] for name in loop.called("condition"))
         (body,) = (self.computations[name] for name in loop.called("body"))
         test = condition.root
@@ -265,13 +263,13 @@ class HloModule:
 
 
 def expected_trips(path: str) -> int | None:
-    """What the innermost scope of a path, ``trips:NUMBER``, says of a loop in it; None: nothing."""
-    told = re.search(r"trips:(\d+)\)*$", path)
-    return int(told[1]) if told else None
+    """Expected trips of a loop, from the innermost scope ``trips:NUMBER`` of a path; None: none."""
+    found = re.search(r"trips:(\d+)\)*$", path)
+    return int(found[1]) if found else None
 
 
 def _step(body: Computation, counter: int) -> int | None:
-    """By how much a loop's body raises an entry of its tuple."""
+    """By how much a loop's body increments an entry of its tuple; None if not by a constant."""
     update = body._origin(body.root.operands[counter])
     if update.opcode != "add":
         return None
@@ -282,7 +280,7 @@ def _step(body: Computation, counter: int) -> int | None:
 
 
 def parse(text: str) -> HloModule:
-    """Read a module.
+    """Parse a module.
 
     Raises:
       ValueError: text that is not a compiled module's.
@@ -309,7 +307,7 @@ def parse(text: str) -> HloModule:
 
 
 def _pick_entry(found: dict[str, Instruction], operand: str) -> None:
-    """Add the instruction that picks the entry which an operand names, if it names one."""
+    """Add the get-tuple-element instruction for an operand like ``name#1``."""
     source, _, index = operand.rpartition("#")
     if not source or operand in found:
         return
@@ -322,9 +320,9 @@ def _pick_entry(found: dict[str, Instruction], operand: str) -> None:
 
 
 def _blocks(text: str) -> Iterator[tuple[bool, str, list[str]]]:
-    """Whether it is the entry, name and instruction lines of each computation.
+    """(is entry, name, instruction lines) of each computation.
 
-    What a written kernel says of itself may go over several lines, which then begin anyhow.
+    A custom kernel's description may span several lines, which are joined to its instruction.
     """
     header = None
     for line in text.splitlines():
@@ -344,11 +342,11 @@ def _instruction(line: str) -> Instruction:
     head = _INSTRUCTION.match(line)
     assert head is not None
     start = head.end()
-    end = closing(line, start) if line[start] == "(" else line.index(" ", start)
+    end = closing_bracket(line, start) if line[start] == "(" else line.index(" ", start)
     opcode = _OPCODE.match(line, end)
     if opcode is None:
         raise ValueError(f"not an HLO instruction: {line.strip()[:80]}")
-    after = closing(line, opcode.end() - 1)
+    after = closing_bracket(line, opcode.end() - 1)
     inside = line[opcode.end() : after - 1]
     return Instruction(
         name=head[1],

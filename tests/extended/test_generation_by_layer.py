@@ -45,7 +45,7 @@ def test_metrics_are_those_of_a_cpu(name, tmp_path, monkeypatch):
     algorithm, changes, freed = CASES[name]
     with trainer_of(algorithm, SHORT | changes, workdir=tmp_path / "cpu") as trainer:
         expected = trainer.run()
-    monkeypatch.setattr(module.decode, "choose", lambda *_: decode.FILLED_INTERPRETED)
+    monkeypatch.setattr(module.decode, "choose_form", lambda *_: decode.GPU_INTERPRETED)
     with trainer_of(algorithm, SHORT | changes, workdir=tmp_path / "gpu") as trainer:
         group = trainer.roles.groups.get("rollout") or trainer.roles.groups["actor"]
         assert group.worker.generator.unstacks_layers
@@ -98,7 +98,7 @@ def test_a_model_reads_its_weights_by_layer_too(monkeypatch):
     params = decoder_network(CONFIG).create(1, layout_of({"data": 1}))
     prompts = [[1, 2, 3], [4, 5]]
     plain = LanguageModel(CONFIG, params)
-    monkeypatch.setattr(module.decode, "choose", lambda *_: decode.FILLED_INTERPRETED)
+    monkeypatch.setattr(module.decode, "choose_form", lambda *_: decode.GPU_INTERPRETED)
     model = LanguageModel(CONFIG, params)
     assert isinstance(model.params, Layered)
     asked = {"max_new_tokens": 6, "temperature": 0.0}

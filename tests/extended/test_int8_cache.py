@@ -45,7 +45,7 @@ def test_rounding_is_off_by_half_a_step_at_most(dtype):
     x = draw.normal(size=(50, 3, 16)) * 10.0 ** draw.integers(-8, 8, (50, 3, 1))
     x[7], x[8, 1, :5] = 0, 0
     x = jnp.asarray(x, dtype)
-    numbers, scale = int8_cache.quantized(x)
+    numbers, scale = int8_cache.quantize(x)
     assert numbers.dtype == jnp.int8 and scale.shape == (50, 3, 1)
     exact = np.asarray(x, np.float64)
     found = np.asarray(numbers, np.float64) * np.asarray(scale, np.float64)
@@ -59,7 +59,7 @@ def kept(x, axis=cache_axis.ROWS):
     """Of the test's own making: [..., length, head_dim] as a cache has it."""
     step = np.abs(np.asarray(x, np.float32)).max(-1, keepdims=True) / np.float32(127)
     numbers = np.rint(rounded(x) / np.where(step, step, 1)).astype(np.int8)
-    numbers = cache_axis.laid(jnp.asarray(numbers), axis)
+    numbers = cache_axis.to_layout(jnp.asarray(numbers), axis)
     return QuantizedCache(numbers, jnp.asarray(step.swapaxes(-1, -2)))
 
 
@@ -101,9 +101,9 @@ def test_attention_is_that_over_what_was_rounded(name, form):
         )
 
         def written(own, new, axis):
-            new = int8_cache.like(own, new)
-            return int8_cache.each(
-                lambda axis, _, held, x: decode.write(held, x, seen.position, axis),
+            new = int8_cache.quantize_like(own, new)
+            return int8_cache.map_arrays(
+                lambda axis, _, held, x: decode.write_token(held, x, seen.position, axis),
                 own, new, axis=axis,
             )  # fmt: skip
 
@@ -122,7 +122,7 @@ def test_attention_is_that_over_what_was_rounded(name, form):
     for made, own, new in ((made_k, own_k, k), (made_v, own_v, v)):
         numbers, scale = by_hand.wide(made.numbers), by_hand.wide(made.scale)
         if made is made_k:
-            numbers = cache_axis.by_rows(numbers, axis)
+            numbers = cache_axis.to_rows(numbers, axis)
         found = numbers * scale.swapaxes(-1, -2)
         expected = by_hand.written(rounded(own), rounded(new), position)
         expected = expected if form == "kernel" else expected[1]
@@ -146,7 +146,7 @@ def test_the_gpu_s_kernel_reads_what_was_rounded(name):
         for x in held
     ]
     spans = jnp.asarray(first), jnp.asarray(last)
-    top, total, out = decode_gpu.filled(q, *hidden, *spans, scoring, interpret=True)
+    top, total, out = decode_gpu.attend_own(q, *hidden, *spans, scoring, interpret=True)
     k, v, exact = rounded(k), rounded(v), by_hand.wide(q)
     for g, h, s, i, t in np.ndindex(*top.shape):
         at = last[g, s] + t

@@ -26,7 +26,7 @@ from hjax.dryrun.shape_inputs import read_shape, shape_inputs
 from hjax.errors import ConfigError
 from hjax.kernels import attention, blockwise, cudnn
 from hjax.kernels.attention import MaskSpec, PackedPrompts, ScoreOptions
-from hjax.kernels.registry import TRIED, choose, kernels_of
+from hjax.kernels.registry import CUDNN_IF_MATCHING, choose_kernel_set, make_kernel_set
 from hjax.models.compute import Compute
 from hjax.run.placement import plan_from_config
 from hjax.run.role_groups import describe_roles
@@ -41,14 +41,14 @@ PADDING = {"none": None, "padded": ((4, 0), (0, 9), (7, 20), (0, 0), (57, 0))}
 def case_of(rows, padding):
     prompt, response, count = ROWS[rows]
     length = prompt + response * count
-    sight = MaskSpec(prompt, response) if count else MaskSpec()
+    mask_spec = MaskSpec(prompt, response) if count else MaskSpec()
     if PADDING[padding] is None:
-        return sight, length, None
+        return mask_spec, length, None
     marks = np.zeros((len(PADDING[padding]), length), np.int32)
     for row, (before, behind) in enumerate(PADDING[padding]):
         end = length if count else length - behind
         marks[row, min(before, prompt if count else length) : end] = 1
-    return sight, length, jnp.asarray(marks)
+    return mask_spec, length, jnp.asarray(marks)
 
 
 def values_and_gradients(attend, arrays, weight):
@@ -62,7 +62,7 @@ def values_and_gradients(attend, arrays, weight):
 
 @pytest.mark.parametrize("rows, padding, window", [*itertools.product(ROWS, PADDING, (0, 5, 200))])
 def test_our_rows_in_its_masks_are_the_plain_form(rows, padding, window):
-    sight, length, marks = case_of(rows, padding)
+    mask_spec, length, marks = case_of(rows, padding)
     rng = np.random.default_rng(len(rows) + window)
     batch, heads, kv_heads, dim = len(PADDING["padded"]), 6, 2, 8
 
@@ -75,10 +75,12 @@ def test_our_rows_in_its_masks_are_the_plain_form(rows, padding, window):
     weight = draw(heads) * seen[..., None, None]
     scoring = ScoreOptions(0.3, window=window)
     expected = values_and_gradients(
-        lambda q, k, v: attention.reference(q, k, v, marks, None, scoring, sight), arrays, weight
+        lambda q, k, v: attention.reference(q, k, v, marks, None, scoring, mask_spec),
+        arrays,
+        weight,
     )
     found = values_and_gradients(
-        lambda q, k, v: attention.attend(by_xla, q, k, v, marks, None, scoring, sight),
+        lambda q, k, v: attention.attend(by_xla, q, k, v, marks, None, scoring, mask_spec),
         arrays, weight,
     )  # fmt: skip
     for one, other in zip(expected, found, strict=True):
@@ -87,14 +89,14 @@ def test_our_rows_in_its_masks_are_the_plain_form(rows, padding, window):
 
 def test_nothing_comes_from_padding_or_goes_to_it():
     """NaN on padding stays there: kernels leave what they like in places that are none."""
-    sight, length, marks = case_of("one sequence", "padded")
+    mask_spec, length, marks = case_of("one sequence", "padded")
     real = np.asarray(marks)[..., None, None] > 0
     rng = np.random.default_rng(0)
     drawn = jnp.asarray(rng.standard_normal((*marks.shape, 2, 8)), jnp.float32)
     x = jnp.where(real, drawn, jnp.nan)
 
     def loss(x):
-        out = by_xla(x, x, x, marks, None, ScoreOptions(), sight)
+        out = by_xla(x, x, x, marks, None, ScoreOptions(), mask_spec)
         return jnp.sum(out), out
 
     (_, out), grad = jax.value_and_grad(loss, has_aux=True)(x)
@@ -108,12 +110,12 @@ REFUSED = {
     "heads that are large": (dict(dim=264), "at most 256, not 264"),
     "capped scores": (dict(scoring=ScoreOptions(softcap=3.0)), "does not cap scores"),
     "sinks": (dict(sinks=np.zeros(2, np.float32)), "has no sinks"),
-    "packs": (dict(sight=MaskSpec(packed=True)), "several sequences in a row"),
+    "packs": (dict(mask_spec=MaskSpec(packed=True)), "several sequences in a row"),
     "prompts in packs": (
         dict(shared=PackedPrompts(np.ones((1, 16), int), np.ones((1, 16), int))),
         "several sequences",
     ),
-    "a length that is split": (dict(around=2), "does not split a row's length"),
+    "a length that is split": (dict(length_shards=2), "does not split a row's length"),
 }  # fmt: skip
 
 
@@ -121,7 +123,7 @@ REFUSED = {
 def test_what_it_does_not_compute_is_refused_in_one_line(name):
     wrong, says = REFUSED[name]
     given = (
-        dict(dtype=jnp.bfloat16, dim=64, scoring=ScoreOptions(), sinks=None, sight=MaskSpec())
+        dict(dtype=jnp.bfloat16, dim=64, scoring=ScoreOptions(), sinks=None, mask_spec=MaskSpec())
         | wrong
     )
     x = jnp.zeros((1, 16, 2, given.pop("dim")), given.pop("dtype"))
@@ -141,14 +143,14 @@ def test_without_cudnn_one_line_says_so():
 
 
 def test_it_is_chosen_by_name_and_for_gpus_alone():
-    assert [choose(p, "cudnn") for p in ("gpu", "cuda")] == ["cudnn", "cudnn"]
-    found = kernels_of("cudnn")
+    assert [choose_kernel_set(p, "cudnn") for p in ("gpu", "cuda")] == ["cudnn", "cudnn"]
+    found = make_kernel_set("cudnn")
     assert found.attention is cudnn.attend and not found.packs_share
-    assert found.gated_mlp is kernels_of("backward").gated_mlp
+    assert found.gated_mlp is make_kernel_set("backward").gated_mlp
     for platform in ("cpu", "tpu", "rocm"):
         says = f"model.attention=cudnn: it is for NVIDIA GPUs, and these devices are {platform}"
         with pytest.raises(ConfigError, match=says):
-            choose(platform, "cudnn")
+            choose_kernel_set(platform, "cudnn")
     assert Compute().attention == "auto"
 
 
@@ -156,15 +158,15 @@ def test_it_is_chosen_by_name_and_for_gpus_alone():
 
 
 def test_a_kernel_that_computes_what_it_should_is_found_to():
-    assert cudnn.disagreement(by_xla, jax.devices()[0]) == ""
+    assert cudnn.find_mismatch(by_xla, jax.devices()[0]) == ""
 
 
 def without_padding(q, k, v, segments, *rest):
     return by_xla(q, k, v, None, *rest)
 
 
-def without_windows(q, k, v, segments, sinks, scoring, sight):
-    return by_xla(q, k, v, segments, sinks, scoring, dataclasses.replace(sight, window=0))
+def without_windows(q, k, v, segments, sinks, scoring, mask_spec):
+    return by_xla(q, k, v, segments, sinks, scoring, dataclasses.replace(mask_spec, window=0))
 
 
 def without_gradients(q, k, v, *rest):
@@ -182,18 +184,18 @@ def without_numbers(q, *rest):
     (without_numbers, "^values of .* are off by nan"),
 ])  # fmt: skip
 def test_one_that_does_not_is_found_out(kernel, says):
-    assert re.search(says, cudnn.disagreement(kernel, jax.devices()[0]))
+    assert re.search(says, cudnn.find_mismatch(kernel, jax.devices()[0]))
 
 
 def test_where_it_fails_it_is_said_once_and_not_used(caplog):
     """There is no cuDNN here."""
-    cudnn._agrees.cache_clear()
+    cudnn._device_matches.cache_clear()
     for _ in range(2):
-        assert not cudnn.trusted(jax.devices())
+        assert not cudnn.matches_reference(jax.devices())
     [record] = caplog.records
     assert record.getMessage().startswith("cuDNN's attention is not used on ")
     assert "model.attention=cudnn" in record.getMessage()
-    assert cudnn.trusted(["a device that programs are only compiled for"])
+    assert cudnn.matches_reference(["a device that programs are only compiled for"])
 
 
 def test_auto_tries_it_where_a_role_takes_it():
@@ -204,16 +206,16 @@ def test_auto_tries_it_where_a_role_takes_it():
         computes = [b.arguments[0].compute for r, b in roles.builds.items() if r in roles.models]
         return {compute.attention for compute in computes}
 
-    assert kernels() == {TRIED}
+    assert kernels() == {CUDNN_IF_MATCHING}
     assert kernels(platform="cpu") == kernels(platform="tpu") == {"auto"}
     for name in set(NOT_FOR) - {"cpus", "a length that is split"}:
         assert kernels(**NOT_FOR[name][0]) == {"auto"}, name
     # Of each role by itself.
     split, _ = NOT_FOR["a length that is split"]
-    assert kernels(**split) == {"auto", TRIED}
-    assert kernels_of(choose("cuda", "blocks")).attention is blockwise.attend
+    assert kernels(**split) == {"auto", CUDNN_IF_MATCHING}
+    assert make_kernel_set(choose_kernel_set("cuda", "blocks")).attention is blockwise.attend
     with pytest.raises(ConfigError, match="model.attention=blocks: TPUs have a kernel"):
-        choose("tpu", "blocks")
+        choose_kernel_set("tpu", "blocks")
 
 
 # What a run takes
@@ -289,11 +291,11 @@ asked = json.loads(sys.argv[1])
 topology = find_topology(asked["topology"])
 layouts = make_layouts(topology.devices, {"data": 2, "tensor": 2}, None, "layout")
 spread = layouts.train.kernel_sharding
-sight, scoring = MaskSpec(*asked["sight"]), ScoreOptions(window=asked["window"])
+mask_spec, scoring = MaskSpec(*asked["mask_spec"]), ScoreOptions(window=asked["window"])
 def loss(q, k, v, marks):
     def layer(_, q, k, v):
         marked = marks if asked["padded"] else None
-        return attend(cudnn.attend, q * 2, k, v, marked, None, scoring, sight, spread)
+        return attend(cudnn.attend, q * 2, k, v, marked, None, scoring, mask_spec, spread)
     out = with_remat(layer, asked["remat"], True)(0, q, k, v)
     return jnp.sum(out.astype(jnp.float32) ** 2)
 def given(dtype, *sizes, axes=()):
@@ -317,7 +319,7 @@ def compiled(**changes):
 
 
 def compilation(**changes):
-    asked = dict(topology="h100:1x4", sight=(), window=0, padded=True, length=1024, dim=128)
+    asked = dict(topology="h100:1x4", mask_spec=(), window=0, padded=True, length=1024, dim=128)
     asked |= {"remat": "none"} | changes
     command = [sys.executable, "-c", PROGRAM, json.dumps(asked)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -369,7 +371,7 @@ def test_a_window_and_rows_without_padding_need_no_lengths():
 @needs_plugin
 @pytest.mark.slow
 def test_a_shared_prompt_stands_before_each_response():
-    text, _ = compiled(sight=(256, 384, 2))
+    text, _ = compiled(mask_spec=(256, 384, 2))
     for ((line, _),) in calls(text).values():
         assert "bf16[4,640,4,128]" in line  # two rows of two responses of 256 + 384 places
 

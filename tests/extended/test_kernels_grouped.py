@@ -19,7 +19,7 @@ SIZES = {
 
 
 PRODUCTS = {
-    "plain": reference.grouped,
+    "plain": reference.grouped_product,
     "blocks": grouped_blocks.product,
     "tpu": functools.partial(grouped_tpu.product, interpret=True),
 }
@@ -101,10 +101,10 @@ def test_of_weights_of_one_byte(name, dtype):
 
 
 def test_tiles_waste_little():
-    assert grouped_tpu._cut(1536, 1024) == 768
-    assert grouped_tpu._cut(100, 1024) == 128
-    assert grouped_tpu._cut(4096, 1024) == 1024
-    assert grouped_tpu._cut(2880, 2880) == 2944  # all of it
+    assert grouped_tpu._tile_size(1536, 1024) == 768
+    assert grouped_tpu._tile_size(100, 1024) == 128
+    assert grouped_tpu._tile_size(4096, 1024) == 1024
+    assert grouped_tpu._tile_size(2880, 2880) == 2944  # all of it
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 from hjax.kernels import attention, splash
 from hjax.kernels.attention import MaskSpec, ScoreOptions
 
-# sight, scoring, length, heads, kv_heads, head_dim, sinks, segments of a row
+# mask_spec, scoring, length, heads, kv_heads, head_dim, sinks, segments of a row
 LEFT = lambda length: np.arange(length) >= 70  # noqa: E731
 CASES = {
     "one KV head, 64": (MaskSpec(), ScoreOptions(), 640, 3, 1, 64, False, None),
@@ -45,7 +45,7 @@ def values_and_gradients(attend, arrays, weight, sinks):
 
 
 def inputs(case, dtype):
-    sight, scoring, length, heads, kv_heads, dim, sinks, segments = CASES[case]
+    mask_spec, scoring, length, heads, kv_heads, dim, sinks, segments = CASES[case]
     rng = np.random.default_rng(len(case))
     shapes = (2, length, heads, dim), *[(2, length, kv_heads, dim)] * 2
     arrays = [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
@@ -54,7 +54,7 @@ def inputs(case, dtype):
     if segments is not None:  # of the second row other ones
         marks = np.stack([segments(length), segments(length + 30)[30:]]).astype(np.int32)
         weight, marks = weight * (marks > 0)[..., None, None], jnp.asarray(marks)
-    return sight, scoring, sinks, arrays, jnp.asarray(weight, jnp.float32), marks
+    return mask_spec, scoring, sinks, arrays, jnp.asarray(weight, jnp.float32), marks
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -62,11 +62,11 @@ def inputs(case, dtype):
     "case", [pytest.param(c, marks=[] if c == EVERYDAY else [pytest.mark.slow]) for c in CASES]
 )
 def test_values_and_gradients_are_the_plain_forms(case, dtype):
-    sight, scoring, sinks, arrays, weight, marks = inputs(case, dtype)
+    mask_spec, scoring, sinks, arrays, weight, marks = inputs(case, dtype)
 
     def of(kernel, arrays):
         def run(q, k, v, sink):
-            return kernel(q, k, v, marks, sink, scoring, sight)
+            return kernel(q, k, v, marks, sink, scoring, mask_spec)
 
         return values_and_gradients(run, arrays, weight, sinks)
 
@@ -97,10 +97,10 @@ from hjax.kernels.attention import ScoreOptions, MaskSpec, attend
 place = SingleDeviceSharding(find_topology(sys.argv[1]).devices[0])
 def given(dtype, *sizes):
     return jax.ShapeDtypeStruct(sizes, dtype, sharding=place)
-for heads, kv_heads, dim, length, sight, window, softcap, sinks in json.loads(sys.argv[2]):
+for heads, kv_heads, dim, length, mask_spec, window, softcap, sinks in json.loads(sys.argv[2]):
     scoring = ScoreOptions(softcap=softcap, window=window)
     def loss(q, k, v, sink, marks):
-        out = attend(splash.attend, q, k, v, marks, sink, scoring, MaskSpec(*sight))
+        out = attend(splash.attend, q, k, v, marks, sink, scoring, MaskSpec(*mask_spec))
         return jnp.sum(out.astype(jnp.float32) ** 2)
     q = given(jnp.bfloat16, 2, length, heads, dim)
     k = given(jnp.bfloat16, 2, length, kv_heads, dim)

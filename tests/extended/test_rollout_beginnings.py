@@ -87,12 +87,12 @@ SLOW = {
     "windows, unrolled": (
         Case(samples=2, prompts=8, slots=8, config=ODD, unroll=True, form=decode.ROWS), 150, 50),
     "a sample each, parts": (Case(samples=1, prompts=16, slots=8, sizes=(("fsdp", 4),)), 150, 99),
-    "the kernel": (Case(samples=2, prompts=8, slots=8, form=decode.INTERPRETED), 150, 50),
+    "the kernel": (Case(samples=2, prompts=8, slots=8, form=decode.TPU_INTERPRETED), 150, 50),
     "the kernel, devices": (
-        Case(samples=2, prompts=8, slots=8, form=decode.INTERPRETED,
+        Case(samples=2, prompts=8, slots=8, form=decode.TPU_INTERPRETED,
              sizes=(("data", 2), ("tensor", 4))), 150, 50),
     "filled columns": (
-        Case(samples=2, prompts=8, slots=8, form=decode.FILLED_INTERPRETED, unroll=True), 150, 50),
+        Case(samples=2, prompts=8, slots=8, form=decode.GPU_INTERPRETED, unroll=True), 150, 50),
     "guesses": (Case(samples=2, prompts=8, slots=8, lookup=2), 150, 50),
     "int8": (Case(samples=2, prompts=9, slots=6, cache="int8"), 150, 50),
     "int8, devices": (
@@ -251,7 +251,7 @@ def test_the_memory_of_reading_is_a_chunk_s():
             "prefill_chunk", "prefill", "decode"
         ]  # fmt: skip
         used = [p.trace().lower().compile().memory_analysis() for p in (chunk, rest)]
-        held = shard_bytes(decoding.beside["blocks"])
+        held = shard_bytes(decoding.resident["blocks"])
         return max(x.temp_size_in_bytes for x in used), held, (chunk.runs, rest.runs)
 
     (short, held, few), (long, more, many) = needed(1280), needed(2560)

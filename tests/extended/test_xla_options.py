@@ -2,7 +2,7 @@
 
 import pytest
 
-from hjax.xla.compiler_flags import OPTIONS, compiler_options
+from hjax.xla.compiler_flags import COMPILER_FLAGS, compiler_options
 
 WINDOWS = "xla_tpu_enable_windowed_einsum_for_all_gather"
 GATHERS = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
@@ -27,5 +27,5 @@ def test_sparse_cores_send_and_sum_where_there_are_some(kind):
 
 
 def test_each_says_what_it_gained():
-    for options in OPTIONS.values():
+    for options in COMPILER_FLAGS.values():
         assert all("->" in option.gain for option in options.values())

@@ -8,7 +8,7 @@ from program_costs.limits import Limits
 from program_costs.roofline import roofline
 
 from hjax.xla.collectives import received_bytes
-from hjax.xla.hlo import arrays_of, parse
+from hjax.xla.hlo import array_shapes, parse
 
 # A second moves 100 bytes, multiplies 1000 times and receives 10 bytes.
 LIMITS = Limits({"bfloat16": 1000.0, "float32": 500.0}, 100.0, 10.0)
@@ -40,12 +40,12 @@ def account(*entry, loop_trips=None, **computations):
     ],
 )
 def test_an_array_takes_its_tiles_filled_up(shape, size):
-    [array] = arrays_of(shape)
+    [array] = array_shapes(shape)
     assert array.bytes == size and array.space == 0
 
 
 def test_the_arrays_of_a_tuple_and_their_memories():
-    found = arrays_of("(f32[2,3]{1,0:T(2,128)S(1)}, /*index=1*/bf16[4]{0:S(5)}, u32[]{:S(2)})")
+    found = array_shapes("(f32[2,3]{1,0:T(2,128)S(1)}, /*index=1*/bf16[4]{0:S(5)}, u32[]{:S(2)})")
     assert [(a.kind, a.sizes, a.space) for a in found] == [
         ("f32", (2, 3), 1), ("bf16", (4,), 5), ("u32", (), 2)
     ]  # fmt: skip
