@@ -128,6 +128,16 @@ def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) 
 LONG = {"calibrated", "sweep", "quickstart"}
 
 
+EXTENDED = pathlib.Path(__file__).parent / "extended"
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """What is in the folder `extended` is not in the README's test line: long tables, predictions,
+    Ray, resumed and interrupted runs. A single test elsewhere is marked `extended` by hand."""
+    if EXTENDED in item.path.parents:
+        item.add_marker(pytest.mark.extended)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that share a long preparation come first, so that one process runs them: later in the
     suite others would steal some of them, and prepare the same again or wait for it."""
@@ -172,6 +182,17 @@ def test_data() -> pathlib.Path:
     if not folder.is_dir():
         pytest.fail(f"HJAX_TEST_DATA={named} is not a folder; name one, or unset it to skip")
     return folder
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that answers in the task's letters, so that some answers score more than others."""
+    from helpers import trainer_of
+
+    folder = tmp_path_factory.mktemp("base") / "model"
+    with trainer_of("GRPO", {"model.layers": 2, "warm_start.steps": 30}) as trainer:
+        trainer.export(folder)
+    return str(folder)
 
 
 @pytest.fixture(scope="session")

@@ -135,7 +135,7 @@ def test_a_base_that_is_not_there_any_more_is_refused(tmp_path, capsys):
             assert line in said and said.count("\n") == 1 and not (tmp_path / "out").exists()
 
     shutil.rmtree(base / "checkpoints" / "1")
-    refused(f"{begun} is gone (there: 2)")
+    refused(f"{begun} is gone (saved: 2)")
     taught(tmp_path / "other", 1, seed=1)
     shutil.copytree(tmp_path / "other/checkpoints/1", base / "checkpoints/1")
     refused(f"{begun} is another one now: its checksum differs")
