@@ -8,12 +8,12 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import Field, create_model
 
+from hjax.data.chat_messages import MessageError, read_messages, read_template_arguments
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, DataError
 from hjax.rollout.constrained_decoding import ConstraintMatcher
 from hjax.rollout.requests import Request
 from hjax.rollout.sampling_params import MOST_TOP, OPTIONS, SamplingParams
-from hjax.serving.chat_messages import Messages, for_template
 from hjax.serving.fields import RequestFields, invalid_field, validate_fields
 from hjax.serving.limits import ServerLimits
 from hjax.serving.request_errors import RequestRefused
@@ -150,7 +150,7 @@ class _Completion(_Common):
 
 
 class _Chat(_Common, ToolFields):
-    messages: Messages
+    messages: list[Any] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, le=_LARGEST)
     max_tokens: int | None = Field(None, ge=1, le=_LARGEST)
     logprobs: bool = False
@@ -339,12 +339,11 @@ def _render(
         raise RequestRefused(
             f"messages: {served.name} has no chat template; ask /v1/completions", param="messages"
         )
-    messages, variables = for_template(fields.messages), fields.chat_template_kwargs
-    taken = {"messages", "tools", "add_generation_prompt", "self"} & variables.keys()
-    if taken:
-        raise invalid_field(
-            "chat_template_kwargs", variables, f"without {', '.join(sorted(taken))}"
-        )
+    try:
+        messages = read_messages(fields.messages, request=True)
+        variables = read_template_arguments(fields.chat_template_kwargs, "chat_template_kwargs")
+    except MessageError as error:
+        raise RequestRefused(str(error), param=error.field) from None
     if tools and not re.search(r"\btools\b", tokenizer.chat_template):
         raise RequestRefused(
             f"tools: the chat template of {served.name} has no place for them", param="tools"
