@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import machine
 
 from hjax.kernels import blockwise
-from hjax.models.attention_strategies import AttentionForm, AttentionInputs, Causal
+from hjax.models.attention_strategies import AttentionBackend, AttentionInputs, Causal
 
 
 def main() -> None:
@@ -41,8 +41,8 @@ def main() -> None:
     programs: dict[str, Any] = {}
     found: dict[str, Any] = {}
     for name, form in {
-        "one_piece": AttentionForm(),
-        "blocks": AttentionForm(blockwise.attend),
+        "one_piece": AttentionBackend(),
+        "blocks": AttentionBackend(blockwise.attend),
     }.items():
         attention = Causal(mask, form=form)
 

@@ -106,12 +106,13 @@ def drawn_by(generator, params, arguments, case, options, **more):
     """A rollout, in the case's parts, and how many tokens were drawn in them."""
     ways = {"slots": case.slots, "lookup": case.lookup} | options | more
     first, *others = [*case.cuts, None]
-    rollout = generated(generator, params, *arguments, end=first, **ways)
+    rollout = generated(generator, params, *arguments, pause_after=first, **ways)
     tokens, limit = generator.counts.tokens, ways["max_new_tokens"]
     for start, end in zip(case.cuts, others, strict=True):
         assert rollout["responses"].shape[1] == limit
         rollout = generated(
-            generator, params, rollout, arguments[2], call="resume", start=start, end=end, **ways
+            generator, params, rollout, arguments[2], call="resume", start=start,
+            pause_after=end, **ways,
         )
         tokens += generator.counts.tokens
     return on_host(rollout), tokens
@@ -324,7 +325,7 @@ def test_surplus_samples_are_given_up_and_the_shortest_kept(name, alone):
         for number in sorted(sorted(range(4), key=lambda i: (each[i], i))[:3])
     ]
     generator, params, arguments, options = made_by(case)
-    options |= {"samples": 3, "surplus": 1, "slots": case.slots, "lookup": case.lookup}
+    options |= {"samples": 3, "extra_samples": 1, "slots": case.slots, "lookup": case.lookup}
     ended = []
     options |= {"on_prompt_done": lambda *x: ended.append(x)}
     rollout = on_host(generated(generator, params, *arguments, **options))

@@ -53,10 +53,10 @@ def rollout_of(network, form, sizes, unroll=False, cut=None, cache="auto"):
     prompts = np.where(mask, draw.integers(1, CONFIG.vocab_size, mask.shape), 0).astype(np.int32)
     sequence = np.arange(2 * PROMPTS, dtype=np.int32)
     params = network.create(1, layout)
-    config = GenerationConfig(NEW, 2, SamplingParams(0.8, stop=(3, 5)), end=cut)
+    config = GenerationConfig(NEW, 2, SamplingParams(0.8, stop=(3, 5)), pause_after=cut)
     rollout = generator.generate(params, prompts, mask, sequence, config, seed=0)
     if cut:
-        config = dataclasses.replace(config, end=None)
+        config = dataclasses.replace(config, pause_after=None)
         rollout = generator.resume(params, rollout, sequence, config, seed=0, start=cut)
     return {key: np.asarray(value) for key, value in rollout.items()}
 

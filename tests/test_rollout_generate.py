@@ -78,7 +78,7 @@ def generate_in_parts(generators, cuts, prompts=PROMPTS, devices=1, **options):
     tokens = padded(prompts)
     first, *others = [*cuts, None]
     options |= {"max_new_tokens": NEW}
-    rollout = generated(generator, params, *tokens, sequence, end=first, **options)
+    rollout = generated(generator, params, *tokens, sequence, pause_after=first, **options)
     for start, end in zip(cuts, others, strict=True):
         more = {"call": "resume", "start": start, "end": end}
         rollout = generated(generator, params, rollout, sequence, **more, **options)

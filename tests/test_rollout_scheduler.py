@@ -181,7 +181,7 @@ def test_each_sequence_draws_what_it_does_alone(seed):
     surplus = int(samples > 1 and draw.random() < 0.3)
     config = GenerationConfig(
         int(draw.choice([20, 90, 200])), samples - surplus, SamplingParams(stop=STOP),
-        slots=int(draw.choice([0, 4, 8, 16])), surplus=surplus,
+        slots=int(draw.choice([0, 4, 8, 16])), extra_samples=surplus,
     )  # fmt: skip
     count, limit = len(prompts[0]), config.max_new_tokens
     keys = np.stack([np.arange(count * samples), np.zeros(count * samples)], 1).astype(np.uint32)
@@ -194,7 +194,7 @@ def test_each_sequence_draws_what_it_does_alone(seed):
 
     begun = None
     for end in (*cuts, None):
-        work = RolloutJob(*prompts, keys, dataclasses.replace(config, end=end), begun)
+        work = RolloutJob(*prompts, keys, dataclasses.replace(config, pause_after=end), begun)
         schedule = RolloutScheduler(engine, work, on_prompt_done=hear)
         made = schedule.run(None)
         last = made["responses"][

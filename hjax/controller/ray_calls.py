@@ -2,7 +2,7 @@
 
 This is the only file that imports Ray. Processes (``ray_process``), pools (``ray_pool``,
 ``ray_executor``) and the cluster (``ray_cluster``) build on it. Ray answers nothing without its own
-server processes, so ``Servers`` watches those from outside of Ray.
+server processes, so ``RayServers`` watches those from outside of Ray.
 """
 
 import contextlib
@@ -276,7 +276,7 @@ def _get_with_deadline(references: Any) -> Any:
 SERVER_NAMES = ("gcs_server", "raylet")
 
 
-class Servers:
+class RayServers:
     """Watches the Ray servers of this process's cluster.
 
     Attributes:

@@ -22,7 +22,7 @@ from hjax.controller import ray_calls
 from hjax.controller.futures import DEADLINE_SECONDS
 from hjax.controller.hosts import devices_per_host
 from hjax.controller.process import ProcessSetup, SerializedValue, serialize_value, versions
-from hjax.controller.ray_calls import Servers
+from hjax.controller.ray_calls import RayServers
 from hjax.controller.ray_executor import RayExecutor
 from hjax.controller.ray_pool import (
     START_SECONDS,
@@ -112,7 +112,7 @@ class RayCluster:
         self.pool_labels: dict[str, Mapping[str, str]] = {}
         self._started = ray_calls.connect(address, self._cores)
         try:
-            self._servers = Servers()
+            self._servers = RayServers()
             self.platform = ray_calls.platform()
             self.devices_per_process = devices_per_process or self._devices_of_a_host(processes)
             self.devices = [

@@ -68,7 +68,7 @@ class Attention(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionForm:
+class AttentionBackend:
     """The attention backend of a platform: its kernel for long sequences, and its layout.
 
     Attributes:
@@ -128,7 +128,7 @@ class Causal:
 
     mask: jax.Array
     keep: bool = False
-    form: AttentionForm = AttentionForm()
+    form: AttentionBackend = AttentionBackend()
     int8: bool = False
 
     def __call__(
@@ -191,7 +191,7 @@ class Packed:
     segments: jax.Array
     positions: jax.Array
     prompts: jax.Array | None = None
-    form: AttentionForm = AttentionForm()
+    form: AttentionBackend = AttentionBackend()
 
     def __call__(
         self, heads: AttentionInputs, cache: Any
@@ -223,7 +223,7 @@ class SharedPrompt:
 
     prompt_mask: jax.Array
     samples: int
-    form: AttentionForm = AttentionForm()
+    form: AttentionBackend = AttentionBackend()
     keep: bool = False
     int8: bool = False
 

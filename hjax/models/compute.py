@@ -20,7 +20,7 @@ from hjax.kernels.registry import (
     make_kernel_set,
 )
 from hjax.models import collective_matmul, remat
-from hjax.models.attention_strategies import AttentionForm
+from hjax.models.attention_strategies import AttentionBackend
 from hjax.models.collective_matmul import WeightRing, make_weight_ring
 from hjax.models.dropout import Dropout
 from hjax.models.model_config import ModelConfig
@@ -84,10 +84,10 @@ class Compute:
         return make_kernel_set(self.kernel_set, whole=self.unsplit, unrolled=self.unroll_layers)
 
     @property
-    def form(self) -> AttentionForm:
+    def form(self) -> AttentionBackend:
         """The backend of the attention strategies."""
-        kernels = self.kernels
-        return AttentionForm(kernels.attention, self.run_layout or self.layout, kernels.packs_share)
+        kernels, layout = self.kernels, self.run_layout or self.layout
+        return AttentionBackend(kernels.attention, layout, kernels.packs_share)
 
     @property
     def context_layout(self) -> Layout | None:

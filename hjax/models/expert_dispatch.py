@@ -168,7 +168,7 @@ class ExpertDispatch:
         state = tuple(sums), jnp.zeros_like(tokens.routing_weights), weight_sums
         return chunks.remaining(add, add(0, state, kept))
 
-    def _chunks(self, tokens: SortedTokens, weights: Any) -> _Chunks:
+    def _chunks(self, tokens: SortedTokens, weights: Any) -> _ExpertChunks:
         local, (sets, entries) = weights.down.shape[0], tokens.order.shape
         first = jax.lax.axis_index(self.axes) * local if self.axes else 0
         ends = jnp.cumsum(tokens.counts, axis=1)
@@ -184,10 +184,10 @@ class ExpertDispatch:
         most = sets * entries + local * (row_multiple - 1)
         size = min(-(-rows // row_multiple) * row_multiple for rows in (whole, most))
         fill = padded_fill(size, local, share * whole / size, row_multiple)
-        return _Chunks(tokens, sizes, starts, size, fill)
+        return _ExpertChunks(tokens, sizes, starts, size, fill)
 
 
-class _Chunks(NamedTuple):
+class _ExpertChunks(NamedTuple):
     """The rows of the local experts, in chunks of equal size.
 
     Attributes:

@@ -107,7 +107,7 @@ class NotSerializable(Exception):
     """The object cannot be sent to another process; the message says why."""
 
 
-class _Pickler(pickle.Pickler):
+class _RewardPickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if getattr(value, "__module__", None) == "__main__" and hasattr(value, "__qualname__"):
             raise NotSerializable(f"{value.__qualname__} is defined in a notebook or a script")
@@ -118,7 +118,7 @@ def serialize(value: Any) -> bytes:
     """Pickle a function or the arguments of a call; raises NotSerializable."""
     out = io.BytesIO()
     try:
-        _Pickler(out, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+        _RewardPickler(out, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     except NotSerializable:
         raise
     except Exception as error:  # pickle propagates any error of an object's methods

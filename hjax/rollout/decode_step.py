@@ -103,7 +103,7 @@ def _reported(sampling: SamplingParams | None) -> list[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class ForwardPass:
+class DecodeStep:
     """One pass over the weights, and what rows draw from it.
 
     Attributes:

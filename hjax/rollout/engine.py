@@ -28,7 +28,7 @@ from hjax.models.forward import token_positions
 from hjax.models.packed_prefill import PackedPrefill
 from hjax.models.parameters import Network, Weights
 from hjax.rollout.chunked_prefill import ChunkedPrefill
-from hjax.rollout.decode_step import DecodeState, ForwardPass, append_token
+from hjax.rollout.decode_step import DecodeState, DecodeStep, append_token
 from hjax.rollout.rollout_job import GenerationConfig
 from hjax.rollout.row_sampling import RowSampling
 from hjax.rollout.sampling_params import SamplingParams
@@ -384,7 +384,7 @@ class Engine:
         model = self.network.bind(params)
         layers = model.unstack() if self.compute.unroll_layers else None
         rotary = model.rotary(read.tokens + length, tables=mask.shape[1] + length)
-        forward = ForwardPass(self, config.sampling, length)
+        forward = DecodeStep(self, config.sampling, length)
 
         def step(carry: Any) -> Any:
             at, cache, running, drawn = carry
@@ -553,7 +553,7 @@ class Engine:
         self, sampling: SamplingParams, read: PrefilledPrompts, new: Admission, most: int = 1
     ) -> tuple[RunningSequences, DecodeState]:
         """Sequences with their first tokens, in tables of ``most`` columns."""
-        entering, forward = new.limit.shape[0], ForwardPass(self, sampling)
+        entering, forward = new.limit.shape[0], DecodeStep(self, sampling)
         logits = jnp.repeat(read.logits, entering // read.logits.shape[0], axis=0)
         logits = self.layout.constrain(logits, "batch", "vocab")
         zeros = jnp.zeros(entering, jnp.int32)
@@ -630,8 +630,8 @@ class Engine:
             return attention.positions(length), columns
         return token_positions(mask), columns
 
-    def _pass(self, sampling: SamplingParams, state: SlotState) -> ForwardPass:
-        return ForwardPass(self, sampling, _tokens_of(state.cache.v), state.cache.prompts_in_rows)
+    def _pass(self, sampling: SamplingParams, state: SlotState) -> DecodeStep:
+        return DecodeStep(self, sampling, _tokens_of(state.cache.v), state.cache.prompts_in_rows)
 
     def _decoded(
         self,

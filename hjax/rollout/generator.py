@@ -192,7 +192,7 @@ class Generator:
           params: in the generate layout, or of ``decoding_params``, which is else called here.
           prompts: int32 [prompts, prompt_length], padded on the left.
           prompt_mask: bool, like ``prompts``.
-          sequence: int32 [prompts * (samples + surplus)], the number that seeds each row's draws.
+          sequence: int32 [prompts * (samples + extra_samples)]; it seeds each row's draws.
           config: how many responses, how long, and how they are drawn; row ``p * samples + s`` is
             sample s of prompt p. With an ``end``, ``truncated`` if a response has not ended.
           seed: of the run.
@@ -236,7 +236,7 @@ class Generator:
         reads only what is filled.
         """
         stop_check = bool(config.sampling.stop) and config.max_new_tokens > MIN_COLUMNS
-        needed = config.lookup > 0 or config.surplus > 0 or config.end is not None
+        needed = config.lookup > 0 or config.extra_samples > 0 or config.pause_after is not None
         needed = needed or 0 < config.slots < prompts * config.samples
         return needed or (stop_check and not self.engine.uses_kernel)
 
@@ -316,8 +316,8 @@ class Generator:
 
         Args:
           params, sequence, seed, step: as in ``generate``.
-          rollout: of ``generate``, with an ``end``; rows whose ``truncated`` is false stay.
-          config: as in ``generate``, without a surplus; ``end``: tokens after which to pause now.
+          rollout: of ``generate``, with ``pause_after``; rows whose ``truncated`` is false stay.
+          config: as in ``generate``, without ``extra_samples``; ``pause_after``: the next pause.
           start: tokens after which it paused, at least 1.
           on_prompt_done: as in ``generate``, for the prompts with unfinished responses.
 
@@ -356,7 +356,7 @@ class Generator:
             yield AbstractProgram(call, trace, trips)
             return
         tokens = np.zeros((prompts, prompt_length), np.int32)
-        keys = np.zeros((prompts * (config.samples + config.surplus), 2), np.uint32)
+        keys = np.zeros((prompts * (config.samples + config.extra_samples), 2), np.uint32)
         job = RolloutJob(tokens, tokens > 0, keys, config)
         yield from RolloutScheduler(self.engine_for(config.lookup), job).programs(call, params)
 

@@ -20,7 +20,7 @@ from hjax.models.attention_strategies import Attention
 from hjax.models.compute import Compute
 from hjax.models.decoding import KVCache
 from hjax.models.parameters import Network, Weights
-from hjax.rollout.decode_step import DecodeState, ForwardPass
+from hjax.rollout.decode_step import DecodeState, DecodeStep
 from hjax.rollout.engine import Engine
 from hjax.rollout.rollout_job import GenerationConfig
 from hjax.rollout.sampling_params import SamplingParams
@@ -192,7 +192,7 @@ class PipelinedEngine(Engine):
         slots = dataclasses.replace(state.slots, column=state.slots.column + taken)
         return SlotState(cache, slots, running), drawn | {"steps": taken, "done": running.done}
 
-    def _stages_tick(self, forward: ForwardPass) -> Callable[..., Any]:
+    def _stages_tick(self, forward: DecodeStep) -> Callable[..., Any]:
         """One tick of all stages: each updates its cache and passes activations on."""
         stages = self.stages
 

@@ -28,9 +28,9 @@ class GenerationConfig:
       slots: rows that decode at a time; as they finish others follow; 0: all.
       lookup: draft tokens per pass (speculative decoding), see ``hjax.rollout.prompt_lookup``; the
         responses are the same.
-      surplus: extra responses to each prompt (oversampling). Once ``samples`` have ended the others
-        are dropped; the shortest are kept, in their order.
-      end: tokens after which responses pause, for ``Generator.resume``; None: they do not.
+      extra_samples: extra responses to each prompt (oversampling). Once ``samples`` have ended the
+        others are dropped; the shortest are kept, in their order.
+      pause_after: tokens after which responses pause, for ``Generator.resume``; None: they do not.
     """
 
     max_new_tokens: int
@@ -38,8 +38,8 @@ class GenerationConfig:
     sampling: SamplingParams = SamplingParams()
     slots: int = 0
     lookup: int = 0
-    surplus: int = 0
-    end: int | None = None
+    extra_samples: int = 0
+    pause_after: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class RolloutJob:
     @property
     def samples(self) -> int:
         """Samples of a prompt that are begun, those that are dropped included."""
-        return self.config.samples + self.config.surplus
+        return self.config.samples + self.config.extra_samples
 
     @property
     def limit(self) -> int:
@@ -77,12 +77,13 @@ class RolloutJob:
     @property
     def end(self) -> int:
         """Tokens of a response after which it ends or pauses."""
-        return self.limit if self.config.end is None else min(self.config.end, self.limit)
+        pause = self.config.pause_after
+        return self.limit if pause is None else min(pause, self.limit)
 
     @property
     def is_partial(self) -> bool:
         """Whether responses pause, or were paused."""
-        return self.config.end is not None or self.resumed is not None
+        return self.config.pause_after is not None or self.resumed is not None
 
     @property
     def rows(self) -> int:

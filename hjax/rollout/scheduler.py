@@ -86,7 +86,7 @@ class RolloutScheduler:
         flat = self._packed_sizes(self.max_groups)
         reading = self.sharing.active, self.job.prompts.shape[1], self._resumed_columns, flat
         sizes = tuple(self.buckets.state_sizes(*pair) for pair in self.buckets.states)
-        return bool(self.job.config.surplus), sizes, reading
+        return bool(self.job.config.extra_samples), sizes, reading
 
     def programs(self, call: str, params: Weights) -> Iterator[AbstractProgram]:
         """The programs that take time and memory, of abstract parameters in the generate layout.
@@ -162,7 +162,7 @@ class RolloutScheduler:
             return SlotTable(self.engine, buckets, self.job.samples).open(rows, length)
 
         empty().decode(self.sampling, params, 0)
-        if self.job.config.surplus or self._stop_check is not None:
+        if self.job.config.extra_samples or self._stop_check is not None:
             table = empty()
             table.state = self.engine.stop_rows(table.state, table.live.ravel())
         if buckets.drops_columns:
@@ -287,7 +287,7 @@ class RolloutScheduler:
         """Stop rows of samples that will not be kept, or whose text has ended."""
         table = self.table
         enough = self._text_ended[table.sequence_ids]
-        if self.job.config.surplus:
+        if self.job.config.extra_samples:
             enough |= self._responses.complete[table.sequence_ids // self.job.samples]
         table.stop_rows(enough & table.live)
         table.release_rows(enough & table.live)

@@ -15,7 +15,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.writer import FileWriter
 
 
-class Summaries(SummaryWriter):
+class TensorBoardWriter(SummaryWriter):
     """A SummaryWriter whose calls raise OSError if they cannot write.
 
     Args:

@@ -51,9 +51,9 @@ class TensorBoard(Logger):
     def start(self, config: Mapping[str, Any], workdir: Path, step: int) -> None:
         from tensorboardX.summary import hparams
 
-        from hjax.run.events import Summaries
+        from hjax.run.events import TensorBoardWriter
 
-        self._writer = Summaries(workdir / "tensorboard", step + 1)
+        self._writer = TensorBoardWriter(workdir / "tensorboard", step + 1)
         if step:
             return
         plain = (bool, int, float)

@@ -56,8 +56,8 @@ class GeneratingWorker(ModelWorker):
             sampling=dataclasses.replace(sampling, temperature=0.0) if greedy else sampling,
             slots=context.slots,
             lookup=context.speculative_tokens,
-            surplus=0 if greedy else context.extra_samples,
-            end=end,
+            extra_samples=0 if greedy else context.extra_samples,
+            pause_after=end,
         )
 
     @property
@@ -112,14 +112,14 @@ class GeneratingWorker(ModelWorker):
         pending = {role: [PendingReward()] * rows for role in self._scorers}
         stop_check = None
         if end is None:
-            stop_check = self._stop_ends(prompts, count + config.surplus)
+            stop_check = self._stop_ends(prompts, count + config.extra_samples)
         with self.generation_weights() as params:
             rollout: dict[str, Any] = self.generator.generate(
                 params,
                 prompts["prompts"],
                 prompts["prompt_mask"],
                 self.sequence_numbers(
-                    rows + prompt_count * config.surplus, prompts.get("first", 0)
+                    rows + prompt_count * config.extra_samples, prompts.get("first", 0)
                 ),
                 config,
                 seed=context.seed,

@@ -158,7 +158,7 @@ class Rollout(GeneratingWorker):
                     params,
                     drawn,
                     self.sequence_numbers(rows, first),
-                    dataclasses.replace(config, surplus=0),
+                    dataclasses.replace(config, extra_samples=0),
                     seed=context.seed,
                     step=step,
                     start=start,

@@ -137,7 +137,7 @@ def test_stages_and_responses_in_parts_read_prompts_whole():
     work = RolloutJob(
         *prompts_of(count, 150, 50), np.zeros((count, 2), np.uint32), GenerationConfig(NEW)
     )
-    first = dataclasses.replace(work, config=GenerationConfig(NEW, end=20))
+    first = dataclasses.replace(work, config=GenerationConfig(NEW, pause_after=20))
     ended = np.zeros(count, bool)
     last = dataclasses.replace(work, resumed=ResumedResponses(20, ended, {}))
     engine, staged = (made_by(Case(samples=1, sizes=sizes))[0].engine for sizes in ((), STAGES))
