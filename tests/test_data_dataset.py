@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from hjax.data.conversation import Conversation
 from hjax.data.dataset import Dataset, PromptSampler, pad_left, pad_right, split_held_out
 from hjax.data.tasks import get_task
 from hjax.data.tokenizer import Tokenizer
@@ -22,7 +23,7 @@ def jsonl(tmp_path, *rows):
 def with_template(tmp_path):
     LETTERS.save(tmp_path / "chat")
     (tmp_path / "chat" / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m.content }}{% endfor %}"
+        "{% for m in messages %}{{ 'h' if m.role == 'assistant' }}{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}h{% endif %}"
     )
     return Tokenizer.load(tmp_path / "chat")
@@ -41,7 +42,7 @@ TALK = [
 def test_of_a_conversation_the_assistants_turns_are_demonstrations(tmp_path):
     path = jsonl(tmp_path, {"messages": TALK, "level": 1}, {"prompt": "ab", "response": "c"})
     dataset = Dataset.from_file(path, with_template(tmp_path))
-    assert dataset.prompt_text == ["abh", "abcdeh", "ab"]
+    assert dataset.prompt_text == ["abh", "abhcdeh", "ab"]
     assert dataset.columns["response"] == ["cd", "f", "c"]
     assert dataset.columns["level"] == [1, 1, None]
     # Beside a prompt they count where demonstrations are learned from, beside a response never.
@@ -50,7 +51,7 @@ def test_of_a_conversation_the_assistants_turns_are_demonstrations(tmp_path):
         {"prompt": "ab", "messages": TALK},
         {"prompt": "ab", "response": "c", "messages": TALK},
     )
-    for demonstrated, texts in ((False, ["ab", "ab"]), (True, ["abh", "abcdeh", "ab"])):
+    for demonstrated, texts in ((False, ["ab", "ab"]), (True, ["abh", "abhcdeh", "ab"])):
         tokenizer = with_template(tmp_path)
         dataset = Dataset.from_file(path, tokenizer, learns_demonstrations=demonstrated)
         assert dataset.prompt_text == texts
@@ -73,7 +74,7 @@ def test_the_assistants_tokens_are_learned_and_no_others(tmp_path):
     ids = {letter: 3 + i for i, letter in enumerate("abcdefgh")}
     assert inputs.demonstrations == [
         ([ids[x] for x in "abh"], [ids["c"], ids["d"], end]),
-        ([ids[x] for x in "abcdeh"], [ids["f"], end]),
+        ([ids[x] for x in "abhcdeh"], [ids["f"], end]),
     ]
 
 
@@ -92,6 +93,9 @@ def test_strings_chats_and_ids_side_by_side(tmp_path):
     assert dataset.columns["level"] == [1, 2, None, 4]
     assert dataset.columns["extra"] == [None, None, {"x": 1}, None]
     assert len(dataset) == 4 and dataset.longest_prompt == 4
+    chat = Conversation([{"role": "user", "content": "ab"}])
+    assert dataset.conversations == [None, chat, None, None]
+    assert dataset.select([3, 1]).conversations == [None, chat]
 
 
 def test_token_ids_need_no_tokenizer(tmp_path):

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hjax.data.conversation import Conversation
 from hjax.data.labels import pair_labelled_texts
 from hjax.data.preference_pairs import assistant_turns, split_off_prompt
 from hjax.data.read_options import ReadOptions
@@ -32,11 +33,14 @@ class Dataset:
       prompt_text: the text that was tokenised, per prompt (of a chat, the rendered template);
         None without a tokenizer.
       columns: column name to one value per prompt; values are whatever the file holds.
+      conversations: per prompt the chat that was rendered, None where the prompt is text or token
+        ids; None if no prompt is a chat.
     """
 
     prompt_tokens: list[list[int]]
     prompt_text: list[str] | None
     columns: dict[str, list[Any]]
+    conversations: list[Conversation | None] | None = None
 
     def __len__(self) -> int:
         return len(self.prompt_tokens)
@@ -58,7 +62,9 @@ class Dataset:
 
     def select(self, indices: Iterable[int]) -> Dataset:
         """A dataset of the prompts at `indices`, in that order."""
-        return Dataset(**self.rows(indices))
+        indices, chats = [int(i) for i in indices], self.conversations
+        chosen = None if chats is None else [chats[i] for i in indices]
+        return Dataset(**self.rows(indices), conversations=chosen)
 
     @classmethod
     def from_task(
@@ -118,11 +124,12 @@ class Dataset:
             vocab_size = tokenizer.vocab_size
         tokens: list[list[int]] = []
         texts: list[str] = []
+        chats: list[Conversation | None] = []
         kept: list[tuple[str, dict[str, Any]]] = []
         longer = 0
         limit = max_prompt_length if options.overlong == "error" else 0
         for where, row in rows:
-            ids, text = _encode_prompt(row, where, tokenizer, format_prompt, options)
+            ids, text, chat = _encode_prompt(row, where, tokenizer, format_prompt, options)
             _check_tokens(ids, where, vocab_size, limit)
             if 0 < max_prompt_length < len(ids):
                 longer += 1
@@ -134,6 +141,7 @@ class Dataset:
             kept.append((where, row))
             tokens.append(ids)
             texts.append(text or "")
+            chats.append(chat)
         if longer and notify is not None:
             done = "were left out" if options.overlong == "filter" else "lost their beginning"
             notify(
@@ -149,6 +157,7 @@ class Dataset:
             prompt_tokens=tokens,
             prompt_text=None if tokenizer is None else texts,
             columns=_columns(path, [row for _, row in kept]),
+            conversations=chats if any(chats) else None,
         )
 
 
@@ -297,8 +306,9 @@ def _encode_prompt(
     tokenizer: Tokenizer | None,
     format_prompt: Callable[[str], str | list[dict[str, Any]]] | None,
     options: ReadOptions,
-) -> tuple[list[int], str | None]:
-    """A row's prompt as token ids, and its text (None where the row holds ids)."""
+) -> tuple[list[int], str | None, Conversation | None]:
+    """A row's prompt as token ids, its text (None where the row holds ids), and the chat if it is
+    one."""
     prompt = next((row[name] for name in _PROMPT_COLUMNS if row.get(name) is not None), None)
     if prompt is None:
         raise DataError(
@@ -308,7 +318,7 @@ def _encode_prompt(
             "another"
         )
     if isinstance(prompt, list) and prompt and all(_is_id(item) for item in prompt):
-        return prompt, None
+        return prompt, None, None
     is_chat = isinstance(prompt, list) and prompt and all(isinstance(m, dict) for m in prompt)
     if not isinstance(prompt, str) and not is_chat:
         raise DataError(
@@ -324,9 +334,10 @@ def _encode_prompt(
         if isinstance(prompt, str):
             prompt = (format_prompt or options.messages)(prompt)
         if isinstance(prompt, str):
-            return tokenizer.encode(prompt), prompt
-        text = tokenizer.chat(prompt, **options.template)  # brings its own special tokens
-        return tokenizer.encode(text, add_special=False), text
+            return tokenizer.encode(prompt), prompt, None
+        chat = Conversation(prompt, template_arguments=options.template)
+        text = chat.render(tokenizer, add_generation_prompt=True)  # has its special tokens
+        return tokenizer.encode(text, add_special=False), text, chat
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hjax.data.chat_templates import render
 from hjax.data.token_bytes import TokenBytes
+from hjax.data.turn_ends import TurnEnds, find_turn_ends
 from hjax.errors import ConfigError, DataError, short_repr
 from hjax.files import replace_file
 from hjax.user_input import read_object, read_text, user_path
@@ -39,8 +41,6 @@ class Tokenizer:
       name: the directory's or file's name, or "characters".
       vocab_size: highest id + 1, so that an embedding of that many rows holds every id.
       bos_id, eos_id, pad_id: ids, or None where the tokenizer has no such token.
-      eos_ids: every id that ends a sequence, `eos_id` first: the tokenizer's and those that
-        `generation_config.json` or `config.json` beside it add.
       chat_template: Jinja source of the default chat template, which `chat` renders, or None.
       chat_templates: sources of further templates by name; they are only saved again.
     """
@@ -63,8 +63,7 @@ class Tokenizer:
         self.bos_id = self._special_id("bos_token")
         self.eos_id = self._special_id("eos_token")
         self.pad_id = self._special_id("pad_token")
-        own = () if self.eos_id is None else (self.eos_id,)
-        self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*own, *extra_eos_ids]))
+        self._extra_eos_ids = tuple(extra_eos_ids)
         self._prefix = self._added_prefix()
 
     @classmethod
@@ -237,6 +236,21 @@ class Tokenizer:
             raise DataError(
                 f"tokenizer {self.name}: given {shown}, the chat template {error}"
             ) from None
+
+    @functools.cached_property
+    def turn_ends(self) -> TurnEnds:
+        """Where the chat template ends the assistant's turn; empty without a template."""
+        added = self._backend.get_added_tokens_decoder().values()
+        return find_turn_ends(self.chat, [token.content for token in added])
+
+    @functools.cached_property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Every id that ends a response, `eos_id` first: the tokenizer's, those of the chat
+        template's `turn_ends`, and those that `generation_config.json` or `config.json` beside it
+        add."""
+        turns = (self._backend.token_to_id(token) for token in self.turn_ends.tokens)
+        ids = (self.eos_id, *turns, *self._extra_eos_ids)
+        return tuple(dict.fromkeys(i for i in ids if i is not None))
 
     def token_bytes(self) -> TokenBytes:
         """The bytes of each token; DataError where the decoder does not tell them.

@@ -3,13 +3,15 @@
 Labels and margins of examples are annotations: values at positions of a response.
 """
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm
+from hjax.data.conversation import encode_example
 from hjax.data.dataset import Dataset, PromptSampler, pad_left, pad_right
 from hjax.data.labels import check_labelled_steps, pair_labels, pair_margins
 from hjax.data.preference_pairs import RESPONSE_COLUMNS, SIDES, parse_response
@@ -116,12 +118,14 @@ def load_examples(
     train: Dataset,
     source: str,
     verdicts: tuple[list[Any], list[bool]] | None = None,
+    notify: Callable[[str], None] = lambda remark: None,
 ) -> LearnedExamples:
     """Tokenise the data's examples: prompts with one response (a demonstration) or two (chosen and
-    rejected), each ending in EOS, and annotations of pairs and steps. Empty if the data has none.
+    rejected), each with its end (``hjax.data.conversation``), and annotations of pairs and steps.
+    Empty if the data has none.
 
     A response that is no text or too long is an error if the run learns from examples; otherwise
-    its row is skipped.
+    its row is skipped. `notify` is called once with each message about the chat template.
     """
     warm_start = config.warm_start.steps and not config.actor.path
     needed = source != "prompts" or warm_start or config.algorithm.get("pretraining_coef")
@@ -137,8 +141,9 @@ def load_examples(
         texts = make(config, task, train)
     if texts is None:
         return LearnedExamples()
-    end = [tokenizer.eos_id] if tokenizer.eos_id is not None else []
     limit = config.rollout.max_response_length
+    chats = train.conversations or [None] * len(train)
+    say_once = functools.cache(notify)
     found: Examples = []
     for i, (prompt, responses) in enumerate(zip(train.prompt_tokens, texts, strict=True)):
         if any(not isinstance(text, str) for text in responses):
@@ -147,8 +152,11 @@ def load_examples(
                     f"the demonstration of {_row(train, i)} is {responses[0]!r}; it must be text"
                 )
             continue
-        tokens = [tokenizer.encode(text, add_special=False) + end for text in responses]
-        longest = max(map(len, tokens))
+        try:
+            example = encode_example(tokenizer, chats[i], prompt, responses, say_once)
+        except DataError as error:
+            raise DataError(f"{_row(train, i)}: {error}") from None
+        longest = max(map(len, example[1:]))
         if longest > limit and not needed:
             continue
         if longest > limit:
@@ -157,7 +165,7 @@ def load_examples(
                 f"{what} of {_row(train, i)} has {longest} tokens, more than "
                 f"rollout.max_response_length={limit}; raise it"
             )
-        found.append((prompt, *tokens))
+        found.append(example)
     columns = None if task is not None else train.columns
     annotations = pair_annotations(config, columns, found) if source == "pairs" else {}
     return LearnedExamples(found, annotations)

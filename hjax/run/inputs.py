@@ -86,7 +86,7 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
             "rollout.max_prompt_length or rollout.max_response_length"
         )
     verdicts = read_unpaired(config.seed, task, train) if source == "verdicts" else None
-    learned = load_examples(config, task, tokenizer, train, source, verdicts)
+    learned = load_examples(config, task, tokenizer, train, source, verdicts, remarks.append)
     judged = LearnedExamples()
     if held_out is not None and source in ("pairs", "steps") and config.eval.every:
         judged = load_examples(config, task, tokenizer, held_out, source)

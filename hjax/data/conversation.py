@@ -1,0 +1,203 @@
+"""Chats as prompts, and the turns that answer them as the chat template writes them."""
+
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hjax.data.tokenizer import Tokenizer
+from hjax.errors import DataError, short_repr
+
+Messages = list[dict[str, Any]]
+# An answer that shares no beginning with real ones.
+_OTHER_ANSWER = "\u00b7\u00b7"
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """A prompt as a chat.
+
+    Attributes:
+      messages: as templates take them: dicts with `role`, `content`, `tool_calls` and so on.
+      tools: definitions of the functions that the assistant may call.
+      template_arguments: further variables of the chat template.
+    """
+
+    messages: Messages
+    tools: list[Any] | None = None
+    template_arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def render(
+        self,
+        tokenizer: Tokenizer,
+        answer: Sequence[dict[str, Any]] = (),
+        *,
+        add_generation_prompt: bool,
+    ) -> str:
+        """The text of the messages and of the messages `answer` after them.
+
+        Raises:
+          DataError: no chat template, or it refuses the messages.
+        """
+        given = {} if self.tools is None else {"tools": self.tools}
+        variables = {**self.template_arguments, **given}
+        return tokenizer.chat([*self.messages, *answer], add_generation_prompt, **variables)
+
+
+def encode_example(
+    tokenizer: Tokenizer,
+    conversation: Conversation | None,
+    prompt_tokens: list[int],
+    responses: Sequence[str | Messages],
+    notify: Callable[[str], None] = lambda remark: None,
+) -> tuple[list[int], ...]:
+    """Token ids of a prompt and of the responses to it.
+
+    After a prompt that is text a response is its text and the tokenizer's EOS. After a chat it is
+    what the template's rendering of the whole conversation has after the rendering of the prompt
+    with its generation prompt, up to and including the token that ends the turn.
+
+    Some templates write an earlier part differently where an answer follows. If only the generation
+    prompt differs (it opens a `<think>` that the answer has not), the prompt ends where both agree.
+    If the messages before do, the answer follows the prompt as rollouts see it.
+
+    Args:
+      tokenizer: of the model.
+      conversation: the prompt as a chat; None for text or token ids.
+      prompt_tokens: ids of the prompt as rollouts see it.
+      responses: the content of an assistant's turn, or the messages that continue the chat.
+      notify: called with a message about a template with such an exception.
+
+    Returns:
+      the prompt's ids, then those of each response.
+
+    Raises:
+      DataError: the template refuses the messages, leaves out part of a response, or hides where
+        it begins.
+    """
+    if conversation is None:
+        end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+        texts = (tokenizer.encode(text, add_special=False) + end for text in responses)
+        return (prompt_tokens, *texts)
+    turns = _LearnedTurns(tokenizer, conversation, notify)
+    answers = [
+        [{"role": "assistant", "content": one}] if isinstance(one, str) else one
+        for one in responses
+    ]
+    return turns.encode(prompt_tokens, answers)
+
+
+class _LearnedTurns:
+    """The responses to one prompt, as parts of the whole conversation's rendering."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, conversation: Conversation, notify: Callable[[str], None]
+    ):
+        self._tokenizer, self._conversation, self._notify = tokenizer, conversation, notify
+        self._prompt = conversation.render(tokenizer, add_generation_prompt=True)
+
+    def encode(
+        self, prompt_tokens: list[int], answers: Sequence[Messages]
+    ) -> tuple[list[int], ...]:
+        wholes = [
+            self._conversation.render(self._tokenizer, answer, add_generation_prompt=False)
+            for answer in answers
+        ]
+        starts = [self._start(whole) for whole in wholes]
+        for answer, whole, (start, _) in zip(answers, wholes, starts, strict=True):
+            _check_complete(answer, whole[start:], f"tokenizer {self._tokenizer.name}")
+        if not all(as_asked for _, as_asked in starts):  # the prompt that all wholes begin with
+            shared = min(start for start, as_asked in starts if not as_asked)
+            head = self._tokenizer.encode(wholes[0][:shared], add_special=False)
+            prompt_tokens = head[-len(prompt_tokens) :]
+            starts = [(shared, False)] * len(wholes)
+        ids = [
+            self._continuation(whole[:start], whole[start:])
+            for whole, (start, _) in zip(wholes, starts, strict=True)
+        ]
+        return (prompt_tokens, *ids)
+
+    def _start(self, whole: str) -> tuple[int, bool]:
+        """Where the answer begins in the whole, and whether the prompt before it stays as it is."""
+        prompt, name = self._prompt, self._tokenizer.name
+        if whole.startswith(prompt):
+            return len(prompt), True
+        messages = self._conversation.render(self._tokenizer, add_generation_prompt=False)
+        messages = os.path.commonprefix([messages, prompt])
+        other = self._conversation.render(
+            self._tokenizer,
+            [{"role": "assistant", "content": _OTHER_ANSWER}],
+            add_generation_prompt=False,
+        )
+        before = os.path.commonprefix([whole, other])
+        shared = os.path.commonprefix([before, prompt])
+        header = prompt[len(messages) :]
+        if shared.startswith(messages):
+            shared = self._whole_tokens(whole, shared, len(messages))
+            self._notify(
+                f"tokenizer {name}: its chat template asks with {header!r}, with which no answer "
+                f"in its conversations begins; learned answers follow "
+                f"{header[: len(shared) - len(messages)]!r}"
+            )
+            return len(shared), False
+        found = before.rfind(header)
+        if found < 0:
+            raise DataError(
+                f"tokenizer {name}: its chat template writes the prompt differently where an "
+                f"answer follows, and answers do not begin with {short_repr(header, 80)}; take a "
+                "template whose conversations only grow"
+            )
+        self._notify(
+            f"tokenizer {name}: its chat template writes some prompts differently where an answer "
+            "follows; learned answers follow the prompt as rollouts see it"
+        )
+        return found + len(header), True
+
+    def _whole_tokens(self, whole: str, beginning: str, least: int) -> str:
+        """The beginning of the whole, shortened until no token lies across its end."""
+        ids = self._tokenizer.encode(whole, add_special=False)
+        for length in range(len(beginning), least, -1):
+            head = self._tokenizer.encode(whole[:length], add_special=False)
+            if ids[: len(head)] == head:
+                return whole[:length]
+        return whole[:least]
+
+    def _continuation(self, before: str, rest: str) -> list[int]:
+        """Token ids of a turn up to its end, as they continue the text before it."""
+        tokenizer = self._tokenizer
+        rest, ended = tokenizer.turn_ends.cut(rest)
+        end = [] if ended or tokenizer.eos_id is None else [tokenizer.eos_id]
+        if not ended:
+            self._notify(
+                f"tokenizer {tokenizer.name}: its chat template ends an answer with "
+                f"{tokenizer.turn_ends.tail!r}, in which is no token of its own; learned answers "
+                + ("end in the tokenizer's EOS" if end else "have no end")
+            )
+        # After a newline: a tokenizer that adds a blank adds it before that.
+        for context in (before, "\n"):
+            known = tokenizer.encode(context, add_special=False)
+            ids = tokenizer.encode(context + rest, add_special=False)
+            if ids[: len(known)] == known:
+                return ids[len(known) :] + end
+        return tokenizer.encode(rest, add_special=False) + end
+
+
+def _check_complete(answer: Messages, text: str, name: str) -> None:
+    """Raise DataError where the rendered answer lacks a part of its messages."""
+    found = "".join(text.split())
+    for message in answer:
+        content = message.get("content")
+        if isinstance(content, list):
+            content = "".join(str(part.get("text") or "") for part in content)
+        calls = [call.get("function", call) for call in message.get("tool_calls") or []]
+        parts = [("content", part) for part in re.split("</?think>", content or "")]
+        parts.append(("reasoning_content", message.get("reasoning_content") or ""))
+        parts += [("tool_calls", str(call.get("name"))) for call in calls]
+        for key, part in parts:
+            if "".join(part.split()) not in found:
+                raise DataError(
+                    f"{name}: its chat template leaves out {short_repr(part.strip(), 80)}, "
+                    f"{key} of a learned turn of {message.get('role')!r}; remove it from the data, "
+                    "or take a template that writes it"
+                )
