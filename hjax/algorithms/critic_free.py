@@ -162,7 +162,7 @@ class GDPO(GRPO):
             (),
             "of the reward function's named rewards: numbers in the order of its dict, or a dict "
             "by name, which is the same as `('math=1', 'format=0.5')`; empty: 1 each",
-        ),
+        )
     }
     defaults = {"baseline": "none", "normalise": "none", "kl_coef": 0.0}
 

@@ -35,13 +35,7 @@ from hjax.algorithms.masks import constant, masked, masked_variance
 from hjax.algorithms.policy_loss import PolicyLoss
 from hjax.errors import ConfigError
 
-__all__ = [
-    "PolicyLoss",
-    "SupervisedLoss",
-    "ValueLoss",
-    "aggregation_weights",
-    "explained_variance",
-]
+__all__ = ["PolicyLoss", "SupervisedLoss", "ValueLoss", "aggregation_weights", "explained_variance"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ class OnlineDPO(DPO):
             False,
             "pairs of equal rewards stay in the loss, the first answer chosen (TRL), instead of "
             "leaving it",
-        ),
+        )
     }
 
     def __init__(self, *args: Any, **kwargs: Any):

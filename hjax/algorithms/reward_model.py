@@ -261,7 +261,7 @@ class ProcessRewardModel(ScoredAlgorithm):
     needed_data = "steps with labels (the columns `completions` and `labels`)"
 
     keys = {
-        "separator": Key("", "text that stands after each step of a response, and is read with it"),
+        "separator": Key("", "text that stands after each step of a response, and is read with it")
     }
 
     @classmethod

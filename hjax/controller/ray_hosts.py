@@ -3,13 +3,7 @@
 import contextlib
 
 from hjax.controller import ray_calls
-from hjax.controller.hosts import (
-    FoundDevice,
-    HostGroup,
-    Hosts,
-    devices_per_host,
-    host_groups,
-)
+from hjax.controller.hosts import FoundDevice, HostGroup, Hosts, devices_per_host, host_groups
 from hjax.controller.ray_pool import START_SECONDS
 from hjax.errors import ConfigError, RunError
 from hjax.machine import device_memory

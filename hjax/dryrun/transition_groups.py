@@ -16,13 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from hjax.errors import ConfigError
-from hjax.sharding.layout import (
-    GENERATE_RULES,
-    MESH_AXES,
-    Layout,
-    RoleLayouts,
-    make_layouts,
-)
+from hjax.sharding.layout import GENERATE_RULES, MESH_AXES, Layout, RoleLayouts, make_layouts
 
 METHODS = ("hybridflow", "vanilla", "gather_all")
 

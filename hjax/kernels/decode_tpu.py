@@ -176,8 +176,7 @@ def _call(
         input_output_aliases=aliases,
         # On a chip with two cores these split rows and heads.
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=VMEM_BYTES,
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
         ),
         cost_estimate=_estimate(s, jnp.dtype(dtype).itemsize, expected),
         interpret=interpret,

@@ -105,6 +105,4 @@ def make_kernel_set(name: str, whole: bool = False, unrolled: bool = False) -> K
         product = cpu.product_flat if unrolled else backward.product
         products = dataclasses.replace(written_out, product=product)
     tables = cpu.rotary_tables if unrolled else reference.rotary_tables
-    return dataclasses.replace(
-        products, rotary_tables=tables, rotate=cpu.rotate, argmax=cpu.argmax
-    )
+    return dataclasses.replace(products, rotary_tables=tables, rotate=cpu.rotate, argmax=cpu.argmax)

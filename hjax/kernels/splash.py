@@ -12,12 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-    splash_attention_kernel as splash,
-)
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-    splash_attention_mask as masks,
-)
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
 from hjax.kernels import blockwise
 from hjax.kernels.attention import (

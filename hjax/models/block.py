@@ -34,10 +34,7 @@ Rotary = tuple[Tables, ...]  # (cos, sin) of each of the model's ropes
 
 
 def rotary_tables(
-    config: ModelConfig,
-    positions: jax.Array,
-    kernels: KernelSet,
-    lengths: jax.Array | None = None,
+    config: ModelConfig, positions: jax.Array, kernels: KernelSet, lengths: jax.Array | None = None
 ) -> Rotary:
     """cos and sin of positions, a pair for each rope of the model.
 

@@ -345,14 +345,7 @@ class KVCache:
 
         pair = keys_and_values(prompt, form in TPU_KERNELS)
         prompt_k, prompt_v = (_prompt_cache(x, form, copies) for x in pair)
-        return cls(
-            prompt_k,
-            prompt_v,
-            empty(prompt_k, True),
-            empty(prompt_v, False),
-            form,
-            copies,
-        )
+        return cls(prompt_k, prompt_v, empty(prompt_k, True), empty(prompt_v, False), form, copies)
 
 
 def keys_and_values(kept: Any, stacked: bool) -> tuple[Any, Any]:

@@ -84,8 +84,7 @@ PRESETS: dict[str, ModelConfig] = {
     "qwen3-14b": shape_of("qwen3", 40, 5120, 17408, 40, 8, 151936, 40960, **_QWEN),
     "qwen3-32b": shape_of("qwen3", 64, 5120, 25600, 64, 8, 151936, 40960, **_QWEN),
     "mixtral-8x7b": shape_of(
-        "mixtral", 32, 4096, 14336, 32, 8, 32000, 32768,
-        num_local_experts=8, num_experts_per_tok=2,
+        "mixtral", 32, 4096, 14336, 32, 8, 32000, 32768, num_local_experts=8, num_experts_per_tok=2
     ),
     "mistral-7b": shape_of("mistral", 32, 4096, 14336, 32, 8, 32768, 32768, rope_theta=1e6),
     "smollm3-3b": shape_of("smollm3", 36, 2048, 11008, 16, 4, 128256, 65536, rope_theta=5e6),

@@ -18,11 +18,7 @@ from flax import nnx
 from hjax.errors import ConfigError
 from hjax.kernels.registry import KernelSet
 from hjax.models import remat
-from hjax.models.architecture import (
-    decoder_parameters,
-    scalar_parameters,
-    without_output_table,
-)
+from hjax.models.architecture import decoder_parameters, scalar_parameters, without_output_table
 from hjax.models.attention_strategies import Attention
 from hjax.models.block import Block, Rotary, norm, rotary_tables
 from hjax.models.collective_matmul import WeightRing

@@ -60,8 +60,9 @@ class DeviceSet:
     def _programs(self) -> ProgramOptions:
         pool, own = self.pool, self.numerics.hjax_programs
         by_cudnn = own and not pool.shape and not pool.shares_cores and self.numerics.compute == 2
-        return ProgramOptions(self.numerics, own and bool(pool.shape), by_cudnn,
-        self.constants.logits)
+        return ProgramOptions(
+            self.numerics, own and bool(pool.shape), by_cudnn, self.constants.logits
+        )
 
     def memory(self, model: ModelCounts, mesh: MeshSizes) -> MemoryEstimate:
         """Bytes that a role keeps and needs on a device."""

@@ -138,10 +138,7 @@ def build_problem(
 
 
 def paper_problem(
-    algorithm: str,
-    models: str | Mapping[str, str],
-    gpus: int,
-    constants: Constants | None = None,
+    algorithm: str, models: str | Mapping[str, str], gpus: int, constants: Constants | None = None
 ) -> PlanProblem:
     """One of the HybridFlow paper's experiments, on machines of 8 A100-80GB.
 

@@ -32,10 +32,7 @@ def _spread(devices: Sequence[Any], shape: tuple[int, ...], dtype: str) -> tuple
         some = jax.random.normal(jax.random.key(0), (1 << 14,), dtype)
         return jnp.resize(some, (len(devices), *shape))
 
-    make = jax.jit(
-        fill,
-        out_shardings=NamedSharding(mesh, PartitionSpec("d")),
-    )
+    make = jax.jit(fill, out_shardings=NamedSharding(mesh, PartitionSpec("d")))
     return make(), mesh
 
 

@@ -144,8 +144,7 @@ class RoleFronts:
                 (number, devices)
                 for number, pool in enumerate(self.problem.cluster.pools)
                 for devices in legal_counts(pool)
-                if self.least_memory(roles, pool, devices)
-                <= self.place(pool, devices).capacity
+                if self.least_memory(roles, pool, devices) <= self.place(pool, devices).capacity
             ]
             if not where:
                 return False

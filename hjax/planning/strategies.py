@@ -14,14 +14,7 @@ from collections.abc import Callable
 from hjax.errors import ConfigError
 from hjax.planning.hardware import legal_counts
 from hjax.planning.plan_types import Candidate, Dataflow, DevicePool
-from hjax.planning.search import (
-    MAX_SHOWN,
-    Placement,
-    PlanProblem,
-    SearchResult,
-    partitions,
-    search,
-)
+from hjax.planning.search import MAX_SHOWN, Placement, PlanProblem, SearchResult, partitions, search
 from hjax.roles import ROLES
 
 # OpenRLHF's second copy of the actor, the one that generates.
@@ -104,12 +97,7 @@ def _openrlhf(problem: PlanProblem) -> PlanProblem:
         dataclasses.replace(c, role=ROLLOUT) if c.kind == "generate" else c for c in flow.calls
     )
     space = dataclasses.replace(
-        problem.space,
-        pipes=(1,),
-        shardings=("fsdp",),
-        zero=True,
-        generate="inside",
-        gather="sent",
+        problem.space, pipes=(1,), shardings=("fsdp",), zero=True, generate="inside", gather="sent"
     )
     return dataclasses.replace(
         problem,

@@ -112,10 +112,7 @@ def check_async_rollout(config: ConfigDict, algorithm: type[Algorithm], plan: Pl
 
 
 def check_offloads(
-    config: ConfigDict,
-    algorithm: type[Algorithm],
-    devices: Sequence[jax.Device],
-    plan: Plan,
+    config: ConfigDict, algorithm: type[Algorithm], devices: Sequence[jax.Device], plan: Plan
 ) -> None:
     """Raise ConfigError if offload is requested and the devices have no pinned host memory."""
     for role, settings in plan.settings.items():

@@ -74,9 +74,7 @@ class TrainingRun:
         if on_cluster(config) and executor is None:
             self.backend = ClusterBackend(config, workdir, self.reporter.message)
         else:
-            self.backend = LocalBackend(
-                config, executor or ThreadExecutor, self.reporter.compiling
-            )
+            self.backend = LocalBackend(config, executor or ThreadExecutor, self.reporter.compiling)
         with contextlib.ExitStack() as undo:
             undo.callback(self.backend.close)
             devices, platform = self.backend.devices, self.backend.platform

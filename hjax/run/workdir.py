@@ -78,10 +78,7 @@ class Workdir:
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        loggers: Sequence[Logger] = (),
-        overwrite: bool = False,
+        self, path: str | os.PathLike[str], loggers: Sequence[Logger] = (), overwrite: bool = False
     ):
         self.path = Path(path)
         self._overwrite = overwrite

@@ -22,16 +22,7 @@ from hjax.sharding.reshard_plan import spec_of
 from hjax.xla.compiler_flags import compiler_options
 
 # Major to minor: the paper's rank (d * p + P) * t + T, with the micro axes consecutive ranks.
-MESH_AXES = (
-    "data",
-    "fsdp",
-    "expert",
-    "context",
-    "pipe",
-    "pipe_micro",
-    "tensor",
-    "tensor_micro",
-)
+MESH_AXES = ("data", "fsdp", "expert", "context", "pipe", "pipe_micro", "tensor", "tensor_micro")
 
 Rules = Mapping[str, tuple[str, ...]]
 

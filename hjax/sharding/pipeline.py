@@ -94,9 +94,7 @@ class Pipeline:
 
         whole = PartitionSpec()
         loss, stats, grads, d_embedded, busy = self._map(
-            body,
-            (self.specs, whole, whole),
-            (whole, whole, split(self.specs)[0], whole, whole),
+            body, (self.specs, whole, whole), (whole, whole, split(self.specs)[0], whole, whole)
         )(params, embedded, parts)
         stats = {**stats, "pipeline_bubble": _bubble(busy)}
         return (loss, stats), jax.tree.map(jnp.add, grads, pull(d_embedded)[0])
@@ -185,9 +183,7 @@ class Pipeline:
             inputs = _where(runs_forward, _store(inputs, x, forward_index % buffered), inputs)
             # The last stage's forward is part of its backward pass, in the same tick.
             sent = jax.lax.cond(
-                runs_forward & ~last,
-                lambda: run(learned, x, part)[0],
-                lambda: zero_x,
+                runs_forward & ~last, lambda: run(learned, x, part)[0], lambda: zero_x
             )
             part = _pick(parts, backward_index, count)
             x = jax.tree.map(lambda buffer: buffer[backward_index % buffered], inputs)

@@ -89,11 +89,7 @@ class GeneratingWorker(ModelWorker):
         return self.with_text(self.generate_tokens(prompts, greedy, samples))
 
     def generate_tokens(
-        self,
-        prompts: Mapping[str, Any],
-        greedy: bool,
-        samples: int | None,
-        end: int | None = None,
+        self, prompts: Mapping[str, Any], greedy: bool, samples: int | None, end: int | None = None
     ) -> dict[str, Any]:
         """``generate_sequences`` without the text of the responses.
 

@@ -171,10 +171,7 @@ def chain_owners(module: HloModule) -> dict[int, str]:
 
 
 def _inside(
-    module: HloModule,
-    computation: Computation,
-    loop_trips: int | None,
-    owners: Mapping[int, str],
+    module: HloModule, computation: Computation, loop_trips: int | None, owners: Mapping[int, str]
 ) -> list[Collective]:
     found: list[Collective] = []
     chains: set[int | None] = set()  # channels of those met inside fusions

@@ -76,7 +76,7 @@ COMPILER_FLAGS: dict[str, dict[str, CompilerFlag]] = {
             "to be gathered: of Qwen3-30B-A3B's 1.87 s -> 1.81 s",
             kinds=SPARSECORE_KINDS,
         ),
-    },
+    }
 }
 
 

@@ -204,10 +204,7 @@ class Family:
 
     def norm_names(self) -> dict[str, str]:
         """Names in files of a layer's norms."""
-        return {
-            "attention_norm": "input_layernorm",
-            "mlp_norm": "post_attention_layernorm",
-        }
+        return {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
 
 def tied_to(config: ModelConfig) -> str:
