@@ -17,8 +17,7 @@ class _OneLineError:
 
     def _render_traceback_(self) -> list[str]:
         """What IPython prints of it (the name is IPython's)."""
-        lines = self.details.splitlines()
-        return [*lines, f"hjax: error: {one_line(self)}"]  # type: ignore[arg-type]
+        return [*self.details.splitlines(), f"hjax: error: {one_line(self)}"]  # type: ignore[arg-type]
 
 
 class ConfigError(_OneLineError, ValueError):

@@ -25,8 +25,7 @@ CALIBRATION = "calibration.jsonl"
 def cache_folder(*parts: str) -> Path:
     """The folder for files that can be made again: ``$XDG_CACHE_HOME/hjax`` or
     ``~/.cache/hjax``."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root.joinpath("hjax", *parts)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").joinpath("hjax", *parts)
 
 
 def to_json(value: Any) -> Any:

@@ -251,8 +251,7 @@ def group_advantages(
     advantages = groups - subtracted
     if normalise == "std":
         squares = jnp.sum(masked((groups[:, None, :] - mean[:, :, None]) ** 2, peers), axis=2)
-        denominator = count - 1 if unbiased_std else count
-        std = jnp.sqrt(squares / jnp.maximum(denominator, 1))
+        std = jnp.sqrt(squares / jnp.maximum(count - 1 if unbiased_std else count, 1))
         advantages /= jnp.where(_equal_peers(grouped, peers), 1.0, std + epsilon)
     elif normalise == "mean":
         group_mean = mean + masked(jnp.broadcast_to(lowest, groups.shape), scored)

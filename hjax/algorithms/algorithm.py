@@ -275,8 +275,7 @@ class Algorithm(AlgorithmSpec):
         """
         if isinstance(batch, Future):
             group = getattr(self, batch.label.split(".")[0])
-            rows = int(group.apply(row_count, batch).result())
-            for chosen in self._minibatch_rows(rows):
+            for chosen in self._minibatch_rows(int(group.apply(row_count, batch).result())):
                 yield batch if chosen is None else group.apply(take_rows, batch, chosen)
             return
         arrays = {k: v for k, v in join(batch).items() if isinstance(v, np.ndarray)}
@@ -294,8 +293,7 @@ class Algorithm(AlgorithmSpec):
                 yield None
                 continue
             rng = np.random.default_rng([self.seed, self.step_number, epoch])
-            order = rng.permutation(np.arange(rows).reshape(-1, samples))
-            yield from order.reshape(-1, size)
+            yield from rng.permutation(np.arange(rows).reshape(-1, samples)).reshape(-1, size)
 
     def log(self, metrics: Future | Mapping[str, Any], role: str = "") -> None:
         """Keep an update's metrics for this step's row; does not wait for a future."""

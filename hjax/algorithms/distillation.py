@@ -192,17 +192,15 @@ class Distillation(Algorithm):
     @classmethod
     def losses(cls, config: ConfigDict, max_response_length: int) -> dict[str, Any]:
         """The divergence for the student, and the supervised loss of a teacher that is trained."""
-        limit = max_response_length if config.aggregation == "constant" else None
-        student = DistillationLoss(
-            kind=config.divergence,
-            mixture=config.mixture,
-            top_k=config.top_k,
-            aggregation=config.aggregation,
-            max_length=limit,
-        )
-        return {"actor": student} | (
-            {"teacher": SupervisedLoss()} if config.teacher_updates else {}
-        )
+        return {
+            "actor": DistillationLoss(
+                kind=config.divergence,
+                mixture=config.mixture,
+                top_k=config.top_k,
+                aggregation=config.aggregation,
+                max_length=max_response_length if config.aggregation == "constant" else None,
+            )
+        } | ({"teacher": SupervisedLoss()} if config.teacher_updates else {})
 
     def learn(self, batch: Any) -> Batch:
         """Score the student's samples by the teacher, then update the student."""

@@ -60,8 +60,7 @@ class DPO(Algorithm):
 
     def learn(self, batch: Any) -> Batch:
         """One update."""
-        reference = self.reference.compute_ref_log_prob(batch)
-        batch = join(batch, reference)
+        batch = join(batch, self.reference.compute_ref_log_prob(batch))
         self.log(self.actor.update_actor(batch))
         return batch
 

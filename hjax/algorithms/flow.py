@@ -119,5 +119,4 @@ class Replay:
 
     def sample(self, count: int = 1) -> list[Batch]:
         """Sample `count` batches without replacement, or all if there are fewer."""
-        chosen = self._rng.permutation(len(self._batches))[:count]
-        return [self._batches[int(i)] for i in chosen]
+        return [self._batches[int(i)] for i in self._rng.permutation(len(self._batches))[:count]]

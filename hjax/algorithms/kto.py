@@ -51,8 +51,7 @@ class KTO(Algorithm):
         others = mismatched(batch)
         reference = self.reference.compute_ref_log_prob(batch)
         others_ref = self.reference.compute_ref_log_prob(others)
-        others_policy = self.actor.compute_log_prob(others)
-        others = join(others, others_policy, others_ref)
+        others = join(others, self.actor.compute_log_prob(others), others_ref)
         batch = self.with_baseline(join(batch, reference, others=others))
         self.log(self.actor.update_actor(batch))
         return batch

@@ -57,8 +57,7 @@ class OnlineDPO(DPO):
     def learn(self, batch: Any) -> Batch:
         """Score the samples, then update on the pairs."""
         reference = self.reference.compute_ref_log_prob(batch)
-        rewards = self.reward.compute_reward(batch)
-        batch = self.rank_pairs(join(batch, reference, rewards))
+        batch = self.rank_pairs(join(batch, reference, self.reward.compute_reward(batch)))
         for minibatch in self.minibatches(batch):
             self.log(self.actor.update_actor(minibatch))
         return batch
@@ -126,8 +125,7 @@ class SPIN(DPO):
         shown, own = batch
         own = join(own)
         pairs = interleave_pairs(shown, own)
-        opponent = join(self.actor.compute_log_prob(pairs))
-        pairs["ref_logprobs"] = opponent["old_logprobs"]
+        pairs["ref_logprobs"] = join(self.actor.compute_log_prob(pairs))["old_logprobs"]
         for minibatch in self.minibatches(pairs):
             self.log(self.actor.update_actor(minibatch))
         return own

@@ -103,8 +103,7 @@ class PairLoss(SequenceLoss):
     def prepared(self, batch: Batch) -> dict[str, jax.Array]:
         """`chosen_tokens`, float32 scalar: mean length of a chosen response over the step."""
         mask = jnp.asarray(batch["response_mask"], bool)
-        pairs = self.weights(batch)[::2, 0]
-        return {"chosen_tokens": jnp.sum(pairs * mask[::2].sum(axis=1))}
+        return {"chosen_tokens": jnp.sum(self.weights(batch)[::2, 0] * mask[::2].sum(axis=1))}
 
     def __call__(
         self, logprobs: jax.Array, entropy: jax.Array | None, batch: Batch

@@ -237,9 +237,8 @@ class PolicyLoss(TokenLoss):
         made: dict[str, jax.Array] = {}
         weights = self.weights(batch)
         if self.covariance != "none":
-            covariance = token_covariances(batch["advantages"], batch["old_logprobs"], weights > 0)
             made["covariant"] = select_by_covariance(
-                covariance,
+                token_covariances(batch["advantages"], batch["old_logprobs"], weights > 0),
                 weights > 0,
                 self.covariance,
                 self.covariance_share,

@@ -97,8 +97,7 @@ class PRIME(Resampling, Algorithm):
         batch = self.resampled(batch)
         reference = self.reference.compute_ref_log_prob(batch)
         rewards = self.rewards(batch)
-        old = self.proximal(batch)
-        batch = self.with_outcomes(join(batch, reference, rewards, old))
+        batch = self.with_outcomes(join(batch, reference, rewards, self.proximal(batch)))
         for minibatch in self.minibatches(batch):
             self.log(self.process_reward.update_reward(minibatch))
         process = self.process_reward.compute_process_reward(batch)
@@ -167,8 +166,7 @@ def largest_return(process: np.ndarray, rows: np.ndarray) -> np.float32:
     1 if all are 0, so that it can be divided by.
     """
     sums = process[:, ::-1].cumsum(axis=1)[:, ::-1]
-    largest = np.abs(sums[np.asarray(rows, bool)]).max(initial=0.0)
-    return np.float32(largest or 1.0)
+    return np.float32(np.abs(sums[np.asarray(rows, bool)]).max(initial=0.0) or 1.0)
 
 
 @jit_static_keywords

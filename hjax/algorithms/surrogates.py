@@ -44,8 +44,7 @@ def log_ratio_at_level(log_ratio: jax.Array, mask: jax.Array, level: str) -> jax
     total = jnp.sum(log_ratio, axis=1, keepdims=True)
     if level == "sequence_sum":
         return jnp.broadcast_to(total, log_ratio.shape)
-    lengths = jnp.sum(jnp.asarray(mask, bool), axis=1, keepdims=True)
-    mean = total / jnp.maximum(lengths, 1)
+    mean = total / jnp.maximum(jnp.sum(jnp.asarray(mask, bool), axis=1, keepdims=True), 1)
     if level == "sequence":
         return jnp.broadcast_to(mean, log_ratio.shape)
     straight = log_ratio - jax.lax.stop_gradient(log_ratio)

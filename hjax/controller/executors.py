@@ -105,8 +105,7 @@ class ThreadExecutor:
         if isinstance(message, BuildWorker):
             self.host.build(BuildWorker(message.role, message.worker, arguments, options))
             return CallResult(None)
-        call = Call(message.role, message.method, arguments, options, message.reads)
-        return self.host.call(call)
+        return self.host.call(Call(message.role, message.method, arguments, options, message.reads))
 
 
 class MessageQueue:

@@ -52,8 +52,7 @@ class RayFuture(Future):
         """Wait for the value and fetch it; see ``Future``."""
         until = time.monotonic() + timeout_seconds
         super().result(timeout_seconds)
-        left = max(until - time.monotonic(), 1.0)
-        return self.executor.fetch(self, left)
+        return self.executor.fetch(self, max(until - time.monotonic(), 1.0))
 
 
 class RayExecutor(ProcessPool):
@@ -188,9 +187,8 @@ class RayExecutor(ProcessPool):
         if isinstance(message, Call) and outcomes[0].phase:
             starts = [o.start + h.offset for o, h in zip(outcomes, handles, strict=True)]
             ends = [o.end + h.offset for o, h in zip(outcomes, handles, strict=True)]
-            phase = outcomes[0].phase
             self._timeline.add(
-                self.name, message.role, message.method, phase, min(starts), max(ends)
+                self.name, message.role, message.method, outcomes[0].phase, min(starts), max(ends)
             )
         inner.set_result(None)
 

@@ -187,8 +187,7 @@ class ProcessPool:
 
     def _make(self, rank: int, bundle: Mapping[str, float]) -> ProcessHandle:
         cluster = self._cluster
-        environment = cluster.environment
-        actor = ray_calls.start_process(RayProcess, bundle, self._group, rank, environment)
+        actor = ray_calls.start_process(RayProcess, bundle, self._group, rank, cluster.environment)
         return ProcessHandle(f"{self.name}:{rank}", actor, cluster.log_of(self.name, rank))
 
     def _wait_all(self, references: Sequence[Any], doing: str, watched: bool = False) -> list[Any]:
@@ -222,8 +221,7 @@ class ProcessPool:
         except ray_calls.ActorDied as error:
             raise ProcessLost(self._loss_message(handle, "died", error)) from error
         except ray_calls.TaskRaised as error:
-            cause = error.cause if isinstance(error.cause, Exception) else error
-            raise cause from None
+            raise (error.cause if isinstance(error.cause, Exception) else error) from None
 
     def _measure_clocks(self) -> None:
         for handle in self._handles:

@@ -94,8 +94,7 @@ def compile_program(
     }
     file = None
     if cache is not None:
-        text = lowered.as_text()
-        key = _cache_key(text, loop_trips, topology, level, placed, reader)
+        key = _cache_key(lowered.as_text(), loop_trips, topology, level, placed, reader)
         file = cache / f"{key}.json"
         with contextlib.suppress(DataError):  # a missing or damaged file is replaced
             return {**described, **read_object(file), "kept": True}
@@ -114,8 +113,7 @@ def _cache_key(
     reader: ProgramReader | None,
 ) -> str:
     order = [device.id for device in placed]
-    flags = COMPILER_FLAGS.get(topology.platform, {})
-    options = {name: flag.value for name, flag in flags.items()}
+    options = {name: flag.value for name, flag in COMPILER_FLAGS.get(topology.platform, {}).items()}
     parts = [FORMAT, text, loop_trips, topology.name, topology.versions, level, options, order]
     parts += [reader.name] if reader else []
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
@@ -176,8 +174,7 @@ def _link_bytes_of_both_orders(
         return {}
     found = link_bytes(exchanged, placed)
     order = sorted(placed, key=lambda device: (device.process_index, device.id))
-    listed = link_bytes(exchanged, order)
-    return found | {f"listed_{name}": value for name, value in listed.items()}
+    return found | {f"listed_{name}": value for name, value in link_bytes(exchanged, order).items()}
 
 
 def _text(compiled: Any, folder: Path) -> str:

@@ -75,8 +75,7 @@ class GatherAndCut:
             generated |= dict(zip(bucket, shards, strict=True))
             _replace(state.leaves, bucket, keep, watch)
         state.kept = generated
-        ordered = [generated[i] for i in range(len(state.leaves))]
-        return jax.tree.unflatten(self._structure, ordered)
+        return jax.tree.unflatten(self._structure, [generated[i] for i in range(len(state.leaves))])
 
     def to_train(self, state: HeldParameters, watch: Callable[[], object] | None = None) -> Any:
         """Free the generation shards and return the training parameters, which were kept."""

@@ -350,8 +350,7 @@ def _slice(name: str, kind: Device, sides: tuple[int, ...]) -> list[AbstractDevi
     hosts = itertools.product(range(0, z, dz_host), range(0, y, dy_host), range(0, x, dx_host))
     found: list[AbstractDevice] = []
     for process, (z0, y0, x0) in enumerate(hosts):
-        chips = itertools.product(range(dz_host), range(dy_host), range(dx_host))
-        for dz, dy, dx in chips:
+        for dz, dy, dx in itertools.product(range(dz_host), range(dy_host), range(dx_host)):
             at = (x0 + dx, y0 + dy, z0 + dz)
             if at[0] < x and at[1] < y and at[2] < z:
                 for core in range(kind.cores):

@@ -134,8 +134,7 @@ def groups(layout: Layout, axes: Sequence[str]) -> list[list[int]]:
     size = int(np.prod([mesh.devices.shape[i] for i in last]))
     # Both kinds of mesh list the devices in the order of their ranks.
     ranks = np.arange(mesh.size).reshape(mesh.devices.shape)
-    rows = ranks.transpose(first + last).reshape(-1, size)
-    return sorted(sorted(row) for row in rows.tolist())
+    return sorted(sorted(row) for row in ranks.transpose(first + last).reshape(-1, size).tolist())
 
 
 def stage_groups(layouts: RoleLayouts) -> dict[str, dict[str, list[list[int]]]]:

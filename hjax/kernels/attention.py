@@ -217,8 +217,7 @@ def reference(
 ) -> jax.Array:
     """Reference implementation of ``attend``."""
     check_attention(q, k, v, segments, sinks, shared)
-    window = scoring.window if shared is None else 0
-    mask_spec = dataclasses.replace(mask_spec, window=window)
+    mask_spec = dataclasses.replace(mask_spec, window=scoring.window if shared is None else 0)
     visible = jnp.asarray(mask_spec.dense_mask(q.shape[1]))[None]
     if segments is not None:
         visible = visible & same_segment(segments, segments, shared)
@@ -379,8 +378,7 @@ def _row_axes(sharding: KernelSharding, rows: int) -> Axes:
 def _own_kv_heads(x: jax.Array, axes: Axes, heads: int, per_kv: int) -> jax.Array:
     """The heads of replicated keys or values that this device's queries read."""
     first = jax.lax.axis_index(axes) * heads // per_kv
-    count = max(heads // per_kv, 1)
-    return jax.lax.dynamic_slice_in_dim(x, first, count, axis=2)
+    return jax.lax.dynamic_slice_in_dim(x, first, max(heads // per_kv, 1), axis=2)
 
 
 @functools.lru_cache(maxsize=64)

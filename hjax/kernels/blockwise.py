@@ -99,8 +99,7 @@ def attend(
     k, v, k_segs = kv
     q = split_heads(q, k.shape[2])
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-    out = _attend(plan, q, k, v, segs, k_segs, sinks)
-    return merge_heads(out)[:, :length]
+    return merge_heads(_attend(plan, q, k, v, segs, k_segs, sinks))[:, :length]
 
 
 def _block(rows: int, length: int) -> int:

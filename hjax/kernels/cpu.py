@@ -46,8 +46,7 @@ def _product_backward(kept: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, weight = _flat(full_x, full_weight)
     g = g.reshape(*g.shape[:2], -1)
     d_x = jnp.einsum("btm,dm->btd", g, weight).reshape(full_x.shape)
-    d_weight = _weight_gradient(x, g).reshape(full_weight.shape)
-    return d_x, d_weight.astype(full_weight.dtype)
+    return d_x, _weight_gradient(x, g).reshape(full_weight.shape).astype(full_weight.dtype)
 
 
 def _weight_gradient(x: jax.Array, g: jax.Array) -> jax.Array:
@@ -96,8 +95,7 @@ def _gated_mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
 def _gated_mlp_forward(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> tuple[jax.Array, Any]:
     both = jnp.einsum("btd,dcm->btcm", x, gate_up.astype(x.dtype))
     both = checkpoint_name(both, reference.GATES)
-    inner = jax.nn.silu(both[:, :, 0]) * both[:, :, 1]
-    return _product(inner, down), (x, gate_up, down, both)
+    return _product(jax.nn.silu(both[:, :, 0]) * both[:, :, 1], down), (x, gate_up, down, both)
 
 
 def _gated_mlp_backward(kept: Any, g: jax.Array) -> tuple[jax.Array, ...]:
@@ -106,8 +104,7 @@ def _gated_mlp_backward(kept: Any, g: jax.Array) -> tuple[jax.Array, ...]:
     gate, up = both[:, :, 0], both[:, :, 1]
     sigmoid = jax.nn.sigmoid(gate)
     d_down = _weight_gradient(gate * sigmoid * up, g)
-    d_inner = jnp.einsum("btd,md->btm", g, down)
-    d_gate, d_up = backward.gate_gradients(gate, up, sigmoid, d_inner)
+    d_gate, d_up = backward.gate_gradients(gate, up, sigmoid, jnp.einsum("btd,md->btm", g, down))
     d_x = jnp.einsum("btm,dm->btd", d_gate, gate_up[:, 0])
     d_x += jnp.einsum("btm,dm->btd", d_up, gate_up[:, 1])
     d_gate_up = jnp.stack([_weight_gradient(x, half) for half in (d_gate, d_up)], axis=1)

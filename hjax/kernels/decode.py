@@ -342,8 +342,7 @@ def attend_slots(
     if sink is not None:
         total = total + jnp.exp(sink - top)
     if past is not None:
-        answer = int8_cache.values("xkqp,xkpd->xkqd", past, prompt_v, q.dtype)
-        out = out + by_row(answer)
+        out = out + by_row(int8_cache.values("xkqp,xkpd->xkqd", past, prompt_v, q.dtype))
     return (out / total[..., None]).astype(q.dtype)
 
 

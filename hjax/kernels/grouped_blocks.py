@@ -81,12 +81,10 @@ def _grouped_product(
         # Rows that it writes beyond its group are overwritten by the next groups.
         x = jax.lax.dynamic_slice_in_dim(padded, start, block)
         weight = jax.lax.dynamic_index_in_dim(weights, group, keepdims=False)
-        spec = "ro,io->ri" if transposed else "ri,io->ro"
-        made = jnp.einsum(spec, x, weight.astype(rows.dtype))
+        made = jnp.einsum("ro,io->ri" if transposed else "ri,io->ro", x, weight.astype(rows.dtype))
         return jax.lax.dynamic_update_slice_in_dim(out, made, start, 0)
 
-    width = weights.shape[1 if transposed else 2]
-    out = jnp.zeros((padded.shape[0], width), rows.dtype)
+    out = jnp.zeros((padded.shape[0], weights.shape[1 if transposed else 2]), rows.dtype)
     return _each_block(put, out, sizes, rows, block, fill)[: rows.shape[0]]
 
 

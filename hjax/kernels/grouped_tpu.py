@@ -42,8 +42,7 @@ def product(
     tile = _tile_rows(rows, weights, fill)
     short = -rows.shape[0] % tile
     padded = jnp.pad(rows, ((0, short), (0, 0))) if short else rows
-    out = _product(padded, weights, sizes, before, tile, fill, interpret)
-    return out[: rows.shape[0]]
+    return _product(padded, weights, sizes, before, tile, fill, interpret)[: rows.shape[0]]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))

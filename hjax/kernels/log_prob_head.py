@@ -321,8 +321,7 @@ def _gradients(
         """Add a chunk's gradient, of full width, summed over the devices that share the table."""
         if split.embed:
             # The split dimension is first: over a minor one the TPU compiler has no reduce-scatter.
-            parts = split.shard_count(split.embed)
-            d_part = d_part.reshape(chunks.width, parts, -1).swapaxes(0, 1)
+            d_part = d_part.reshape(chunks.width, split.shard_count(split.embed), -1).swapaxes(0, 1)
             d_part = jax.lax.psum_scatter(d_part, split.embed, scatter_dimension=0)
         # Columns that overlap with the chunk before have a gradient of 0.
         start = chunks.start(number)

@@ -101,9 +101,7 @@ def attend(
             q, k, v, segments, sinks, scoring, mask_spec, axes=axes, length_shards=length_shards,
             gather=gather,
         )  # fmt: skip
-    short = each - length
-
-    padded = functools.partial(pad_length, more=short)
+    padded = functools.partial(pad_length, more=each - length)
     q, k, v = padded(q * scoring.query_scale(dim)), padded(k), padded(v)
     segs = jnp.zeros(q.shape[:2], jnp.int32) if segments is None else padded(segments)
     key_segs = segs
@@ -144,9 +142,8 @@ def _kernel(
         block_q_dq=block,
         block_kv_dq=keys,
     )
-    mask = masks.MultiHeadMask([SplashMask(mask_spec, length)] * heads)
     return splash.make_splash_mha(
-        mask,
+        masks.MultiHeadMask([SplashMask(mask_spec, length)] * heads),
         block_sizes=sizes,
         head_shards=1,
         q_seq_shards=parts,

@@ -305,8 +305,7 @@ def _print_summary(
     command: TrainCommand, path: Path, steps: int, last: Any, stopped: bool = False
 ) -> None:
     if command.json:
-        summary = {"workdir": path, "steps": steps, "stopped": stopped, "metrics": last}
-        print(json_line(summary))
+        print(json_line({"workdir": path, "steps": steps, "stopped": stopped, "metrics": last}))
 
 
 def _say_finished(workdir: Workdir, config: ConfigDict, command: TrainCommand) -> None:

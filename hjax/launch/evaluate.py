@@ -117,8 +117,7 @@ def _run(arguments: Sequence[str]) -> int:
     from hjax.run.batched_generation import length_limit
 
     usual = (task.response_length if task is not None else None) or LENGTH
-    limit = length_limit(questions, info.config, args.max_new_tokens, usual)
-    options["max_new_tokens"] = limit
+    options["max_new_tokens"] = length_limit(questions, info.config, args.max_new_tokens, usual)
     start = time.monotonic()
     graded = _generate_and_grade(args, info, questions, grader, options, output)
     _report(args, task, grader, graded, options, time.monotonic() - start)

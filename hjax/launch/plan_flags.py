@@ -113,11 +113,10 @@ def config_problem(args: Any, config: ConfigDict) -> PlanProblem:
     cluster, constants = _apply_profile(args, _cluster(args))
     platform = "tpu" if any(pool.shape for pool in cluster.pools) else "gpu"
     inputs = shape_inputs(config, algorithm.source)
-    models = planned_models(config, algorithm, inputs, read_shape)
     return run_problem(
         config,
         algorithm,
-        models,
+        planned_models(config, algorithm, inputs, read_shape),
         inputs.prompt_length,
         cluster,
         constants,
@@ -172,8 +171,7 @@ def models_keys(args: Any, problem: PlanProblem) -> dict[str, Any]:
     table = algorithm.role_table(settings)
     models, _ = complete_models(read_models(args.models, algorithm.needed_roles(settings)), table)
     name = args.algorithm if ":" in args.algorithm else algorithm.__name__
-    work = problem.work
-    return keys_of_models(name, table, models, work, args.updates, problem.numerics)
+    return keys_of_models(name, table, models, problem.work, args.updates, problem.numerics)
 
 
 def read_models(text: str, roles: Sequence[str]) -> dict[str, str]:

@@ -179,8 +179,7 @@ class AppendAttention:
             return jnp.zeros(shape, x.dtype)
 
         held = tuple(int8_cache.map_arrays(empty, x) for x in one_block)
-        found = scan_chunks_backwards(columns, begin, size, chunk, held)
-        return cast(KeyValue, found)
+        return cast(KeyValue, scan_chunks_backwards(columns, begin, size, chunk, held))
 
 
 def scan_chunks_backwards(

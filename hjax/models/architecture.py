@@ -95,8 +95,7 @@ def _layer(config: ModelConfig) -> dict[str, ParameterSpec]:
     if config.experts:
         declared["router"] = matrix(into, "embed", **axes("embed experts"))
     declared[first] = matrix(into, "embed", **axes(f"{each}embed {both}mlp"))
-    down = config.mlp_size**-0.5 * out
-    declared["down"] = matrix(down, "mlp", **axes(f"{each}mlp embed"))
+    declared["down"] = matrix(config.mlp_size**-0.5 * out, "mlp", **axes(f"{each}mlp embed"))
     before, after = config.norms != "after", config.norms != "before"
     of_head, of_all = (config.query_key_norm == kind for kind in ("head", "all"))
     norms = [

@@ -148,8 +148,7 @@ class Causal:
             k, v = (form.constrain(x, "batch", None, "kv_heads", None) for x in (k, v))
         k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
         if not uses_kernel:
-            whole = _causal(split_heads(q, k.shape[1]), k, v, self.mask, scoring, sinks)
-            out = merge_heads(whole)
+            out = merge_heads(_causal(split_heads(q, k.shape[1]), k, v, self.mask, scoring, sinks))
         return out, cache, kept or ((k, v) if self.keep else None)
 
 

@@ -280,5 +280,4 @@ def _rotate_heads(kernels: KernelSet, cos: jax.Array, sin: jax.Array, x: jax.Arr
     size = 2 * cos.shape[-1]
     if size == x.shape[-1]:
         return kernels.rotate(x, cos, sin)
-    turned = kernels.rotate(x[..., :size], cos, sin)
-    return jnp.concatenate([turned, x[..., size:]], axis=-1)
+    return jnp.concatenate([kernels.rotate(x[..., :size], cos, sin), x[..., size:]], axis=-1)

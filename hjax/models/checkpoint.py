@@ -215,8 +215,7 @@ class Checkpoints:
             saving.rename(self.folder(step))
             for old in self._saved_steps()[: -self.keep]:
                 # Rename first: a half-deleted checkpoint must not keep its number.
-                removed = self.folder(old).rename(self.directory / f".{old}{REMOVING}")
-                shutil.rmtree(removed)
+                shutil.rmtree(self.folder(old).rename(self.directory / f".{old}{REMOVING}"))
         except BaseException as error:
             shutil.rmtree(saving, ignore_errors=True)
             self._failed = step, error

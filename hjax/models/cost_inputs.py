@@ -334,8 +334,7 @@ class MeshSizes:
     def train_axes(self) -> dict[str, int]:
         """Mesh axes above 1 as ``layout.<role>.train`` takes them."""
         axes = ("data", "fsdp", "expert", "context", "pipe", "tensor")
-        sizes = {a: getattr(self, a) for a in axes if getattr(self, a) > 1}
-        return sizes or {"data": 1}
+        return {a: getattr(self, a) for a in axes if getattr(self, a) > 1} or {"data": 1}
 
     def generate_axes(self) -> dict[str, int]:
         """As ``layout.<role>.generate`` takes them."""

@@ -224,8 +224,7 @@ class _ExpertChunks(NamedTuple):
         place = jnp.clip(place, 0, sets * entries - 1)
         entry = self.tokens.order.reshape(-1)[place] + place // entries * entries
         per_token = sets * entries // self.tokens.rows.shape[0]
-        of_experts = jnp.cumsum(self.totals())
-        in_chunk = jnp.diff(jnp.clip(of_experts - begin, 0, self.size), prepend=0)
+        in_chunk = jnp.diff(jnp.clip(jnp.cumsum(self.totals()) - begin, 0, self.size), prepend=0)
         return _Chunk(entry, entry // per_token, inside, in_chunk.astype(jnp.int32))
 
     def totals(self) -> jax.Array:

@@ -120,8 +120,7 @@ def _padded_states(
     attention: SharedPrompt | Causal = SharedPrompt(mask, per_prompt, form)
     if split is not None and not long:
         # Causality alone hides what follows a response.
-        response_mask = jnp.ones((groups, length), bool)
-        mask = unsplit(jnp.concatenate([mask, response_mask], axis=1))
+        mask = unsplit(jnp.concatenate([mask, jnp.ones((groups, length), bool)], axis=1))
         attention = Causal(mask, form=form)
     tokens, positions = unsplit(tokens), unsplit(positions)
     if DROPOUT in batch:
@@ -222,8 +221,7 @@ def token_log_probs(
         picked -= total if tokens.ndim == 2 else total[..., None]
         if not with_entropy:
             return picked, None
-        mean = jnp.sum(jnp.exp(logits - total[..., None]) * logits, axis=-1)
-        return picked, total - mean
+        return picked, total - jnp.sum(jnp.exp(logits - total[..., None]) * logits, axis=-1)
 
     if chunks <= 1:
         return score(hidden, tokens)

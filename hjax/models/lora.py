@@ -80,11 +80,10 @@ class Lora:
         """
         if not settings["rank"]:
             return None
-        targets = targets_of(tuple(settings["targets"]), experts, key)
         return cls(
             rank=settings["rank"],
             alpha=settings["alpha"],
-            targets=targets,
+            targets=targets_of(tuple(settings["targets"]), experts, key),
             rslora=settings["rslora"],
             dropout=settings.get("dropout", 0.0),  # an older workdir has no such key
             dora=settings.get("dora", False),

@@ -225,8 +225,7 @@ class TensorPart:
 
     def write(self, tensor: np.ndarray, values: np.ndarray) -> None:
         """Write the parameter's values ``at`` into the tensor; the inverse of ``read``."""
-        back = np.argsort(self._order)
-        tensor[self._region] = values.transpose(back).reshape(self._joined_shape)
+        tensor[self._region] = values.transpose(np.argsort(self._order)).reshape(self._joined_shape)
 
 
 def parts(parameter: ParameterSpec) -> Iterator[TensorPart]:

@@ -257,8 +257,7 @@ def unstack_layers(params: Params, shardings: Params, donated: Params | None = N
     parts = jax.tree.map(cut, stacked, shardings["layers"], donate)
     count = jax.tree.leaves(stacked)[0].shape[0]
     layers = (jax.tree.map(lambda _, each, i=i: each[i], stacked, parts) for i in range(count))
-    rest = {name: part for name, part in params.items() if name != "layers"}
-    return Layered(rest, tuple(layers))
+    return Layered({name: part for name, part in params.items() if name != "layers"}, tuple(layers))
 
 
 def decoding_memory_orders(axes: Params, heads_split: bool) -> Params:

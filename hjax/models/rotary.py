@@ -172,8 +172,7 @@ class LongRopeScaling(RopeScaling):
     def frequencies(self, theta: float, plain: jax.Array, length: jax.Array) -> jax.Array:
         """The long factors where the sequence is longer than the original length."""
         short, long = (jnp.asarray(x, jnp.float32) for x in (self.short, self.long))
-        beyond = (length > self.original_max_length)[..., None]
-        return plain / jnp.where(beyond, long, short)
+        return plain / jnp.where((length > self.original_max_length)[..., None], long, short)
 
     @property
     def table_factor(self) -> float:
@@ -235,8 +234,7 @@ class Rope:
           make: ``KernelSet.rotary_tables``.
           lengths: int [...], final length of each sequence; None: its largest position + 1.
         """
-        size = self.rotary_dim(head_dim)
-        plain = jnp.asarray(plain_frequencies(self.theta, size))
+        plain = jnp.asarray(plain_frequencies(self.theta, self.rotary_dim(head_dim)))
         if self.scaling is None:
             return make(plain, positions)
         if lengths is None:
@@ -277,8 +275,7 @@ def read_scaling(content: Mapping[str, Any], max_length: int, what: str) -> Rope
       ConfigError: an unknown ``rope_type``, or a missing or unknown key.
     """
     content = {key: value for key, value in content.items() if value is not None}
-    old = content.pop("type", "default")
-    kind = content.pop("rope_type", old)
+    kind = content.pop("rope_type", content.pop("type", "default"))
     kind = {"su": "longrope"}.get(kind, kind)
     if kind == "default":
         if content:

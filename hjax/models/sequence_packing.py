@@ -97,8 +97,7 @@ def map_packed_states(
     """
     packing: Packing = batch[KEY]
     cells = packing.source.shape[0]
-    rows = jnp.concatenate([batch["prompts"], batch["responses"]], axis=1)
-    tokens = rows.reshape(cells, -1)
+    tokens = jnp.concatenate([batch["prompts"], batch["responses"]], axis=1).reshape(cells, -1)
 
     def joined(x: jax.Array) -> jax.Array:
         """[cells, packs, ...] -> [cells * packs, ...]."""

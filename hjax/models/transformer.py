@@ -60,8 +60,7 @@ class Decoder(nnx.Module):
         del declared["layers"]
         of = {"embedding": keys[0], "unembedding": keys[2]}
         for name, parameter in declared.items():
-            own = of.get(name, jax.random.fold_in(key, 3))
-            setattr(self, name, parameter.create(own))
+            setattr(self, name, parameter.create(of.get(name, jax.random.fold_in(key, 3))))
 
     def __call__(
         self,
@@ -196,9 +195,8 @@ class Decoder(nnx.Module):
         Layer i has number ``first + stride * i`` for the attention strategy and its cache.
         """
         stacked = nnx.state(self.layers)
-        numbers = first, stride
         return self._run_layers(
-            stacked, layers, x, positions, attention, cache, compute, numbers, rotary
+            stacked, layers, x, positions, attention, cache, compute, (first, stride), rotary
         )[:3]
 
     def finish(self, x: jax.Array, compute: Compute) -> jax.Array:

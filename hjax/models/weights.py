@@ -71,8 +71,7 @@ def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        wanted = ["*.json", "*.safetensors", "*.jinja"]
-        return Path(snapshot_download(name, allow_patterns=wanted))
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
     except Exception as error:  # the hub's client raises many kinds when it cannot be reached
         reason = (str(error).strip().splitlines() or [""])[0][:160]
         raise ConfigError(
@@ -303,8 +302,7 @@ def load_actor_checkpoint(
     quantized = "" if lora is None or form == FLOAT else form
     learned = restore_params(checkpoints, "actor", step=step)
     made = scalar_network if "decoder" in learned else decoder_network
-    network = made(dataclasses.replace(config, lora=lora, quantized=quantized))
-    return network, learned, base
+    return made(dataclasses.replace(config, lora=lora, quantized=quantized)), learned, base
 
 
 def actor_path(path: str | os.PathLike) -> str:

@@ -74,8 +74,7 @@ class DeviceUsage:
         good = np.ones(len(used), bool)
         for number, pool in enumerate(self.pools):
             columns = [i for i, (p, _) in enumerate(self.columns) if p == number]
-            total = (used[:, columns] * self.weights[columns]).sum(axis=1)
-            good &= total <= pool.size
+            good &= (used[:, columns] * self.weights[columns]).sum(axis=1) <= pool.size
             if len(columns) > 1:
                 for row in np.flatnonzero(good):
                     good[row] = self._packs(pool, columns, used[row])

@@ -429,14 +429,13 @@ def predict_run(problem: PlanProblem, roles: Any) -> Candidate:
         options = []
         for role in names:
             mesh = MeshSizes.of(roles.layouts[role].train, generates=role == "actor")
-            space = _restricted_to(problem.space, mesh)
             found = role_options(
                 place,
                 problem.models[role],
                 problem.dataflow,
                 role=role,
                 work=problem.work,
-                space=space,
+                space=_restricted_to(problem.space, mesh),
                 offload=problem.offload.get(role, "none"),
                 every=True,
             )

@@ -200,8 +200,7 @@ def _fit_split_constant(
     counted = model_counts(model, "actor")
 
     def extra(value: float) -> float:
-        constants = place.constants.with_values({name: value})
-        here = dataclasses.replace(place, constants=constants)
+        here = dataclasses.replace(place, constants=place.constants.with_values({name: value}))
         taken = [
             update_seconds(here, counted, m, rows, length, math.ceil(rows / m.replicas), NONE)
             for m in (mesh, data)
@@ -395,8 +394,7 @@ class _Probe:
         """Its calls, given their seconds."""
         rows, response = self.batch["responses"].shape
         length = Workload(PROMPT, response, rows, SAMPLES).row_tokens(FLOAT32.shared_prompt)
-        counted = model_counts(self.model, "actor")
-        flops = forward_flops(counted, rows, length) / self.mesh.devices
+        flops = forward_flops(model_counts(self.model, "actor"), rows, length) / self.mesh.devices
         scores = rows / self.mesh.devices * self.model.heads * length**2 * self.model.layers
         return _Calls(forward, generate, update, flops, scores, length)
 
@@ -438,8 +436,7 @@ def _probe(
     drawn = trainer.inputs.train.rows(trainer.prompts.next())
     prompts = prompt_batch(drawn, trainer.inputs.prompt_length, 1)
     model = trainer.roles.models["actor"]
-    batch = _full_batch(prompts, response, model.vocab_size)
-    return _Probe(mesh, actor, model, prompts, batch)
+    return _Probe(mesh, actor, model, prompts, _full_batch(prompts, response, model.vocab_size))
 
 
 def _full_batch(prompts: Mapping[str, Any], response: int, vocabulary: int) -> dict[str, Any]:

@@ -90,8 +90,7 @@ def decoding_cost(
     own = work.response_length / 2
     prompt = work.prompt_length / (work.samples if numerics.shared_prompt else 1)
     cache = (prompt + own) * model.cache_elements * model.layers * numerics.cache
-    heads = model.cache_splits(tensor)
-    per_row = cache / heads / pipe / place.bandwidth + constants.decode_row
+    per_row = cache / model.cache_splits(tensor) / pipe / place.bandwidth + constants.decode_row
     width = work.prompt_length + own
     flops = 2.0 * model.active_parameters + 4.0 * model.attention_width * model.layers * width
     fixed = constants.decode_step + model.layers * constants.decode_layer
@@ -121,8 +120,7 @@ def prefill_seconds(
 ) -> float:
     """Prefill: a forward over the prompts in the generation layout, shared ones once per group."""
     pipe, tensor = mesh.generate_pipe, mesh.generate_tensor
-    replicas = place.devices // (pipe * tensor)
-    layout = MeshSizes(data=replicas, pipe=pipe, tensor=tensor)
+    layout = MeshSizes(data=place.devices // (pipe * tensor), pipe=pipe, tensor=tensor)
     share = work.samples if place.numerics.shared_prompt else 1
     return cost.forward_seconds(place, model, layout, rows / share, work.prompt_length)
 
@@ -135,7 +133,6 @@ def uncached_seconds(
     Sum over i < response of forward(prompt + i) = response forwards at the mean length.
     """
     pipe, tensor = mesh.generate_pipe, mesh.generate_tensor
-    replicas = place.devices // (pipe * tensor)
-    layout = MeshSizes(data=replicas, pipe=pipe, tensor=tensor)
+    layout = MeshSizes(data=place.devices // (pipe * tensor), pipe=pipe, tensor=tensor)
     length = work.prompt_length + work.response_length // 2
     return work.response_length * cost.forward_seconds(place, model, layout, rows, length)

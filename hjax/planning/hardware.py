@@ -58,8 +58,7 @@ def _parse_slices(kind: Device, shape: tuple[int, ...], slices: int, text: str) 
     if kind.cores > 1:
         shape = (*shape, kind.cores)
     per_host = min(kind.per_host, math.prod(shape))
-    hosts = slices * math.prod(shape) // per_host
-    return DevicePool(kind, hosts, per_host, shape, slices=slices)
+    return DevicePool(kind, slices * math.prod(shape) // per_host, per_host, shape, slices=slices)
 
 
 @functools.cache

@@ -155,14 +155,13 @@ def paper_problem(
     names = dict.fromkeys(roles, models) if isinstance(models, str) else dict(models)
     if "cost_critic" in roles:
         names["cost_critic"] = "none"
-    machines = find_cluster(f"{max(1, gpus // 8)}x{min(gpus, 8)}:a100-80g")
     return build_problem(
         found,
         settings,
         names,
         PAPER_WORK,
         updates=PAPER_UPDATES,
-        cluster=machines,
+        cluster=find_cluster(f"{max(1, gpus // 8)}x{min(gpus, 8)}:a100-80g"),
         constants=constants,
         numerics="mixed",
     )

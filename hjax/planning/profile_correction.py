@@ -324,11 +324,10 @@ def run_correction(trainer: Any, profile: Profile) -> Any:
 def predict_trainer(trainer: Any, profile: Profile, constants: Constants) -> Candidate:
     """The cost model's prediction for a trainer's run in its actual placement."""
     devices = local_devices(trainer.config)
-    shapes = {r: m for r, m in trainer.roles.models.items() if r in trainer.roles.layouts}
     problem = run_problem(
         trainer.config,
         trainer.algorithm_class,
-        shapes,
+        {r: m for r, m in trainer.roles.models.items() if r in trainer.roles.layouts},
         trainer.inputs.prompt_length,
         local_cluster(profile.device, devices),
         constants,

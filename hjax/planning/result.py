@@ -90,8 +90,7 @@ def describe_result(result: SearchResult, problem: PlanProblem, strategy: str) -
         }
         for candidate in result.candidates
     ]
-    constants = problem.constants
-    measured = sorted(constants.measured)
+    measured = sorted(problem.constants.measured)
     return {
         **describe_candidate(best, result.problem),
         "algorithm": problem.dataflow.name,
@@ -196,8 +195,7 @@ def _divides(problem: PlanProblem) -> str:
 
 
 def _triples(mesh: Any) -> dict[str, list[int]]:
-    replicas = mesh.replicas * mesh.context
-    found = {"train": [mesh.pipe, mesh.tensor, replicas]}
+    found = {"train": [mesh.pipe, mesh.tensor, mesh.replicas * mesh.context]}
     if mesh.generate_tensor:
         found["generate"] = [mesh.generate_pipe, mesh.generate_tensor]
     return found

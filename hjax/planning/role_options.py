@@ -149,8 +149,7 @@ def _passes(
     found = []
     at_once = space.micro_batches.get(role) == 0 and mesh.pipe == 1  # forwards too
     for rows in _rows_tried(mesh, role, learns or calls["forward"], work, space):
-        scored = 0 if at_once else rows
-        scoring = _forward(place, model, mesh, calls["forward"], work, scored)
+        scoring = _forward(place, model, mesh, calls["forward"], work, 0 if at_once else rows)
         for remat in space.remat if learns else (NONE,):
             learned = _updates(place, model, mesh, learns, work, rows, remat)
             taken, most = (scoring[0], learned[0]), (scoring[1], learned[1])
@@ -212,10 +211,8 @@ def _updates(
     memory = place.memory(model, mesh)
     length = work.row_tokens(place.numerics.shared_prompt, micro_rows)
     for rows, count in _row_counts(calls, work):
-        once = cost.update_seconds(place, model, mesh, rows, length, micro_rows, remat)
-        seconds += count * once
-        passes = cost.micro_batches(rows, mesh, micro_rows)
-        one = memory.rows(micro_rows, work, passes)
+        seconds += count * cost.update_seconds(place, model, mesh, rows, length, micro_rows, remat)
+        one = memory.rows(micro_rows, work, cost.micro_batches(rows, mesh, micro_rows))
         transient = max(transient, memory.update(one, remat))
     return seconds, transient
 
@@ -256,8 +253,7 @@ def _rollouts(
             (generation_cost.decoding_cost(place, model, laid_out, n, work), k) for n, k in counted
         ]
         for waves, parts in _parts(place, laid_out, counted, work, space):
-            decoded = sum(k * d.seconds(waves) for d, k in decoders)
-            seconds = prefill + slowness * decoded
+            seconds = prefill + slowness * sum(k * d.seconds(waves) for d, k in decoders)
             needed = max(memory.generation(part, work) for part in parts)
             found.append(_Rollouts(laid_out, seconds + moved + started, moved, needed, waves))
     return found
@@ -323,8 +319,7 @@ def rollout_slots(option: RoleOption, work: Workload) -> int:
 
 def _transition(place: DeviceSet, model: ModelCounts, mesh: MeshSizes, space: SearchSpace) -> float:
     if space.gather == "all":
-        whole = model.parameters * place.numerics.compute
-        return cost.all_gather(place, whole, place.devices)
+        return cost.all_gather(place, model.parameters * place.numerics.compute, place.devices)
     if space.gather == "sent":
         return cost.weight_sync_seconds(place, model)
     if space.generate == "same":
@@ -360,8 +355,7 @@ def cost_vectors(options: Sequence[RoleOption], offloads: bool = True) -> np.nda
 
 def peak_of(points: np.ndarray) -> np.ndarray:
     """float64 [...] of cost vectors [..., 7]: peak bytes per device."""
-    most = np.maximum(points[..., 5], points[..., 4] + points[..., 6])
-    return points[..., 3] + most
+    return points[..., 3] + np.maximum(points[..., 5], points[..., 4] + points[..., 6])
 
 
 def pareto_front(points: np.ndarray) -> np.ndarray:

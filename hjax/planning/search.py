@@ -211,11 +211,9 @@ class BoundedSearch:
             rest = least[number + 1 :]
             largest = rest[:, SUMMED:].max(axis=0, initial=0.0)
             added = np.append(rest[:, :SUMMED].sum(axis=0), largest)
-            whole = number == len(fronts) - 1
-            built = _combine(built, joined, added, outside, limit, bound, whole)
+            built = _combine(built, joined, added, outside, limit, bound, number == len(fronts) - 1)
         back = np.argsort(order)
-        options = [tuple(chosen[i] for i in back) for chosen in built.options]
-        return _Front(built.points, options)
+        return _Front(built.points, [tuple(chosen[i] for i in back) for chosen in built.options])
 
     def _outside(self, names: tuple[str, ...], left: int) -> np.ndarray:
         """float64 [3]: seconds per stage of the slowest role outside the set, at its fastest."""
@@ -341,8 +339,7 @@ def _fastest(within: BoundedSearch, placements: Sequence[Placement], count: int)
     """The best candidate of each placement, at most ``count``, fastest first."""
     found: list[Candidate] = []
     for placement in placements:
-        bound = found[-1].total if len(found) == count else np.inf
-        best = within.best(placement, bound)
+        best = within.best(placement, found[-1].total if len(found) == count else np.inf)
         if best is not None:
             found = sorted([*found, best], key=lambda c: (c.total, c.devices))[:count]
     return found
@@ -402,8 +399,7 @@ def _combine(
 
 def _summed(points: np.ndarray) -> np.ndarray:
     """float64 [n, 7]: the seconds of all stages summed in the first column."""
-    total = points[:, :3].sum(axis=1)
-    return np.column_stack([total, np.zeros((len(points), 2)), points[:, 3:]])
+    return np.column_stack([points[:, :3].sum(axis=1), np.zeros((len(points), 2)), points[:, 3:]])
 
 
 def _joined(a: np.ndarray, b: np.ndarray) -> np.ndarray:

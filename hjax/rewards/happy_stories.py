@@ -61,5 +61,4 @@ def happiness(story: str) -> float:
     # Repeated bigrams: ordinary text of this length has few of them.
     pairs = list(zip(words, words[1:]))
     repeated = 1 - len(set(pairs)) / max(len(pairs), 1)
-    brevity = min(1.0, len(words) / 12)
-    return mood * brevity * math.exp(-3 * listing - 3 * max(0.0, repeated - 0.1))
+    return mood * min(1.0, len(words) / 12) * math.exp(-3 * listing - 3 * max(0.0, repeated - 0.1))

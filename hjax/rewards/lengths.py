@@ -56,5 +56,4 @@ class Length:
         return [self._score(length) for length in lengths]
 
     def _score(self, length: int) -> float:
-        off = max(self._low - length, length - self._high, 0)
-        return max(0.0, 1.0 - off / self._over)
+        return max(0.0, 1.0 - max(self._low - length, length - self._high, 0) / self._over)

@@ -130,8 +130,7 @@ def worker_payload(function: Callable[..., Any], name: str, seconds: float) -> b
     """The argument of ``make_handler`` for a function; raises NotSerializable."""
     found = find_object(function)
     if found is not None:  # an object created by a user's file: the file is loaded there again
-        spec = "{}:{}".format(*found)
-        loader = pickle.dumps((load_object, (spec, name)))
+        loader = pickle.dumps((load_object, ("{}:{}".format(*found), name)))
     else:
         loader = pickle.dumps((pickle.loads, (serialize(function),)))
     return pickle.dumps((imported(), loader, name, seconds))
@@ -153,12 +152,11 @@ def make_handler(data: bytes) -> Callable[[bytes], bytes]:
 
 def to_bytes(result: RewardResult) -> bytes:
     """Serialize a result: length of a JSON header, the header, float32 arrays."""
-    lengths = [-1 if values is None else len(values) for values in result.tokens]
     header = {
         "each": result.row_outcomes,
         "problem": result.first_traceback,
         "names": list(result.named),
-        "lengths": lengths,
+        "lengths": [-1 if values is None else len(values) for values in result.tokens],
     }
     head = json.dumps(header).encode()
     rows = [result.rewards, *result.named.values()]

@@ -141,8 +141,7 @@ class ConstraintMatcher:
             )
         tried = self._grammar.deep_copy()
         for at, token in enumerate(forced):
-            ends = token in self._stop
-            if not (tried.is_accepting() if ends else tried.consume_token(token)):
+            if not (tried.is_accepting() if token in self._stop else tried.consume_token(token)):
                 raise ConfigError(
                     f"forced token {token} at position {at}: the constraint does not allow it there"
                 )
@@ -252,8 +251,7 @@ def _reason(error: str) -> str:
     if own:
         return own[1]
     # Drop the place in the grammar, and an option that hjax does not expose.
-    rest = r"^.*\(in regex\): |; .* in regex /.*$|\. Enable '.*$"
-    return re.sub(rest, "", _first_line(error))
+    return re.sub(r"^.*\(in regex\): |; .* in regex /.*$|\. Enable '.*$", "", _first_line(error))
 
 
 def _first_line(text: str) -> str:

@@ -132,8 +132,7 @@ class DecodeStep:
         if options is None:
             options = RowSampling.uniform(self.sampling, logits.shape[-1])
         else:  # finished rows need no top log-probs
-            top = jnp.where(drawn["done"], 0, options.top)
-            options = dataclasses.replace(options, top=top)
+            options = dataclasses.replace(options, top=jnp.where(drawn["done"], 0, options.top))
         new = draw(
             logits,
             jax.random.wrap_key_data(rows.keys),
@@ -252,8 +251,7 @@ class DecodeStep:
                 tokens, jnp.minimum(t + 1, self.engine.draft_tokens), 1, keepdims=False
             )
             going = going & ~done & (token == guess)
-            right = drawn["right"] + (going & (t < ahead))
-            return t + 1, going, running, drawn | {"right": right}
+            return t + 1, going, running, drawn | {"right": drawn["right"] + (going & (t < ahead))}
 
         def more(carry: Any) -> jax.Array:
             return (carry[0] <= ahead) & jnp.any(carry[1])

@@ -388,15 +388,13 @@ class Engine:
 
         def step(carry: Any) -> Any:
             at, cache, running, drawn = carry
-            seen = decode.CacheMask(begins, ends, at - 1)
-            sees = Decode(seen, self.layout, length / 2)
+            sees = Decode(decode.CacheMask(begins, ends, at - 1), self.layout, length / 2)
             tokens = forward.inputs(running)
             hidden, cache, _ = model(
                 tokens, forward.positions(running), sees, cache, self.compute, layers, rotary
             )
-            logits = forward.logits(model, hidden)
             running, drawn = forward.advance(
-                running, drawn, logits, tokens, running.drawn, at, None
+                running, drawn, forward.logits(model, hidden), tokens, running.drawn, at, None
             )
             return at + 1, cache, running, drawn
 
@@ -626,8 +624,7 @@ class Engine:
         if isinstance(attention, AppendAttention):
             return attention.positions, attention.block_table.shape[1] * BLOCK
         if isinstance(attention, SharedPrompt):
-            length = (columns - mask.shape[1]) // attention.samples
-            return attention.positions(length), columns
+            return attention.positions((columns - mask.shape[1]) // attention.samples), columns
         return token_positions(mask), columns
 
     def _pass(self, sampling: SamplingParams, state: SlotState) -> DecodeStep:
@@ -647,8 +644,7 @@ class Engine:
         model, forward = self.network.bind(params), self._pass(sampling, state)
         layers = model.unstack() if self.compute.unroll_layers else None
         most_tokens = state.rows.prompt_lengths + state.rows.final_limit
-        tables = _tokens_of(state.cache.prompt_k) + forward.length
-        rotary = model.rotary(most_tokens, tables=tables)
+        rotary = model.rotary(most_tokens, tables=_tokens_of(state.cache.prompt_k) + forward.length)
         before = state.rows.drawn
 
         def step(carry: Any) -> Any:
@@ -665,8 +661,7 @@ class Engine:
 
         def unfinished(carry: Any) -> jax.Array:
             taken, state, _ = carry
-            live = jnp.sum(~state.rows.done.reshape(self.parts, -1), axis=1)
-            many = jnp.max(live) > enough_live
+            many = jnp.max(jnp.sum(~state.rows.done.reshape(self.parts, -1), axis=1)) > enough_live
             return (taken < steps) & forward.can_continue(state.rows, before, most, many)
 
         begin = jnp.int32(0), state, forward.empty_tables(state.rows, most)

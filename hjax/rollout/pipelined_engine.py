@@ -202,8 +202,7 @@ class PipelinedEngine(Engine):
             index = turn % stages
             slots, running = jax.tree.map(lambda x: x[index], (slots, running))
             # Before its first turn a stage writes into the column of its first real token.
-            column = slots.column + jnp.maximum(turn // stages, 0)
-            slots = dataclasses.replace(slots, column=column)
+            slots = dataclasses.replace(slots, column=slots.column + jnp.maximum(turn // stages, 0))
             model = self.network.bind(params)
             out, cache, _ = model.run(
                 jnp.where(stage == 0, x, received[0]),

@@ -87,8 +87,7 @@ def find_shared_prefixes(
             used += end - at
             for number in some:
                 of[number] = (*of[number], len(found))
-            tokens = tuple(prompts[some[0]][: end * BLOCK])
-            found.append(SharedPrefix(tokens, (end - at) * BLOCK))
+            found.append(SharedPrefix(tuple(prompts[some[0]][: end * BLOCK]), (end - at) * BLOCK))
             waiting.append((some, end))
     return found, of
 
@@ -192,8 +191,7 @@ class PrefixSharing:
                 self._path[number] = self.cache.match(texts[own[-1]]).path
         # Prompts of one column bucket enter together.
         uncached = [self._uncached(number) for number in range(len(prompts))]
-        sizes = np.searchsorted(self.column_sizes, uncached)
-        self._order = np.argsort(sizes, kind="stable")
+        self._order = np.argsort(np.searchsorted(self.column_sizes, uncached), kind="stable")
 
     def precompile(self, params: Weights) -> None:
         """Compile chunked prefill."""
@@ -210,8 +208,7 @@ class PrefixSharing:
     @property
     def waiting_count(self) -> int:
         """Prompts that have not entered."""
-        reading = sum(number != EMPTY for number in self._chunking)
-        return len(self._order) - self._next + reading
+        return len(self._order) - self._next + sum(number != EMPTY for number in self._chunking)
 
     def next_prompt(self, part: int, decoding: bool) -> int:
         """The prompt that enters a part next; EMPTY: none, or it is still being chunked.

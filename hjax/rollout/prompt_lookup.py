@@ -29,12 +29,10 @@ def draft_tokens(text: jax.Array, length: jax.Array, count: int) -> jax.Array:
     matched = jnp.zeros(text.shape, jnp.int32)
     for back in range(MAX_NGRAM):
         last = jnp.take_along_axis(text, jnp.maximum(end - back, 0), axis=1)
-        shifted = jnp.pad(text, ((0, 0), (back, 0)))[:, :room]
-        same &= (shifted == last) & (at >= back)
+        same &= (jnp.pad(text, ((0, 0), (back, 0)))[:, :room] == last) & (at >= back)
         matched += same
     # Exclude the end itself; among equally long matches take the latest.
-    score = jnp.where(at < end, matched * room + at, -1)
-    found = jnp.argmax(score, axis=1)[:, None]
+    found = jnp.argmax(jnp.where(at < end, matched * room + at, -1), axis=1)[:, None]
     follows = jnp.maximum(end - found, 1)
     index = found + 1 + jnp.arange(count) % follows
     return jnp.take_along_axis(text, jnp.minimum(index, room - 1), axis=1)

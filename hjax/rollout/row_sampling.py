@@ -106,8 +106,7 @@ class RowSampling:
         # A smaller top_p would be 0 in float32, which no token reaches.
         arrays["top_p"] = np.maximum(arrays["top_p"], np.finfo(np.float32).tiny)
         arrays["bias_tokens"] = _padded(biases, sizes.biases, -1, np.int32)
-        values = [each.values() for each in biases]
-        arrays["bias"] = _padded(values, sizes.biases, 0, np.float32)
+        arrays["bias"] = _padded([each.values() for each in biases], sizes.biases, 0, np.float32)
         arrays["stop"] = _padded([each.stop for each in rows], sizes.stops, -1, np.int32)
         arrays["forced"] = _padded([each.forced for each in rows], sizes.forced, -1, np.int32)
         return cls(**arrays)

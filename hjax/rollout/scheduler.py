@@ -180,8 +180,7 @@ class RolloutScheduler:
             blocks = self.engine.chunked_prefill.empty(sharing.block_count)
         for new in (0, *sharing.column_sizes):
             for each in self._prefill_batches(new):
-                numbers = np.full((self.engine.parts, each), EMPTY)
-                blank = self._admission(numbers, new, {})
+                blank = self._admission(np.full((self.engine.parts, each), EMPTY), new, {})
                 for flat in self._packed_sizes(each, new):
                     entry = dataclasses.replace(blank, packed_size=flat)
                     table.update_sharing()
@@ -296,8 +295,7 @@ class RolloutScheduler:
 
     def _admit_waiting(self, params: Weights) -> None:
         """Admit all that can enter, and prefill chunks of the next prompts while others decode."""
-        free = max(map(len, self.table.free_groups()))
-        chunks = min(1 + free, MAX_CHUNKS)
+        chunks = min(1 + max(map(len, self.table.free_groups())), MAX_CHUNKS)
         while self.sharing.waiting_count:
             if self._admit_some(params):
                 continue

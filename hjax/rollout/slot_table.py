@@ -86,8 +86,7 @@ class SlotTable:
 
     def free_groups(self) -> list[np.ndarray]:
         """int [groups] by part: the groups of whose prompts no sequence is left."""
-        prompts = self.sequence_ids // self.samples
-        pairs = zip(self.prompt_ids, prompts, strict=True)
+        pairs = zip(self.prompt_ids, self.sequence_ids // self.samples, strict=True)
         return [np.flatnonzero((g == EMPTY) | ~np.isin(g, own)) for g, own in pairs]
 
     def assign(self, part: int, group: int, ids: np.ndarray, before: int) -> np.ndarray:

@@ -64,8 +64,7 @@ def top_tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """int32 and float32 [rows, count]: the tokens of the largest ``logprobs`` [rows, vocab], of
     equals the first, and these, descending; padded with -inf."""
-    size = logprobs.shape[-1]
-    values, tokens = jax.lax.top_k(logprobs, min(count, size))
+    values, tokens = jax.lax.top_k(logprobs, min(count, logprobs.shape[-1]))
     if axes:
         tokens = tokens + shard_offset(logprobs, axes)
         # In the order of the devices, so that of equals the first still comes first.
@@ -86,8 +85,7 @@ def scatter_add(
     """
     at = tokens - shard_offset(table, axes) if axes else tokens
     at = jnp.where(at >= 0, at, table.shape[-1])
-    rows = jnp.arange(table.shape[0])[:, None]
-    return table.at[rows, at].add(values, mode="drop")
+    return table.at[jnp.arange(table.shape[0])[:, None], at].add(values, mode="drop")
 
 
 def full_bitmask(rows: int, vocab: int) -> np.ndarray:
@@ -117,8 +115,7 @@ def apply_bitmask(table: jax.Array, bitmask: jax.Array, axes: tuple[str, ...] = 
         bitmask = jax.lax.dynamic_slice_in_dim(padded, begin // 32, some, 1)
     bits = (bitmask[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     bits = bits.reshape(bits.shape[0], -1)
-    own = jax.lax.dynamic_slice_in_dim(bits, begin % 32, size, 1)
-    return jnp.where(own == 1, table, -jnp.inf)
+    return jnp.where(jax.lax.dynamic_slice_in_dim(bits, begin % 32, size, 1) == 1, table, -jnp.inf)
 
 
 def sortable_bits(x: jax.Array) -> jax.Array:
@@ -182,5 +179,4 @@ def _threshold(
         held = reduce_over(sums, jax.lax.psum, axes) >= enough
         return edge | (jnp.sum(held, axis=-1, keepdims=True).astype(jnp.uint32) << shift)
 
-    start = jnp.zeros((*order.shape[:-1], 1), jnp.uint32)
-    return jax.lax.fori_loop(0, 32 // step, refine, start)
+    return jax.lax.fori_loop(0, 32 // step, refine, jnp.zeros((*order.shape[:-1], 1), jnp.uint32))

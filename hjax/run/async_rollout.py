@@ -69,8 +69,7 @@ class StalenessSchedule:
         """
         later = 1 if self.staleness and 2 * part >= self.parts > 1 else 0
         every = self.checkpoint_every
-        last_checkpoint = number // every * every if every else 0
-        return max(number - self.staleness + later, last_checkpoint)
+        return max(number - self.staleness + later, number // every * every if every else 0)
 
 
 @dataclasses.dataclass

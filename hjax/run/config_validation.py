@@ -50,8 +50,7 @@ def check_compatibility(
     if algorithm.generates and (config.reward.path or not config.reward.function):
         algorithm.check_rewards(config.algorithm, ())
     check_batches(config, algorithm, table, layouts, plan)
-    after = int(table["actor"].scalar)
-    check_packing(config, inputs, layouts, after=after, unit=algorithm.unit)
+    check_packing(config, inputs, layouts, after=int(table["actor"].scalar), unit=algorithm.unit)
 
 
 def check_scalar_heads(config: ConfigDict, table: Mapping[str, Role]) -> None:

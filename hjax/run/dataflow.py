@@ -83,10 +83,9 @@ def step_calls(
         if name not in absent:
             owner, worker = shared_workers.get(name, name), worker_class(role.worker)
             groups[name] = _RecordingGroup(owner, worker, samples, rows, calls)
-    every = {**groups, **absent_roles(algorithm, groups)}
     step = algorithm(
         settings,
-        every,  # type: ignore[arg-type]
+        {**groups, **absent_roles(algorithm, groups)},  # type: ignore[arg-type]
         samples=samples,
         demonstrations=lambda: _batch(rows // updates),
         max_response_length=2,

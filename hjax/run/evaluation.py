@@ -51,8 +51,7 @@ def eval_batch_size(config: ConfigDict, held_out: int, roles: RoleGroups) -> int
     if "reward" in roles.layouts:  # a reward model
         ways = math.lcm(ways, roles.layouts["reward"].train.shard_count("batch"))
     rows = config.rollout.prompts * config.rollout.samples
-    wanted = min(rows, config.eval.prompts or rows, held_out)
-    return -(-wanted // ways) * ways
+    return -(-min(rows, config.eval.prompts or rows, held_out) // ways) * ways
 
 
 def _greedy_batch(indices: range, rows: int, inputs: Inputs, roles: RoleGroups) -> dict[str, Any]:

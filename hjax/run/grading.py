@@ -83,8 +83,7 @@ def sample_and_grade(
         ungraded += found
         whole = len(ungraded) // samples * samples
         if whole:
-            first = len(graded) // samples
-            graded += _grade(ungraded[:whole], first, samples, questions, grader)
+            graded += _grade(ungraded[:whole], len(graded) // samples, samples, questions, grader)
             write(graded[-whole:])
             del ungraded[:whole]
     if all(row.reward is None for row in graded):

@@ -107,8 +107,7 @@ def _allocate_devices(sets: Sequence[Sequence[str]], devices: int) -> tuple[int,
     """Devices per set: equal shares, else powers of two, with the actor's set as large as fits."""
     if devices % len(sets) == 0:
         return (devices // len(sets),) * len(sets)
-    share = 1 << ((devices // len(sets)).bit_length() - 1)
-    shares = [share] * len(sets)
+    shares = [1 << ((devices // len(sets)).bit_length() - 1)] * len(sets)
     actor = next(i for i, s in enumerate(sets) if "actor" in s)
     while sum(shares) + shares[actor] <= devices:
         shares[actor] *= 2
@@ -244,10 +243,9 @@ def make_pools(
         check_disjoint(pools)
         host = ResourcePool(HOST_POOL, (), timeline, executor)
         undo.pop_all()
-    by_role = {
+    return {
         role: pool for roles, pool in zip(plan.placement, pools, strict=True) for role in roles
-    }
-    return by_role | {HOST_POOL: host}
+    } | {HOST_POOL: host}
 
 
 def layout_sizes(plan: Plan, layouts: Any, role: str, stage: str) -> dict[str, int]:

@@ -91,8 +91,7 @@ class RecoveringRun(TrainingRun):
             prompts, self._async_state = self.async_rollout.state(self.step_number)
             self._stop_async_rollout()
             self.prompts.restore(prompts)
-        executor = self.roles.generating_executor
-        self.roles.restart([executor], fewer=True)
+        self.roles.restart([self.roles.generating_executor], fewer=True)
         policy.reset(self.step_number)
         self._report_rollout_size()
 

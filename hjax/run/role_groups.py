@@ -292,8 +292,7 @@ def _table(
                 f"role {name!r} starts from {entry.starts_from!r}, which this config has no use "
                 f"for; it has {', '.join(table)}"
             )
-    with_devices = roles_with_devices(config, algorithm)
-    for name in set(table) - set(with_devices) - {ROLLOUT}:
+    for name in set(table) - set(roles_with_devices(config, algorithm)) - {ROLLOUT}:
         if table[name].function and getattr(inputs, name) is None:
             raise ConfigError(
                 f"nothing gives a {name}: set {name}.function=path.py:name or {name}.path"
@@ -371,8 +370,7 @@ def planned_models(
                 "does not know; use colocate, split, standalone or a plan.json"
             )
         path = role_path(config, role)
-        model = read(path)[0] if path else inputs.model
-        models[name] = with_lora(model, config, role)
+        models[name] = with_lora(read(path)[0] if path else inputs.model, config, role)
     return models
 
 

@@ -134,8 +134,7 @@ class Trainer(RecoveringRun):
             learn = functools.partial(self.algorithm.learn, ahead.next(step - 1))
             take = functools.partial(self.recorder.record, learn, step)
         else:
-            prompts = self._draw(self.prompts.next(), step)
-            take = functools.partial(self.recorder.run, prompts, step)
+            take = functools.partial(self.recorder.run, self._draw(self.prompts.next(), step), step)
         try:
             batch, metrics = take()
         except Exception:

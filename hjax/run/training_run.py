@@ -245,8 +245,7 @@ class TrainingRun:
                 self._unusable = str(error)
                 raise
         if self.workdir is not None and not self.restarts:
-            start = start_record(self.backend.devices, self.step_number)
-            self.workdir.append(STARTS, [start])
+            self.workdir.append(STARTS, [start_record(self.backend.devices, self.step_number)])
         self.costs.measure_offload()
         self._prepared = not (self.stop_requested and latest is None)
 

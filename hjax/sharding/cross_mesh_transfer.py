@@ -267,8 +267,7 @@ def _local_shards(name: str, x: jax.Array, sends: Sequence[RegionSend]) -> dict[
 
 def _slice_region(shard: jax.Array, held: Region, wanted: Region) -> jax.Array:
     starts = [w[0] - h[0] for w, h in zip(wanted, held, strict=True)]
-    stops = [w[1] - h[0] for w, h in zip(wanted, held, strict=True)]
-    return jax.lax.slice(shard, starts, stops)
+    return jax.lax.slice(shard, starts, [w[1] - h[0] for w, h in zip(wanted, held, strict=True)])
 
 
 def _assemble(pieces: Sequence[tuple[Region, jax.Array]], dimension: int, rank: int) -> jax.Array:

@@ -79,12 +79,11 @@ class Interconnect:
         used: dict[tuple[int, ...], int] = {}
         start, end = one.ravel(), other.ravel()
         same = self.domains[start] == self.domains[end]
-        pairs = zip(
+        for domain, place, target in zip(
             self.domains[start[same]].tolist(),
             self.places[start[same]].tolist(),
             self.places[end[same]].tolist(),
-        )
-        for domain, place, target in pairs:
+        ):
             for axis, side in enumerate(self.sides):
                 left = target[axis] - place[axis]
                 if self.wraps[axis] and abs(left) > side / 2:
@@ -238,8 +237,7 @@ def partition_devices(devices: Sequence[Any], counts: Sequence[int]) -> list[lis
     """
     interconnect = interconnect_of(devices) if devices else None
     if interconnect is None or not interconnect.boxes:
-        starts = np.cumsum([0, *counts])
-        return [list(devices[a : a + n]) for a, n in zip(starts, counts)]
+        return [list(devices[a : a + n]) for a, n in zip(np.cumsum([0, *counts]), counts)]
     order = box_order(interconnect)
     domain = math.prod(interconnect.sides)
     free = np.ones(len(order), bool)
@@ -325,8 +323,7 @@ def side_assignments(sides: Sequence[int], lengths: Sequence[int]) -> Iterator[S
             yield ((),) * len(sides)
         return
     for part in _axis_splits(lengths[-1], sides):
-        left = [side // n for side, n in zip(sides, part)]
-        for rest in side_assignments(left, lengths[:-1]):
+        for rest in side_assignments([side // n for side, n in zip(sides, part)], lengths[:-1]):
             yield tuple((*row, n) for row, n in zip(rest, part))
 
 

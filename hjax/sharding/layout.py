@@ -91,8 +91,7 @@ class Layout:
             return x
         inside = jax.sharding.get_abstract_mesh()
         mesh = self.mesh if inside.empty else inside
-        spec = self.spec(logical_axes)
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, self.spec(logical_axes)))
 
     def split_micro_batches(self, x: jax.Array, pieces: int) -> jax.Array:
         """Micro-batches: [rows, ...] -> [pieces, rows / pieces, ...], inside jit.

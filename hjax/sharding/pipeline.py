@@ -153,8 +153,7 @@ class Pipeline:
             found.append(layers(stacked, x))
             return found[0]
 
-        result = objective(params, part, stack)
-        return found[0], result
+        return found[0], objective(params, part, stack)
 
     def _one_forward_one_backward(
         self, objective: Objective, params: Tree, embedded: Tree, parts: Tree, count: int
@@ -229,9 +228,8 @@ class Pipeline:
             busy = (index >= 0) & (index < count)
             part = _pick(parts, index, count)
             x = _where(first, _pick(embedded, index, count), received)
-            branch = jnp.where(busy, jnp.where(last, 2, 1), 0)
             sent, result = jax.lax.switch(
-                branch,
+                jnp.where(busy, jnp.where(last, 2, 1), 0),
                 (
                     lambda: (zero_x, zeros),
                     lambda: (self._stage(compute, params, x, part)[0], zeros),

@@ -108,8 +108,7 @@ def _search(
         for move, after in _next_moves(shape, split, sizes):
             if after not in done:
                 total = total_received + move.received
-                bound = total + _missing(shape, after, target, sizes)
-                cost = (bound, count + 1, held + move.size)
+                cost = (total + _missing(shape, after, target, sizes), count + 1, held + move.size)
                 heapq.heappush(queue, (cost, next(order), total, after, (*moves, move)))
     raise ValueError(f"{shape}: no moves lead from {source} to {target} over {sizes}")
 
@@ -168,9 +167,8 @@ def _next_moves(
         for axis in sizes:
             more = (*axes, axis)
             if axis not in used and fits(dimension, more):
-                after = size // sizes[axis]
                 yield (
-                    ReshardMove("slice", (axis,), dimension, size=after),
+                    ReshardMove("slice", (axis,), dimension, size=size // sizes[axis]),
                     replaced({dimension: more}),
                 )
         for keep in range(len(axes)):

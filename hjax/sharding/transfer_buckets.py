@@ -160,12 +160,11 @@ class BucketProgram:
 
         run.__name__ = self._name
         # Explicit output shardings: otherwise the compiler may return replicated arrays.
-        program = jax.jit(
+        return jax.jit(
             run,
             in_shardings=([leaf.source for leaf in self.leaves],),
             out_shardings=[leaf.target for leaf in self.leaves],
-        )
-        return program.trace([leaf.source_array for leaf in self.leaves])
+        ).trace([leaf.source_array for leaf in self.leaves])
 
     def _run_sharded(self, arrays: list[jax.Array]) -> list[jax.Array]:
         def reshard(shards: list[jax.Array]) -> list[jax.Array]:
@@ -220,8 +219,7 @@ def _slice_rows(x: jax.Array, leaf: ReshardLeaf, limit: int) -> int:
     if local or direct or any(move.kind != "all_gather" for move in first):
         return rows
     per_row = leaf.target_bytes // rows
-    fitting = [n for n in range(1, rows + 1) if rows % n == 0 and n * per_row <= limit]
-    return max(fitting, default=1)
+    return max([n for n in range(1, rows + 1) if rows % n == 0 and n * per_row <= limit], default=1)
 
 
 _BITS = {1: jnp.uint8, 2: jnp.uint16}

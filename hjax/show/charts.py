@@ -187,8 +187,7 @@ def _range(
         return _finite(low - room), _finite(high + room)
     room = 0.06 * high - 0.06 * low
     # The axis of a non-negative quantity includes 0 if the values come near it.
-    bottom = 0.0 if 0 <= low < 0.35 * high else low - room
-    return _finite(bottom), _finite(high + room)
+    return _finite(0.0 if 0 <= low < 0.35 * high else low - room), _finite(high + room)
 
 
 def _finite(value: float) -> float:

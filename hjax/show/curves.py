@@ -130,10 +130,9 @@ def _is_named_reward(key: str) -> bool:
 def compiling_steps(metrics: Sequence[Row]) -> list[int]:
     """The steps in which something was compiled; none if hardly any other steps remain."""
     counts = [row.get("compile/count") for row in metrics]
-    before = [None, *counts[:-1]]
     steps = [
         row["step"]
-        for row, count, last in zip(metrics, counts, before)
+        for row, count, last in zip(metrics, counts, [None, *counts[:-1]])
         if count is not None and count != (last or 0)
     ]
     return steps if len(metrics) - len(steps) >= _MIN_OTHER_STEPS else []

@@ -190,8 +190,7 @@ def ticks(low: float, high: float, wanted: int, whole: bool = False) -> list[Tic
     # An end that float rounding has moved slightly still has its tick.
     tolerance = Decimal("1e-9")
     first = math.ceil(bottom / step - tolerance)
-    last = math.floor(top / step + tolerance)
-    values = [step * number for number in range(first, last + 1)]
+    values = [step * number for number in range(first, math.floor(top / step + tolerance) + 1)]
     return [Tick(float(v), text) for v, text in zip(values, _texts(values), strict=True)]
 
 

@@ -332,8 +332,7 @@ class _Live:
 
     def _draw(self) -> Any:
         parts: list[Callable[[], Any]] = [self._head, self._phases, self._table, self._samples]
-        drawn = [part() for part in parts]
-        return Group(*(part for part in drawn if part is not None))
+        return Group(*(part for part in [part() for part in parts] if part is not None))
 
     def _head(self) -> Any:
         state = self._state

@@ -70,8 +70,7 @@ class PartsDisplay:
         with contextlib.suppress(BrokenPipeError):
             count = f"{done:>{len(str(total))}}/{total}"
             times = job_times(now - self._started, done, total)
-            text = f"{self._title} {count}   {what}   {times}"
-            print(text, file=self._stream, flush=True)
+            print(f"{self._title} {count}   {what}   {times}", file=self._stream, flush=True)
 
 
 def _bar(stream: TextIO) -> Any:

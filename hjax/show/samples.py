@@ -33,8 +33,7 @@ def held_out_table(samples: Sequence[Row]) -> dict[str, Any] | None:
     rows = []
     for index in sorted(stages[0])[:_SAMPLES]:
         answers = [sample_record(stage[index]) if index in stage else None for stage in stages]
-        prompt = str(stages[0][index]["prompt"])
-        rows.append({"index": index, "prompt": prompt, "answers": answers})
+        rows.append({"index": index, "prompt": str(stages[0][index]["prompt"]), "answers": answers})
     return {"heads": heads, "rows": rows}
 
 
@@ -104,8 +103,7 @@ def sample_record(sample: Row) -> dict[str, Any]:
         if key in sample:
             value = sample[key]
             # Adding 0 turns a rounded -0.0 into 0.0.
-            text = "unscored" if value is None else f"{round(value, 2) + 0.0:+.2f}"
-            scores.append((key, text))
+            scores.append((key, "unscored" if value is None else f"{round(value, 2) + 0.0:+.2f}"))
     return {
         "prompt": printable(str(sample["prompt"])),
         "response": printable(str(sample["response"])),

@@ -523,8 +523,7 @@ class RoleMemory:
         passes = MicroBatches(layout, self.network.axes, context.micro_batch, samples).count_for(
             rows
         )
-        each = max(rows // layout.shard_count("batch") // passes, 1)
-        return self.memory.rows(each, work, passes)
+        return self.memory.rows(max(rows // layout.shard_count("batch") // passes, 1), work, passes)
 
     def _packed_pass(self, work: Workload) -> MemoryPass:
         """A pass over packs of sequences of the greatest length, each with its own prompt if a
@@ -554,10 +553,9 @@ def parameter_share(network: Network, layout: Layout, dtype: np.dtype) -> Parame
         return [(x.dtype.itemsize, math.prod(s.shard_shape(x.shape))) for x, s in pairs]
 
     every, size = sizes(shapes, shardings), dtype.itemsize
-    learned = sizes(split(shapes)[0], split(shardings)[0])
     return ParameterShare(
         weights=sum(each * n for each, n in every),
-        learned=sum(n for _, n in learned),
+        learned=sum(n for _, n in sizes(split(shapes)[0], split(shardings)[0])),
         wide=sum(n for each, n in every if each > size),
         narrow=sum(n for each, n in every if each < size),
     )

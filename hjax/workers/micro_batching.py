@@ -130,8 +130,7 @@ class MicroBatches:
             fewest = (
                 MICRO_BATCHES_PER_STAGE * self.pipeline.stages if self.pipeline is not None else 1
             )
-        units = (self._unit,) if self._micro_batch else (self._samples, self._unit)
-        for unit in units:
+        for unit in (self._unit,) if self._micro_batch else (self._samples, self._unit):
             if local % unit == 0 and unit % self._unit == 0:
                 whole = local // unit
                 for count in range(fewest, whole + 1):

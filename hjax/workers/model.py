@@ -172,8 +172,7 @@ class ModelWorker(ParameterWorker):
                 return passes.forward(part, params, batch)
 
             run.__name__ = f"{self.role}_{compute.__name__.strip('_')}"
-            options = self.layouts.train.compiler_options
-            self._forwards[key] = jax.jit(run, compiler_options=options)
+            self._forwards[key] = jax.jit(run, compiler_options=self.layouts.train.compiler_options)
         return self._forwards[key]
 
     def share(self, rows: int) -> int:

@@ -295,11 +295,10 @@ class Updater:
 
         step.__name__ = name  # by which a compilation is logged
         state = jax.tree.map(lambda x: x.sharding, self.abstract_state(network.shapes))
-        placed = self._shardings, state, passes.layout.replicated
         self._program = jax.jit(
             step,
             donate_argnums=(0, 2),
-            out_shardings=placed,
+            out_shardings=(self._shardings, state, passes.layout.replicated),
             compiler_options=passes.layout.compiler_options,
         )
 

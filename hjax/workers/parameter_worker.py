@@ -81,8 +81,7 @@ class AdapterMerge:
           plain: the merged parameters, perhaps in other arrays.
           params: those before the merge, from which adapted and quantized matrices are taken.
         """
-        layers = layers_of(params)
-        own = {name: x for name, x in layers.items() if name in self._reads}
+        own = {name: x for name, x in layers_of(params).items() if name in self._reads}
         return _with_layers(plain, {**layers_of(plain), **own})
 
     def trace(self) -> Any:

@@ -102,8 +102,7 @@ class FunctionReward(Worker):
             made |= {} if tokens is None else {"token_rewards": tokens}
             return made | ({"named_rewards": dict(result.named)} if result.named else {})
         rows, share = len(batch["responses"]), self.own_rows(batch)
-        part = slice_rows(batch, share)
-        result = self.score(part)
+        result = self.score(slice_rows(batch, share))
         region = ((share.start, share.stop),)
         rewards = ArrayRegions((rows,), result.rewards.dtype, ((region, result.rewards),))
         if result.tokens:
@@ -201,8 +200,7 @@ class ModelReward(ModelWorker):
         """float32 [rows] on the host, the head's value at each sequence's last token."""
         sequences = self._sequences(batch)
         arrays = self._arrays(sequences, self._bucket(sequences))
-        scores = self.forward(self._last_score, self.params, arrays)
-        return to_numpy(scores)[: len(sequences)]
+        return to_numpy(self.forward(self._last_score, self.params, arrays))[: len(sequences)]
 
     def step_scores(self, batch: Mapping[str, Any]) -> np.ndarray:
         """float32 [rows, length] on the host: the head's value at each step's last token, 0

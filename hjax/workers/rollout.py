@@ -165,8 +165,7 @@ class Rollout(GeneratingWorker):
                     on_prompt_done=self.reward_callback(asked, pending),
                 )
             new = drawn["response_mask"] & ~rollout["response_mask"]
-            versions = jnp.where(new, self._versions(new), before)
-            rollout |= drawn | {"versions": versions}
+            rollout |= drawn | {"versions": jnp.where(new, self._versions(new), before)}
             rollout |= {PENDING_REWARDS: pending} if pending else {}
         if last:
             return self.with_text(self.cut_at_stop_strings(rollout))

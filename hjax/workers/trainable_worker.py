@@ -111,8 +111,7 @@ class TrainableWorker(ModelWorker):
                 share = tally.routed.tokens / batch["counted"]
                 balance = share * balance_loss(tally.routed)
                 total += router_loss * balance
-                routed = jax.lax.stop_gradient(tally.routed)
-                sums |= {"router_loss": balance, ROUTED: routed}
+                sums |= {"router_loss": balance, ROUTED: jax.lax.stop_gradient(tally.routed)}
             return total, sums
 
         def prepare(batch: Batch) -> Batch:
@@ -222,8 +221,7 @@ class TrainableWorker(ModelWorker):
     def abstract_state(self) -> dict[str, Any]:
         """Shapes and shardings of ``state()``."""
         state = super().abstract_state()
-        optimizer = self.updater.abstract_state(state["params"])
-        return state | {"optimizer": optimizer}
+        return state | {"optimizer": self.updater.abstract_state(state["params"])}
 
     def resident_state(self, program: str) -> dict[str, Any]:
         """State that a program does not read; an update reads all of it."""
@@ -243,8 +241,7 @@ class TrainableWorker(ModelWorker):
         kinds = dict.fromkeys(getattr(loss, "scalars", ()), number)
         kinds |= dict.fromkeys(getattr(loss, "per_row", ()), per_row)
         if hasattr(loss, "shapes"):
-            own = loss.shapes(self.network.config.vocab_size)
-            for key, (rest, dtype) in own.items():
+            for key, (rest, dtype) in loss.shapes(self.network.config.vocab_size).items():
                 shape = (*floats.shape, *rest)
                 batch[key] = jax.ShapeDtypeStruct(shape, dtype, sharding=floats.sharding)
         for key in (*loss.needs, *self.extra_keys):

@@ -243,8 +243,7 @@ def instruction_groups(instruction: Instruction, kind: str, devices: int) -> Gro
     text = instruction.attributes[found.end() :] if found else "{}"
     if kind == "collective-permute":
         return tuple(pair for pair in _listed(text) if pair[0] != pair[1])
-    groups = device_groups(text)
-    return groups or (tuple(range(devices)),)
+    return device_groups(text) or (tuple(range(devices)),)
 
 
 def between_slices(receive: Instruction, devices: int) -> Collective | None:
@@ -280,8 +279,7 @@ def between_slices(receive: Instruction, devices: int) -> Collective | None:
             tuple((i // _SLICE_IDS - 1) * devices + i % _SLICE_IDS for i in group) for group in ids
         )
     size = sum(array.bytes for array in array_shapes(receive.shape)[:1])
-    members = max(map(len, groups))
-    return Collective(kind, round(size / gets(members)), groups)
+    return Collective(kind, round(size / gets(max(map(len, groups)))), groups)
 
 
 _SLICE_IDS = 100_000

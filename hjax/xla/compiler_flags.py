@@ -89,10 +89,9 @@ def compiler_options(platform: str, kind: str, heads_split: bool) -> dict[str, A
       heads_split: whether a tensor axis splits the program's layers.
     """
     device = device_of_kind(kind)
-    found = {
+    return {
         name: option.value
         for name, option in COMPILER_FLAGS.get(platform, {}).items()
         if not (option.unless_heads_split and heads_split)
         and (not option.kinds or (device is not None and device.name in option.kinds))
-    }
-    return found or None
+    } or None
