@@ -279,7 +279,11 @@ def test_tokens_that_travel_get_what_gathered_ones_get(train, count, form, monke
         return jax.tree.leaves(both(x, weights, frozen, given))
 
     alone = found()
-    ways = ({}, {"keep": True}, {"move_tokens": True}, {"move_tokens": True, "keep": True})
+    ways = [
+        {"move_tokens": moved, "keep_gates": kept}
+        for moved in (False, True)
+        for kept in (False, True)
+    ]
     others = [found(layout, CARELESS, **way) for way in ways]
     for expected, *every in zip(alone, *others, strict=True):
         for one in every:

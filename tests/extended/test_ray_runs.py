@@ -232,7 +232,7 @@ def test_weights_of_a_pool_s_own_go_by_one_program_of_its_world(tmp_path):
     others, in the store or on the way to the controller."""
     with two_groups(tmp_path, 1, {"fsdp": 4}, {"data": 2, "tensor": 2}) as (made, actor, reference):
         handles = actor.pool.executor.handles()
-        assert all(handle.facts.address.startswith("127.0.0.") for handle in handles)
+        assert all(handle.info.address.startswith("127.0.0.") for handle in handles)
         before = given(actor)
         passed = made.sent_bytes + made.fetched_bytes
         reference.take_weights(actor.weights()).result()
