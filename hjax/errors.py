@@ -25,7 +25,16 @@ class ConfigError(_OneLineError, ValueError):
 
 
 class DataError(ConfigError):
-    """A dataset or file that cannot be used; the message names the file and the row."""
+    """A dataset or file that cannot be used; the message names the file and the row.
+
+    Args:
+      *args: the message.
+      kind: what is wrong with a row, without values: rows are counted by it.
+    """
+
+    def __init__(self, *args: object, kind: str = ""):
+        super().__init__(*args)
+        self.kind = kind
 
 
 class RunError(_OneLineError, RuntimeError):

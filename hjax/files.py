@@ -20,6 +20,8 @@ SAMPLES = "samples.jsonl"
 HISTOGRAMS = "histograms.jsonl"
 STARTS = "starts.jsonl"
 CALIBRATION = "calibration.jsonl"
+# Rows of the data that a run leaves out: locations by what is wrong with them.
+LEFT_OUT = "left_out_rows.json"
 
 
 def cache_folder(*parts: str) -> Path:

@@ -36,24 +36,25 @@ def user_path(text: str | os.PathLike[str], setting: str) -> Path:
     return path
 
 
-def parse_json(data: bytes, where: str) -> Any:
+def parse_json(data: bytes, where: str = "") -> Any:
     """The value of JSON text in UTF-8.
 
     Args:
       data: of a file or a line, with or without a byte order mark.
-      where: its name in messages.
+      where: its name in messages; empty: the caller adds it.
 
     Raises:
       DataError: it is not UTF-8, not JSON, or too deeply nested.
     """
+    named = f"{where}: " if where else ""
     try:
         return json.loads(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise DataError(f"{where}: not UTF-8 (byte {error.start}: {error.reason})") from None
+        raise DataError(f"{named}not UTF-8 (byte {error.start}: {error.reason})") from None
     except ValueError as error:
-        raise DataError(f"{where}: not valid JSON ({error})") from None
+        raise DataError(f"{named}not valid JSON ({error})") from None
     except RecursionError:
-        raise DataError(f"{where}: not usable JSON (too deeply nested)") from None
+        raise DataError(f"{named}not usable JSON (too deeply nested)") from None
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -130,7 +130,7 @@ def test_rows_and_select():
     dataset = Dataset([[1], [2], [3]], ["a", "b", "c"], {"n": [10, 20, 30]})
     assert dataset.rows(np.array([2, 0, 2])) == {
         "prompt_tokens": [[3], [1], [3]], "prompt_text": ["c", "a", "c"],
-        "columns": {"n": [30, 10, 30]},
+        "columns": {"n": [30, 10, 30]}, "locations": None,
     }
     assert dataset.select([1]).columns == {"n": [20]}
 

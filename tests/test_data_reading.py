@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from hjax.data.dataset import Dataset
+from hjax.data.invalid_rows import InvalidRows
 from hjax.data.mixing import MixedSampler
 from hjax.data.read_options import ReadOptions, parse_source_weights
 from hjax.data.tokenizer import Tokenizer
@@ -46,18 +47,20 @@ def test_columns_are_renamed_and_what_they_replace_gives_way(questions):
 @pytest.mark.parametrize(
     ("overlong", "prompts", "said"),
     [
-        ("filter", ["ab"], "1 of 2 prompts have more than rollout.max_prompt_length=4 tokens"),
+        ("filter", ["ab"], "1 × prompt above rollout.max_prompt_length ("),
         ("truncate_left", ["ab", "cdef"], "and lost their beginning"),
     ],
 )
 def test_long_prompts(questions, overlong, prompts, said):
     reading = ReadOptions({"question": "prompt"}, overlong)
-    told = []
-    dataset = Dataset.from_file(questions, LETTERS, 4, options=reading, notify=told.append)
-    assert dataset.prompt_text == prompts and said in told[0]
+    told, invalid = [], InvalidRows()
+    dataset = Dataset.from_file(
+        questions, LETTERS, 4, options=reading, notify=told.append, invalid=invalid
+    )
+    assert dataset.prompt_text == prompts and said in (told or [str(invalid)])[0]
     assert [len(tokens) for tokens in dataset.prompt_tokens] == [3, 4][: len(prompts)]
     if overlong == "filter":
-        with pytest.raises(DataError, match="all 2 prompts have more"):
+        with pytest.raises(DataError, match="every row is left out: 2 × prompt above"):
             Dataset.from_file(questions, LETTERS, 1, options=reading)
 
 

@@ -55,7 +55,7 @@ def test_report_holds_every_part(run):
         "own/metric", "limit", "Held-out prompts, before and after", "answer 1", "answer 4",
         "unscored", "+1.00", "Timeline of the last steps", "left", "right", "Placement",
         "Config", "algorithm.cost_limit", "TPU v9", "Some CPU", "def", "jax 9.8",
-        "How rewards are spread",
+        "How rewards are spread", "equal pair", "a.jsonl:7, a.jsonl:9",
     ):  # fmt: skip
         assert part in text, part
 

@@ -162,7 +162,7 @@ def test_where_a_pairs_prompt_ends(case, tmp_path):
 
 
 BROKEN = [
-    ({"chosen": "1", "rejected": "1"}, {}, "chosen and rejected are equal"),
+    ({"chosen": "1", "rejected": "1"}, {}, "every row is left out: 1 × equal pair"),
     ({"chosen": "1", "rejected": "2"}, {}, "begin with nothing in common"),
     ({"prompt": "12>", "chosen": "1", "rejected": "1"}, {}, "are equal: the pair says nothing"),
     ({"prompt": "12>", "chosen": "1", "rejected": 3}, {}, "the rejected answer of the prompt"),

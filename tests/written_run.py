@@ -53,6 +53,8 @@ def written_run(path: Path, seed: int = 0) -> Path:
         "devices": {"TPU v9": 4}, "processor": "Some CPU", "cores": 8, "system": "Linux",
     }  # fmt: skip
     write_rows(path / "starts.jsonl", [start])
+    left_out = {"equal pair": ["a.jsonl:7", "a.jsonl:9"]}
+    (path / "left_out_rows.json").write_text(json.dumps(left_out))
     write_rows(path / "warm_start.jsonl", [{"step": i, "loss": 3 / i} for i in (1, 2)])
     (path / "plan.json").write_text(
         json.dumps({

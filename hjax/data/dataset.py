@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from hjax.data.conversation import Conversation
+from hjax.data.invalid_rows import InvalidRows
 from hjax.data.labels import pair_labelled_texts
 from hjax.data.preference_pairs import assistant_turns, split_off_prompt
 from hjax.data.read_options import ReadOptions
@@ -22,6 +23,8 @@ from hjax.errors import ConfigError, DataError, short_repr
 _RESERVED = ("prompts", "responses")
 # Columns that may hold a row's prompt, in order of preference.
 _PROMPT_COLUMNS = ("prompt_tokens", "prompt", "question")
+# The kind of a row whose prompt is too long.
+LONG_PROMPT = "prompt above rollout.max_prompt_length"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +38,14 @@ class Dataset:
       columns: column name to one value per prompt; values are whatever the file holds.
       conversations: per prompt the chat that was rendered, None where the prompt is text or token
         ids; None if no prompt is a chat.
+      locations: of each prompt's row, `file:line` or `file: row n`; None where it is of no file.
     """
 
     prompt_tokens: list[list[int]]
     prompt_text: list[str] | None
     columns: dict[str, list[Any]]
     conversations: list[Conversation | None] | None = None
+    locations: list[str] | None = None
 
     def __len__(self) -> int:
         return len(self.prompt_tokens)
@@ -51,14 +56,21 @@ class Dataset:
         return max(map(len, self.prompt_tokens))
 
     def rows(self, indices: Iterable[int]) -> dict[str, Any]:
-        """`prompt_tokens`, `prompt_text` (or None) and `columns` of the prompts at `indices`."""
+        """The attributes of the prompts at `indices`, by name."""
         indices = [int(i) for i in indices]
-        text = self.prompt_text
+        text, locations = self.prompt_text, self.locations
         return {
             "prompt_tokens": [self.prompt_tokens[i] for i in indices],
             "prompt_text": None if text is None else [text[i] for i in indices],
             "columns": {key: [values[i] for i in indices] for key, values in self.columns.items()},
+            "locations": None if locations is None else [locations[i] for i in indices],
         }
+
+    def location(self, index: int) -> str:
+        """Where the prompt at `index` stands, for errors: its row, or its text."""
+        if self.locations is not None:
+            return self.locations[index]
+        return f"the prompt {self.prompt_text[index][:60]!r}" if self.prompt_text else "a prompt"
 
     def select(self, indices: Iterable[int]) -> Dataset:
         """A dataset of the prompts at `indices`, in that order."""
@@ -90,6 +102,7 @@ class Dataset:
         format_prompt: Callable[[str], str | list[dict[str, Any]]] | None = None,
         options: ReadOptions | None = None,
         notify: Callable[[str], None] | None = None,
+        invalid: InvalidRows | None = None,
         learns_pairs: bool = False,
         learns_demonstrations: bool = False,
     ) -> Dataset:
@@ -112,14 +125,16 @@ class Dataset:
           vocab_size: token ids must be below it; by default the tokenizer's.
           format_prompt: maps a prompt that is a string to the text or chat messages to tokenise.
           options: column names, chats, overlong prompts.
-          notify: called with a message about prompts that were dropped or truncated.
+          notify: called with a message about prompts that were truncated.
+          invalid: collects the rows that are left out; by default a bad row is an error.
           learns_pairs: make preference pairs of labelled texts (``hjax.data.labels``).
           learns_demonstrations: `messages` win over a row's prompt.
 
         Raises DataError, one line with the file and the line (jsonl) or row (parquet, from 1).
         """
         options = options or ReadOptions()
-        rows = _rows_of(path, options, learns_pairs, learns_demonstrations)
+        invalid = InvalidRows() if invalid is None else invalid
+        rows = _rows_of(path, options, invalid, learns_pairs, learns_demonstrations)
         if vocab_size is None and tokenizer is not None:
             vocab_size = tokenizer.vocab_size
         tokens: list[list[int]] = []
@@ -129,43 +144,46 @@ class Dataset:
         longer = 0
         limit = max_prompt_length if options.overlong == "error" else 0
         for where, row in rows:
-            ids, text, chat = _encode_prompt(row, where, tokenizer, format_prompt, options)
-            _check_tokens(ids, where, vocab_size, limit)
-            if 0 < max_prompt_length < len(ids):
-                longer += 1
-                if options.overlong == "filter":
-                    continue
-                ids, text = ids[-max_prompt_length:], None
-            if text is None and tokenizer is not None:
-                text = tokenizer.decode(ids)
-            kept.append((where, row))
-            tokens.append(ids)
-            texts.append(text or "")
-            chats.append(chat)
+            with invalid.checking(where, "unusable prompt"):
+                ids, text, chat = _encode_prompt(row, tokenizer, format_prompt, options)
+                _check_tokens(ids, vocab_size, limit)
+                if 0 < max_prompt_length < len(ids):
+                    if options.overlong == "filter":
+                        invalid.leave_out(where, LONG_PROMPT)
+                        continue
+                    longer += 1
+                    ids, text = ids[-max_prompt_length:], None
+                if text is None and tokenizer is not None:
+                    text = tokenizer.decode(ids)
+                kept.append((where, row))
+                tokens.append(ids)
+                texts.append(text or "")
+                chats.append(chat)
         if longer and notify is not None:
-            done = "were left out" if options.overlong == "filter" else "lost their beginning"
             notify(
                 f"{path}: {longer} of {len(rows)} prompts have more than "
-                f"rollout.max_prompt_length={max_prompt_length} tokens and {done}"
+                f"rollout.max_prompt_length={max_prompt_length} tokens and lost their beginning"
             )
         if not kept:
-            raise DataError(
-                f"{path}: all {len(rows)} prompts have more than rollout.max_prompt_length="
-                f"{max_prompt_length} tokens, and data.overlong=filter leaves them out; raise it"
-            )
+            raise DataError(f"{path}: every row is left out: {invalid}")
         return cls(
             prompt_tokens=tokens,
             prompt_text=None if tokenizer is None else texts,
             columns=_columns(path, [row for _, row in kept]),
             conversations=chats if any(chats) else None,
+            locations=[where for where, _ in kept],
         )
 
 
 def _rows_of(
-    path: str | Path, options: ReadOptions, learns_pairs: bool, learns_demonstrations: bool
+    path: str | Path,
+    options: ReadOptions,
+    invalid: InvalidRows,
+    learns_pairs: bool,
+    learns_demonstrations: bool,
 ) -> list[tuple[str, dict[str, Any]]]:
     """(location, row) pairs, each row with a prompt; arguments as in ``from_file``."""
-    read = read_sources(path)
+    read = read_sources(path, invalid)
     for old, new in options.columns.items():
         if read and not any(old in row for _, row in read):
             raise DataError(
@@ -173,11 +191,14 @@ def _rows_of(
                 f"row has; the first one has {', '.join(map(str, read[0][1]))}"
             )
     found = [(where, options.rename_columns(row)) for where, row in read]
-    found = assistant_turns(found, _PROMPT_COLUMNS, learns_demonstrations)
+    found = assistant_turns(found, _PROMPT_COLUMNS, learns_demonstrations, invalid)
     if learns_pairs:
-        found = pair_labelled_texts(found)
-    rows = [(where, split_off_prompt(row, where, _PROMPT_COLUMNS)) for where, row in found]
-    if not rows:
+        found = pair_labelled_texts(found, invalid)
+    rows = []
+    for where, row in found:
+        with invalid.checking(where, "unusable pair"):
+            rows.append((where, split_off_prompt(row, _PROMPT_COLUMNS)))
+    if not rows and not invalid:
         raise DataError(f"{path}: the dataset is empty; it must have at least one prompt")
     return rows
 
@@ -302,7 +323,6 @@ def _padded(
 
 def _encode_prompt(
     row: dict[str, Any],
-    where: str,
     tokenizer: Tokenizer | None,
     format_prompt: Callable[[str], str | list[dict[str, Any]]] | None,
     options: ReadOptions,
@@ -312,49 +332,46 @@ def _encode_prompt(
     prompt = next((row[name] for name in _PROMPT_COLUMNS if row.get(name) is not None), None)
     if prompt is None:
         raise DataError(
-            f"{where}: there is no prompt; a row needs 'prompt' or 'question' (text, chat messages "
+            "there is no prompt; a row needs 'prompt' or 'question' (text, chat messages "
             "or token ids) or 'prompt_tokens', and this one has "
             f"{', '.join(map(str, row)) or 'nothing'}; in a run data.columns=NAME=prompt takes "
-            "another"
+            "another",
+            kind="no prompt",
         )
     if isinstance(prompt, list) and prompt and all(_is_id(item) for item in prompt):
         return prompt, None, None
     is_chat = isinstance(prompt, list) and prompt and all(isinstance(m, dict) for m in prompt)
     if not isinstance(prompt, str) and not is_chat:
         raise DataError(
-            f"{where}: the prompt is {short_repr(prompt)}; it must be text, a list of chat "
-            "messages or a list of token ids"
+            f"the prompt is {short_repr(prompt)}; it must be text, a list of chat messages or a "
+            "list of token ids"
         )
     if tokenizer is None:
         raise DataError(
-            f"{where}: the prompt is text, and there is no tokenizer; set tokenizer.path of "
-            "a run, or give token ids as prompt_tokens"
+            "the prompt is text, and there is no tokenizer; set tokenizer.path of a run, or give "
+            "token ids as prompt_tokens"
         )
-    try:
-        if isinstance(prompt, str):
-            prompt = (format_prompt or options.messages)(prompt)
-        if isinstance(prompt, str):
-            return tokenizer.encode(prompt), prompt, None
-        chat = Conversation(prompt, template_arguments=options.template)
-        text = chat.render(tokenizer, add_generation_prompt=True)  # has its special tokens
-        return tokenizer.encode(text, add_special=False), text, chat
-    except DataError as error:
-        raise DataError(f"{where}: {error}") from None
+    if isinstance(prompt, str):
+        prompt = (format_prompt or options.messages)(prompt)
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt), prompt, None
+    chat = Conversation(prompt, template_arguments=options.template)
+    text = chat.render(tokenizer, add_generation_prompt=True)  # has its special tokens
+    return tokenizer.encode(text, add_special=False), text, chat
 
 
-def _check_tokens(
-    tokens: list[int], where: str, vocab_size: int | None, max_prompt_length: int
-) -> None:
+def _check_tokens(tokens: list[int], vocab_size: int | None, max_prompt_length: int) -> None:
     if not tokens:
-        raise DataError(f"{where}: the prompt is empty; it needs at least one token")
+        raise DataError("the prompt is empty; it needs at least one token", kind="empty prompt")
     bad = next((t for t in tokens if t < 0 or (vocab_size is not None and t >= vocab_size)), None)
     if bad is not None:
         top = "" if vocab_size is None else f" to {vocab_size - 1}"
-        raise DataError(f"{where}: token id {bad} is outside the vocabulary (ids from 0{top})")
+        raise DataError(f"token id {bad} is outside the vocabulary (ids from 0{top})")
     if 0 < max_prompt_length < len(tokens):
         raise DataError(
-            f"{where}: the prompt has {len(tokens)} tokens, above rollout.max_prompt_length="
-            f"{max_prompt_length}; raise that key (0: the longest prompt) or shorten the prompt"
+            f"the prompt has {len(tokens)} tokens, above rollout.max_prompt_length="
+            f"{max_prompt_length}; raise that key (0: the longest prompt) or shorten the prompt",
+            kind=LONG_PROMPT,
         )
 
 

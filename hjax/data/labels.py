@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hjax.data.invalid_rows import InvalidRows
 from hjax.data.preference_pairs import SIDES
 from hjax.errors import DataError
 
@@ -28,7 +29,7 @@ def parse_label(value: Any, what: str) -> bool:
 
 
 def pair_labelled_texts(
-    rows: Sequence[tuple[str, dict[str, Any]]],
+    rows: Sequence[tuple[str, dict[str, Any]]], invalid: InvalidRows
 ) -> list[tuple[str, dict[str, Any]]]:
     """Pair texts labelled 1 with texts labelled 0; rows that are not single texts stay as they are.
 
@@ -37,26 +38,28 @@ def pair_labelled_texts(
 
     Args:
       rows: (location, row) pairs of a file.
+      invalid: checks the rows: an invalid label, no text, or a prompt.
 
     Returns:
       rows with ``prompt`` (empty), ``chosen``, ``rejected`` and their labels.
 
     Raises:
-      DataError: an invalid label, a row with a prompt, or only one of the two labels.
+      DataError: only one of the two labels.
     """
     if any("label" not in row or any(side in row for side in SIDES) for _, row in rows):
         return list(rows)
     by_label: dict[bool, list[tuple[str, str]]] = {True: [], False: []}
     for where, row in rows:
-        text = next((row[name] for name in TEXT_COLUMNS if row.get(name)), None)
-        if not isinstance(text, str):
-            raise DataError(f"{where}: a row with a label needs its text in the column `text`")
-        if row.get("prompt"):
-            raise DataError(
-                f"{where}: a labelled text is learned from whole, and this one has a prompt; put "
-                "both into `text`, or give pairs as `chosen` and `rejected`"
-            )
-        by_label[parse_label(row["label"], f"{where}: the label")].append((where, text))
+        with invalid.checking(where, "unusable labelled text"):
+            text = next((row[name] for name in TEXT_COLUMNS if row.get(name)), None)
+            if not isinstance(text, str):
+                raise DataError("a row with a label needs its text in the column `text`")
+            if row.get("prompt"):
+                raise DataError(
+                    "a labelled text is learned from whole, and this one has a prompt; put both "
+                    "into `text`, or give pairs as `chosen` and `rejected`"
+                )
+            by_label[parse_label(row["label"], "the label")].append((where, text))
     for label, texts in by_label.items():
         if not texts:
             raise DataError(f"no text is labelled {int(label)}: one of each label makes a pair")

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hjax.data.invalid_rows import EQUAL_PAIR, InvalidRows
 from hjax.errors import DataError
 
 SIDES = ("chosen", "rejected")
@@ -15,16 +16,14 @@ SIDES = ("chosen", "rejected")
 _ASSISTANT_TURN = "\n\nAssistant:"
 
 
-def split_off_prompt(
-    row: dict[str, Any], where: str, prompt_columns: tuple[str, ...]
-) -> dict[str, Any]:
+def split_off_prompt(row: dict[str, Any], prompt_columns: tuple[str, ...]) -> dict[str, Any]:
     """Split the prompt off a pair that has none of its own; other rows are returned unchanged.
 
     ``chosen`` and ``rejected`` may each be a whole dialogue, as text (hh-rlhf) or as chat messages.
     Their common prefix becomes the prompt; in text the prefix ends at its last ``Assistant:``.
 
     Args:
-      row: of a file; ``where``: its location, for the error.
+      row: of a file.
       prompt_columns: names of columns that hold a prompt.
 
     Raises:
@@ -35,7 +34,7 @@ def split_off_prompt(
         return row
     chosen, rejected = (row[side] for side in SIDES)
     if chosen == rejected:
-        raise DataError(f"{where}: chosen and rejected are equal; such a pair says nothing")
+        raise DataError("chosen and rejected are equal: the pair says nothing", kind=EQUAL_PAIR)
     same = 0
     if type(chosen) is type(rejected) in (str, list):
         equal = itertools.takewhile(lambda two: two[0] == two[1], zip(chosen, rejected))
@@ -46,8 +45,8 @@ def split_off_prompt(
         same = word if turn < 0 else turn + len(_ASSISTANT_TURN)
     if not same:
         raise DataError(
-            f"{where}: there is no prompt, and chosen and rejected begin with nothing in common; "
-            "give it a column `prompt`"
+            "there is no prompt, and chosen and rejected begin with nothing in common; give it a "
+            "column `prompt`"
         )
     apart = {side: row[side][same:] for side in SIDES}
     return row | {"prompt": chosen[:same]} | apart
@@ -87,7 +86,7 @@ Rows = Sequence[tuple[str, dict[str, Any]]]
 
 
 def assistant_turns(
-    rows: Rows, prompt_columns: Sequence[str], learns_demonstrations: bool
+    rows: Rows, prompt_columns: Sequence[str], learns_demonstrations: bool, invalid: InvalidRows
 ) -> list[tuple[str, dict[str, Any]]]:
     """One row per assistant turn of the column `messages`; other rows are returned unchanged.
 
@@ -99,9 +98,7 @@ def assistant_turns(
       rows: (location, row) pairs of a file.
       prompt_columns: names of columns that hold a prompt.
       learns_demonstrations: the run learns from demonstrations, so `messages` win over a prompt.
-
-    Raises:
-      DataError: malformed messages, no assistant turn, or an assistant turn that comes first.
+      invalid: checks the rows: malformed messages, no assistant turn, or one that comes first.
     """
     made: list[tuple[str, dict[str, Any]]] = []
     for where, row in rows:
@@ -110,32 +107,33 @@ def assistant_turns(
         if row.get(MESSAGES_COLUMN) is None or answered or (asked and not learns_demonstrations):
             made.append((where, row))
             continue
-        messages = _checked(row[MESSAGES_COLUMN], where)
-        rest = {key: value for key, value in row.items() if key not in prompt_columns}
-        made.extend(
-            (where, rest | {"prompt": messages[:at], "response": message["content"]})
-            for at, message in enumerate(messages)
-            if message["role"] == "assistant"
-        )
+        with invalid.checking(where, "unusable messages"):
+            messages = _checked(row[MESSAGES_COLUMN])
+            rest = {key: value for key, value in row.items() if key not in prompt_columns}
+            made.extend(
+                (where, rest | {"prompt": messages[:at], "response": message["content"]})
+                for at, message in enumerate(messages)
+                if message["role"] == "assistant"
+            )
     return made
 
 
-def _checked(messages: Any, where: str) -> list[dict[str, Any]]:
+def _checked(messages: Any) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not all(
         isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages
     ):
-        raise DataError(f"{where}: messages must be a list of chat messages, each with a role")
+        raise DataError("messages must be a list of chat messages, each with a role")
     roles = [m["role"] for m in messages]
     if "assistant" not in roles:
         raise DataError(
-            f"{where}: messages have no turn of the assistant's to learn from; where a run "
-            "is to answer them: data.columns=messages=prompt"
+            "messages have no turn of the assistant's to learn from; where a run is to answer "
+            "them: data.columns=messages=prompt"
         )
     if roles[0] == "assistant":
-        raise DataError(f"{where}: messages begin with the assistant's, which answers nothing")
+        raise DataError("messages begin with the assistant's, which answers nothing")
     for message in messages:
         if message["role"] == "assistant" and not isinstance(message.get("content"), str):
             raise DataError(
-                f"{where}: a turn of the assistant's is {message.get('content')!r}; it must be text"
+                f"a turn of the assistant's is {message.get('content')!r}; it must be text"
             )
     return [dict(m) for m in messages]

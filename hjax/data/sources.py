@@ -1,11 +1,13 @@
 """Reading rows from data sources: files, glob patterns, folders and Hugging Face datasets."""
 
 import glob
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hjax.data.invalid_rows import InvalidRows
 from hjax.errors import DataError, short_repr
 from hjax.user_input import parse_json, user_path
 
@@ -14,6 +16,8 @@ SUFFIXES = (".jsonl", ".parquet", ".txt")
 _HUB = re.compile(r"([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?::([\w\[\]%:+-]+))?")
 # Metadata files of `datasets.save_to_disk`.
 _SAVED = ("state.json", "dataset_dict.json")
+# The kind of a line that cannot be read.
+_UNREADABLE = "unreadable line"
 
 
 def split_paths(path: str | Path) -> list[str]:
@@ -84,7 +88,7 @@ def huggingface_rows(part: str, split: str = "train") -> Iterator[tuple[str, dic
     yield from ((f"{part}: row {number}", row) for number, row in enumerate(rows, start=1))
 
 
-def read_sources(path: str | Path) -> list[tuple[str, dict[str, Any]]]:
+def read_sources(path: str | Path, invalid: InvalidRows) -> list[tuple[str, dict[str, Any]]]:
     """(location, row) pairs of all sources of a `data.path`, in order."""
     rows: list[tuple[str, dict[str, Any]]] = []
     for part in split_paths(path):
@@ -93,11 +97,11 @@ def read_sources(path: str | Path) -> list[tuple[str, dict[str, Any]]]:
             rows += huggingface_rows(part)
         else:
             for file in files:
-                rows += _read_rows(file)
+                rows += _read_rows(file, invalid)
     return rows
 
 
-def _read_rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
+def _read_rows(path: Path, invalid: InvalidRows) -> list[tuple[str, dict[str, Any]]]:
     """(location, row) pairs of a file; the location is `file:line` or `file: row n`."""
     if path.suffix not in SUFFIXES:
         raise DataError(f"{path}: its name must end in {', '.join(SUFFIXES[:-1])} or .txt")
@@ -105,40 +109,56 @@ def _read_rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
         raise DataError(f"{path}: there is no such file; data.path and data.eval_path name files")
     read = {".txt": _read_lines, ".jsonl": _read_jsonl, ".parquet": _read_parquet}[path.suffix]
     try:
-        return read(path)
+        return read(path, invalid)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
 
 
-def _read_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
+def _read_lines(path: Path, invalid: InvalidRows) -> list[tuple[str, dict[str, Any]]]:
     rows = []
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            where = f"{path}:{number}"
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-            except ValueError as error:
-                raise DataError(f"{where}: not UTF-8 ({error})") from None
-            if text.strip():
-                rows.append((where, {"prompt": text}))
+            with invalid.checking(f"{path}:{number}", _UNREADABLE):
+                try:
+                    text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+                except ValueError as error:
+                    raise DataError(f"not UTF-8 ({error})") from None
+                if text.strip():
+                    rows.append((f"{path}:{number}", {"prompt": text}))
     return rows
 
 
-def _read_jsonl(path: Path) -> list[tuple[str, dict[str, Any]]]:
+def _read_jsonl(path: Path, invalid: InvalidRows) -> list[tuple[str, dict[str, Any]]]:
     rows = []
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            where = f"{path}:{number}"
-            row = parse_json(line, where)
-            if not isinstance(row, dict):
-                raise DataError(f"{where}: a JSON object is needed, found {short_repr(row)}")
-            rows.append((where, row))
+            with invalid.checking(f"{path}:{number}", _UNREADABLE):
+                row = parse_json(line)
+                if not isinstance(row, dict):
+                    raise DataError(f"a JSON object is needed, found {short_repr(row)}")
+                if b"\\u" in line:
+                    _check_unicode(row)
+                rows.append((f"{path}:{number}", row))
     return rows
 
 
-def _read_parquet(path: Path) -> list[tuple[str, dict[str, Any]]]:
+def _check_unicode(row: dict[str, Any]) -> None:
+    """Refuse halves of surrogate pairs (`\\ud83d` alone), which no tokenizer takes."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except RecursionError:
+        raise DataError("too deeply nested", kind=_UNREADABLE) from None
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise DataError(
+            f"it has {half!r}, half of a surrogate pair, which is no character; write both halves",
+            kind="text with half a character",
+        ) from None
+
+
+def _read_parquet(path: Path, invalid: InvalidRows) -> list[tuple[str, dict[str, Any]]]:
     import pyarrow
     import pyarrow.parquet
 

@@ -8,6 +8,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from hjax.data.dataset import Dataset, PromptSampler, pad_left, split_held_out
+from hjax.data.invalid_rows import InvalidRows
 from hjax.data.mixing import MixedSampler
 from hjax.data.read_options import ReadOptions, parse_source_weights
 from hjax.data.tasks import TASKS, Task, get_task
@@ -46,6 +47,8 @@ class Inputs:
     held_out_examples: Examples = dataclasses.field(default_factory=list)
     held_out_annotations: Annotations = dataclasses.field(default_factory=dict)
     labels: list[bool] | None = None  # of each demonstration, where verdicts are learned from
+    # Locations of the rows that were left out, by what is wrong with them.
+    left_out: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
 
 def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
@@ -66,7 +69,8 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
     task = None if config.data.path else get_task(config.data.task, **config.data.task_options)
     tokenizer = _tokenizer(config, task)
     remarks: list[str] = []
-    train, held_out = _datasets(config, task, tokenizer, remarks.append, source)
+    invalid = InvalidRows(config.data.invalid)
+    train, held_out = _datasets(config, task, tokenizer, remarks.append, invalid, source)
     longest = max(d.longest_prompt for d in (train, held_out) if d is not None)
     prompt_length = config.rollout.max_prompt_length or longest
     if longest > prompt_length:  # only a task's: a file's prompts were checked one by one
@@ -90,6 +94,8 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
     judged = LearnedExamples()
     if held_out is not None and source in ("pairs", "steps") and config.eval.every:
         judged = load_examples(config, task, tokenizer, held_out, source)
+    if invalid:
+        remarks.append(f"rows left out: {invalid}")
     return Inputs(
         tokenizer=tokenizer,
         task=task,
@@ -106,6 +112,7 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
         held_out_examples=judged.examples,
         held_out_annotations=judged.annotations,
         labels=None if verdicts is None else verdicts[1],
+        left_out=invalid.locations,
     )
 
 
@@ -136,6 +143,7 @@ def _datasets(
     task: Task | None,
     tokenizer: Tokenizer | None,
     notify: Callable[[str], None],
+    invalid: InvalidRows,
     source: str,
 ) -> tuple[Dataset, Dataset | None]:
     data, seed = config.data, config.seed
@@ -168,7 +176,7 @@ def _datasets(
     if vocabulary is not None and tokenizer is not None:
         vocabulary = min(vocabulary, tokenizer.vocab_size)
     options: dict[str, Any] = {"vocab_size": vocabulary, "options": ReadOptions.from_config(data)}
-    options |= {"notify": notify, "learns_pairs": source == "pairs"}
+    options |= {"notify": notify, "invalid": invalid, "learns_pairs": source == "pairs"}
     options["learns_demonstrations"] = source == "demonstrations"
     train = Dataset.from_file(data.path, tokenizer, limit, **options)
     if data.eval_path:

@@ -13,7 +13,7 @@ from hjax.algorithms import get_algorithm
 from hjax.controller import Future, ThreadExecutor
 from hjax.controller.executors import ExecutorFactory
 from hjax.errors import LOG_FOLLOWS, ConfigError, ProcessLost, RunError
-from hjax.files import METRICS, STARTS, WARM_START
+from hjax.files import LEFT_OUT, METRICS, STARTS, WARM_START
 from hjax.machine import device_memory
 from hjax.models.base_checkpoints import BaseCheckpoint
 from hjax.models.checkpoint import Checkpoints, damaged_error
@@ -214,6 +214,8 @@ class TrainingRun:
             with self.workdir.writing("model"):
                 write_model_files(self.workdir.path, self.inputs, scalar)
             self.workdir.write_json("plan.json", plan_record(self.roles))
+            if self.inputs.left_out:
+                self.workdir.write_json(LEFT_OUT, self.inputs.left_out)
             for remark in record_bases(self.workdir, self.roles.base_checkpoints):
                 self.reporter.message(remark)
         devices = len(self.backend.devices)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hjax.config import SWITCH, Config
+from hjax.data.invalid_rows import INVALID
 from hjax.data.read_options import OVERLONG
 from hjax.machine import MAX_DEVICES
 from hjax.roles import OPTIMIZERS, ROLES
@@ -272,9 +273,18 @@ KEYS: dict[str, Any] = {
         ),
         "overlong": Key(
             "error",
-            "what happens to a file's prompts above rollout.max_prompt_length: error, filter (drop "
-            "them) or truncate_left (drop their first tokens); the run reports how many",
+            "what happens to a file's prompts above rollout.max_prompt_length, and to answers it "
+            "teaches above rollout.max_response_length: error, filter (drop their rows) or "
+            "truncate_left (drop a prompt's first tokens; an answer is an error); the run reports "
+            "how many",
             one_of(*OVERLONG),
+        ),
+        "invalid": Key(
+            "error",
+            "what happens to a file's bad rows (malformed, without a prompt or an answer, too "
+            "long): error, or drop (leave them out); the run reports which and how many. A "
+            "preference pair whose answers are equal is left out with either",
+            one_of(*INVALID),
         ),
         "weights": Key(
             "",

@@ -14,6 +14,7 @@ from hjax.errors import ConfigError
 from hjax.files import (
     CALIBRATION,
     HISTOGRAMS,
+    LEFT_OUT,
     METRICS,
     SAMPLES,
     STARTS,
@@ -100,6 +101,7 @@ def run_content(path: Path) -> dict[str, Any]:
         timeline=_timeline(read_json(path / "timeline.json") or {}),
         placement=_placement_rows(plan),
         planned=_planned_rows(plan, metrics),
+        left_out=read_json(path / LEFT_OUT) or {},
         changed=changed,
         unchanged=unchanged,
     )
