@@ -3,6 +3,7 @@
 import ast
 import functools
 import pathlib
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -109,6 +110,18 @@ def test_old_names_do_not_come_back():
     names = [name for name in old if name and not name.startswith("#")]
     stand = named_in_package()
     assert [name for name in names if name in stand or (PACKAGE / name).exists()] == []
+
+
+def test_docs_name_files_that_exist():
+    root = PACKAGE.parent
+    pages = [root / "README.md", root / "CONTRIBUTING.md", *(root / "docs").rglob("*.md")]
+    named = {
+        (page.name, name)
+        for page in pages
+        for name in re.findall(r"`((?:hjax|tests|benchmarks|docs)/[\w/]+\.\w+)`", page.read_text())
+    }
+    assert len(named) > 100
+    assert [(page, name) for page, name in sorted(named) if not (root / name).exists()] == []
 
 
 BODY = "\n".join(f"    x = {i}" for i in range(60))
