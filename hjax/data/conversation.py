@@ -1,9 +1,10 @@
 """Chats as prompts, and the turns that answer them as the chat template writes them."""
 
 import dataclasses
+import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hjax.data.tokenizer import Tokenizer
@@ -106,7 +107,8 @@ class _LearnedTurns:
         ]
         starts = [self._start(whole) for whole in wholes]
         for answer, whole, (start, _) in zip(answers, wholes, starts, strict=True):
-            _check_complete(answer, whole[start:], f"tokenizer {self._tokenizer.name}")
+            own = [each for each in answer if each["role"] == "assistant"]
+            check_rendered(own, whole[start:], f"tokenizer {self._tokenizer.name}")
         if not all(as_asked for _, as_asked in starts):  # the prompt that all wholes begin with
             shared = min(start for start, as_asked in starts if not as_asked)
             head = self._tokenizer.encode(wholes[0][:shared], add_special=False)
@@ -183,21 +185,50 @@ class _LearnedTurns:
         return tokenizer.encode(rest, add_special=False) + end
 
 
-def _check_complete(answer: Messages, text: str, name: str) -> None:
-    """Raise DataError where the rendered answer lacks a part of its messages."""
+def check_rendered(messages: Sequence[Mapping[str, Any]], text: str, name: str) -> None:
+    """Check that a rendering has every part of some messages; blanks may differ.
+
+    Args:
+      messages: as templates take them.
+      text: the rendering.
+      name: of the template, in errors.
+
+    Raises:
+      DataError: it lacks a content, a reasoning, a call or one of its arguments.
+    """
     found = "".join(text.split())
-    for message in answer:
-        content = message.get("content")
-        if isinstance(content, list):
-            content = "".join(str(part.get("text") or "") for part in content)
-        calls = [call.get("function", call) for call in message.get("tool_calls") or []]
-        parts = [("content", part) for part in re.split("</?think>", content or "")]
-        parts.append(("reasoning_content", message.get("reasoning_content") or ""))
-        parts += [("tool_calls", str(call.get("name"))) for call in calls]
-        for key, part in parts:
-            if "".join(part.split()) not in found:
-                raise DataError(
-                    f"{name}: its chat template leaves out {short_repr(part.strip(), 80)}, "
-                    f"{key} of a learned turn of {message.get('role')!r}; remove it from the data, "
-                    "or take a template that writes it"
-                )
+    functions = [
+        call.get("function", call) for each in messages for call in each.get("tool_calls") or []
+    ]
+    parts: list[tuple[str, str, int]] = []
+    for message in messages:
+        content = message.get("content") or ""
+        texts = [content] if isinstance(content, str) else _strings(content, ("text",))
+        thoughts = (part for text in texts for part in re.split("</?think>", text))
+        parts += [("content", part, 1) for part in thoughts]
+        parts.append(("reasoning_content", message.get("reasoning_content") or "", 1))
+    names = [str(function.get("name")) for function in functions]
+    parts += [("tool_calls", called, names.count(called)) for called in names]
+    for function in functions:
+        parts += [("tool_calls", part, 1) for part in _strings(function.get("arguments"))]
+    for field, part, count in parts:
+        forms = {part, json.dumps(part)[1:-1], json.dumps(part, ensure_ascii=False)[1:-1]}
+        if part and all(found.count("".join(form.split())) < count for form in forms):
+            raise DataError(
+                f"{name}: its chat template leaves out {short_repr(part.strip(), 80)} of the "
+                f"{field} of a learned turn; remove it from the data, or take a template that "
+                "writes it"
+            )
+
+
+def _strings(value: Any, fields: Sequence[str] = ()) -> Iterator[str]:
+    """The texts in nested objects and lists; `fields`: only those of these names."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            if not fields or key in fields:
+                yield from _strings(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _strings(each, fields)

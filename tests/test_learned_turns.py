@@ -1,0 +1,218 @@
+"""Learned turns of chats, against transformers' renderings: real templates by conversations.
+
+Of each conversation the last turn is learned. The expected tokens are those that transformers'
+rendering of the whole has after its rendering of the prompt, up to the token that ends the turn.
+"""
+
+import copy
+import re
+
+import pytest
+from serving_double import byte_tokenizer
+
+from hjax.data.chat_messages import read_messages
+from hjax.data.conversation import Conversation, encode_example
+from hjax.data.tokenizer import Tokenizer
+from hjax.errors import DataError
+
+BOS, EOS = "<|startoftext|>", "<|endoftext|>"
+# The token that ends a turn, by template; None: the next turn's header does. From the models' own
+# generation_config.json.
+ENDS = {
+    "cohere2": "<|END_OF_TURN_TOKEN|>", "deepseekv3": "<｜end▁of▁sentence｜>",
+    "gemma3": "<end_of_turn>", "glm4moe": None, "gptoss": "<|return|>", "lfm2": "<|im_end|>",
+    "llama3": "<|eot_id|>", "llama3_1": "<|eot_id|>", "llama3_2": "<|eot_id|>",
+    "mistral_small": EOS, "nemotron_3_nano": "<|im_end|>", "phi3": "<|end|>",
+    "qwen2_5": "<|im_end|>", "qwen3": "<|im_end|>", "qwen3_5_think": "<|im_end|>",
+    "qwen3_5_think_training": "<|im_end|>", "qwen3_6": "<|im_end|>",
+    "qwen3_instruct_2507": "<|im_end|>", "qwen3_training": "<|im_end|>", "smollm3": "<|im_end|>",
+}  # fmt: skip
+CALL_ENDS = {"gptoss": "<|call|>"}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather of a town.",
+            "parameters": {
+                "type": "object",
+                "properties": {"town": {"type": "string", "description": "Its name."}},
+                "required": ["town"],
+            },
+        },
+    }
+]
+
+
+def turn(role, content, **more):
+    return {"role": role, "content": content, **more}
+
+
+def call(town="Genève", number=1, **more):
+    function = {"name": "weather", "arguments": {"town": town}}
+    return {"type": "function", "function": function, "id": f"call0000{number}"} | more
+
+
+def result(text='{"sky": "blue"}', number=1):
+    return turn("tool", text, tool_call_id=f"call0000{number}", name="weather")
+
+
+def thought(text):
+    """The reasoning under both names that templates read."""
+    return {"reasoning_content": text, "thinking": text}
+
+
+ASK, ANSWER = turn("user", "How is Zürich?"), turn("assistant", "It is dry.")
+SYSTEM = turn("system", "Be brief.")
+# Of a file's row: the messages, whether there are tools, and the messages as templates take them
+# where these differ.
+CONVERSATIONS = {
+    "one turn": ([ASK, ANSWER], False, None),
+    "a system message": ([SYSTEM, ASK, ANSWER], False, None),
+    "several turns": ([ASK, ANSWER, turn("user", "And now?"), turn("assistant", "Wet.")], 0, None),
+    "several turns after a system message": (
+        [SYSTEM, ASK, ANSWER, turn("user", "Sure?"), turn("assistant", "Yes.")], False, None
+    ),
+    "blanks and an end in the text": (
+        [turn("user", " a "), turn("assistant", "b  c\n\n<|im_end|> é\U0001f600.")], False, None
+    ),
+    "an empty answer": ([ASK, turn("assistant", "")], False, None),
+    "tools and no call": ([SYSTEM, ASK, ANSWER], True, None),
+    "a call": ([ASK, turn("assistant", "", tool_calls=[call()])], True, None),
+    "a call with null content": (
+        [ASK, turn("assistant", None, tool_calls=[call()])], True,
+        [ASK, turn("assistant", "", tool_calls=[call()])],
+    ),
+    "a call after text": ([ASK, turn("assistant", "I look.", tool_calls=[call()])], True, None),
+    "two calls": (
+        [ASK, turn("assistant", "", tool_calls=[call(), call("Bern", 2)])], True, None
+    ),
+    "arguments as JSON text": (
+        [ASK, turn("assistant", "", tool_calls=[
+            call(function={"name": "weather", "arguments": '{"town": "Genève"}'})])], True,
+        [ASK, turn("assistant", "", tool_calls=[call()])],
+    ),
+    "an answer to a result": (
+        [ASK, turn("assistant", "", tool_calls=[call()]), result(), ANSWER], True, None
+    ),
+    "a call after a result": (
+        [ASK, turn("assistant", "", tool_calls=[call()]), result(),
+         turn("assistant", "", tool_calls=[call("Bern", 2)])], True, None
+    ),
+    "reasoning": ([ASK, ANSWER | thought("I look outside.")], False, None),
+    "reasoning by another name": (
+        [ASK, ANSWER | {"reasoning": "I look outside."}], False,
+        [ASK, ANSWER | thought("I look outside.")],
+    ),
+    "reasoning in the text": (
+        [ASK, turn("assistant", "<think>\nI look outside.\n</think>\n\nIt is dry.")], False, None
+    ),
+    "reasoning before a call": (
+        [ASK, turn("assistant", "", tool_calls=[call()], **thought("I look."))], True, None
+    ),
+    "reasoning of an earlier call": (
+        [ASK, turn("assistant", "", tool_calls=[call()], **thought("I look.")), result(),
+         ANSWER | thought("It is blue.")], True, None
+    ),
+    "reasoning of an earlier turn": (
+        [ASK, ANSWER | thought("Hm."), turn("user", "Sure?"), turn("assistant", "Yes.")], 0, None
+    ),
+    "parts of text": (
+        [turn("user", [{"type": "text", "text": "How is"}, {"type": "text", "text": " it?"}]),
+         turn("assistant", [{"type": "text", "text": "Dry."}])], False,
+        [turn("user", "How is it?"), turn("assistant", "Dry.")],
+    ),
+    "null fields": (
+        [ASK | {"tool_calls": None, "name": None}, ANSWER | {"tool_calls": None}], False,
+        [ASK, ANSWER],
+    ),
+}  # fmt: skip
+
+
+def save_tokenizer(folder, template):
+    """A tokenizer of bytes and of the special tokens in the template, for both libraries."""
+    pattern = r"<[|｜][^<>|｜ ]*[|｜]>|<(?:start|end)_of_turn>|\[/?[A-Z_]{3,}\]"
+    made = byte_tokenizer(template)
+    made._backend.add_special_tokens([BOS, EOS, *sorted(set(re.findall(pattern, template)))])
+    made._config |= {"bos_token": BOS, "eos_token": EOS}
+    if "<｜end▁of▁sentence｜>" in template:
+        made._config["eos_token"] = "<｜end▁of▁sentence｜>"
+    made._config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    made.save(folder)
+    return Tokenizer.load(folder)
+
+
+def rendered(theirs, messages, tools, asks):
+    return theirs.apply_chat_template(
+        copy.deepcopy(messages), tools=tools, tokenize=False, add_generation_prompt=asks
+    )
+
+
+def expected_text(name, prompt, whole, answer):
+    """The learned text and the prompt's, by hand; None: the library must refuse."""
+    end = CALL_ENDS.get(name, ENDS[name]) if answer.get("tool_calls") else ENDS[name]
+    whole = whole if end is None else whole[: whole.rindex(end) + len(end)]
+    if whole.startswith(prompt):
+        return prompt, whole[len(prompt) :]
+    for asked, written in (
+        # The header opens a thought that no rendered answer has: R1 drops all thoughts.
+        ("<｜Assistant｜><think>\n", "<｜Assistant｜>"),
+        # Nemotron closes an empty thought in the line that opens it.
+        ("<|im_start|>assistant\n<think>\n", "<|im_start|>assistant\n<think>"),
+        ("<｜tool▁outputs▁end｜>", "<｜tool▁outputs▁end｜>"),
+    ):
+        before = prompt.removesuffix(asked) + written
+        if prompt.endswith(asked) and whole.startswith(before):
+            return before, whole[len(before) :]
+    if name == "mistral_small":  # writes the last question in another way
+        return prompt, whole[whole.rindex("[/INST]") + len("[/INST]") :]
+    # An earlier thought is written while the tool's result is the last message, and no longer.
+    header = {"gptoss": "<|start|>assistant"}[name]
+    tail = whole[whole.index("to=assistant") :]
+    return prompt, tail[tail.index(header) + len(header) :]
+
+
+def lacks(text, answer):
+    """Whether the rendered text lacks a part of the answer."""
+    thoughts = re.split("</?think>", answer["content"]) + [answer.get("thinking", "")]
+    towns = [each["function"]["arguments"]["town"] for each in answer.get("tool_calls", ())]
+    return any("".join(part.split()) not in "".join(text.split()) for part in thoughts + towns)
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_learned_turns_are_the_templates(name, tmp_path, test_data):
+    transformers = pytest.importorskip("transformers")
+    template = (test_data / "chat_templates" / f"{name}.jinja").read_text()
+    ours = save_tokenizer(tmp_path, template)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    told = {}
+    for title, (row, with_tools, canonical) in CONVERSATIONS.items():
+        messages, tools = canonical or row, TOOLS if with_tools else None
+        read = read_messages(copy.deepcopy(row))
+        chat = Conversation(read[:-1], tools)
+        try:
+            prompt = rendered(theirs, messages[:-1], tools, True)
+            whole = rendered(theirs, messages, tools, False)
+        except Exception:  # the template's own refusal
+            with pytest.raises(DataError, match="^tokenizer .* refuses this: [^\n]*$"):
+                encode_example(ours, chat, [1], [read[-1:]])
+            told[title] = "refused by the template"
+            continue
+        asked = theirs(prompt, add_special_tokens=False).input_ids
+        if lacks(whole, messages[-1]):
+            with pytest.raises(DataError, match="^tokenizer .* leaves out [^\n]*$"):
+                encode_example(ours, chat, asked, [read[-1:]])
+            told[title] = "not in the template"
+            continue
+        before, learned = expected_text(name, prompt, whole, messages[-1])
+        head = theirs(before, add_special_tokens=False).input_ids
+        ids = theirs(before + learned, add_special_tokens=False).input_ids
+        end = [theirs.eos_token_id] if ENDS[name] is None else []
+        remarks = []
+        assert encode_example(ours, chat, asked, [read[-1:]], remarks.append) == (
+            head, ids[len(head) :] + end,
+        ), title  # fmt: skip
+        differs = not whole.startswith(prompt)
+        assert len(remarks) == differs + (ENDS[name] is None) and "\n" not in "".join(remarks)
+        told[title] = "said" if differs else "equal"
+    print(name, told)
