@@ -5,15 +5,21 @@ rendering of the whole has after its rendering of the prompt, up to the token th
 """
 
 import copy
+import json
 import re
 
 import pytest
+import tokenizers
 from serving_double import byte_tokenizer
+from tokenizers import models, pre_tokenizers
 
 from hjax.data.chat_messages import read_messages
 from hjax.data.conversation import Conversation, encode_example
 from hjax.data.tokenizer import Tokenizer
+from hjax.dryrun.first_examples import first_examples
 from hjax.errors import DataError
+from hjax.run.inputs import load_inputs
+from hjax.settings.config_checks import check_config
 
 BOS, EOS = "<|startoftext|>", "<|endoftext|>"
 # The token that ends a turn, by template; None: the next turn's header does. From the models' own
@@ -215,4 +221,142 @@ def test_learned_turns_are_the_templates(name, tmp_path, test_data):
         differs = not whole.startswith(prompt)
         assert len(remarks) == differs + (ENDS[name] is None) and "\n" not in "".join(remarks)
         told[title] = "said" if differs else "equal"
-    print(name, told)
+    assert not {"one turn", "several turns", "an empty answer"} - {
+        title for title, said in told.items() if said in ("said", "equal")
+    }
+
+
+def saved_rows(folder, *rows):
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def inputs_of(folder, path, algorithm, source):
+    keys = {
+        "algorithm.name": algorithm, "data.path": str(path), "data.task": "", "eval.every": 0,
+        "tokenizer.path": str(folder), "rollout.max_response_length": 64, "reward.function": "",
+        "rollout.max_prompt_length": 0,
+    }  # fmt: skip
+    config = check_config(keys)
+    return config, load_inputs(config, source)
+
+
+ASKED = "<|startoftext|><start_of_turn>user\nHow?<end_of_turn>\n<start_of_turn>model\n"
+CHAT = [{"role": "user", "content": "How?"}]
+KINDS = {
+    "SFT": ("demonstrations", {"prompt": CHAT, "response": " So. "}, {"demonstration": "So."}),
+    "DPO": (
+        "pairs",
+        {"prompt": CHAT, "chosen": "So.", "rejected": "No."},
+        {"chosen": "So.", "rejected": "No."},
+    ),
+    "KTO": (
+        "verdicts",
+        {"prompt": CHAT, "completion": "So.", "label": True},
+        {"right answer": "So."},
+    ),
+}
+
+
+@pytest.mark.parametrize("algorithm", KINDS)
+def test_every_kind_of_answer_ends_as_its_template_ends_it(algorithm, tmp_path, test_data):
+    """And the dry run shows the first of each kind."""
+    source, row, answers = KINDS[algorithm]
+    save_tokenizer(tmp_path, (test_data / "chat_templates/gemma3.jinja").read_text())
+    config, inputs = inputs_of(tmp_path, saved_rows(tmp_path, row), algorithm, source)
+    assert first_examples(config, inputs, source) == {
+        kind: {"prompt": ASKED, "learned": f"{answer}<end_of_turn>"}
+        for kind, answer in answers.items()
+    }
+    prompt, *responses = inputs.demonstrations[0]
+    assert prompt == inputs.train.prompt_tokens[0]
+    [end] = inputs.tokenizer.encode("<end_of_turn>", add_special=False)
+    assert [response[-1] for response in responses] == [end] * len(answers)
+    assert end in inputs.eos_ids
+
+
+def test_prompts_and_labelled_steps_in_the_dry_run(tmp_path, test_data):
+    save_tokenizer(tmp_path, (test_data / "chat_templates/gemma3.jinja").read_text())
+    config, inputs = inputs_of(tmp_path, saved_rows(tmp_path, {"prompt": CHAT}), "GRPO", "prompts")
+    assert first_examples(config, inputs, "prompts") == {"prompt": {"prompt": ASKED, "learned": ""}}
+    row = {"prompt": CHAT, "completions": ["1+1", "=3"], "labels": [True, False]}
+    config, inputs = inputs_of(tmp_path, saved_rows(tmp_path, row), "ProcessRewardModel", "steps")
+    learned = "1+1[1]=3[0]<end_of_turn>"
+    assert first_examples(config, inputs, "steps") == {
+        "steps": {"prompt": ASKED, "learned": learned}
+    }
+
+
+def test_a_template_is_told_of_once_by_a_run(tmp_path, test_data):
+    """And its prompts end where answers begin: R1's header opens a thought that no answer has."""
+    save_tokenizer(tmp_path, (test_data / "chat_templates/deepseekv3.jinja").read_text())
+    rows = [{"prompt": CHAT, "response": answer} for answer in ("So.", "<thus")]
+    _, inputs = inputs_of(tmp_path, saved_rows(tmp_path, *rows), "SFT", "demonstrations")
+    decode = inputs.tokenizer.decode
+    assert [tuple(decode(x, skip_special=False) for x in row) for row in inputs.demonstrations] == [
+        (f"{BOS}<｜User｜>How?<｜Assistant｜>", f"{answer}<｜end▁of▁sentence｜>")
+        for answer in ("So.", "<thus")
+    ]
+    [remark] = inputs.remarks
+    assert f"tokenizer {tmp_path.name}: its chat template asks with" in remark
+
+
+def test_an_end_that_is_no_token_is_followed_by_eos(tmp_path):
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }} ###\n{% endfor %}"
+    tokenizer = save_tokenizer(
+        tmp_path, template + "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    remarks = []
+    chat = Conversation(CHAT)
+    prompt, learned = encode_example(tokenizer, chat, [1], ["So."], remarks.append)
+    assert tokenizer.decode(learned, skip_special=False) == f"So. ###{EOS}"
+    assert len(remarks) == 1 and "ends an answer with ' ###\\n', in which is no token" in remarks[0]
+
+
+def test_text_prompts_keep_their_answers_ids(tmp_path, test_data):
+    save_tokenizer(tmp_path, (test_data / "chat_templates/gemma3.jinja").read_text())
+    path = saved_rows(tmp_path, {"prompt": "a", "response": " b\n"})
+    _, inputs = inputs_of(tmp_path, path, "SFT", "demonstrations")
+    assert inputs.demonstrations == [([97], [32, 98, 10, inputs.tokenizer.eos_id])]
+
+
+def test_an_answer_is_no_new_beginning(tmp_path):
+    """Of a tokenizer that writes a blank before each text, as SentencePiece's do."""
+    pieces = {p: i for i, p in enumerate(["<unk>", "<s>", "</s>", "▁", *"abc:\n", "▁b", "▁a"])}
+    backend = tokenizers.Tokenizer(models.BPE(pieces, [("▁", "b"), ("▁", "a")], unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    (tmp_path / "chat_template.jinja").write_text(
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ m.content + ':' }}"
+        "{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
+    )
+    tokenizer = Tokenizer.load(tmp_path)
+    chat = Conversation([{"role": "user", "content": "a"}])
+    asked = tokenizer.encode("<s>a:", add_special=False)
+    prompt, learned = encode_example(tokenizer, chat, asked, ["b"])
+    assert prompt + learned == tokenizer.encode("<s>a:b</s>", add_special=False)
+    assert learned == [pieces["b"], 2] != tokenizer.encode("b</s>", add_special=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    [("gptoss", ["<|return|>", "<|call|>"]), ("qwen2_5", ["<|im_end|>"]), ("glm4moe", [])],
+)
+def test_rollouts_stop_where_turns_end(name, ends, tmp_path, test_data):
+    """And at the ids of generation_config.json, in every copy."""
+    transformers = pytest.importorskip("transformers")
+    first = tmp_path / "first"
+    made = save_tokenizer(first, (test_data / "chat_templates" / f"{name}.jinja").read_text())
+    (first / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
+    expected = (made.eos_id, *(i for end in ends for i in made.encode(end, False)), 3, 5)
+    tokenizer = Tokenizer.load(first)
+    assert tokenizer.eos_ids == expected
+    tokenizer.save(tmp_path / "copy")
+    assert Tokenizer.load(tmp_path / "copy").eos_ids == expected
+    found = transformers.GenerationConfig.from_pretrained(tmp_path / "copy")
+    assert tuple(found.eos_token_id) == expected
+    # Of a model that has none of its own tokenizer.
+    assert Tokenizer.load(tmp_path / "copy" / "tokenizer.json", first).eos_ids == expected

@@ -78,7 +78,7 @@ def encode_example(
         it begins.
     """
     if conversation is None:
-        end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+        end = response_end(tokenizer, is_chat=False)
         texts = (tokenizer.encode(text, add_special=False) + end for text in responses)
         return (prompt_tokens, *texts)
     turns = _LearnedTurns(tokenizer, conversation, notify)
@@ -87,6 +87,15 @@ def encode_example(
         for one in responses
     ]
     return turns.encode(prompt_tokens, answers)
+
+
+def response_end(tokenizer: Tokenizer, is_chat: bool) -> list[int]:
+    """The id that ends a response, none where there is none: that of the template's plain turns
+    after a chat, else the tokenizer's EOS."""
+    ends = tokenizer.turn_ends.tokens if is_chat else ()
+    if ends:
+        return tokenizer.encode(ends[0], add_special=False)
+    return [] if tokenizer.eos_id is None else [tokenizer.eos_id]
 
 
 class _LearnedTurns:
@@ -169,7 +178,7 @@ class _LearnedTurns:
         """Token ids of a turn up to its end, as they continue the text before it."""
         tokenizer = self._tokenizer
         rest, ended = tokenizer.turn_ends.cut(rest)
-        end = [] if ended or tokenizer.eos_id is None else [tokenizer.eos_id]
+        end = [] if ended else response_end(tokenizer, is_chat=False)
         if not ended:
             self._notify(
                 f"tokenizer {tokenizer.name}: its chat template ends an answer with "

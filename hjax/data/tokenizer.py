@@ -67,8 +67,10 @@ class Tokenizer:
         self._prefix = self._added_prefix()
 
     @classmethod
-    def load(cls, path: str | Path) -> Tokenizer:
+    def load(cls, path: str | Path, model: Path | None = None) -> Tokenizer:
         """Load a directory with a tokenizer.json, or the json file itself.
+
+        `model`: directory of a model whose `generation_config.json` is read too.
 
         These files beside it are read too: tokenizer_config.json, special_tokens_map.json,
         chat_template.jinja and additional_chat_templates/*.jinja (which override the config's
@@ -102,13 +104,14 @@ class Tokenizer:
         }
         templates = _templates(folder, config.get("chat_template"))
         extra: list[int] = []
-        for neighbour in ("generation_config.json", "config.json"):
-            ids = _read_json(folder / neighbour).get("eos_token_id")
+        files = [folder / "generation_config.json", folder / "config.json"]
+        for file_of_ids in files + ([model / "generation_config.json"] if model else []):
+            ids = _read_json(file_of_ids).get("eos_token_id")
             several = ids if isinstance(ids, list) else [] if ids is None else [ids]
             for one in several:
                 if not isinstance(one, int) or isinstance(one, bool) or one < 0:
                     raise DataError(
-                        f"{folder / neighbour}: eos_token_id is {short_repr(ids, 80)}; a token id, "
+                        f"{file_of_ids}: eos_token_id is {short_repr(ids, 80)}; a token id, "
                         "or a list of them"
                     )
             extra += several
@@ -274,12 +277,18 @@ class Tokenizer:
             )
 
     def save(self, directory: str | Path) -> None:
-        """Write tokenizer.json, tokenizer_config.json and the chat templates."""
+        """Write tokenizer.json, tokenizer_config.json and the chat templates; where several ids end
+        a response, also generation_config.json with them."""
         (directory := Path(directory)).mkdir(parents=True, exist_ok=True)
         replace_file(directory / "tokenizer.json", self._backend.to_str(pretty=True))
         config = {k: v for k, v in self._config.items() if k != "chat_template"}
         text = json.dumps(config, indent=1, ensure_ascii=False)
         replace_file(directory / "tokenizer_config.json", text + "\n")
+        if len(self.eos_ids) > 1:
+            ids = {"bos_token_id": self.bos_id, "pad_token_id": self.pad_id}
+            ids = {key: i for key, i in ids.items() if i is not None}
+            text = json.dumps(ids | {"eos_token_id": list(self.eos_ids)}, indent=1)
+            replace_file(directory / "generation_config.json", text + "\n")
         if self.chat_template:
             replace_file(directory / TEMPLATE, self.chat_template)
         for name, template in self.chat_templates.items():

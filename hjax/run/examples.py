@@ -11,7 +11,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm
-from hjax.data.conversation import encode_example
+from hjax.data.conversation import encode_example, response_end
 from hjax.data.dataset import Dataset, PromptSampler, pad_left, pad_right
 from hjax.data.labels import check_labelled_steps, pair_labels, pair_margins
 from hjax.data.preference_pairs import RESPONSE_COLUMNS, SIDES, parse_response
@@ -73,7 +73,7 @@ def pair_annotations(
 def step_examples(
     config: ConfigDict,
     tokenizer: Tokenizer,
-    prompts: Sequence[tuple[list[int], str]],
+    prompts: Sequence[tuple[list[int], str, bool]],
     rows: Sequence[tuple[list[str], list[bool]]],
 ) -> LearnedExamples:
     """Process supervision: prompt and response per row, with a label at the end of each step.
@@ -83,24 +83,24 @@ def step_examples(
     Args:
       config: of the run.
       tokenizer: of the actor.
-      prompts: tokens of each prompt, and its name in errors.
+      prompts: tokens of each prompt, its name in errors, and whether it is a chat, whose turns
+        end as the chat template ends them.
       rows: steps of each response, and which are right.
 
     Raises:
       DataError: a response that is too long.
     """
     separator = tokenizer.encode(config.algorithm.separator, add_special=False)
-    end = [tokenizer.eos_id] if tokenizer.eos_id is not None else []
     limit = config.rollout.max_response_length
     examples: Examples = []
     annotations: Annotations = {"labels": []}
-    for (prompt, shown), (steps, labels) in zip(prompts, rows, strict=True):
+    for (prompt, shown, is_chat), (steps, labels) in zip(prompts, rows, strict=True):
         tokens: list[int] = []
         places: dict[int, float] = {}
         for step, label in zip(steps, labels, strict=True):
             tokens += tokenizer.encode(step, add_special=False) + separator
             places[len(tokens)] = float(label)
-        tokens += end
+        tokens += response_end(tokenizer, is_chat)
         if len(tokens) > limit:
             raise DataError(
                 f"the completions of {shown} have {len(tokens)} tokens, more than "
@@ -109,6 +109,12 @@ def step_examples(
         examples.append((prompt, tokens))
         annotations["labels"].append((places,))
     return LearnedExamples(examples, annotations)
+
+
+def learns_from_examples(config: ConfigDict, source: str) -> bool:
+    """Whether a run learns from examples of its data, and not from its own answers alone."""
+    warm_start = config.warm_start.steps and not config.actor.path
+    return bool(source != "prompts" or warm_start or config.algorithm.get("pretraining_coef"))
 
 
 def load_examples(
@@ -127,8 +133,7 @@ def load_examples(
     A response that is no text or too long is an error if the run learns from examples; otherwise
     its row is skipped. `notify` is called once with each message about the chat template.
     """
-    warm_start = config.warm_start.steps and not config.actor.path
-    needed = source != "prompts" or warm_start or config.algorithm.get("pretraining_coef")
+    needed = learns_from_examples(config, source)
     if tokenizer is None:
         return LearnedExamples()
     if source == "steps":
@@ -187,7 +192,11 @@ def _steps(
         ]
     if not rows:
         return LearnedExamples()
-    prompts = [(prompt, _row(train, i)) for i, prompt in enumerate(train.prompt_tokens)]
+    chats = train.conversations or [None] * len(train)
+    prompts = [
+        (prompt, _row(train, i), chats[i] is not None)
+        for i, prompt in enumerate(train.prompt_tokens)
+    ]
     return step_examples(config, tokenizer, prompts, rows)
 
 

@@ -126,7 +126,8 @@ def _eos_ids(config: ConfigDict, tokenizer: Tokenizer | None) -> tuple[int, ...]
 
 def _tokenizer(config: ConfigDict, task: Task | None) -> Tokenizer | None:
     if config.tokenizer.path:
-        return Tokenizer.load(config.tokenizer.path)
+        model = model_directory(config.actor.path) if config.actor.path else None
+        return Tokenizer.load(config.tokenizer.path, model)
     if config.actor.path:
         return load_tokenizer(config.actor.path)
     return task.tokenizer() if task else None
