@@ -302,6 +302,26 @@ def test_a_template_is_told_of_once_by_a_run(tmp_path, test_data):
     assert f"tokenizer {tmp_path.name}: its chat template asks with" in remark
 
 
+@pytest.mark.parametrize("name", ["nemotron_3_nano", "deepseekv3", "gptoss", "qwen3"])
+def test_both_answers_of_a_pair_have_one_prompt(name, tmp_path, test_data):
+    """One with a thought, one without, and one of two turns, each as in the whole conversation."""
+    transformers = pytest.importorskip("transformers")
+    template = (test_data / "chat_templates" / f"{name}.jinja").read_text()
+    tokenizer = save_tokenizer(tmp_path, template)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    answers = [
+        [turn("assistant", "So.", **({} if name == "deepseekv3" else thought("I look.")))],
+        [turn("assistant", "No.")],
+        [turn("assistant", "No."), turn("user", "Why?"), turn("assistant", "So it is.")],
+    ]
+    asked = tokenizer.encode(rendered(theirs, CHAT, None, True), add_special=False)
+    prompt, *learned = encode_example(tokenizer, Conversation(CHAT), asked, answers)
+    for answer, ids in zip(answers, learned, strict=True):
+        whole = rendered(theirs, [*CHAT, *answer], None, False)
+        cut = whole[: whole.rindex(ENDS[name]) + len(ENDS[name])]
+        assert tokenizer.decode([*prompt, *ids], skip_special=False) == cut
+
+
 def test_an_end_that_is_no_token_is_followed_by_eos(tmp_path):
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }} ###\n{% endfor %}"
     tokenizer = save_tokenizer(

@@ -56,6 +56,8 @@ def find_turn_ends(chat: Callable[..., str], added_tokens: Sequence[str]) -> Tur
     question = {"role": "user", "content": "A question."}
     answer = {"role": "assistant", "content": _ANSWER}
     last = _after_answer(chat, [question, answer])
+    if not last:
+        return TurnEnds(added=added)
     # Followed by another turn: tells the end of the turn from that of the text.
     middle = _after_answer(chat, [question, answer, question])
     ends = added.findall(os.path.commonprefix([last, middle]))[-1:] or added.findall(last)[:1]
