@@ -339,6 +339,8 @@ def test_text_prompts_keep_their_answers_ids(tmp_path, test_data):
     path = saved_rows(tmp_path, {"prompt": "a", "response": " b\n"})
     _, inputs = inputs_of(tmp_path, path, "SFT", "demonstrations")
     assert inputs.demonstrations == [([97], [32, 98, 10, inputs.tokenizer.eos_id])]
+    with pytest.raises(DataError, match="^the prompt is no chat, and an answer is .*both as text"):
+        encode_example(inputs.tokenizer, None, [97], [[ANSWER]])
 
 
 def test_an_answer_is_no_new_beginning(tmp_path):

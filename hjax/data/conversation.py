@@ -79,8 +79,15 @@ def encode_example(
     """
     if conversation is None:
         end = response_end(tokenizer, is_chat=False)
-        texts = (tokenizer.encode(text, add_special=False) + end for text in responses)
-        return (prompt_tokens, *texts)
+        ids = [prompt_tokens]
+        for text in responses:
+            if not isinstance(text, str):
+                raise DataError(
+                    f"the prompt is no chat, and an answer is {short_repr(text, 80)}; give both as "
+                    "chat messages, or both as text (data.chat=True makes chats of prompts)"
+                )
+            ids.append(tokenizer.encode(text, add_special=False) + end)
+        return tuple(ids)
     turns = _LearnedTurns(tokenizer, conversation, notify)
     answers = [
         [{"role": "assistant", "content": one}] if isinstance(one, str) else one

@@ -30,8 +30,8 @@ def first_examples(config: ConfigDict, inputs: Inputs, source: str) -> dict[str,
     if source == "verdicts" and inputs.labels is not None:
         for label, kind in ((True, "right answer"), (False, "wrong answer")):
             if label in inputs.labels:
-                example = inputs.demonstrations[inputs.labels.index(label)]
-                found[kind] = _shown(inputs.tokenizer, *example)
+                prompt, answer = inputs.demonstrations[inputs.labels.index(label)]
+                found[kind] = _shown(inputs.tokenizer, prompt, answer)
         return found
     prompt, *responses = inputs.demonstrations[0]
     kinds = {"pairs": ("chosen", "rejected"), "steps": ("steps",)}.get(source, ("demonstration",))
