@@ -153,7 +153,8 @@ class Pipeline:
             found.append(layers(stacked, x))
             return found[0]
 
-        return found[0], objective(params, part, stack)
+        result = objective(params, part, stack)  # fills `found`
+        return found[0], result
 
     def _one_forward_one_backward(
         self, objective: Objective, params: Tree, embedded: Tree, parts: Tree, count: int
