@@ -189,7 +189,7 @@ WISHES: Mapping[str, str] = _by_name({
     "device": "JAX_PLATFORMS=cpu in the environment chooses the CPU",
     # Data.
     "train_files train_dataset train_data dataset dataset_name dataset_path prompt_data":
-        "config.data.path: jsonl, parquet or txt files, or a data set of Hugging Face's",
+        "config.data.path: jsonl, json, csv, parquet or txt files, or a data set of Hugging Face's",
     "val_files eval_dataset val_data":
         "config.data.eval_path, or a share of the data by config.data.eval_fraction",
     "dataset_split": "a data set of Hugging Face's is named with its split: owner/name:split",
@@ -201,7 +201,7 @@ WISHES: Mapping[str, str] = _by_name({
         "chats in the column `prompt` are rendered by the tokenizer's template with "
         "config.data.template_arguments; config.data.chat=True makes chats of texts",
     "chat_template": "a chat_template.jinja beside the tokenizer's tokenizer.json",
-    "system_prompt": "config.data.system with config.data.chat=True",
+    "system_prompt": "config.data.system, for chats and with config.data.chat=True for texts",
     "truncation truncation_side": "config.data.overlong: error, filter or truncate_left",
     "filter_overlong_prompts": "config.data.overlong=filter",
     "shuffle shuffle_dataset": "prompts are shuffled anew in each epoch, by config.seed",

@@ -183,7 +183,7 @@ def test_knights_with_minimind(test_data):
     ([{"messages": [{"role": "assistant", "content": "a"}]}], r":1: messages begin with the assis"),
     (
         [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant"}]}],
-        r":1: a turn of the assistant's is None; it must be text",
+        r":1: messages\[1\].content is missing",
     ),
     ([{"prompt": []}], r":1: the prompt is \[\]; it must be"),
     ([{"prompt_tokens": [3, 11]}], r":1: token id 11 is outside the vocabulary \(ids from 0 to 10"),
@@ -221,8 +221,8 @@ def test_vocabulary_given_without_a_tokenizer(tmp_path):
 def test_missing_strange_and_broken_files(tmp_path):
     with pytest.raises(DataError, match="none.jsonl: there is no such file"):
         Dataset.from_file(tmp_path / "none.jsonl")
-    with pytest.raises(DataError, match="data.csv: its name must end in .jsonl, .parquet or .txt"):
-        Dataset.from_file(tmp_path / "data.csv")
+    with pytest.raises(DataError, match="data.xlsx: its name must end in .jsonl, .json, .csv"):
+        Dataset.from_file(tmp_path / "data.xlsx")
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(DataError, match="bad.parquet: not a readable parquet file") as caught:
         Dataset.from_file(tmp_path / "bad.parquet")

@@ -80,7 +80,7 @@ def test_texts_become_chats_with_the_templates_variables(tmp_path):
     system = {"role": "system", "content": "be kind"}
     assert found == [
         render(messages=[system, user], tone="calm"),
-        render(messages=[{"role": "user", "content": "cd"}], tone="calm"),
+        render(messages=[system, {"role": "user", "content": "cd"}], tone="calm"),
     ]
 
 

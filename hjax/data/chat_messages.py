@@ -35,7 +35,7 @@ class MessageError(DataError):
     """
 
     def __init__(self, message: str, field: str = "") -> None:
-        super().__init__(message)
+        super().__init__(message, kind="unusable messages")
         self.field = field
 
 
@@ -60,7 +60,9 @@ def read_messages(
       MessageError: a field that is wrong, unknown, or of another role's messages.
     """
     if not isinstance(value, list) or not value:
-        raise _invalid(name, value, "must be a list of chat messages, each with a role")
+        raise MessageError(
+            f"{name} must be a list of chat messages, each with a role, not {_shown(value)}", name
+        )
     messages: list[dict[str, Any]] = []
     ids: set[str] = set()
     for i, each in enumerate(value):
@@ -101,14 +103,18 @@ def read_tools(value: Any, name: str = "tools") -> list[dict[str, Any]]:
     Raises:
       MessageError: something else, or a tool without a name.
     """
-    tools = [] if value is None else _parsed(value, name, "a list of tools")
+    tools = [] if value in (None, "") else _parsed(value, name, "a list of tools")
     if not isinstance(tools, list):
         raise _invalid(name, tools, "must be a list of tools")
     for i, tool in enumerate(tools):
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            wanted = 'must be {"type": "function", "function": {"name": ..., "parameters": ...}}'
-            raise _invalid(f"{name}[{i}]", tool, wanted)
+            raise _invalid(
+                f"{name}[{i}]",
+                tool,
+                'must be {"type": "function", "function": {"name": ..., "parameters": ...}}; where '
+                f"it is no tool, data.columns={name}=NAME renames the column",
+            )
     return tools
 
 
@@ -128,8 +134,11 @@ def read_template_arguments(value: Any, name: str) -> dict[str, Any]:
 
 
 def _invalid(field: str, value: Any, wanted: str) -> MessageError:
-    shown = truncate(json.dumps(value, ensure_ascii=False, default=repr), 60)
-    return MessageError(f"{field}={shown}: {wanted}", field)
+    return MessageError(f"{field}={_shown(value)}: {wanted}", field)
+
+
+def _shown(value: Any) -> str:
+    return truncate(json.dumps(value, ensure_ascii=False, default=repr), 60)
 
 
 def _parsed(value: Any, field: str, wanted: str) -> Any:
@@ -200,8 +209,8 @@ def _content(given: Mapping[str, Any], field: str, request: bool) -> str:
             case {"type": "text", "text": str()}:
                 _known(part, f"{field}[{i}]", ("type", "text"), request)
             case _:
-                shown = truncate(json.dumps(part, ensure_ascii=False, default=repr), 60)
-                raise MessageError(f"{field} has {shown}: only parts of text are supported", field)
+                said = f"{field} has {_shown(part)}: only parts of text are supported"
+                raise MessageError(said, field)
     return "".join(part["text"] for part in content)
 
 

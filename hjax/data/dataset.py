@@ -9,13 +9,22 @@ from typing import Any
 
 import numpy as np
 
+from hjax.data.chat_rows import (
+    answer_messages,
+    assistant_turns,
+    is_chat,
+    read_prompt,
+    refuse_chat_columns,
+)
 from hjax.data.conversation import Conversation
 from hjax.data.invalid_rows import InvalidRows
 from hjax.data.labels import pair_labelled_texts
-from hjax.data.preference_pairs import assistant_turns, split_off_prompt
+from hjax.data.preference_pairs import split_off_prompt
 from hjax.data.read_options import ReadOptions
+from hjax.data.row_formats import format_of
 from hjax.data.sources import read_sources
 from hjax.data.tasks import Task
+from hjax.data.template_coverage import TemplateCoverage
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, DataError, short_repr
 
@@ -106,14 +115,15 @@ class Dataset:
         learns_pairs: bool = False,
         learns_demonstrations: bool = False,
     ) -> Dataset:
-        """Reads .jsonl (one JSON object per line), .parquet or .txt files (a prompt per line).
+        """Reads .jsonl (one JSON object per line), .json, .csv, .parquet or .txt files (a prompt
+        per line), also with .gz or .zst behind it (not .parquet).
 
         A row's prompt is its `prompt_tokens` if it has them, else its `prompt`, else its
         `question`: a string, a list of chat messages (rendered by the tokenizer's template), or a
         list of token ids. verl's files (`prompt`, `data_source`, `reward_model`, `extra_info`) and
         GSM8K's (`question`, `answer`) work unchanged. So do preference pairs whose prompt is the
         common prefix of `chosen` and `rejected` (hh-rlhf). A conversation in the column `messages`
-        becomes one row per assistant turn (`hjax.data.preference_pairs`). Every column is kept; a
+        becomes one row per assistant turn (`hjax.data.chat_rows`). Every column is kept; a
         value that a row lacks is None.
 
         Args:
@@ -140,12 +150,15 @@ class Dataset:
         tokens: list[list[int]] = []
         texts: list[str] = []
         chats: list[Conversation | None] = []
+        coverage = None if tokenizer is None else TemplateCoverage(tokenizer)
         kept: list[tuple[str, dict[str, Any]]] = []
         longer = 0
         limit = max_prompt_length if options.overlong == "error" else 0
         for where, row in rows:
             with invalid.checking(where, "unusable prompt"):
                 ids, text, chat = _encode_prompt(row, tokenizer, format_prompt, options)
+                if chat is not None and coverage is not None:
+                    coverage.check(chat, answer_messages(row), "prompt")
                 _check_tokens(ids, vocab_size, limit)
                 if 0 < max_prompt_length < len(ids):
                     if options.overlong == "filter":
@@ -190,8 +203,11 @@ def _rows_of(
                 f"{path}: config.data.columns takes {new!r} from a column {old!r}, which no "
                 f"row has; the first one has {', '.join(map(str, read[0][1]))}"
             )
-    found = [(where, options.rename_columns(row)) for where, row in read]
-    found = assistant_turns(found, _PROMPT_COLUMNS, learns_demonstrations, invalid)
+    found = []
+    for where, row in read:
+        with invalid.checking(where):
+            found.append((where, options.read_columns(row)))
+    found = assistant_turns(found, _PROMPT_COLUMNS, learns_demonstrations, options, invalid)
     if learns_pairs:
         found = pair_labelled_texts(found, invalid)
     rows = []
@@ -331,17 +347,18 @@ def _encode_prompt(
     one."""
     prompt = next((row[name] for name in _PROMPT_COLUMNS if row.get(name) is not None), None)
     if prompt is None:
+        form = format_of(row)
+        how = f"data.format={form} reads it" if form else "data.columns=NAME=prompt takes another"
         raise DataError(
             "there is no prompt; a row needs 'prompt' or 'question' (text, chat messages "
             "or token ids) or 'prompt_tokens', and this one has "
-            f"{', '.join(map(str, row)) or 'nothing'}; in a run data.columns=NAME=prompt takes "
-            "another",
+            f"{', '.join(map(str, row)) or 'nothing'}; in a run {how}",
             kind="no prompt",
         )
     if isinstance(prompt, list) and prompt and all(_is_id(item) for item in prompt):
+        refuse_chat_columns({}, options, "token ids")
         return prompt, None, None
-    is_chat = isinstance(prompt, list) and prompt and all(isinstance(m, dict) for m in prompt)
-    if not isinstance(prompt, str) and not is_chat:
+    if not isinstance(prompt, str) and not is_chat(prompt):
         raise DataError(
             f"the prompt is {short_repr(prompt)}; it must be text, a list of chat messages or a "
             "list of token ids"
@@ -354,8 +371,9 @@ def _encode_prompt(
     if isinstance(prompt, str):
         prompt = (format_prompt or options.messages)(prompt)
     if isinstance(prompt, str):
+        refuse_chat_columns(row, options, "text")
         return tokenizer.encode(prompt), prompt, None
-    chat = Conversation(prompt, template_arguments=options.template)
+    chat = read_prompt(row, prompt, options, "prompt")
     text = chat.render(tokenizer, add_generation_prompt=True)  # has its special tokens
     return tokenizer.encode(text, add_special=False), text, chat
 

@@ -1,14 +1,13 @@
-"""Rows of published preference pairs and conversations, brought into hjax's columns.
+"""Rows of published preference pairs, brought into hjax's columns.
 
-A preference pair is a prompt with a chosen and a rejected response. A conversation becomes one
-demonstration per assistant turn, whose prompt is all messages before that turn.
+A preference pair is a prompt with a chosen and a rejected response.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from hjax.data.invalid_rows import EQUAL_PAIR, InvalidRows
+from hjax.data.invalid_rows import EQUAL_PAIR
 from hjax.errors import DataError
 
 SIDES = ("chosen", "rejected")
@@ -78,62 +77,5 @@ def parse_response(value: Any, side: str, shown: str) -> str:
     return value
 
 
-MESSAGES_COLUMN = "messages"
 # Columns that may hold a demonstration, in order of preference.
 RESPONSE_COLUMNS = ("response", "demonstration", "completion")
-
-Rows = Sequence[tuple[str, dict[str, Any]]]
-
-
-def assistant_turns(
-    rows: Rows, prompt_columns: Sequence[str], learns_demonstrations: bool, invalid: InvalidRows
-) -> list[tuple[str, dict[str, Any]]]:
-    """One row per assistant turn of the column `messages`; other rows are returned unchanged.
-
-    In each row `prompt` holds the messages before the turn and `response` its text. So each
-    assistant token is learned from exactly once, and no token of another speaker is. The other
-    columns of the conversation are copied.
-
-    Args:
-      rows: (location, row) pairs of a file.
-      prompt_columns: names of columns that hold a prompt.
-      learns_demonstrations: the run learns from demonstrations, so `messages` win over a prompt.
-      invalid: checks the rows: malformed messages, no assistant turn, or one that comes first.
-    """
-    made: list[tuple[str, dict[str, Any]]] = []
-    for where, row in rows:
-        answered = any(row.get(name) is not None for name in (*RESPONSE_COLUMNS, *SIDES))
-        asked = any(row.get(name) is not None for name in prompt_columns)
-        if row.get(MESSAGES_COLUMN) is None or answered or (asked and not learns_demonstrations):
-            made.append((where, row))
-            continue
-        with invalid.checking(where, "unusable messages"):
-            messages = _checked(row[MESSAGES_COLUMN])
-            rest = {key: value for key, value in row.items() if key not in prompt_columns}
-            made.extend(
-                (where, rest | {"prompt": messages[:at], "response": message["content"]})
-                for at, message in enumerate(messages)
-                if message["role"] == "assistant"
-            )
-    return made
-
-
-def _checked(messages: Any) -> list[dict[str, Any]]:
-    if not isinstance(messages, list) or not all(
-        isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages
-    ):
-        raise DataError("messages must be a list of chat messages, each with a role")
-    roles = [m["role"] for m in messages]
-    if "assistant" not in roles:
-        raise DataError(
-            "messages have no turn of the assistant's to learn from; where a run is to answer "
-            "them: data.columns=messages=prompt"
-        )
-    if roles[0] == "assistant":
-        raise DataError("messages begin with the assistant's, which answers nothing")
-    for message in messages:
-        if message["role"] == "assistant" and not isinstance(message.get("content"), str):
-            raise DataError(
-                f"a turn of the assistant's is {message.get('content')!r}; it must be text"
-            )
-    return [dict(m) for m in messages]

@@ -8,7 +8,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, Self
 
-from hjax.errors import ConfigError
+from hjax.data.row_formats import COLUMNS, read_format
+from hjax.errors import ConfigError, DataError
 
 OVERLONG = ("error", "filter", "truncate_left")
 
@@ -22,8 +23,9 @@ class ReadOptions:
       overlong: what happens to a prompt above the limit: `error`, `filter` (its row is dropped) or
         `truncate_left` (its first tokens are dropped).
       chat: whether a prompt that is text becomes the user message of a chat.
-      system: system message of that chat; empty: none.
+      system: system message of chats that have none; empty: none.
       template: further variables of the chat template.
+      format: whose columns the rows have (``hjax.data.row_formats``).
     """
 
     columns: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -31,25 +33,22 @@ class ReadOptions:
     chat: bool = False
     system: str = ""
     template: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    format: str = COLUMNS
 
     @classmethod
     def from_config(cls, data: Any) -> Self:
         """The options of the config's section `data`.
 
         Raises:
-          ConfigError: a string that cannot be parsed, or keys that exclude each other.
+          ConfigError: a string that cannot be parsed.
         """
-        if data.system and not data.chat:
-            raise ConfigError(
-                f"config.data.system={data.system!r} is the system's message where "
-                "config.data.chat=True makes chats of texts; set that too"
-            )
         return cls(
             parse_column_names(data.columns),
             data.overlong,
             data.chat,
             data.system,
             parse_template_arguments(data.template_arguments),
+            data.format,
         )
 
     def rename_columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,6 +57,19 @@ class ReadOptions:
             return dict(row)
         moved = {new: row[old] for old, new in self.columns.items() if old in row}
         return {k: v for k, v in row.items() if k not in self.columns and k not in moved} | moved
+
+    def read_columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The row with renamed columns, and with hjax's where it has those of another format.
+
+        Raises:
+          DataError: columns that the format does not have, or Alpaca's `input` beside a prompt.
+        """
+        if self.format == COLUMNS and "instruction" in self.columns and row.get("input"):
+            raise DataError(
+                "an instruction has an input beside it, which data.columns does not put into the "
+                "prompt; data.format=alpaca (without data.columns) does"
+            )
+        return read_format(self.rename_columns(row), self.format)
 
     def messages(self, text: str) -> str | list[dict[str, Any]]:
         """A text prompt, as chat messages if the ``chat`` option is set."""

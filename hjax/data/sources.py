@@ -1,21 +1,31 @@
 """Reading rows from data sources: files, glob patterns, folders and Hugging Face datasets."""
 
+import codecs
+import contextlib
+import csv
 import glob
+import gzip
+import io
 import json
 import re
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from hjax.data.invalid_rows import InvalidRows
 from hjax.errors import DataError, short_repr
 from hjax.user_input import parse_json, user_path
 
-SUFFIXES = (".jsonl", ".parquet", ".txt")
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
+_COMPRESSED = (".gz", ".zst")  # may follow the others, except .parquet
+_NAMES = f"{', '.join(SUFFIXES[:-1])} or .txt; all but .parquet also with .gz or .zst behind it"
 # owner/name, optionally with a configuration and a split: owner/name/main:train.
 _HUB = re.compile(r"([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?::([\w\[\]%:+-]+))?")
 # Metadata files of `datasets.save_to_disk`.
 _SAVED = ("state.json", "dataset_dict.json")
+# Fields by which chat messages and tools are known in Arrow's tables.
+_CHAT = {"role", "from", "function", "parameters"}
 # The kind of a line that cannot be read.
 _UNREADABLE = "unreadable line"
 
@@ -41,16 +51,16 @@ def data_files(part: str) -> list[Path] | None:
     if path.is_dir():
         if any((path / name).is_file() for name in _SAVED):
             return None
-        found = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES)
+        found = sorted(p for p in path.iterdir() if _kind(p) in SUFFIXES)
         if not found:
-            raise DataError(f"{part}: the folder has no {', '.join(SUFFIXES[:-1])} or .txt file")
+            raise DataError(f"{part}: the folder has no file whose name ends in {_NAMES}")
         return found
     if not path.exists() and glob.has_magic(part) and not _HUB.fullmatch(part):
         found = [Path(name) for name in sorted(glob.glob(str(path)))]
         if not found:
             raise DataError(f"{part}: no file matches this pattern")
         return found
-    if not path.exists() and path.suffix not in SUFFIXES and _HUB.fullmatch(part):
+    if not path.exists() and _kind(path) not in SUFFIXES and _HUB.fullmatch(part):
         return None
     return [path]
 
@@ -81,7 +91,7 @@ def huggingface_rows(part: str, split: str = "train") -> Iterator[tuple[str, dic
             match = _HUB.fullmatch(part)
             assert match is not None  # `data_files` returned None
             table = datasets.load_dataset(match[1], match[2], split=match[3] or split)
-        rows = [dict(row) for row in table]
+        rows = [_drop_struct_nulls(row) for row in table]
     except Exception as error:  # the library raises many kinds
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"{part}: datasets cannot load it ({reason})") from error
@@ -101,22 +111,66 @@ def read_sources(path: str | Path, invalid: InvalidRows) -> list[tuple[str, dict
     return rows
 
 
+def _kind(path: Path) -> str:
+    """How a file's name says to read it: its suffix without a compression's."""
+    if path.suffix in _COMPRESSED and Path(path.stem).suffix != ".parquet":
+        return Path(path.stem).suffix
+    return path.suffix
+
+
 def _read_rows(path: Path, invalid: InvalidRows) -> list[tuple[str, dict[str, Any]]]:
     """(location, row) pairs of a file; the location is `file:line` or `file: row n`."""
-    if path.suffix not in SUFFIXES:
-        raise DataError(f"{path}: its name must end in {', '.join(SUFFIXES[:-1])} or .txt")
+    if _kind(path) not in SUFFIXES:
+        raise DataError(f"{path}: its name must end in {_NAMES}")
     if not path.is_file():
         raise DataError(f"{path}: there is no such file; data.path and data.eval_path name files")
-    read = {".txt": _read_lines, ".jsonl": _read_jsonl, ".parquet": _read_parquet}[path.suffix]
+    read = {
+        ".txt": _read_lines,
+        ".jsonl": _read_jsonl,
+        ".json": _read_json,
+        ".csv": _read_csv,
+        ".parquet": _read_parquet,
+    }
     try:
-        return read(path, invalid)
+        return read[_kind(path)](path, invalid)
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from error
+        reason = error.strerror or f"not readable as {path.suffix} ({error})"
+        raise DataError(f"{path}: {reason}") from error
+
+
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[IO[bytes]]:
+    """The bytes of a file, decompressed as its suffix says."""
+    if path.suffix != ".zst":
+        try:
+            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+                yield file
+        except (EOFError, zlib.error) as error:
+            raise DataError(f"{path}: not readable as .gz ({error})") from error
+        return
+    try:
+        import zstandard
+    except ImportError as error:
+        raise DataError(
+            f"{path}: .zst is read with a library of its own (pip install zstandard)"
+        ) from error
+    packed, content = path.read_bytes(), io.BytesIO()
+    try:
+        while packed:  # a frame; its stream reader would take a torn file for a whole one
+            frame = zstandard.ZstdDecompressor().decompressobj()
+            content.write(frame.decompress(packed))
+            if not frame.eof:
+                raise zstandard.ZstdError("it ends in the middle")
+            packed = frame.unused_data
+    except zstandard.ZstdError as error:
+        raise DataError(f"{path}: not readable as .zst ({error})") from error
+    content.seek(0)
+    yield content
 
 
 def _read_lines(path: Path, invalid: InvalidRows) -> list[tuple[str, dict[str, Any]]]:
     rows = []
-    with path.open("rb") as lines:
+    with _open(path) as lines:
         for number, line in enumerate(lines, start=1):
             with invalid.checking(f"{path}:{number}", _UNREADABLE):
                 try:
@@ -130,22 +184,64 @@ def _read_lines(path: Path, invalid: InvalidRows) -> list[tuple[str, dict[str, A
 
 def _read_jsonl(path: Path, invalid: InvalidRows) -> list[tuple[str, dict[str, Any]]]:
     rows = []
-    with path.open("rb") as lines:
+    with _open(path) as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             with invalid.checking(f"{path}:{number}", _UNREADABLE):
                 row = parse_json(line)
-                if not isinstance(row, dict):
-                    raise DataError(f"a JSON object is needed, found {short_repr(row)}")
-                if b"\\u" in line:
-                    _check_unicode(row)
+                _check_row(row, b"\\u" in line)
                 rows.append((f"{path}:{number}", row))
     return rows
 
 
-def _check_unicode(row: dict[str, Any]) -> None:
-    """Refuse halves of surrogate pairs (`\\ud83d` alone), which no tokenizer takes."""
+def _read_json(path: Path, invalid: InvalidRows) -> list[tuple[str, dict[str, Any]]]:
+    """The rows of a JSON array; of a file that is none, as JSON lines."""
+    with _open(path) as file:
+        content = file.read()
+    if content.removeprefix(codecs.BOM_UTF8).lstrip()[:1] != b"[":
+        return _read_jsonl(path, invalid)
+    rows = []
+    for number, row in enumerate(parse_json(content, str(path)), start=1):
+        with invalid.checking(f"{path}: row {number}", _UNREADABLE):
+            _check_row(row, b"\\u" in content)
+            rows.append((f"{path}: row {number}", row))
+    return rows
+
+
+def _read_csv(path: Path, invalid: InvalidRows) -> list[tuple[str, dict[str, Any]]]:
+    """Rows of texts under the names in the first one; an empty cell is None."""
+    rows = []
+    with _open(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
+        table = csv.reader(text, strict=True)
+        try:
+            names = next(table, [])
+            if not all(names) or len(set(names)) < len(names):
+                raise DataError(
+                    f"{path}: the first row names the columns, and these are not all different "
+                    f"names: {short_repr(names)}"
+                )
+            for number, cells in enumerate(table, start=1):
+                with invalid.checking(f"{path}: row {number}", _UNREADABLE):
+                    if cells and len(cells) != len(names):
+                        raise DataError(f"{len(cells)} cells under {len(names)} column names")
+                    if cells:
+                        row = {name: cell or None for name, cell in zip(names, cells)}
+                        rows.append((f"{path}: row {number}", row))
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}: not UTF-8 ({error.reason})") from None
+        except csv.Error as error:
+            raise DataError(f"{path}:{table.line_num}: not readable as .csv ({error})") from None
+    return rows
+
+
+def _check_row(row: Any, escaped: bool) -> None:
+    """Refuse what is no JSON object, and in `escaped` text halves of surrogate pairs (`\\ud83d`
+    alone), which no tokenizer takes."""
+    if not isinstance(row, dict):
+        raise DataError(f"a JSON object is needed, found {short_repr(row)}")
+    if not escaped:
+        return
     try:
         json.dumps(row, ensure_ascii=False).encode()
     except RecursionError:
@@ -167,4 +263,24 @@ def _read_parquet(path: Path, invalid: InvalidRows) -> list[tuple[str, dict[str,
     except Exception as error:  # Arrow's errors, and those of value conversion
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(f"{path}: not a readable parquet file ({reason[:200]})") from None
-    return [(f"{path}: row {i}", row) for i, row in enumerate(rows, start=1)]
+    return [(f"{path}: row {i}", _drop_struct_nulls(row)) for i, row in enumerate(rows, start=1)]
+
+
+def _drop_struct_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row without null fields of its chat messages and tools.
+
+    Arrow gives all objects of a column the same fields: one that an object does not have is null.
+    Only these columns are rendered, so elsewhere nulls stay.
+    """
+    return {
+        name: _without_nulls(value)
+        if isinstance(value, list) and all(isinstance(x, dict) and x.keys() & _CHAT for x in value)
+        else value
+        for name, value in row.items()
+    }
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value

@@ -11,6 +11,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm
+from hjax.data.chat_rows import is_turn
 from hjax.data.conversation import encode_example, response_end
 from hjax.data.dataset import Dataset, PromptSampler, pad_left, pad_right
 from hjax.data.labels import check_labelled_steps, pair_labels, pair_margins
@@ -18,7 +19,7 @@ from hjax.data.preference_pairs import RESPONSE_COLUMNS, SIDES, parse_response
 from hjax.data.tasks import Task
 from hjax.data.tokenizer import Tokenizer
 from hjax.data.unpaired import task_records
-from hjax.errors import ConfigError, DataError
+from hjax.errors import ConfigError, DataError, short_repr
 
 Examples = list[tuple[list[int], ...]]
 # Annotations: array name -> per example -> per row -> values by position. A position is the number
@@ -151,10 +152,11 @@ def load_examples(
     say_once = functools.cache(notify)
     found: Examples = []
     for i, (prompt, responses) in enumerate(zip(train.prompt_tokens, texts, strict=True)):
-        if any(not isinstance(text, str) for text in responses):
+        if not all(isinstance(each, str) or is_turn(each) for each in responses):
             if needed:
                 raise DataError(
-                    f"the demonstration of {_row(train, i)} is {responses[0]!r}; it must be text"
+                    f"the demonstration of {_row(train, i)} is {short_repr(responses[0])}; it must "
+                    "be text, or a turn of the assistant's"
                 )
             continue
         try:
@@ -210,10 +212,9 @@ def _demonstrations(
 ) -> list[tuple[Any]] | None:
     """The demonstration of each row, unchecked; None if the data has none."""
     if task is None:
-        for name in RESPONSE_COLUMNS:
-            if name in train.columns:
-                return [(text,) for text in train.columns[name]]
-        return None
+        columns = [train.columns[name] for name in RESPONSE_COLUMNS if name in train.columns]
+        each = zip(*columns, strict=True)
+        return [(next((x for x in row if x is not None), None),) for row in each] or None
     rng = np.random.default_rng([config.seed, 2])
     return [(task.demonstration(record, rng),) for record in task_records(train)]
 

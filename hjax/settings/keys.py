@@ -14,6 +14,7 @@ from typing import Any
 from hjax.config import SWITCH, Config
 from hjax.data.invalid_rows import INVALID
 from hjax.data.read_options import OVERLONG
+from hjax.data.row_formats import COLUMNS, FORMATS
 from hjax.machine import MAX_DEVICES
 from hjax.roles import OPTIMIZERS, ROLES
 from hjax.rollout.sampling_params import OPTIONS
@@ -257,6 +258,12 @@ KEYS: dict[str, Any] = {
             "if not empty",
         ),
         "eval_path": Key("", "held-out prompts, as data.path; empty: a seeded share of data.path"),
+        "format": Key(
+            COLUMNS,
+            "whose columns the rows have: hjax's (prompt, messages, response and so on), Alpaca's "
+            "(instruction, input, output) or ShareGPT's (conversations of from and value)",
+            one_of(*FORMATS),
+        ),
         "columns": Key(
             "",
             "renames columns of the files to hjax's names, such as "
@@ -265,7 +272,9 @@ KEYS: dict[str, Any] = {
         "chat": Key(
             False, "render a text prompt by the chat template, as a user message"
         ),
-        "system": Key("", "system message with data.chat; empty: none"),
+        "system": Key(
+            "", "system message of chats that begin with none; with data.chat also of texts"
+        ),
         "template_arguments": Key(
             "",
             "further variables of the chat template, a JSON object such as "
