@@ -13,6 +13,8 @@ import numpy as np
 
 from hjax.errors import DataError
 
+StrPath = str | os.PathLike[str]
+
 # Files of rows in a run's workdir.
 METRICS = "metrics.jsonl"
 WARM_START = "warm_start.jsonl"

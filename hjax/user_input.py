@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from hjax.errors import ConfigError, DataError, truncate
+from hjax.files import StrPath
 
 _SHOWN = 80  # characters of a path in a message
 
 
-def user_path(text: str | os.PathLike[str], setting: str) -> Path:
+def user_path(text: StrPath, setting: str) -> Path:
     """A path as a user gives it, with `~` expanded; it need not exist.
 
     Args:

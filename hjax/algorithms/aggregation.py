@@ -18,6 +18,7 @@ from hjax.errors import ConfigError
 
 Batch = Mapping[str, Any]
 Stats = dict[str, jax.Array]
+WithStats = tuple[jax.Array, Stats]  # a result and what is logged of it
 Aggregation = Literal["token", "sequence", "constant", "sum"]
 AGGREGATIONS = ("token", "sequence", "constant", "sum")
 

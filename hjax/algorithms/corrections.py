@@ -9,7 +9,7 @@ through the weights; they apply to neither the KL nor the entropy.
 import jax
 import jax.numpy as jnp
 
-from hjax.algorithms.aggregation import Stats
+from hjax.algorithms.aggregation import Stats, WithStats
 from hjax.algorithms.masks import masked
 from hjax.algorithms.surrogates import capped_ratio
 from hjax.errors import ConfigError
@@ -50,7 +50,7 @@ def correction_bounds(kind: str, low: float | None, high: float | None) -> tuple
 
 def correction_weights(
     old: jax.Array, sampler: jax.Array, mask: jax.Array, kind: str, low: float, high: float
-) -> tuple[jax.Array, Stats]:
+) -> WithStats:
     r"""Importance weights of the surrogate.
 
     =================  =========================================================================

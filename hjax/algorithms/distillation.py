@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from hjax.algorithms.aggregation import Stats, TokenLoss
+from hjax.algorithms.aggregation import TokenLoss, WithStats
 from hjax.algorithms.algorithm import Algorithm, Batch
 from hjax.algorithms.losses import SupervisedLoss
 from hjax.algorithms.masks import masked
@@ -91,7 +91,7 @@ class DistillationLoss(TokenLoss):
 
     def __call__(
         self, logprobs: jax.Array, entropy: jax.Array | None, batch: Mapping[str, Any]
-    ) -> tuple[jax.Array, Stats]:
+    ) -> WithStats:
         """Token losses (nats) and statistics.
 
         Args:

@@ -30,7 +30,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from hjax.algorithms.aggregation import Batch, Stats, TokenLoss, aggregation_weights
+from hjax.algorithms.aggregation import Batch, Stats, TokenLoss, WithStats, aggregation_weights
 from hjax.algorithms.masks import constant, masked, masked_variance
 from hjax.algorithms.policy_loss import PolicyLoss
 from hjax.errors import ConfigError
@@ -68,7 +68,7 @@ class ValueLoss(TokenLoss):
         old = () if self.clip is None else (self.values_key,)
         return ("response_mask", self.returns_key, *old)
 
-    def __call__(self, values: jax.Array, batch: Batch) -> tuple[jax.Array, Stats]:
+    def __call__(self, values: jax.Array, batch: Batch) -> WithStats:
         """Token losses and statistics.
 
         Args:
@@ -107,9 +107,7 @@ class SupervisedLoss(TokenLoss):
         """Batch keys that the call reads."""
         return ("response_mask",)
 
-    def __call__(
-        self, logprobs: jax.Array, entropy: jax.Array | None, batch: Batch
-    ) -> tuple[jax.Array, Stats]:
+    def __call__(self, logprobs: jax.Array, entropy: jax.Array | None, batch: Batch) -> WithStats:
         """Token losses (nats) and statistics: `entropy`, if it is passed.
 
         Args:

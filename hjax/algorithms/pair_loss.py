@@ -10,7 +10,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from hjax.algorithms.aggregation import Batch, SequenceLoss, Stats, at_first_token
+from hjax.algorithms.aggregation import Batch, SequenceLoss, WithStats, at_first_token
 from hjax.algorithms.masks import masked
 from hjax.errors import ConfigError
 
@@ -105,9 +105,7 @@ class PairLoss(SequenceLoss):
         mask = jnp.asarray(batch["response_mask"], bool)
         return {"chosen_tokens": jnp.sum(self.weights(batch)[::2, 0] * mask[::2].sum(axis=1))}
 
-    def __call__(
-        self, logprobs: jax.Array, entropy: jax.Array | None, batch: Batch
-    ) -> tuple[jax.Array, Stats]:
+    def __call__(self, logprobs: jax.Array, entropy: jax.Array | None, batch: Batch) -> WithStats:
         """Losses and statistics of pairs, each at the first token of its chosen row.
 
         Args:

@@ -7,7 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from hjax.algorithms.aggregation import Batch, Stats, TokenLoss, check_entries
+from hjax.algorithms.aggregation import Batch, Stats, TokenLoss, WithStats, check_entries
 from hjax.algorithms.corrections import correction_bounds, correction_weights
 from hjax.algorithms.kl import check_kl_kind, kl_estimate
 from hjax.algorithms.masks import masked
@@ -253,9 +253,7 @@ class PolicyLoss(TokenLoss):
         nll = jnp.where(weights > 0, share / jnp.maximum(weights, 1e-30), 0.0)
         return made | {"nll_weights": nll}
 
-    def __call__(
-        self, logprobs: jax.Array, entropy: jax.Array | None, batch: Batch
-    ) -> tuple[jax.Array, Stats]:
+    def __call__(self, logprobs: jax.Array, entropy: jax.Array | None, batch: Batch) -> WithStats:
         """Token losses and statistics.
 
         Args:
@@ -326,7 +324,7 @@ class PolicyLoss(TokenLoss):
 
     def _surrogate(
         self, log_ratio: jax.Array, advantages: jax.Array, logprobs: jax.Array, mask: jax.Array
-    ) -> tuple[jax.Array, Stats]:
+    ) -> WithStats:
         """The surrogate at each token; arguments are 0 outside the mask."""
         level = log_ratio_at_level(log_ratio, mask, self.ratio)
         low, high = self.clip_low, self.clip_high
@@ -342,7 +340,7 @@ class PolicyLoss(TokenLoss):
             level, advantages, mask, low=low, high=high, dual=self.dual_clip, cap=self.ratio_cap
         )
 
-    def _correction(self, batch: Batch, mask: jax.Array) -> tuple[jax.Array, Stats]:
+    def _correction(self, batch: Batch, mask: jax.Array) -> WithStats:
         """Importance weights of the actor before the first update over the sampler."""
         sampler = batch.get("policy_logprobs", batch["logprobs"])
         low, high = correction_bounds(self.correction, self.correction_low, self.correction_cap)

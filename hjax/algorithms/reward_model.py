@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from hjax.algorithms.aggregation import Loss, SequenceLoss, Stats, at_first_token
+from hjax.algorithms.aggregation import Loss, SequenceLoss, WithStats, at_first_token
 from hjax.algorithms.algorithm import Algorithm, Batch
 from hjax.algorithms.masks import masked
 from hjax.algorithms.prediction_calibration import Predictions
@@ -88,7 +88,7 @@ class ScoreLoss(SequenceLoss):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be 0 or more")
 
-    def __call__(self, scores: jax.Array, batch: Mapping[str, Any]) -> tuple[jax.Array, Stats]:
+    def __call__(self, scores: jax.Array, batch: Mapping[str, Any]) -> WithStats:
         """Losses and statistics of pairs, each at the first token of its chosen row.
 
         Args:
@@ -146,7 +146,7 @@ class StepLoss(Loss):
         known = jnp.asarray(batch["response_mask"], bool) & ~jnp.isnan(batch["labels"])
         return known / jnp.maximum(jnp.sum(known), 1).astype(jnp.float32)
 
-    def __call__(self, scores: jax.Array, batch: Mapping[str, Any]) -> tuple[jax.Array, Stats]:
+    def __call__(self, scores: jax.Array, batch: Mapping[str, Any]) -> WithStats:
         """Losses and statistics of steps, each at the step's end.
 
         Args:

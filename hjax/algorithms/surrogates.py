@@ -7,7 +7,7 @@ statistics; `hjax.algorithms.policy_loss` selects one.
 import jax
 import jax.numpy as jnp
 
-from hjax.algorithms.aggregation import Stats
+from hjax.algorithms.aggregation import WithStats
 from hjax.algorithms.masks import masked, masked_mean
 
 # exp(20) is far outside any clip range; larger ones overflow float32 (verl clamps there too).
@@ -59,7 +59,7 @@ def ppo_clip(
     high: float | None,
     dual: float | None = None,
     cap: float | None = None,
-) -> tuple[jax.Array, Stats]:
+) -> WithStats:
     r"""PPO's :math:`-\min(\rho A, \mathrm{clip}(\rho, 1-low, 1+high) A)`.
 
     Args:
@@ -93,7 +93,7 @@ def cispo(
     mask: jax.Array,
     low: float | None,
     high: float | None,
-) -> tuple[jax.Array, Stats]:
+) -> WithStats:
     r"""CISPO's :math:`-\mathrm{sg}(\mathrm{clip}(\rho, 1-low, 1+high))\,A\,\ell`.
 
     MiniMax-M1 (https://arxiv.org/abs/2506.13585): the weight is clipped, and every token keeps a
@@ -108,7 +108,7 @@ def cispo(
 
 def sapo(
     log_ratio: jax.Array, advantages: jax.Array, positive: float, negative: float
-) -> tuple[jax.Array, Stats]:
+) -> WithStats:
     r"""SAPO's soft gate :math:`-\frac4\tau\,\sigma(\tau(\rho - 1))\,A` instead of a clip.
 
     As in TRL; tau is `positive` where A > 0, else `negative`. On-policy its gradient is PPO's.
@@ -127,7 +127,7 @@ def dppo(
     high: float,
     cap: float,
     by_kl: bool = False,
-) -> tuple[jax.Array, Stats]:
+) -> WithStats:
     r"""DPPO: masks tokens whose probability moved too far (https://arxiv.org/abs/2602.04879).
 
     .. math:: L = -\mathrm{sg}(\min(\rho, cap))\,A\,\ell\,M, \qquad

@@ -10,7 +10,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from hjax.algorithms.aggregation import Batch, SequenceLoss, Stats, at_first_token, valid_rows
+from hjax.algorithms.aggregation import Batch, SequenceLoss, WithStats, at_first_token, valid_rows
 from hjax.algorithms.masks import masked
 from hjax.errors import ConfigError
 
@@ -34,7 +34,7 @@ class RowLoss(SequenceLoss):
         kept, right = valid_rows(batch), _is_positive(batch)
         return {"positive_share": jnp.sum(kept & right) / jnp.maximum(jnp.sum(kept), 1)}
 
-    def _rewards_by_label(self, value: jax.Array, batch: Batch) -> Stats:
+    def _rewards_by_label(self, value: jax.Array, batch: Batch) -> dict[str, jax.Array]:
         """`chosen_reward` and `rejected_reward`: means over the right and over the wrong rows."""
         right, share = _is_positive(batch), batch["positive_share"]
         return {
@@ -75,9 +75,7 @@ class UnpairedLoss(RowLoss):
         """Batch keys that the call reads."""
         return ("response_mask", "ref_logprobs", "positive", *self.scalars)
 
-    def __call__(
-        self, logprobs: jax.Array, entropy: jax.Array | None, batch: Batch
-    ) -> tuple[jax.Array, Stats]:
+    def __call__(self, logprobs: jax.Array, entropy: jax.Array | None, batch: Batch) -> WithStats:
         """Losses and statistics of responses, each at the first token of its row.
 
         Args:
@@ -128,9 +126,7 @@ class ImplicitRewardLoss(RowLoss):
         """Batch keys that the call reads."""
         return ("response_mask", "ref_logprobs", "positive")
 
-    def __call__(
-        self, logprobs: jax.Array, entropy: jax.Array | None, batch: Batch
-    ) -> tuple[jax.Array, Stats]:
+    def __call__(self, logprobs: jax.Array, entropy: jax.Array | None, batch: Batch) -> WithStats:
         """Losses and statistics of responses, each at the first token of its row.
 
         Args:

@@ -315,19 +315,17 @@ class HostProcess:
         if self._setup.devices and self._setup.processes > 1:
             jax.distributed.shutdown()
 
-    def submit(
-        self, sequence: int, parcel: Sequence[QueuedMessage]
-    ) -> list[concurrent.futures.Future]:
+    def submit(self, number: int, sent: Sequence[QueuedMessage]) -> list[concurrent.futures.Future]:
         """Queue messages; the futures get their ``MessageOutcome``.
 
         Args:
-          sequence: position of the parcel among the pool's parcels, from 0.
-          parcel: messages that are sent together.
+          number: position of the parcel among the pool's parcels, from 0.
+          sent: messages that are sent together.
         """
-        outcomes: list[concurrent.futures.Future] = [concurrent.futures.Future() for _ in parcel]
+        outcomes: list[concurrent.futures.Future] = [concurrent.futures.Future() for _ in sent]
         assert self._messages is not None
         with self._lock:
-            self._out_of_order[sequence] = tuple(zip(parcel, outcomes, strict=True))
+            self._out_of_order[number] = tuple(zip(sent, outcomes, strict=True))
             while self._next_sequence in self._out_of_order:
                 items = self._out_of_order.pop(self._next_sequence)
                 self._next_sequence += 1

@@ -40,13 +40,11 @@ def token_index(axis: int, at: Any) -> tuple[Any, ...]:
     return (slice(None), at) if axis == COLUMNS else (at,)
 
 
-def token_update(
-    new: jax.Array, position: jax.Array, axis: int
-) -> tuple[jax.Array, tuple[Any, ...]]:
+def token_update(new: jax.Array, at: jax.Array, axis: int) -> tuple[jax.Array, tuple[Any, ...]]:
     """A token's keys or values [..., head_dim] as a ``dynamic_update_slice``: update and start."""
     zeros = (0,) * (new.ndim - 1)
     if axis == TILES:
-        return new[..., None, :, None], (*zeros, position // TILE, 0, position % TILE)
+        return new[..., None, :, None], (*zeros, at // TILE, 0, at % TILE)
     if axis == COLUMNS:
-        return new[..., None], (*zeros, 0, position)
-    return new[..., None, :], (*zeros, position, 0)
+        return new[..., None], (*zeros, 0, at)
+    return new[..., None, :], (*zeros, at, 0)

@@ -139,10 +139,8 @@ def _shard_mapped(
         "w": PartitionSpec(rows, length, None),
         "t": PartitionSpec(split.vocab or None, split.embed or None),
     }
-    in_specs, out_specs = (tuple(specs[kind] for kind in kinds) for kinds in (arguments, results))
-    return jax.shard_map(
-        run, mesh=split.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-    )
+    inputs, outputs = (tuple(specs[kind] for kind in kinds) for kinds in (arguments, results))
+    return jax.shard_map(run, mesh=split.mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
 
 
 def _for_length(sharding: KernelSharding, length: int) -> KernelSharding:

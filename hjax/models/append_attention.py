@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from hjax.kernels import int8_cache
 from hjax.kernels.attention import MASKED, ScoreOptions
 from hjax.kernels.int8_cache import CacheArray, QuantizedCache
-from hjax.models.attention_strategies import AttentionInputs, KeyValue
+from hjax.models.attention_strategies import AttentionInputs, AttentionOutput, KeyValue
 
 BLOCK = 16  # tokens per block, consecutive positions of one sequence
 CHUNK = 256  # columns whose scores are computed at a time
@@ -117,9 +117,7 @@ class AppendAttention:
         at = jnp.cumsum(self.mask, axis=-1, dtype=jnp.int32) - 1
         return jnp.maximum(self.cached_lengths[:, None] + at, 0)
 
-    def __call__(
-        self, heads: AttentionInputs, cache: CacheBlocks
-    ) -> tuple[jax.Array, CacheBlocks, KeyValue | None]:
+    def __call__(self, heads: AttentionInputs, cache: CacheBlocks) -> AttentionOutput:
         layer, q, k, v, scoring, sinks = heads
         tokens = self.cached_lengths + jnp.sum(self.mask, axis=-1, dtype=jnp.int32)
         columns = self.block_table.shape[1] * BLOCK

@@ -35,6 +35,8 @@ from hjax.kernels.kernel_sharding import KernelSharding
 from hjax.sharding.layout import Layout
 
 KeyValue = tuple[CacheArray, CacheArray]
+# The attended values, the cache, and the keys and values to return to the caller, if any.
+AttentionOutput = tuple[jax.Array, Any, KeyValue | None]
 
 
 class AttentionInputs(NamedTuple):
@@ -60,9 +62,7 @@ class AttentionInputs(NamedTuple):
 class Attention(Protocol):
     """An attention strategy; called once per layer inside the decoder."""
 
-    def __call__(
-        self, heads: AttentionInputs, cache: Any
-    ) -> tuple[jax.Array, Any, KeyValue | None]:
+    def __call__(self, heads: AttentionInputs, cache: Any) -> AttentionOutput:
         """Returns the output [batch, length, heads, head_dim], the cache, and the keys and values
         to return to the caller, if any."""
 
@@ -131,9 +131,7 @@ class Causal:
     form: AttentionBackend = AttentionBackend()
     int8: bool = False
 
-    def __call__(
-        self, heads: AttentionInputs, cache: Any
-    ) -> tuple[jax.Array, Any, KeyValue | None]:
+    def __call__(self, heads: AttentionInputs, cache: Any) -> AttentionOutput:
         _, q, k, v, scoring, sinks = heads
         form, uses_kernel = self.form, self.form.uses_kernel(q.shape[1])
         kept: KeyValue | None = None
@@ -192,9 +190,7 @@ class Packed:
     prompts: jax.Array | None = None
     form: AttentionBackend = AttentionBackend()
 
-    def __call__(
-        self, heads: AttentionInputs, cache: Any
-    ) -> tuple[jax.Array, Any, KeyValue | None]:
+    def __call__(self, heads: AttentionInputs, cache: Any) -> AttentionOutput:
         _, q, k, v, scoring, sinks = heads
         length = q.shape[1]
         shared = None if self.prompts is None else PackedPrompts(self.prompts, self.positions)
@@ -233,9 +229,7 @@ class SharedPrompt:
         prompts = jnp.cumsum(self.prompt_mask, axis=-1, dtype=jnp.int32) - 1
         return jnp.concatenate([jnp.maximum(prompts, 0), response_mask], axis=1)
 
-    def __call__(
-        self, heads: AttentionInputs, cache: Any
-    ) -> tuple[jax.Array, Any, KeyValue | None]:
+    def __call__(self, heads: AttentionInputs, cache: Any) -> AttentionOutput:
         _, q, k, v, scoring, sinks = heads
         prompt = self.prompt_mask.shape[1]
         groups, total, _, dim = q.shape

@@ -6,13 +6,12 @@ the same one.
 """
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hjax.errors import DataError
-from hjax.files import read_json, saved_steps
+from hjax.files import StrPath, read_json, saved_steps
 from hjax.models.checkpoint import damaged_error
 from hjax.models.checksums import read_checksums
 
@@ -32,7 +31,7 @@ class BaseCheckpoint:
     step: int
     sums: Mapping[str, Any]
 
-    def check(self, workdir: str | os.PathLike) -> int:
+    def check(self, workdir: StrPath) -> int:
         """Its step, once it is certain that the run still has the same checkpoint.
 
         Raises:
@@ -53,7 +52,7 @@ class BaseCheckpoint:
         )
 
 
-def newest_base(workdir: str | os.PathLike) -> BaseCheckpoint | None:
+def newest_base(workdir: StrPath) -> BaseCheckpoint | None:
     """The newest checkpoint of a run, None if it has none.
 
     Raises:
@@ -65,7 +64,7 @@ def newest_base(workdir: str | os.PathLike) -> BaseCheckpoint | None:
     return BaseCheckpoint(steps[-1], _item_checksums(checkpoints / str(steps[-1])))
 
 
-def read_bases(workdir: str | os.PathLike) -> dict[str, BaseCheckpoint]:
+def read_bases(workdir: StrPath) -> dict[str, BaseCheckpoint]:
     """The base checkpoints that a run recorded, by path; empty if it read none.
 
     Raises:
@@ -79,7 +78,7 @@ def read_bases(workdir: str | os.PathLike) -> dict[str, BaseCheckpoint]:
         raise DataError(f"{file}: not a record of checkpoints; the file is damaged") from error
 
 
-def recorded_step(workdir: str | os.PathLike, path: str | os.PathLike) -> int | None:
+def recorded_step(workdir: StrPath, path: StrPath) -> int | None:
     """The step of the checkpoint at a path that a run's adapters were trained on; None: unrecorded.
 
     Raises:

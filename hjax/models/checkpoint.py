@@ -329,13 +329,11 @@ def saved_parameter_names(directory: Path, role: str) -> set[str]:
         return set(reader.metadata(path).item_metadata.tree)
 
 
-def restore_params(
-    directory: Path, role: str, kind: str = "params", step: int | None = None
-) -> Any:
+def restore_params(folder: Path, role: str, kind: str = "params", step: int | None = None) -> Any:
     """Restore a role's parameters as numpy arrays; None if the checkpoint has no such kind.
 
     Args:
-      directory: of the run's checkpoints.
+      folder: of the run's checkpoints.
       role: the worker's role.
       kind: which of its trees.
       step: of the checkpoint; None: the newest.
@@ -344,8 +342,8 @@ def restore_params(
       DataError: no complete checkpoint there, or a damaged one.
     """
     ocp = _orbax()
-    step = newest_step(directory) if step is None else step
-    path = Path(directory).absolute() / str(step) / f"{role}.{kind}"
+    step = newest_step(folder) if step is None else step
+    path = Path(folder).absolute() / str(step) / f"{role}.{kind}"
     if kind != "params" and not path.is_dir():
         return None
     try:

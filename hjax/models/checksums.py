@@ -75,10 +75,8 @@ def read_checksums(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _checksums(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
-    with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
-        return dict(
-            zip(names, threads.map(lambda name: _checksum(folder / name), names), strict=True)
-        )
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+        return dict(zip(names, pool.map(lambda name: _checksum(folder / name), names), strict=True))
 
 
 def _checksum(item: Path) -> dict[str, Any]:

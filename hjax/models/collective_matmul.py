@@ -68,13 +68,11 @@ class WeightRing:
         """The inverse of ``split_length``: [batch, length, embed] without padding."""
         return self.layout.constrain(x, "batch")[:, : self.length]
 
-    def to_heads(
-        self, function: Callable[[Parts, jax.Array], Any], x: jax.Array, weights: Parts
-    ) -> Any:
+    def to_heads(self, f: Callable[[Parts, jax.Array], Any], x: jax.Array, weights: Parts) -> Any:
         """Project tokens to heads: from split over the length to split over heads (all-to-all).
 
         Args:
-          function: (weights of some heads, [batch, places, embed]) -> tree of [batch, places, ...,
+          f: (weights of some heads, [batch, places, embed]) -> tree of [batch, places, ...,
             heads, head_dim] with those heads.
           x: [batch, length, embed], of ``split_length``.
           weights: by name.
@@ -83,11 +81,11 @@ class WeightRing:
         def run(x: jax.Array, weights: Parts) -> Any:
             pieces = []
             for step, shard in enumerate(self._rotating_weights(weights)):
-                pieces.append(self._shift(function(shard, x), step))
+                pieces.append(self._shift(f(shard, x), step))
             own = jax.lax.axis_index(self.axes)
             return jax.tree.map(lambda *of: _join_chunks(1, self._count, own, of), *pieces)
 
-        example = jax.eval_shape(function, weights, x)
+        example = jax.eval_shape(f, weights, x)
         heads = jax.tree.map(
             lambda y: self._spec("batch", *[None] * (y.ndim - 3), "heads", None), example
         )

@@ -27,7 +27,7 @@ from hjax.kernels.decode import (
     SlotMask,
 )
 from hjax.kernels.int8_cache import CacheArray
-from hjax.models.attention_strategies import AttentionInputs, KeyValue
+from hjax.models.attention_strategies import AttentionInputs, AttentionOutput
 from hjax.sharding.layout import Layout
 
 
@@ -46,9 +46,7 @@ class Decode:
     layout: Layout | None = None
     expected: float | None = None
 
-    def __call__(
-        self, heads: AttentionInputs, cache: KVCache
-    ) -> tuple[jax.Array, KVCache, KeyValue | None]:
+    def __call__(self, heads: AttentionInputs, cache: KVCache) -> AttentionOutput:
         layer, q, k, v, scoring, sinks = heads
         rows, _, _, dim = q.shape
         groups = self.seen.begin.shape[0]
@@ -144,9 +142,7 @@ class DecodeSlots:
     layout: Layout | None = None
     expected: float | None = None
 
-    def __call__(
-        self, heads: AttentionInputs, cache: KVCache
-    ) -> tuple[jax.Array, KVCache, KeyValue | None]:
+    def __call__(self, heads: AttentionInputs, cache: KVCache) -> AttentionOutput:
         layer, q, k, v, scoring, sinks = heads
         rows, new, _, dim = q.shape
         kv_heads, column = k.shape[2] * cache.copies, self.slots.column

@@ -432,12 +432,10 @@ def _gather_experts(axes: tuple[str, ...], weight: jax.Array) -> jax.Array:
     return jax.lax.all_gather(weight, axes, axis=0, tiled=True)
 
 
-def _gather_experts_backward(
-    axes: tuple[str, ...], shape: tuple[int, ...], d_out: jax.Array
-) -> Any:
+def _gather_experts_backward(axes: tuple[str, ...], shape: tuple[int, ...], g: jax.Array) -> Any:
     # In 2 dimensions, as with more the TPU compiler all-reduces some sizes. It does not offload
     # gpt-oss's 5760 columns, an odd number of tiles, to SparseCores, but does so in two parts.
-    rows = d_out.reshape(-1, d_out.shape[-1])
+    rows = g.reshape(-1, g.shape[-1])
     tiles = rows.shape[1] // _TILE
     cut = [tiles // 2 * _TILE] if tiles > _MAX_TILES and tiles % 2 else []
     parts = [

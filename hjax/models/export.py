@@ -1,7 +1,6 @@
 """Export of a model to a Hugging Face directory: weights, config, tokenizer, chat template."""
 
 import contextlib
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -13,6 +12,7 @@ import numpy as np
 
 from hjax.data.tokenizer import MORE_TEMPLATES, TEMPLATE, Tokenizer
 from hjax.errors import ConfigError
+from hjax.files import StrPath
 from hjax.models.base_checkpoints import recorded_step
 from hjax.models.huggingface import has_score_head, read_config, save_weights, stored_dtypes
 from hjax.models.model_config import ModelConfig
@@ -43,7 +43,7 @@ COPIED_FILES = (
 )
 
 
-def check_output(output: str | os.PathLike) -> Path:
+def check_output(output: StrPath) -> Path:
     """The directory to write, which must be new or empty.
 
     Raises:
@@ -57,7 +57,7 @@ def check_output(output: str | os.PathLike) -> Path:
 
 
 def export_weights(
-    output: str | os.PathLike,
+    output: StrPath,
     config: ModelConfig,
     params: Params,
     beside: Path | None = None,
@@ -83,7 +83,7 @@ def export_weights(
 
 
 def export_adapters(
-    output: str | os.PathLike,
+    output: StrPath,
     network: Network,
     learned: Params,
     base: str,
@@ -119,7 +119,7 @@ def export_adapters(
 
 
 @contextlib.contextmanager
-def _atomic_directory(output: str | os.PathLike) -> Iterator[Path]:
+def _atomic_directory(output: StrPath) -> Iterator[Path]:
     """A temporary directory that is renamed to ``output`` at the end."""
     path = check_output(output)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -153,7 +153,7 @@ def _write_model(
 
 
 def export_model(
-    source: str | os.PathLike, output: str | os.PathLike, adapter: bool = False
+    source: StrPath, output: StrPath, adapter: bool = False
 ) -> tuple[ModelConfig, set[str]]:
     """Export the model at a path: a workdir's newest checkpoint, or a model directory, whose
     tensors keep their dtypes.

@@ -153,13 +153,11 @@ def _response_states(hidden: jax.Array, per_prompt: int, length: int) -> jax.Arr
     return states.reshape(groups * per_prompt, length, width)
 
 
-def sequence_states(
-    decoder: Any, tokens: jax.Array, mask: jax.Array, compute: Compute
-) -> jax.Array:
+def sequence_states(model: Any, tokens: jax.Array, mask: jax.Array, compute: Compute) -> jax.Array:
     """Hidden states [batch, length, embed] of whole sequences.
 
     Args:
-      decoder: a ``Decoder``.
+      model: a ``Decoder``.
       tokens: int [batch, length].
       mask: bool [batch, length], False at padding.
 
@@ -168,7 +166,7 @@ def sequence_states(
     """
     _check_tokens(tokens, mask)
     attention = Causal(mask, form=compute.form)
-    return decoder.hidden_states(tokens, token_positions(mask), attention, compute)
+    return model.hidden_states(tokens, token_positions(mask), attention, compute)
 
 
 def _check_tokens(tokens: jax.Array, mask: jax.Array) -> None:

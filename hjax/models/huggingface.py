@@ -6,7 +6,6 @@ Each ``ParameterSpec`` names the tensors that hold the parameter.
 import gc
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hjax.errors import ConfigError
-from hjax.files import replace_file
+from hjax.files import StrPath, replace_file
 from hjax.models.architecture import decoder_parameters, scalar_parameters
 from hjax.models.families import from_hf, to_hf
 from hjax.models.families.family import DTYPE_KEYS
@@ -39,7 +38,7 @@ SHARD_BYTES = 5 * 10**9
 OUTPUT_TABLE = "lm_head.weight"
 
 
-def read_config(path: str | os.PathLike) -> ModelConfig:
+def read_config(path: StrPath) -> ModelConfig:
     """The shapes in a directory's config.json. If it names no dtype, that of the files is used, or
     float32 if they differ.
 
@@ -61,7 +60,7 @@ def _dtype_of_files(path: Path) -> str:
     return DTYPES.get(found.pop(), "float32") if len(found) == 1 else "float32"
 
 
-def stored_dtypes(path: str | os.PathLike, config: ModelConfig) -> dict[str, str]:
+def stored_dtypes(path: StrPath, config: ModelConfig) -> dict[str, str]:
     """Dtypes of a directory's tensors, by their names in ``save_weights``; reads headers only.
 
     Args:
@@ -76,7 +75,7 @@ def stored_dtypes(path: str | os.PathLike, config: ModelConfig) -> dict[str, str
     return found
 
 
-def read_config_json(path: str | os.PathLike) -> dict[str, Any]:
+def read_config_json(path: StrPath) -> dict[str, Any]:
     """The content of a directory's config.json.
 
     Raises:
@@ -88,9 +87,7 @@ def read_config_json(path: str | os.PathLike) -> dict[str, Any]:
     return read_object(file)
 
 
-def load_weights(
-    path: str | os.PathLike, adapter: Adapter | None = None
-) -> tuple[ModelConfig, Params]:
+def load_weights(path: StrPath, adapter: Adapter | None = None) -> tuple[ModelConfig, Params]:
     """Read a directory's language model, with an adapter merged if one is given.
 
     Returns:
@@ -104,7 +101,7 @@ def load_weights(
 
 
 def load_params(
-    path: str | os.PathLike,
+    path: StrPath,
     config: ModelConfig,
     declared: Mapping[str, Any],
     shardings: Params | None = None,
@@ -168,7 +165,7 @@ def load_params(
     return read_all(declared, shardings, shapes)
 
 
-def check_headers(path: str | os.PathLike) -> None:
+def check_headers(path: StrPath) -> None:
     """Check the headers of a directory's safetensors files against its config.json.
 
     Reads no tensor; non-finite values are found when weights are loaded.
@@ -184,13 +181,13 @@ def check_headers(path: str | os.PathLike) -> None:
     tensors.check(declared, config)
 
 
-def has_score_head(path: str | os.PathLike) -> bool:
+def has_score_head(path: StrPath) -> bool:
     """Whether a directory's weights have a sequence classifier's head; reads headers only."""
     return SCORE_HEAD in _Tensors(Path(path)).files
 
 
 def save_weights(
-    path: str | os.PathLike,
+    path: StrPath,
     config: ModelConfig,
     params: Params,
     tokenizer: Any = None,
@@ -257,7 +254,7 @@ def _shard_files(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
 
 
 def write_config(
-    path: str | os.PathLike, config: ModelConfig, tokenizer: Any = None, scalar: bool = False
+    path: StrPath, config: ModelConfig, tokenizer: Any = None, scalar: bool = False
 ) -> None:
     """Write ``config.json``; special token ids missing in the config are taken from the tokenizer.
 

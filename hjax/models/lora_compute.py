@@ -119,16 +119,14 @@ class AdaptedMatrix(NamedTuple):
         return factor
 
 
-def adapter_product(
-    spec: str, x: jax.Array, a: jax.Array, b: jax.Array, scaling: float
-) -> jax.Array:
+def adapter_product(spec: str, x: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
     """The adapter's addition to ``einsum(spec, x, weight)``, in the dtype of x.
 
     Args:
       spec: of the product with the weight, such as ``btd,dcke->btcke``.
       x: [batch, length, inputs...], or [batch, length, halves, inputs...], inputs for each half.
       a, b: of one layer.
-      scaling: of ``Lora``.
+      scale: of ``Lora``.
 
     Returns:
       [batch, length, outputs...], of a pair with the size of ``a``'s.
@@ -138,7 +136,7 @@ def adapter_product(
     down = f"{rows}{own_inputs}{inner},{pair}{inner}z->{rows}{pair}z"
     projected = jnp.einsum(down, x, a.astype(x.dtype))
     both = f"{rows}{pair}z,{pair}z{outputs}->{rows}{pair}{outputs}"
-    return jnp.einsum(both, projected, scaling * b.astype(x.dtype))
+    return jnp.einsum(both, projected, scale * b.astype(x.dtype))
 
 
 def _spec_letters(spec: str) -> tuple[str, str, str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hjax.models.attention_strategies import Attention, AttentionInputs, KeyValue
+from hjax.models.attention_strategies import Attention, AttentionInputs, AttentionOutput
 
 
 def packed_sizes(columns: int) -> tuple[int, int]:
@@ -37,9 +37,7 @@ class PackedPrefill:
     size: int
     parts: int = 1
 
-    def __call__(
-        self, heads: AttentionInputs, cache: Any
-    ) -> tuple[jax.Array, Any, KeyValue | None]:
+    def __call__(self, heads: AttentionInputs, cache: Any) -> AttentionOutput:
         q, k, v = (self.unpack(x) for x in (heads.q, heads.k, heads.v))
         out, cache, kept = self.inner(heads._replace(q=q, k=k, v=v), cache)
         return self.pack(out), cache, kept

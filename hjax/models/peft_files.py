@@ -8,7 +8,6 @@ transformers 5 stores a layer's experts in arrays, and PEFT adapts these (``targ
 
 import json
 import math
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from hjax.errors import ConfigError
+from hjax.files import StrPath
 from hjax.models.lora import INNER, NESTED, Lora, layers_of
 from hjax.models.parameter_spec import ParameterKind, ParameterSpec, TensorPart, parts
 from hjax.models.safetensors_files import DTYPES, TensorFile, create_file
@@ -39,7 +39,7 @@ _IGNORED_KEYS = frozenset(
 _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "eva")
 
 
-def is_adapter(path: str | os.PathLike) -> bool:
+def is_adapter(path: StrPath) -> bool:
     """Whether a directory holds adapters and no model."""
     directory = user_path(path, "model ")
     return (directory / CONFIG).is_file() and not (directory / "config.json").is_file()
@@ -56,7 +56,7 @@ class Adapter:
       ConfigError: missing, damaged or truncated files, or an unsupported kind, by name.
     """
 
-    def __init__(self, path: str | os.PathLike):
+    def __init__(self, path: StrPath):
         self.path = user_path(path, "model ")
         self._config = self._read_config()
         self.base = str(self._config.get("base_model_name_or_path") or "")

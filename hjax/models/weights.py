@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import jax
 import numpy as np
 
 from hjax.errors import ConfigError
-from hjax.files import read_json, saved_steps
+from hjax.files import StrPath, read_json, saved_steps
 from hjax.models import huggingface
 from hjax.models.base_checkpoints import recorded_step
 from hjax.models.lora import Lora, layers_of, with_layers
@@ -29,13 +28,13 @@ _SCALAR = ("head", "bias")  # parameters of a scalar model besides its decoder
 MODEL_DIRECTORY = "model"  # in a workdir: config.json and tokenizer of its actor
 
 
-def is_workdir(path: str | os.PathLike) -> bool:
+def is_workdir(path: StrPath) -> bool:
     """Whether ``path`` is a workdir with an actor's checkpoints."""
     path = Path(path)
     return (path / MODEL_DIRECTORY / "config.json").is_file() and (path / "checkpoints").is_dir()
 
 
-def model_directory(path: str | os.PathLike) -> Path:
+def model_directory(path: StrPath) -> Path:
     """The directory with config.json and tokenizer of a model path or name; for a PEFT directory
     that of its base.
 
@@ -61,7 +60,7 @@ def model_directory(path: str | os.PathLike) -> Path:
     return directory / MODEL_DIRECTORY if is_workdir(directory) else directory
 
 
-def _adapter(path: str | os.PathLike) -> Adapter | None:
+def _adapter(path: StrPath) -> Adapter | None:
     """The adapters at a path, if it is a PEFT directory."""
     return Adapter(path) if is_adapter(path) else None
 
@@ -90,12 +89,12 @@ def read_eos_ids(directory: Path) -> list[int]:
     return []
 
 
-def read_config(path: str | os.PathLike) -> ModelConfig:
+def read_config(path: StrPath) -> ModelConfig:
     """The config of the model at a path."""
     return huggingface.read_config(model_directory(path))
 
 
-def check_weights(path: str | os.PathLike) -> None:
+def check_weights(path: StrPath) -> None:
     """Check that there are weights at a path; reads headers only.
 
     Raises:
@@ -109,7 +108,7 @@ def check_weights(path: str | os.PathLike) -> None:
         raise ConfigError(f"{path}: no complete checkpoint there; train a step first")
 
 
-def has_score_head(path: str | os.PathLike) -> bool:
+def has_score_head(path: StrPath) -> bool:
     """Whether the weights at a path have a scalar head; reads headers only.
 
     Raises:
@@ -125,7 +124,7 @@ def has_score_head(path: str | os.PathLike) -> bool:
     return learned or huggingface.has_score_head(model_directory(path))
 
 
-def newest_checkpoint(path: str | os.PathLike) -> int | None:
+def newest_checkpoint(path: StrPath) -> int | None:
     """Step of a workdir's newest checkpoint; None if the path is no workdir.
 
     Raises:
@@ -137,11 +136,7 @@ def newest_checkpoint(path: str | os.PathLike) -> int | None:
 
 
 def load_params(
-    path: str | os.PathLike,
-    network: Network,
-    layout: Layout,
-    seed: int = 0,
-    checkpoint: int | None = None,
+    path: StrPath, network: Network, layout: Layout, seed: int = 0, checkpoint: int | None = None
 ) -> Params:
     """Load the parameters of the model at a path, sharded for ``layout``.
 
@@ -222,9 +217,7 @@ def _read_adapters(adapter: Adapter, network: Network, layout: Layout, learned: 
     return made
 
 
-def load_decoder(
-    path: str | os.PathLike, checkpoint: int | None = None
-) -> tuple[ModelConfig, Params]:
+def load_decoder(path: StrPath, checkpoint: int | None = None) -> tuple[ModelConfig, Params]:
     """Config and float32 numpy parameters of the language model at a path.
 
     Args:
@@ -240,9 +233,7 @@ def load_decoder(
     return config, params
 
 
-def load_trained(
-    path: str | os.PathLike, checkpoint: int | None = None
-) -> tuple[ModelConfig, Params]:
+def load_trained(path: StrPath, checkpoint: int | None = None) -> tuple[ModelConfig, Params]:
     """``load_decoder``, but also for a workdir whose actor has a scalar head."""
     directory = model_directory(path)
     if not is_workdir(path):
@@ -250,7 +241,7 @@ def load_trained(
     return huggingface.read_config(directory), _checkpoint_params(path, checkpoint)
 
 
-def _check_generates(params: Params, path: str | os.PathLike) -> None:
+def _check_generates(params: Params, path: StrPath) -> None:
     """Raise ConfigError if a workdir's parameters are of a model with a scalar head."""
     if "decoder" in params:
         raise ConfigError(
@@ -259,7 +250,7 @@ def _check_generates(params: Params, path: str | os.PathLike) -> None:
         )
 
 
-def _checkpoint_params(path: str | os.PathLike, checkpoint: int | None = None) -> Params:
+def _checkpoint_params(path: StrPath, checkpoint: int | None = None) -> Params:
     """The actor's parameters in a workdir, adapters merged."""
     network, learned, base = load_actor_checkpoint(path, checkpoint)
     if network.config.lora is None:
@@ -278,7 +269,7 @@ def _checkpoint_params(path: str | os.PathLike, checkpoint: int | None = None) -
 
 
 def load_actor_checkpoint(
-    path: str | os.PathLike, checkpoint: int | None = None
+    path: StrPath, checkpoint: int | None = None
 ) -> tuple[Network, Params, Params | None]:
     """The actor in a workdir's checkpoint.
 
@@ -305,15 +296,13 @@ def load_actor_checkpoint(
     return made(dataclasses.replace(config, lora=lora, quantized=quantized)), learned, base
 
 
-def actor_path(path: str | os.PathLike) -> str:
+def actor_path(path: StrPath) -> str:
     """Path of the base that a workdir's actor started from; empty: from scratch."""
     start = str(_settings(path)["path"])
     return base_model_path(start) if start else ""
 
 
-def adapter_base(
-    path: str | os.PathLike, checkpoint: int | None = None
-) -> tuple[str, Params | None]:
+def adapter_base(path: StrPath, checkpoint: int | None = None) -> tuple[str, Params | None]:
     """The base of exported adapters: its absolute path; or, if it is a workdir, which only hjax
     reads, "" and the parameters of its decoder in a checkpoint."""
     if is_workdir(path):
@@ -321,13 +310,13 @@ def adapter_base(
     return str(Path(path).resolve() if Path(path).is_dir() else path), None
 
 
-def base_model_path(path: str | os.PathLike) -> str:
+def base_model_path(path: StrPath) -> str:
     """A model's path; for a PEFT directory that of its base."""
     adapter = _adapter(path)
     return str(path) if adapter is None else adapter.base
 
 
-def _settings(path: str | os.PathLike) -> dict[str, Any]:
+def _settings(path: StrPath) -> dict[str, Any]:
     """The section ``actor`` of a workdir's config."""
     found: dict[str, Any] = read_json(Path(path) / "config.json")["actor"]
     return found

@@ -59,10 +59,8 @@ class DeviceSet:
     @functools.cached_property
     def _programs(self) -> ProgramOptions:
         pool, own = self.pool, self.numerics.hjax_programs
-        by_cudnn = own and not pool.shape and not pool.shares_cores and self.numerics.compute == 2
-        return ProgramOptions(
-            self.numerics, own and bool(pool.shape), by_cudnn, self.constants.logits
-        )
+        cudnn = own and not pool.shape and not pool.shares_cores and self.numerics.compute == 2
+        return ProgramOptions(self.numerics, own and bool(pool.shape), cudnn, self.constants.logits)
 
     def memory(self, model: ModelCounts, mesh: MeshSizes) -> MemoryEstimate:
         """Bytes that a role keeps and needs on a device."""

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from hjax.errors import ConfigError, RunError
+from hjax.files import StrPath
 
 # HTTP statuses that are retried: busy, over the rate limit, or down.
 _RETRY_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
@@ -79,7 +80,7 @@ class Judge:
         scores: tuple[float, float] = (1, 10),
         pattern: str = r"[Ss]core:?\**\s*(-?\d+(?:\.\d+)?)",
         system: str = "",
-        cache: str | os.PathLike[str] | None = None,
+        cache: StrPath | None = None,
         budget: int = 10_000,
         retries: int = 4,
         first_wait_seconds: float = 1.0,

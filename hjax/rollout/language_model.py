@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import os
 import queue
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from hjax.config_aliases import refuse_arguments
 from hjax.data.response_text import ResponseText
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, DataError, RunError
+from hjax.files import StrPath
 from hjax.kernels.int8_cache import AUTO
 from hjax.models.compute import Compute
 from hjax.models.families import load_family
@@ -90,7 +90,7 @@ class LanguageModel:
         tokenizer: Tokenizer | None = None,
         dtype: str = "float32",
         eos_ids: Sequence[int] = (),
-        path: str | os.PathLike = "",
+        path: StrPath = "",
         tensor: int = 1,
         copies: int = 1,
         cache_dtype: str = AUTO,
@@ -426,7 +426,7 @@ def local_layout(config: ModelConfig, tensor: int, copies: int = 1) -> Layout:
 
 
 def load_model(
-    path: str | os.PathLike,
+    path: StrPath,
     dtype: str = "float32",
     tensor: int = 1,
     copies: int = 1,

@@ -166,14 +166,12 @@ class PipelinedEngine(Engine):
             x = model.embed(forward.inputs(entering), self.compute, forward.positions(entering))
             # A stage needs neither sampling options nor token counts.
             few = dataclasses.replace(rows[0], options=None, counts=None, text=None)
-            cache, received, hidden = run(params, cache, received, x, (few, time, slots))
+            cache, received, out = run(params, cache, received, x, (few, time, slots))
             turn = time - (stages - 1)
             index, step = turn % stages, turn // stages
             # A micro-batch that has finished, or lacks room for its drafts, skips its turn.
-            taken = (turn >= 0) & forward.can_continue(of(rows[0], index), before[index], most)
-            rows = jax.lax.cond(
-                taken, lambda x: drawn_of(index, hidden, step, x), lambda x: x, rows
-            )
+            now = (turn >= 0) & forward.can_continue(of(rows[0], index), before[index], most)
+            rows = jax.lax.cond(now, lambda x: drawn_of(index, out, step, x), lambda x: x, rows)
             return time + 1, cache, received, rows
 
         def unfinished(carry: Any) -> jax.Array:

@@ -129,12 +129,10 @@ def draw(
         made = _cond(needed["samples"], lambda: constrained(noise()), lambda: constrained(silence))
         made = constrained(made)
 
-    def of_part(
-        logits: jax.Array, made: Any, position: jax.Array, own: Any, *more: Any
-    ) -> SampledTokens:
+    def of_part(logits: jax.Array, made: Any, at: jax.Array, own: Any, *more: Any) -> SampledTokens:
         counts, bitmask, traced = more
         of_rows = rows if shared else own
-        return part.draw(logits, lambda: made, position, of_rows, counts, bitmask, known | traced)
+        return part.draw(logits, lambda: made, at, of_rows, counts, bitmask, known | traced)
 
     split, whole = layout.spec(["batch", "vocab"]), layout.spec(["batch"])
     return jax.shard_map(
@@ -146,14 +144,12 @@ def draw(
     )(logits, made, position, None if shared else rows, counts, bitmask, traced)
 
 
-def _needed(
-    rows: RowSampling, position: jax.Array, bitmask: jax.Array | None
-) -> dict[str, jax.Array]:
+def _needed(rows: RowSampling, at: jax.Array, bitmask: jax.Array | None) -> dict[str, jax.Array]:
     """bool [] each: what some row needs; numpy's if that is known while tracing.
 
     Computed from all rows on all devices, so that all take part in the same exchanges.
     """
-    alters = rows.changes_logits(position).any()
+    alters = rows.changes_logits(at).any()
     return {
         "samples": (~rows.greedy).any(),
         "alters": alters if bitmask is None else alters | vocab_parallel.any_banned(bitmask),

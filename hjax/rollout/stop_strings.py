@@ -43,9 +43,7 @@ class StopStrings:
         if self.found is not None:
             return ""
         text = self._held + piece
-        ends = [
-            (at + len(each), at, each) for each in self._strings if (at := text.find(each)) >= 0
-        ]
+        ends = [(at + len(s), at, s) for s in self._strings if (at := text.find(s)) >= 0]
         if ends:
             _, at, self.found = min(ends)
             self._held = ""

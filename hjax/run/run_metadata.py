@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 
 import hjax
 from hjax.errors import ConfigError
-from hjax.files import replacing, saved_steps
+from hjax.files import StrPath, replacing, saved_steps
 from hjax.machine import available_cores
 from hjax.models.base_checkpoints import RECORD, BaseCheckpoint, read_bases
 from hjax.models.export import export_adapters, export_weights
@@ -74,11 +74,7 @@ def offloaded_bytes(roles: RoleGroups) -> int:
 
 
 def export_actor(
-    directory: str | os.PathLike,
-    config: ConfigDict,
-    inputs: Inputs,
-    roles: RoleGroups,
-    adapter: bool,
+    directory: StrPath, config: ConfigDict, inputs: Inputs, roles: RoleGroups, adapter: bool
 ) -> Path:
     """Write the actor, see ``Trainer.export``."""
     actor, path = roles.groups["actor"], config.actor.path

@@ -1,13 +1,12 @@
 """The Trainer: builds a run from its config, trains, evaluates, saves and resumes."""
 
 import functools
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 from hjax.errors import ConfigError, RunError
-from hjax.files import CALIBRATION
+from hjax.files import CALIBRATION, StrPath
 from hjax.models.export import check_output
 from hjax.run.async_rollout import AsyncRollout, StalenessSchedule
 from hjax.run.evaluation import evaluate, evaluate_predictions
@@ -205,7 +204,7 @@ class Trainer(RecoveringRun):
         self.reporter.samples(shown, step, "eval", 1)
         return metrics
 
-    def export(self, directory: str | os.PathLike, adapter: bool = False) -> Path:
+    def export(self, directory: StrPath, adapter: bool = False) -> Path:
         """Write the current actor and its tokenizer as a Hugging Face directory.
 
         Args:

@@ -26,6 +26,7 @@ from hjax.files import (
     SAMPLES,
     STARTS,
     WARM_START,
+    StrPath,
     read_json,
     read_rows,
     remove_parts,
@@ -78,9 +79,7 @@ class Workdir:
       overwrite: discard an existing run: `open` removes its files.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], loggers: Sequence[Logger] = (), overwrite: bool = False
-    ):
+    def __init__(self, path: StrPath, loggers: Sequence[Logger] = (), overwrite: bool = False):
         self.path = Path(path)
         self._overwrite = overwrite
         self._loggers = Loggers(loggers)

@@ -301,9 +301,7 @@ def stop_conditions(config: ConfigDict, inputs: Inputs) -> tuple[tuple[int, ...]
     return tuple(dict.fromkeys(ends)), tuple(longer)
 
 
-def make_sampling_params(
-    config: ConfigDict, stop: tuple[int, ...], vocab_size: int
-) -> SamplingParams:
+def make_sampling_params(config: ConfigDict, stop: tuple[int, ...], size: int) -> SamplingParams:
     """Sampling parameters from the section ``rollout``.
 
     Raises:
@@ -311,7 +309,7 @@ def make_sampling_params(
     """
     try:
         made = SamplingParams(**{name: config.rollout[name] for name in OPTIONS}, stop=stop)
-        made.check_vocabulary(vocab_size)
+        made.check_vocabulary(size)
     except ConfigError as error:
         raise ConfigError(f"config.rollout.{error}") from error
     return made

@@ -141,10 +141,8 @@ def _torus(devices: Sequence[Any]) -> Interconnect | None:
     every = _all_devices(devices)
     slice_sides = _box(every, _numbered(getattr(d, "slice_index", 0) or 0 for d in every))[1]
     # A part of a slice wraps around only along the sides that it has whole.
-    closes = zip(sides, slice_sides, wraparound(devices[0].device_kind, slice_sides))
-    return Interconnect(
-        places, sides, tuple(n == all_ and w for n, all_, w in closes), slices, True
-    )
+    ends = zip(sides, slice_sides, wraparound(devices[0].device_kind, slice_sides))
+    return Interconnect(places, sides, tuple(n == all_ and w for n, all_, w in ends), slices, True)
 
 
 def _box(devices: Sequence[Any], slices: np.ndarray) -> tuple[np.ndarray, tuple[int, ...]]:

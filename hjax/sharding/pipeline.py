@@ -176,15 +176,13 @@ class Pipeline:
         def tick(carry: Any, time: jax.Array) -> Any:
             received, d_received, inputs, total, d_embedded = carry
             forward_index, backward_index = time - stage, time - 2 * (stages - 1) + stage
-            runs_forward = (forward_index >= 0) & (forward_index < count)
+            forward = (forward_index >= 0) & (forward_index < count)
             runs_backward = (backward_index >= 0) & (backward_index < count)
             part = _pick(parts, forward_index, count)
             x = _where(first, _pick(embedded, forward_index, count), received)
-            inputs = _where(runs_forward, _store(inputs, x, forward_index % buffered), inputs)
+            inputs = _where(forward, _store(inputs, x, forward_index % buffered), inputs)
             # The last stage's forward is part of its backward pass, in the same tick.
-            sent = jax.lax.cond(
-                runs_forward & ~last, lambda: run(learned, x, part)[0], lambda: zero_x
-            )
+            sent = jax.lax.cond(forward & ~last, lambda: run(learned, x, part)[0], lambda: zero_x)
             part = _pick(parts, backward_index, count)
             x = jax.tree.map(lambda buffer: buffer[backward_index % buffered], inputs)
 
@@ -195,7 +193,7 @@ class Pipeline:
             total = jax.tree.map(jnp.add, total, (grads, result))
             done = _store(d_embedded, dx, jnp.clip(backward_index, 0, count - 1))
             d_embedded = _where(runs_backward & first, done, d_embedded)
-            busy = _FORWARD * runs_forward * ~last + _BACKWARD * runs_backward
+            busy = _FORWARD * forward * ~last + _BACKWARD * runs_backward
             carry = _shift(sent, 1, stages), _shift(dx, -1, stages), inputs, total, d_embedded
             return carry, busy
 

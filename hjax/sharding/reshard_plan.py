@@ -120,12 +120,10 @@ def _missing(shape: tuple[int, ...], split: Split, target: Split, sizes: dict[st
     common = np.ones(grid.shape[1:], np.int64)
     whole = 1
     for n, have, want in zip(shape, split, target, strict=True):
-        (first, size), (start, wanted) = (
-            shard_interval(n, axes, at, sizes) for axes in (have, want)
-        )
-        overlap = np.minimum(first + size, start + wanted) - np.maximum(first, start)
+        (a, size), (start, needed) = (shard_interval(n, axes, at, sizes) for axes in (have, want))
+        overlap = np.minimum(a + size, start + needed) - np.maximum(a, start)
         common = common * np.maximum(overlap, 0)
-        whole *= wanted
+        whole *= needed
     return whole - int(common.min())
 
 

@@ -1,7 +1,6 @@
 """Comparison page of several runs: overlaid curves, differing config keys, samples side by side."""
 
 import dataclasses
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 from hjax.config import flatten
 from hjax.config_aliases import with_current_names
 from hjax.errors import ConfigError
-from hjax.files import METRICS, SAMPLES, STARTS, read_json, read_rows, replace_file
+from hjax.files import METRICS, SAMPLES, STARTS, StrPath, read_json, read_rows, replace_file
 from hjax.show.charts import value_text
 from hjax.show.curves import (
     CURVES,
@@ -63,9 +62,7 @@ class RunSummary:
     starts: Sequence[Row]
 
 
-def write_comparison(
-    workdirs: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]
-) -> Path:
+def write_comparison(workdirs: Sequence[StrPath], output: StrPath) -> Path:
     """Write a self-contained HTML page that compares runs.
 
     Args:
@@ -101,7 +98,7 @@ def write_comparison(
     return path
 
 
-def read_runs(workdirs: Sequence[str | os.PathLike[str]]) -> list[RunSummary]:
+def read_runs(workdirs: Sequence[StrPath]) -> list[RunSummary]:
     """The runs of some workdirs, in their order; see ``write_comparison``."""
     paths = [Path(workdir) for workdir in workdirs]
     if len(paths) < 2:

@@ -376,19 +376,17 @@ class _Live:
         # Title, bar, phases, the table's head, the sample panel and free lines.
         others = 7 + (len(state.samples) * 2 + 3 if state.samples else 0)
         room = max(3, self._console.height - others)
-        columns = fitting_columns(
-            state.columns, state.widths, self._console.width, _LIVE_IMPORTANCE
-        )
+        shown = fitting_columns(state.columns, state.widths, self._console.width, _LIVE_IMPORTANCE)
         # The box adds one blank of the gap.
         table = Table(
             box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, GAP - 1)
         )
-        for name in columns:
+        for name in shown:
             table.add_column(name, justify="right", no_wrap=True, min_width=state.widths[name])
         rows = list(state.rows)[-room:]
         for i, row in enumerate(rows):
             style = "bold" if i == len(rows) - 1 else None
-            table.add_row(*row_cells(row, columns, state.total), style=style)
+            table.add_row(*row_cells(row, shown, state.total), style=style)
         return table
 
     def _samples(self) -> Any:

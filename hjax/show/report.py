@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from hjax.files import (
     SAMPLES,
     STARTS,
     WARM_START,
+    StrPath,
     read_json,
     read_rows,
     replace_file,
@@ -45,7 +45,7 @@ from hjax.show.samples import browsable_samples, held_out_table, histogram_bars,
 _TIMELINE_STEPS = 3
 
 
-def write_report(workdir_path: str | os.PathLike[str]) -> Path:
+def write_report(workdir_path: StrPath) -> Path:
     """Write report.html from the files of a workdir; parts whose files are missing are left out.
 
     Args:
@@ -186,18 +186,14 @@ def _mean_step(metrics: Sequence[Row]) -> dict[str, Any] | None:
         for phase in PHASE_COLORS
     }
     total = sum(mean.values())
-    parts = [
-        (name, seconds, PHASE_COLORS[name])
-        for name, seconds in mean.items()
-        if seconds > 1e-3 * total
-    ]
+    bars = [(name, s, PHASE_COLORS[name]) for name, s in mean.items() if s > 1e-3 * total]
     other = sum(r["time/step"] for r in rows) / len(rows) - total
     if other > 0:
-        parts.append(("other", other, OTHER))
+        bars.append(("other", other, OTHER))
     note = f"mean of {len(rows)} steps"
     if other < 0:
         note += "; phases of different pools overlap"
-    return {"bar": stacked_bar(parts), "note": note}
+    return {"bar": stacked_bar(bars), "note": note}
 
 
 def _timeline(trace: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -308,7 +304,7 @@ def _defaults(config: Row) -> dict[str, Any]:
 CURVES = 6
 
 
-def write_stages(workdir: str | os.PathLike[str], stages: Sequence[str]) -> Path:
+def write_stages(workdir: StrPath, stages: Sequence[str]) -> Path:
     """Write one report.html of several stages, which are runs in folders of a workdir.
 
     Args:

@@ -48,12 +48,10 @@ class AdapterMerge:
 
     def __init__(self, network: Network, layout: Layout):
         assert network.config.lora is not None
-        declared, lora = layers_of(network.declared), network.config.lora
-        self._matrices = [
-            n for n, p in declared.items() if p.quantized or adapted_halves(lora, n, p)
-        ]
+        specs, lora = layers_of(network.declared), network.config.lora
+        self._matrices = [n for n, p in specs.items() if p.quantized or adapted_halves(lora, n, p)]
         beside = [f"{name}{part}" for name in self._matrices for part in _PARTS]
-        self._reads = [name for name in beside if name in declared]
+        self._reads = [name for name in beside if name in specs]
         shardings = layers_of(network.shardings(layout))
         self._shapes = {
             name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings[name])
