@@ -126,8 +126,7 @@ class ArrayRegions(PartialValue):
             if common == region:
                 result = cut
                 continue
-            if result is None:
-                result = np.empty(shape, self.dtype)
+            result = np.empty(shape, self.dtype) if result is None else result
             result[within(common, region)] = cut
         if sum(map(volume, found)) != math.prod(shape) or len(set(found)) != len(found):
             missing = sum(map(volume, set(found))) < math.prod(shape)

@@ -206,9 +206,7 @@ def serialize_value(value: Any, store: ObjectStore) -> SerializedValue:
 
 def store_if_large(data: Any, store: ObjectStore) -> Any:
     """A small array unchanged; for a large one its handle in the store."""
-    if is_large(data):
-        return store.put(np.ascontiguousarray(data))
-    return data
+    return store.put(np.ascontiguousarray(data)) if is_large(data) else data
 
 
 def is_large(data: Any) -> bool:

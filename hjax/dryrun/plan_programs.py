@@ -82,9 +82,7 @@ def topology_name(cluster: Cluster) -> str:
     if len(cluster.pools) > 1:
         raise ConfigError(f"--compile takes one kind of devices, not {cluster.name}")
     (pool,) = cluster.pools
-    if pool.shape:
-        return pool.name
-    return f"{pool.device.name}:{pool.hosts}x{pool.per_host}"
+    return pool.name if pool.shape else f"{pool.device.name}:{pool.hosts}x{pool.per_host}"
 
 
 def program_rows(candidate: Candidate, records: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -158,9 +158,7 @@ class SlotMask:
 
     def by_prompt(self, x: jax.Array) -> jax.Array:
         """Gather [rows, ...] to [groups, samples, ...]; 0 where there is no row."""
-        if self.members is None:
-            return x[:, None]
-        return gather_rows(x, self.members, self.parts)
+        return x[:, None] if self.members is None else gather_rows(x, self.members, self.parts)
 
     def by_row(self, x: jax.Array) -> jax.Array:
         """Gather [groups, samples, ...] to [rows, ...]."""

@@ -223,9 +223,7 @@ def show(found: Mapping[str, Any], case: str, platform: str, console: Any) -> No
 
 
 def _short(text: str, limit: int = 120) -> str:
-    if len(text) <= limit:
-        return text
-    return text[: text.rindex("[", 0, limit)] + "…"
+    return text if len(text) <= limit else text[: text.rindex("[", 0, limit)] + "…"
 
 
 if __name__ == "__main__":

@@ -306,9 +306,7 @@ class KVCache:
                 return put(lead, axis, held, new)
 
             made = int8_cache.map_arrays(of, held, int8_cache.quantize_like(held, new), axis=axis)
-            if not own:
-                return made
-            return tuple(made if i == layer else x for i, x in enumerate(part))
+            return tuple(made if i == layer else x for i, x in enumerate(part)) if own else made
 
         k, v = written(self.k, k, self.key_axis), written(self.v, v, -2)
         return dataclasses.replace(self, k=k, v=v)

@@ -140,9 +140,7 @@ def _directions(ring: ExpertRing, tokens: int) -> tuple[int, ...]:
 
 
 def _concatenate(parts: Sequence[Any]) -> Any:
-    if len(parts) == 1:
-        return parts[0]
-    return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+    return parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
 
 
 def _shift(ring: ExpertRing, parts: Sequence[Any]) -> list[Any]:

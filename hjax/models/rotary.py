@@ -237,8 +237,7 @@ class Rope:
         plain = jnp.asarray(plain_frequencies(self.theta, self.rotary_dim(head_dim)))
         if self.scaling is None:
             return make(plain, positions)
-        if lengths is None:
-            lengths = jnp.max(positions, axis=-1) + 1
+        lengths = jnp.max(positions, axis=-1) + 1 if lengths is None else lengths
         frequencies = self.scaling.frequencies(self.theta, plain, lengths)
         if not self.scaling.depends_on_length:
             cos, sin = make(frequencies, positions)

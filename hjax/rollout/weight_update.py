@@ -27,6 +27,4 @@ def check_same_model(params: Any, like: Any) -> None:
 
 
 def _kind(x: Any) -> str:
-    if not hasattr(x, "dtype"):
-        return f"a {type(x).__name__}"
-    return f"{x.dtype}{list(x.shape)}"
+    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else f"a {type(x).__name__}"

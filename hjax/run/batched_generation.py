@@ -55,9 +55,7 @@ def call_seed(seed: int, call: int) -> int:
 
     The first call has the seed itself, so a single call equals ``model.generate``.
     """
-    if call == 0:
-        return seed
-    return int(np.random.SeedSequence([seed, call]).generate_state(1)[0])
+    return seed if call == 0 else int(np.random.SeedSequence([seed, call]).generate_state(1)[0])
 
 
 def length_limit(prompts: Dataset, config: ModelConfig, requested: int | None, default: int) -> int:

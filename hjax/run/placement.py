@@ -253,9 +253,7 @@ def layout_sizes(plan: Plan, layouts: Any, role: str, stage: str) -> dict[str, i
     if role in plan.layouts and stage in plan.layouts[role]:
         return dict(plan.layouts[role][stage])
     section = layouts.get(role)
-    if section is None or stage not in section:
-        return {"data": -1}
-    return dict(section[stage])
+    return {"data": -1} if section is None or stage not in section else dict(section[stage])
 
 
 def train_sizes(shape: Mapping[str, int]) -> dict[str, int]:

@@ -223,8 +223,7 @@ def _loop(
     if not tested and not repeated:
         return []
     trips = module.trips(computation, loop)
-    if trips is None:
-        trips = loop_trips
+    trips = loop_trips if trips is None else trips
     if trips is None:
         raise ValueError(
             f"the trips of loop {loop.name}, which has collectives, are not in the program's "
