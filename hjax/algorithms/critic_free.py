@@ -60,13 +60,9 @@ class CISPO(GRPO):
     No lower bound, as in that paper (MiniMax-M1); the upper bound is 5, as in ScaleRL.
     """
 
-    defaults = {
-        "surrogate": "cispo",
-        "clip_low": 1.0,
-        "clip_high": 4.0,
-        "aggregation": "token",
-        "kl_coef": 0.0,
-    }
+    defaults = dict(
+        surrogate="cispo", clip_low=1.0, clip_high=4.0, aggregation="token", kl_coef=0.0
+    )
 
 
 class SAPO(GRPO):
@@ -122,13 +118,9 @@ class OPO(GRPO):
     Exactly on-policy: one update a step, neither KL nor entropy.
     """
 
-    defaults = {
-        "baseline": "length",
-        "normalise": "none",
-        "ratio": "none",
-        "aggregation": "token",
-        "kl_coef": 0.0,
-    }
+    defaults = dict(
+        baseline="length", normalise="none", ratio="none", aggregation="token", kl_coef=0.0
+    )
 
 
 class GPG(GRPO):

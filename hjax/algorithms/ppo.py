@@ -170,13 +170,7 @@ class VAPO(PPO):
     loss. Value pretraining is ``actor.frozen_updates``.
     """
 
-    defaults = {
-        "value_lam": 1.0,
-        "lam_alpha": 0.05,
-        "clip_high": 0.28,
-        "positive_nll": 0.1,
-        "kl_coef": 0.0,
-    }
+    defaults = dict(value_lam=1.0, lam_alpha=0.05, clip_high=0.28, positive_nll=0.1, kl_coef=0.0)
 
 
 def policy_loss(config: ConfigDict, max_response_length: int, **switches: Any) -> PolicyLoss:

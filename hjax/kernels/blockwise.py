@@ -235,10 +235,6 @@ class _Tile:
             visible &= in_window(self.plan.scoring.window, shared.positions, of_keys.positions)
         return visible
 
-    def any_visible(self, i: jax.Array, j: jax.Array) -> jax.Array:
-        """Whether a pair of blocks may have visible keys; only packed rows look at segments."""
-        return (self.visible if self.plan.mask_spec.packed else self._static_visible)(i, j).any()
-
     def _static_visible(self, i: jax.Array, j: jax.Array) -> jax.Array:
         block, mask_spec = self.plan.block, self.plan.mask_spec
         query = self.first + i * block + jnp.arange(block)
@@ -267,7 +263,8 @@ def _scan_pairs(
             i, j = at[0], at[1]
             if plan.length_shards == 1 and not plan.mask_spec.packed:
                 return pair(state, i, j, tile), None
-            run = tile.any_visible(i, j)
+            # Only packed rows look at segments.
+            run = (tile.visible if tile.plan.mask_spec.packed else tile._static_visible)(i, j).any()
             return jax.lax.cond(run, lambda s: pair(s, i, j, tile), lambda s: s, state), None
 
         return jax.lax.scan(step, state, pairs)[0]

@@ -129,14 +129,9 @@ def _row_major(tree: Any) -> Any:
 def _split_directions(ring: ExpertRing, tree: Any) -> list[Any]:
     """Split tokens by the direction in which they move round the ring."""
     leaves, structure = jax.tree.flatten(tree)
-    count = len(_directions(ring, leaves[0].shape[0]))
+    count = 2 if ring.devices > 2 and leaves[0].shape[0] % 2 == 0 else 1
     cut = [jnp.split(x, count) for x in leaves]
     return [jax.tree.unflatten(structure, part) for part in zip(*cut, strict=True)]
-
-
-def _directions(ring: ExpertRing, tokens: int) -> tuple[int, ...]:
-    """The directions in which parts of so many tokens move: both, or one."""
-    return (1, -1) if ring.devices > 2 and tokens % 2 == 0 else (1,)
 
 
 def _concatenate(parts: Sequence[Any]) -> Any:

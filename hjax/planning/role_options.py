@@ -12,6 +12,7 @@ from hjax.models.cost_inputs import MeshSizes, ModelCounts, Offload, Workload
 from hjax.models.remat import NONE
 from hjax.planning import cost, generation_cost
 from hjax.planning.cost import DeviceSet
+from hjax.planning.generation_cost import decoding_cost, prefill_seconds, uncached_seconds
 from hjax.planning.plan_types import Dataflow, PlannedCall, RoleOption
 from hjax.planning.search_space import OFFLOADS, SearchSpace, generation_meshes, training_meshes
 from hjax.workers.memory import DecodeBatch
@@ -35,6 +36,7 @@ def role_options(
       every: also options that another of the same mesh dominates.
     """
     calls = {kind: dataflow.calls_of(role, kind) for kind in ("generate", "forward", "update")}
+    here = _RoleOnDevices(place, model, role, calls, work, space)
     limit = place.capacity
     trained = bool(calls["update"])
     offloads = OFFLOADS[trained] if offload == "any" else (offload,)
@@ -47,8 +49,7 @@ def role_options(
         kept = {what: memory.resident(trained, what) for what in offloads}
         if min(kept.values()) > limit:
             continue
-        passes = _passes(place, model, mesh, role, calls, work, space)
-        rollouts = _rollouts(place, model, mesh, calls["generate"], work, space)
+        passes, rollouts = here.passes(mesh), here.rollouts(mesh)
         if not every:
             passes = _non_dominated(passes, lambda p: (*p.seconds, *p.bytes))
             rollouts = _non_dominated(rollouts, lambda r: (r.seconds, r.bytes))
@@ -132,172 +133,147 @@ def prompts_divide(mesh: MeshSizes, work: Workload) -> bool:
     return round(work.sequences / work.samples) % (replicas * mesh.generate_pipe) == 0
 
 
-def _passes(
-    place: DeviceSet,
-    model: ModelCounts,
-    mesh: MeshSizes,
-    role: str,
-    calls: Mapping[str, Sequence[PlannedCall]],
-    work: Workload,
-    space: SearchSpace,
-) -> list[_Passes]:
-    """Every micro-batching of a role's forwards and updates."""
-    learns = calls["update"]
-    if not learns and (not calls["forward"] or place.numerics.forward_tokens):
-        seconds, needed = _forward(place, model, mesh, calls["forward"], work, 0)
-        return [_Passes(0, NONE, (seconds, 0.0), (needed, 0.0))]
-    found = []
-    at_once = space.micro_batches.get(role) == 0 and mesh.pipe == 1  # forwards too
-    for rows in _rows_tried(mesh, role, learns or calls["forward"], work, space):
-        scoring = _forward(place, model, mesh, calls["forward"], work, 0 if at_once else rows)
-        for remat in space.remat if learns else (NONE,):
-            learned = _updates(place, model, mesh, learns, work, rows, remat)
-            taken, most = (scoring[0], learned[0]), (scoring[1], learned[1])
-            found.append(_Passes(rows, remat, taken, most))
-    return found
+@dataclasses.dataclass(frozen=True)
+class _RoleOnDevices:
+    """A role on some devices, and its calls by kind (``generate``, ``forward``, ``update``)."""
 
+    place: DeviceSet
+    model: ModelCounts
+    role: str
+    calls: Mapping[str, Sequence[PlannedCall]]
+    work: Workload
+    space: SearchSpace
 
-def _rows_tried(
-    mesh: MeshSizes, role: str, calls: Sequence[PlannedCall], work: Workload, space: SearchSpace
-) -> list[int]:
-    """Micro-batch rows per replica to try; with ``space.even`` those that divide all batches."""
-    counted = [n for n, _ in _row_counts(calls, work)]
-    local = max(math.ceil(rows / mesh.replicas) for rows in counted)
-    if role in space.micro_batches:
-        fixed = space.micro_batches[role]
-        least = math.ceil(local * mesh.replicas / fixed) if fixed else 1
-        if not fixed and mesh.pipe > 1:
-            least = MICRO_BATCHES_PER_STAGE * mesh.pipe
-        return [local // next((n for n in range(least, local) if local % n == 0), local)]
-    tried = [n for n in space.micro_rows if n <= local] or [space.micro_rows[0]]
-    if not space.even:
-        return tried
-    shares = [rows // mesh.replicas for rows in counted]
-    whole = [n for n in tried if all(share % n == 0 for share in shares)]
-    return sorted({*whole, math.gcd(*shares)} if max(tried) < local else {*whole}) or [1]
-
-
-def _forward(
-    place: DeviceSet,
-    model: ModelCounts,
-    mesh: MeshSizes,
-    calls: Sequence[PlannedCall],
-    work: Workload,
-    micro_rows: int,
-) -> tuple[float, float]:
-    """(seconds, transient bytes) of a role's forwards."""
-    seconds = transient = 0.0
-    memory = place.memory(model, mesh)
-    length = work.row_tokens(place.numerics.shared_prompt, micro_rows)
-    for rows, count in _row_counts(calls, work):
-        once = cost.forward_seconds(place, model, mesh, rows, length, micro_rows)
-        seconds += count * (once + place.constants.dispatch)
-        micro = cost.forward_rows(place, rows, mesh, length, micro_rows)
-        transient = max(transient, memory.forward(memory.rows(micro, work)))
-    return seconds, transient
-
-
-def _updates(
-    place: DeviceSet,
-    model: ModelCounts,
-    mesh: MeshSizes,
-    calls: Sequence[PlannedCall],
-    work: Workload,
-    micro_rows: int,
-    remat: str,
-) -> tuple[float, float]:
-    """(seconds, transient bytes) of a role's updates."""
-    seconds, transient = len(calls) * place.constants.dispatch, 0.0
-    memory = place.memory(model, mesh)
-    length = work.row_tokens(place.numerics.shared_prompt, micro_rows)
-    for rows, count in _row_counts(calls, work):
-        seconds += count * cost.update_seconds(place, model, mesh, rows, length, micro_rows, remat)
-        one = memory.rows(micro_rows, work, cost.micro_batches(rows, mesh, micro_rows))
-        transient = max(transient, memory.update(one, remat))
-    return seconds, transient
-
-
-def _rollouts(
-    place: DeviceSet,
-    model: ModelCounts,
-    mesh: MeshSizes,
-    calls: Sequence[PlannedCall],
-    work: Workload,
-    space: SearchSpace,
-) -> list[_Rollouts]:
-    """Every way to generate. hjax gathers the weights in every call, other systems once."""
-    if not calls:
-        return [_Rollouts(mesh)]
-    found = []
-    counted = _row_counts(calls, work)
-    slowness = place.constants.native_decode if space.native_decode else 1.0
-    for laid_out in generation_meshes(place, model, mesh, space):
-        if space.even and not prompts_divide(laid_out, work):
-            continue
-        memory = place.memory(model, laid_out)
-        moved = _transition(place, model, laid_out, space)
-        moved *= len(calls) if space.gather == "shards" else 1
-        started = len(calls) * (place.constants.dispatch + place.constants.rollout)
-        if not space.kv_cache:
-            seconds = sum(
-                k * generation_cost.uncached_seconds(place, model, laid_out, n, work)
-                for n, k in counted
-            )
-            needed = memory.generation(DecodeBatch(0, 1), work)
-            found.append(_Rollouts(laid_out, seconds + moved + started, moved, needed, 1))
-            continue
-        prefill = sum(
-            k * generation_cost.prefill_seconds(place, model, laid_out, n, work) for n, k in counted
-        )
-        decoders = [
-            (generation_cost.decoding_cost(place, model, laid_out, n, work), k) for n, k in counted
-        ]
-        for waves, parts in _parts(place, laid_out, counted, work, space):
-            seconds = prefill + slowness * sum(k * d.seconds(waves) for d, k in decoders)
-            needed = max(memory.generation(part, work) for part in parts)
-            found.append(_Rollouts(laid_out, seconds + moved + started, moved, needed, waves))
-    return found
-
-
-def _parts(
-    place: DeviceSet,
-    mesh: MeshSizes,
-    counted: Sequence[tuple[int, int]],
-    work: Workload,
-    space: SearchSpace,
-) -> Iterator[tuple[int, list[DecodeBatch]]]:
-    """(waves, for calls of each number of rows the batch that a replica decodes at a time)."""
-    replicas = mesh.devices // (mesh.generate_pipe * mesh.generate_tensor)
-    local = {rows: math.ceil(rows / replicas) for rows, _ in counted}
-    prompts = round(work.sequences / work.samples)
-    done = set()
-    for waves in space.waves:
-        if waves > max(local.values()):
-            return
-        if not place.numerics.hjax_programs:
-            yield (
-                waves,
-                [
-                    DecodeBatch(math.ceil(n / waves / s), s)
-                    for n, s in (
-                        (n, work.samples if n % work.samples == 0 else 1) for n in local.values()
-                    )
-                ],
-            )
-            continue
-        groups = slot_groups(mesh, math.ceil(prompts / replicas), waves)
-        if groups in done:
-            continue
-        done.add(groups)
-        continuous = groups < math.ceil(prompts / replicas)
+    def passes(self, mesh: MeshSizes) -> list[_Passes]:
+        """Every micro-batching of its forwards and updates."""
+        learns = self.calls["update"]
+        if not learns and (not self.calls["forward"] or self.place.numerics.forward_tokens):
+            seconds, needed = self._forward(mesh, 0)
+            return [_Passes(0, NONE, (seconds, 0.0), (needed, 0.0))]
         found = []
-        for rows, here in local.items():
-            samples = 1 if rows == prompts else work.samples
-            whole = math.ceil(here / samples)
-            at_a_time = min(whole, groups * work.samples // samples)
-            by_slots = continuous or not place.pool.shape
-            found.append(DecodeBatch(at_a_time, samples, by_slots, at_a_time < whole))
-        yield math.ceil(prompts / replicas / groups), found
+        at_once = self.space.micro_batches.get(self.role) == 0 and mesh.pipe == 1  # forwards too
+        for rows in self._rows_tried(mesh, learns or self.calls["forward"]):
+            scoring = self._forward(mesh, 0 if at_once else rows)
+            for remat in self.space.remat if learns else (NONE,):
+                learned = self._updates(mesh, rows, remat)
+                taken, most = (scoring[0], learned[0]), (scoring[1], learned[1])
+                found.append(_Passes(rows, remat, taken, most))
+        return found
+
+    def _rows_tried(self, mesh: MeshSizes, calls: Sequence[PlannedCall]) -> list[int]:
+        """Micro-batch rows per replica to try; with ``space.even`` those dividing all batches."""
+        space = self.space
+        counted = [n for n, _ in _row_counts(calls, self.work)]
+        local = max(math.ceil(rows / mesh.replicas) for rows in counted)
+        if self.role in space.micro_batches:
+            fixed = space.micro_batches[self.role]
+            least = math.ceil(local * mesh.replicas / fixed) if fixed else 1
+            if not fixed and mesh.pipe > 1:
+                least = MICRO_BATCHES_PER_STAGE * mesh.pipe
+            return [local // next((n for n in range(least, local) if local % n == 0), local)]
+        tried = [n for n in space.micro_rows if n <= local] or [space.micro_rows[0]]
+        if not space.even:
+            return tried
+        shares = [rows // mesh.replicas for rows in counted]
+        whole = [n for n in tried if all(share % n == 0 for share in shares)]
+        return sorted({*whole, math.gcd(*shares)} if max(tried) < local else {*whole}) or [1]
+
+    def _forward(self, mesh: MeshSizes, micro_rows: int) -> tuple[float, float]:
+        """(seconds, transient bytes) of its forwards."""
+        place, model, work = self.place, self.model, self.work
+        seconds = transient = 0.0
+        memory = place.memory(model, mesh)
+        length = work.row_tokens(place.numerics.shared_prompt, micro_rows)
+        for rows, count in _row_counts(self.calls["forward"], work):
+            once = cost.forward_seconds(place, model, mesh, rows, length, micro_rows)
+            seconds += count * (once + place.constants.dispatch)
+            micro = cost.forward_rows(place, rows, mesh, length, micro_rows)
+            transient = max(transient, memory.forward(memory.rows(micro, work)))
+        return seconds, transient
+
+    def _updates(self, mesh: MeshSizes, rows: int, remat: str) -> tuple[float, float]:
+        """(seconds, transient bytes) of its updates in micro-batches of ``rows`` per replica."""
+        place, model, work, calls = self.place, self.model, self.work, self.calls["update"]
+        seconds, transient = len(calls) * place.constants.dispatch, 0.0
+        memory = place.memory(model, mesh)
+        length = work.row_tokens(place.numerics.shared_prompt, rows)
+        for batch, count in _row_counts(calls, work):
+            seconds += count * cost.update_seconds(place, model, mesh, batch, length, rows, remat)
+            one = memory.rows(rows, work, cost.micro_batches(batch, mesh, rows))
+            transient = max(transient, memory.update(one, remat))
+        return seconds, transient
+
+    def rollouts(self, training: MeshSizes) -> list[_Rollouts]:
+        """Every way to generate. hjax gathers the weights in every call, other systems once."""
+        calls, place, model = self.calls["generate"], self.place, self.model
+        work, space = self.work, self.space
+        if not calls:
+            return [_Rollouts(training)]
+        found = []
+        counted = _row_counts(calls, work)
+        slowness = place.constants.native_decode if space.native_decode else 1.0
+        for mesh in generation_meshes(place, model, training, space):
+            if space.even and not prompts_divide(mesh, work):
+                continue
+            memory = place.memory(model, mesh)
+            moved = self._transition(mesh) * (len(calls) if space.gather == "shards" else 1)
+            started = len(calls) * (place.constants.dispatch + place.constants.rollout)
+            if not space.kv_cache:
+                seconds = sum(k * uncached_seconds(place, model, mesh, n, work) for n, k in counted)
+                needed = memory.generation(DecodeBatch(0, 1), work)
+                found.append(_Rollouts(mesh, seconds + moved + started, moved, needed, 1))
+                continue
+            prefill = sum(k * prefill_seconds(place, model, mesh, n, work) for n, k in counted)
+            decoders = [(decoding_cost(place, model, mesh, n, work), k) for n, k in counted]
+            for waves, parts in self._parts(mesh, [rows for rows, _ in counted]):
+                seconds = prefill + slowness * sum(k * d.seconds(waves) for d, k in decoders)
+                needed = max(memory.generation(part, work) for part in parts)
+                found.append(_Rollouts(mesh, seconds + moved + started, moved, needed, waves))
+        return found
+
+    def _parts(
+        self, mesh: MeshSizes, counted: Sequence[int]
+    ) -> Iterator[tuple[int, list[DecodeBatch]]]:
+        """(waves, for calls of each number of rows the batch that a replica decodes at a time)."""
+        place, work = self.place, self.work
+        replicas = mesh.devices // (mesh.generate_pipe * mesh.generate_tensor)
+        local = {rows: math.ceil(rows / replicas) for rows in counted}
+        prompts = round(work.sequences / work.samples)
+        done = set()
+        for waves in self.space.waves:
+            if waves > max(local.values()):
+                return
+            if not place.numerics.hjax_programs:
+                samples = [work.samples if n % work.samples == 0 else 1 for n in local.values()]
+                pairs = zip(local.values(), samples, strict=True)
+                yield waves, [DecodeBatch(math.ceil(n / waves / s), s) for n, s in pairs]
+                continue
+            groups = slot_groups(mesh, math.ceil(prompts / replicas), waves)
+            if groups in done:
+                continue
+            done.add(groups)
+            continuous = groups < math.ceil(prompts / replicas)
+            found = []
+            for rows, here in local.items():
+                each = 1 if rows == prompts else work.samples
+                whole = math.ceil(here / each)
+                at_a_time = min(whole, groups * work.samples // each)
+                by_slots = continuous or not place.pool.shape
+                found.append(DecodeBatch(at_a_time, each, by_slots, at_a_time < whole))
+            yield math.ceil(prompts / replicas / groups), found
+
+    def _transition(self, mesh: MeshSizes) -> float:
+        """Seconds of one transition of the weights to the generation layout."""
+        place = self.place
+        if self.space.gather == "all":
+            return cost.all_gather(
+                place, self.model.parameters * place.numerics.compute, place.devices
+            )
+        if self.space.gather == "sent":
+            return cost.weight_sync_seconds(place, self.model)
+        if self.space.generate == "same":
+            return 0.0
+        return generation_cost.transition_seconds(place, self.model, mesh)
 
 
 def slot_groups(mesh: MeshSizes, prompts: int, waves: int) -> int:
@@ -315,16 +291,6 @@ def rollout_slots(option: RoleOption, work: Workload) -> int:
     replicas = mesh.devices // (mesh.generate_pipe * mesh.generate_tensor)
     prompts = math.ceil(work.sequences / work.samples / replicas)
     return slot_groups(mesh, prompts, option.waves) * work.samples * replicas
-
-
-def _transition(place: DeviceSet, model: ModelCounts, mesh: MeshSizes, space: SearchSpace) -> float:
-    if space.gather == "all":
-        return cost.all_gather(place, model.parameters * place.numerics.compute, place.devices)
-    if space.gather == "sent":
-        return cost.weight_sync_seconds(place, model)
-    if space.generate == "same":
-        return 0.0
-    return generation_cost.transition_seconds(place, model, mesh)
 
 
 def _row_counts(calls: Sequence[PlannedCall], work: Workload) -> list[tuple[int, int]]:

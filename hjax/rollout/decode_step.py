@@ -227,7 +227,8 @@ class DecodeStep:
         bitmask: jax.Array | None,
     ) -> tuple[RunningSequences, DecodeState]:
         """Draw the next token, then verify drafts: one is accepted if it equals the token drawn."""
-        ahead = self._usable_drafts(bitmask)
+        # A bitmask is known for one token only.
+        ahead = jnp.where(vocab_parallel.any_banned(bitmask), 0, self.engine.draft_tokens)
 
         def next_one(carry: Any) -> Any:
             """``going``: the rows whose drafts were all accepted so far."""
@@ -261,10 +262,6 @@ class DecodeStep:
         first = jnp.int32(0), live, running, drawn
         _, _, running, drawn = jax.lax.while_loop(more, next_one, first)
         return running, drawn
-
-    def _usable_drafts(self, bitmask: jax.Array | None) -> jax.Array:
-        """int32 []: drafts that count; none under a bitmask, which is known for one token only."""
-        return jnp.where(vocab_parallel.any_banned(bitmask), 0, self.engine.draft_tokens)
 
     def can_continue(
         self, running: RunningSequences, before: jax.Array, most: int, live: jax.Array | None = None
