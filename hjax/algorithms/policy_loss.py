@@ -114,11 +114,9 @@ class PolicyLoss(TokenLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, allowed in (
-            ("ratio", RATIOS),
-            ("surrogate", SURROGATES),
-            ("covariance", COVARIANCES),
-        ):
+        for name, allowed in dict(
+            ratio=RATIOS, surrogate=SURROGATES, covariance=COVARIANCES
+        ).items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(
                     f"{name}={getattr(self, name)!r} is not built: use {', '.join(allowed)}"

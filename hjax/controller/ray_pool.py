@@ -89,10 +89,8 @@ class ProcessPool:
         try:
             self.processes = self._reserve(bundle, counts or (self.planned,))
             ranks = range(self.processes)
-            started = f"started the processes of pool {self.name}"
-            self._handles = cluster.call_ray(
-                lambda: [self._make(r, bundle) for r in ranks], started
-            )
+            start = f"started the processes of pool {self.name}"
+            self._handles = cluster.call_ray(lambda: [self._make(r, bundle) for r in ranks], start)
             setups = [cluster.setup(self, rank) for rank in range(self.processes)]
             prepared = [
                 handle.actor.prepare.remote(setup)

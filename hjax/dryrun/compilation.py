@@ -161,13 +161,13 @@ def _compile(
         **memory_of(compiled, by_peak=topology.platform == "tpu"),
         "received_bytes": sum(kind["received_bytes"] for kind in by_kind.values()),
         "collectives": by_kind,
-        **_link_bytes_of_both_orders(exchanged, placed),
+        **_link_bytes_by_order(exchanged, placed),
         **(reader.read(text, trips, topology, placed) if reader else {}),
         "seconds": seconds,
     }
 
 
-def _link_bytes_of_both_orders(
+def _link_bytes_by_order(
     exchanged: Sequence[Collective], placed: Sequence[Any]
 ) -> dict[str, float]:
     if not placed:

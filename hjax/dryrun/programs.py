@@ -249,19 +249,17 @@ def memory_of(compiled: Any, by_peak: bool = False) -> dict[str, int]:
     return {**parts, "total_bytes": total, "peak_bytes": peak}
 
 
-def add_held(
-    record: dict[str, Any], program: StepProgram, rehearsal: AbstractWorkers
-) -> dict[str, Any]:
+def add_held(row: dict[str, Any], program: StepProgram, workers: AbstractWorkers) -> dict[str, Any]:
     """The record of a program, with what else its devices hold.
 
     Adds ``pool``, ``held_bytes`` and (in host memory) ``offloaded_bytes``, both by role and kind of
     state, and ``sum_bytes``: held bytes and the program's own.
     """
-    held, offloaded = held_beside(program, rehearsal)
-    pool = pool_name(rehearsal.roles.plan, program.set_number)
-    total = record["total_bytes"] + sum(held.values())
+    held, offloaded = held_beside(program, workers)
+    pool = pool_name(workers.roles.plan, program.set_number)
+    total = row["total_bytes"] + sum(held.values())
     beside = {"held_bytes": held, "offloaded_bytes": offloaded}
-    return {**record, "pool": pool, **beside, "sum_bytes": total}
+    return {**row, "pool": pool, **beside, "sum_bytes": total}
 
 
 def settings_records(

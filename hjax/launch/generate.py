@@ -92,27 +92,25 @@ def _run(arguments: Sequence[str]) -> int:
     if args.prompts is not None:
         existing_file("prompts", args.prompts)
     info = ModelInfo.read(args.model)
-    options = generate_options(args, info, temperature=1.0) | {
-        "constraint": _constraint(args, info)
-    }
+    chosen = generate_options(args, info, temperature=1.0) | {"constraint": _constraint(args, info)}
     if args.prompt is None and args.prompts is None:
         if args.chat:
             info.check_chat()
         limit = args.max_new_tokens or LENGTH
-        return Chat(info.load(args, args.copies), args.seed, limit, options).run()
+        return Chat(info.load(args, args.copies), args.seed, limit, chosen).run()
     prompts = _prompts(args, info)
     from hjax.run.batched_generation import length_limit
 
     limit = length_limit(prompts, info.config, args.max_new_tokens, LENGTH)
-    options["max_new_tokens"] = limit
+    chosen["max_new_tokens"] = limit
     if len(prompts) == 1 and not args.json:
-        _stream(info.load(args, args.copies), prompts, args.seed, options)
+        _stream(info.load(args, args.copies), prompts, args.seed, chosen)
         return 0
     start = time.monotonic()
-    completions = _complete(info.load(args, args.copies), prompts, args, options)
+    completions = _complete(info.load(args, args.copies), prompts, args, chosen)
     seconds = time.monotonic() - start
     if args.json:
-        print(json_line(_json_result(args, prompts, completions, options, seconds)))
+        print(json_line(_json_result(args, prompts, completions, chosen, seconds)))
     else:
         _show(prompts, completions)
     return 0

@@ -124,12 +124,10 @@ class AppendAttention:
         begin = columns - tokens
         keys, values = self._assemble(layer, cache, (k, v), begin)
 
-        def widened(held: CacheArray) -> jax.Array:
+        def widen(held: CacheArray) -> jax.Array:
             return held.dequantized(q.dtype) if isinstance(held, QuantizedCache) else held
 
-        out = chunked_attention(
-            q, widened(keys), widened(values), begin, scoring=scoring, sinks=sinks
-        )
+        out = chunked_attention(q, widen(keys), widen(values), begin, scoring=scoring, sinks=sinks)
         return out, cache, (keys, values)
 
     def _assemble(

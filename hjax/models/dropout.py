@@ -76,21 +76,19 @@ class Dropout:
         number = self.first + layer
         return Dropout(jax.vmap(jax.vmap(lambda key: _fold(key, number)))(self.keys))
 
-    def apply(
-        self, x: jax.Array, rate: float, matrices: tuple[int, ...], paired: bool
-    ) -> jax.Array:
+    def apply(self, x: jax.Array, rate: float, numbers: tuple[int, ...], paired: bool) -> jax.Array:
         """A layer's activations after dropout, scaled by 1 / (1 - rate).
 
         Args:
           x: [batch, length, features...].
           rate: probability that a feature is dropped.
-          matrices: numbers of the matrices that read them.
+          numbers: numbers of the matrices that read them.
           paired: the result has an axis for the matrices.
 
         Returns:
           [batch, length, (matrices,) features...].
         """
-        kept = jnp.stack([self._keep_mask(x.shape[2:], rate, n) for n in matrices], axis=2)
+        kept = jnp.stack([self._keep_mask(x.shape[2:], rate, n) for n in numbers], axis=2)
         x = jnp.where(kept, x[:, :, None] / (1 - rate), 0).astype(x.dtype)
         return x if paired else x[:, :, 0]
 

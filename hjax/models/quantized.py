@@ -23,20 +23,18 @@ _LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 _CHUNK = 2**22  # elements that are converted to float32 at a time
 
 
-def quantized_parameters(
-    layers: Mapping[str, ParameterSpec], form: str
-) -> dict[str, ParameterSpec]:
+def quantized_parameters(specs: Mapping[str, ParameterSpec], form: str) -> dict[str, ParameterSpec]:
     """The specs of a layer's parameters with its matrices quantized.
 
     Args:
-      layers: by name.
+      specs: by name.
       form: one of ``FORMATS``.
 
     Returns:
       by name; ``<name>_scale`` is float32 [layers, (experts,) (halves,) outputs...].
     """
     declared: dict[str, ParameterSpec] = {}
-    for name, parameter in layers.items():
+    for name, parameter in specs.items():
         declared[name] = parameter
         if parameter.kind is ParameterKind.MATRIX and parameter.names[-1] != "experts":
             declared[name] = dataclasses.replace(parameter, scale=0.0, dtype=_DTYPES[form])
@@ -50,33 +48,31 @@ def input_dimensions(parameter: ParameterSpec) -> tuple[int, ...]:
     return tuple(parameter.names.index(axis) for axis in parameter.inputs)
 
 
-def quantize(
-    values: np.ndarray, scale_dims: tuple[int, ...], dtype: str
-) -> tuple[np.ndarray, np.ndarray]:
+def quantize(array: np.ndarray, dims: tuple[int, ...], dtype: str) -> tuple[np.ndarray, np.ndarray]:
     """Quantize an array.
 
     Args:
-      values: of any float dtype, finite.
-      scale_dims: the dimensions that share a scale.
+      array: of any float dtype, finite.
+      dims: the dimensions that share a scale.
       dtype: ``int8`` or ``float8_e4m3fn``.
 
     Returns:
-      an array like ``values`` in that dtype, and float32 scales without ``scale_dims``.
+      an array like ``array`` in that dtype, and float32 scales without ``dims``.
     """
     largest: Any = 0.0
-    for rows in _rows(values):
-        chunk_max = np.abs(values[rows].astype(np.float32)).max(axis=scale_dims, keepdims=True)
-        if 0 in scale_dims:
+    for rows in _rows(array):
+        chunk_max = np.abs(array[rows].astype(np.float32)).max(axis=dims, keepdims=True)
+        if 0 in dims:
             largest = np.maximum(largest, chunk_max)
         else:
             largest = chunk_max if rows.start == 0 else np.concatenate([largest, chunk_max])
     # Above 0 even if a channel is all zeros.
     scale = np.maximum(largest / np.float32(_LARGEST[dtype]), np.finfo(np.float32).tiny)
-    rounded = np.empty(values.shape, jnp.dtype(dtype))
-    for rows in _rows(values):
-        exact = values[rows].astype(np.float32) / (scale if 0 in scale_dims else scale[rows])
+    rounded = np.empty(array.shape, jnp.dtype(dtype))
+    for rows in _rows(array):
+        exact = array[rows].astype(np.float32) / (scale if 0 in dims else scale[rows])
         rounded[rows] = np.rint(exact) if dtype == INT8 else exact
-    return rounded, scale.squeeze(scale_dims)
+    return rounded, scale.squeeze(dims)
 
 
 def _rows(values: np.ndarray) -> Iterator[slice]:

@@ -280,9 +280,7 @@ def _monotonic_core_shares(
     return tuple(found)
 
 
-def _fit_small_constants(
-    devices: int, flops: float, wide: _Calls, parts: _Parts
-) -> dict[str, float]:
+def _fit_small_constants(count: int, flops: float, wide: _Calls, parts: _Parts) -> dict[str, float]:
     """Fit the constants of hjax's overheads to calls on four models.
 
     Two tiny models have 1 and 4 layers: a forward takes dispatch + layers * layer_pass, a rollout
@@ -291,12 +289,12 @@ def _fit_small_constants(
     * score, and an update of the first 1 + 2 * backward forwards. An update of the deeper tiny
     model gives the further seconds per layer, layer_update.
     """
-    mesh = MeshSizes(data=devices)
+    mesh = MeshSizes(data=count)
     with contextlib.ExitStack() as stack:
         tiny = []
         for layers in (1, 4):
             parts.begin(f"a tiny model, layers: {layers}")
-            probe = _probe(stack, mesh, width=32, layers=layers, rows=2 * devices)
+            probe = _probe(stack, mesh, width=32, layers=layers, rows=2 * count)
             probe.actor.generate_sequences(probe.prompts).result()  # compiles
             probe.actor.compute_log_prob(probe.batch).result()
             tiny.append(probe)
@@ -304,7 +302,7 @@ def _fit_small_constants(
         deep.actor.update_actor(deep.batch).result()
         parts.begin("longer responses")
         long = _probe(
-            stack, mesh, width=64, layers=2, rows=4 * devices, heads=8, response=LONG_RESPONSE
+            stack, mesh, width=64, layers=2, rows=4 * count, heads=8, response=LONG_RESPONSE
         )
         long.actor.compute_log_prob(long.batch).result()
         parts.begin("calls on small models in turn")

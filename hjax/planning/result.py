@@ -120,9 +120,7 @@ def unsupported(candidate: Candidate, problem: PlanProblem, strategy: str) -> li
     if problem.numerics.weights < MASTERS.weights:
         found.append(f"{8 * problem.numerics.weights:g}-bit weights")
     for role, option in roles:
-        calls = problem.dataflow.calls_of(role, "forward") + problem.dataflow.calls_of(
-            role, "update"
-        )
+        calls = [c for kind in ("forward", "update") for c in problem.dataflow.calls_of(role, kind)]
         even = batches_divide(calls, option.mesh, problem.work)
         if not even or (option.waves and not prompts_divide(option.mesh, problem.work)):
             found.append(f"batches that do not divide over the replicas of the {role}")

@@ -264,16 +264,13 @@ class _RoleOnDevices:
 
     def _transition(self, mesh: MeshSizes) -> float:
         """Seconds of one transition of the weights to the generation layout."""
-        place = self.place
+        place, model = self.place, self.model
         if self.space.gather == "all":
-            return cost.all_gather(
-                place, self.model.parameters * place.numerics.compute, place.devices
-            )
+            return cost.all_gather(place, model.parameters * place.numerics.compute, place.devices)
         if self.space.gather == "sent":
-            return cost.weight_sync_seconds(place, self.model)
-        if self.space.generate == "same":
-            return 0.0
-        return generation_cost.transition_seconds(place, self.model, mesh)
+            return cost.weight_sync_seconds(place, model)
+        same = self.space.generate == "same"
+        return 0.0 if same else generation_cost.transition_seconds(place, model, mesh)
 
 
 def slot_groups(mesh: MeshSizes, prompts: int, waves: int) -> int:

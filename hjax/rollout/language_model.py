@@ -356,10 +356,8 @@ class LanguageModel:
         """Prompts as token ids; ConfigError for what cannot be answered."""
         if not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens={max_new_tokens}: a whole number of 1 or more")
-        size = self.config.vocab_size
-        rows = [
-            encode_prompt(p, f"prompt {i}", self.tokenizer, size) for i, p in enumerate(prompts)
-        ]
+        tokenizer, size = self.tokenizer, self.config.vocab_size
+        rows = [encode_prompt(p, f"prompt {i}", tokenizer, size) for i, p in enumerate(prompts)]
         longest = max(map(len, rows), default=0)
         room = self.config.max_length - max_new_tokens
         if rows and longest > room:

@@ -54,9 +54,8 @@ class PipelinedEngine(Engine):
     """
 
     def __init__(self, network: Network, layout: Layout, compute: Compute, **options: Any):
-        super().__init__(
-            network, layout, dataclasses.replace(compute, unroll_layers=False), **options
-        )
+        compute = dataclasses.replace(compute, unroll_layers=False)
+        super().__init__(network, layout, compute, **options)
         self.stages = layout.shard_count("layers")
         # While the pipeline drains, its first stages write beyond the last token.
         self.spare_columns = 1

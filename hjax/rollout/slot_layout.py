@@ -47,15 +47,12 @@ class SlotLayout:
         """
         at_group, at_row = (functools.partial(self.scatter, where) for where in (groups, rows))
         there = new.drawn - 1  # tokens of a response that are in the cache
-        start = (
-            jnp.zeros(rows.shape, jnp.int32) if self.engine.row_columns else slots.column - there
-        )
+        row_columns = self.engine.row_columns
+        start = jnp.zeros(rows.shape, jnp.int32) if row_columns else slots.column - there
         edges = start
         if columns is None:
             begin = end = jnp.zeros(groups.shape, jnp.int32)
-            edges = (
-                tokens if self.engine.row_columns else jnp.broadcast_to(slots.column, tokens.shape)
-            )
+            edges = tokens if row_columns else jnp.broadcast_to(slots.column, tokens.shape)
             start = edges - tokens
         else:
             # Without the kernel, prompts end where the state's prompts end.

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hjax.kernels.kernel_sharding import Axes
 from hjax.sharding.layout import Layout
 
 
@@ -19,17 +20,17 @@ def vocab_axes(layout: Layout | None) -> tuple[str, ...]:
     return layout.axes("vocab") if layout is not None else ()
 
 
-def reduce_over(x: jax.Array, collective: Any, axes: tuple[str, ...]) -> jax.Array:
+def reduce_over(x: jax.Array, collective: Any, axes: Axes) -> jax.Array:
     """``collective(x, axes)`` where there are axes, else ``x``."""
     return collective(x, axes) if axes else x
 
 
-def shard_offset(part: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def shard_offset(part: jax.Array, axes: Axes) -> jax.Array:
     """Id of the first token of a device's shard [rows, vocab / devices]."""
     return jax.lax.axis_index(axes) * part.shape[-1]
 
 
-def argmax(logits: jax.Array, here: Any, axes: tuple[str, ...] = ()) -> jax.Array:
+def argmax(logits: jax.Array, here: Any, axes: Axes = ()) -> jax.Array:
     """int32 [rows]: the token of the largest logit, of equals the first (argmax).
 
     Args:
@@ -47,9 +48,7 @@ def argmax(logits: jax.Array, here: Any, axes: tuple[str, ...] = ()) -> jax.Arra
     return jax.lax.pmin(token, axes)
 
 
-def gather_token(
-    tables: list[jax.Array], token: jax.Array, axes: tuple[str, ...] = ()
-) -> list[jax.Array]:
+def gather_token(tables: list[jax.Array], token: jax.Array, axes: Axes = ()) -> list[jax.Array]:
     """The token's entry of each table [rows, vocab], [rows]."""
     if not axes:
         return [jnp.take_along_axis(x, token[..., None], axis=-1)[..., 0] for x in tables]
@@ -59,9 +58,7 @@ def gather_token(
     return list(jax.lax.psum(found, axes))
 
 
-def top_tokens(
-    logprobs: jax.Array, count: int, axes: tuple[str, ...] = ()
-) -> tuple[jax.Array, jax.Array]:
+def top_tokens(logprobs: jax.Array, count: int, axes: Axes = ()) -> tuple[jax.Array, jax.Array]:
     """int32 and float32 [rows, count]: the tokens of the largest ``logprobs`` [rows, vocab], of
     equals the first, and these, descending; padded with -inf."""
     values, tokens = jax.lax.top_k(logprobs, min(count, logprobs.shape[-1]))
@@ -76,7 +73,7 @@ def top_tokens(
 
 
 def scatter_add(
-    table: jax.Array, tokens: jax.Array, values: jax.Array, axes: tuple[str, ...] = ()
+    table: jax.Array, tokens: jax.Array, values: jax.Array, axes: Axes = ()
 ) -> jax.Array:
     """``table`` [rows, vocab] with ``values``, [rows, n] or [], added at ``tokens`` [rows, n]; a
     single row of tokens is added to every row of the table.
@@ -98,7 +95,7 @@ def any_banned(bitmask: jax.Array | None) -> jax.Array:
     return jnp.asarray(bitmask is not None and jnp.any(bitmask != jnp.uint32(2**32 - 1)))
 
 
-def apply_bitmask(table: jax.Array, bitmask: jax.Array, axes: tuple[str, ...] = ()) -> jax.Array:
+def apply_bitmask(table: jax.Array, bitmask: jax.Array, axes: Axes = ()) -> jax.Array:
     """``table`` [rows, vocab] with -inf for tokens that a row's bitmask does not allow.
 
     Args:
@@ -124,9 +121,7 @@ def sortable_bits(x: jax.Array) -> jax.Array:
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def top_k_threshold(
-    order: jax.Array, top_k: jax.Array | int, axes: tuple[str, ...] = ()
-) -> jax.Array:
+def top_k_threshold(order: jax.Array, top_k: jax.Array | int, axes: Axes = ()) -> jax.Array:
     """uint32 [..., 1]: threshold of the ``top_k`` largest, ties with the last of them included.
 
     Args:
@@ -139,7 +134,7 @@ def top_k_threshold(
 
 
 def top_p_threshold(
-    order: jax.Array, logits: jax.Array, top_p: jax.Array | float, axes: tuple[str, ...] = ()
+    order: jax.Array, logits: jax.Array, top_p: jax.Array | float, axes: Axes = ()
 ) -> jax.Array:
     """uint32 [..., 1]: threshold of the likeliest tokens whose probability reaches ``top_p``.
 
@@ -154,9 +149,7 @@ def top_p_threshold(
     return _threshold(order, weights, enough, axes)
 
 
-def _threshold(
-    order: jax.Array, weights: jax.Array, enough: jax.Array, axes: tuple[str, ...]
-) -> jax.Array:
+def _threshold(order: jax.Array, weights: jax.Array, enough: jax.Array, axes: Axes) -> jax.Array:
     """uint32 [..., 1]: the largest threshold at or above which the weights sum to ``enough``; 0 if
     all together have less.
 

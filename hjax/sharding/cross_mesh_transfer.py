@@ -167,9 +167,7 @@ class IncomingParameters:
         _raise_on_all(jax.tree.leaves(self.receive_shardings)[0].mesh, failure)
         return self.reshard.to_generate(self.reshard.start(received))
 
-    def _receive(
-        self, x: Any, receive_sharding: NamedSharding, target: jax.ShapeDtypeStruct
-    ) -> jax.Array:
+    def _receive(self, x: Any, sharding: NamedSharding, target: jax.ShapeDtypeStruct) -> jax.Array:
         if not isinstance(x, ArrayRegions):
             raise RunError(
                 f"a {type(x).__name__} {list(x.shape)} is among the received parameters; "
@@ -189,7 +187,7 @@ class IncomingParameters:
                 read[region] = whole.read(region).astype(target.dtype)
             return read[region]
 
-        return jax.make_array_from_callback(x.shape, receive_sharding, values, dtype=target.dtype)
+        return jax.make_array_from_callback(x.shape, sharding, values, dtype=target.dtype)
 
 
 class _CountedHandle:

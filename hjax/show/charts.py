@@ -218,9 +218,7 @@ def stacked_bar(parts: Sequence[tuple[str, float, int]]) -> list[dict[str, Any]]
     for name, seconds, color in parts:
         width = 1000 * seconds / total
         texts = {"seconds": f"{value_text(seconds)} s", "percent": f"{width / 10:.0f} %"}
-        drawn.append(
-            {"name": name, "color": color, "x": round(x, 2), "width": round(width, 2), **texts}
-        )
+        drawn.append(dict(name=name, color=color, x=round(x, 2), width=round(width, 2), **texts))
         x += width
     return drawn
 

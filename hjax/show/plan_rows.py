@@ -143,9 +143,7 @@ def spans(plan: PlanRecord) -> list[dict[str, Any]]:
             for role in roles:
                 length = plan["role_seconds"][role][stage]
                 if length:
-                    found.append(
-                        {"row": row, "role": role, "stage": stage, "start": at, "length": length}
-                    )
+                    found.append(dict(row=row, role=role, stage=stage, start=at, length=length))
                 at += length
             longest = max(longest, at - start)
         # Simulated devices share cores: a stage may last longer than its slowest set.

@@ -16,6 +16,7 @@ from hjax.sharding.pipeline import Pipeline, Stack, run_all_layers
 from hjax.trainable_split import TrainableSplit
 
 Batch = dict[str, Any]  # of arrays, and the packing
+Forward = Callable[[Params, Batch, Stack], Any]
 # (params, micro-batch, stack) -> (weighted loss sum, weighted sums of statistics)
 Objective = Callable[[Params, Batch, Stack], tuple[jax.Array, dict[str, jax.Array]]]
 
@@ -79,9 +80,7 @@ class MicroBatches:
             return jax.lax.scan(add, zeros, parts)[0]
         return jax.lax.fori_loop(0, filled, lambda i, sums: add(sums, _part(parts, i))[0], zeros)
 
-    def forward(
-        self, compute: Callable[[Params, Batch, Stack], Any], params: Params, batch: Batch
-    ) -> Any:
+    def forward(self, compute: Forward, params: Params, batch: Batch) -> Any:
         """``compute``'s arrays, one row of each per row of the batch; inside jit."""
         if KEY not in batch:
             return self._forward(compute, params, batch)
@@ -89,9 +88,7 @@ class MicroBatches:
         made = from_slots(made, batch[KEY].order, rows_of(batch))
         return jax.tree.map(lambda x: self.layout.constrain(x, "batch"), made)
 
-    def _forward(
-        self, compute: Callable[[Params, Batch, Stack], Any], params: Params, batch: Batch
-    ) -> Any:
+    def _forward(self, compute: Forward, params: Params, batch: Batch) -> Any:
         count, filled = self.count(batch), filled_count(batch)
 
         def run(part: Batch) -> Any:
@@ -127,9 +124,7 @@ class MicroBatches:
         if self._micro_batch:
             fewest = -(-rows // self._micro_batch)
         else:
-            fewest = (
-                MICRO_BATCHES_PER_STAGE * self.pipeline.stages if self.pipeline is not None else 1
-            )
+            fewest = MICRO_BATCHES_PER_STAGE * self.pipeline.stages if self.pipeline else 1
         for unit in (self._unit,) if self._micro_batch else (self._samples, self._unit):
             if local % unit == 0 and unit % self._unit == 0:
                 whole = local // unit

@@ -173,9 +173,7 @@ def _matrix_dimensions(parameter: ParameterSpec) -> optax.contrib.MuonDimensionN
     last = len(names) - 1
     counted = {"layers", "pair", "experts"} - {names[last]}  # a router's outputs are the experts
     outputs = [i for i, name in enumerate(names) if name not in counted and name not in inputs]
-    return optax.contrib.MuonDimensionNumbers(
-        tuple(names.index(name) for name in inputs), tuple(outputs)
-    )
+    return optax.contrib.MuonDimensionNumbers(tuple(names.index(n) for n in inputs), tuple(outputs))
 
 
 def load_optimizer(name: str, key: str) -> str | OptimizerFactory:
