@@ -24,6 +24,7 @@ from hjax.models.sequence_packing import KEY, map_packed_states
 from hjax.sharding.layout import Layout
 from hjax.sharding.pipeline import run_all_layers
 
+Batch = Mapping[str, jax.Array]
 LOGIT_CHUNK_BYTES = 256 * 2**20
 
 
@@ -38,9 +39,7 @@ def token_positions(mask: jax.Array) -> jax.Array:
     return jnp.maximum(jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1, 0)
 
 
-def response_states(
-    decoder: Any, batch: Mapping[str, jax.Array], samples: int, compute: Compute
-) -> jax.Array:
+def response_states(decoder: Any, batch: Batch, samples: int, compute: Compute) -> jax.Array:
     """Hidden states from which each response token is predicted.
 
     Args:
@@ -61,7 +60,7 @@ def response_states(
 
 def map_response_states(
     decoder: Any,
-    batch: Mapping[str, jax.Array],
+    batch: Batch,
     samples: int,
     compute: Compute,
     read: Callable[[jax.Array, jax.Array], Any],
@@ -84,9 +83,7 @@ def map_response_states(
     return read(_padded_states(decoder, batch, samples, compute), batch["responses"])
 
 
-def _padded_states(
-    decoder: Any, batch: Mapping[str, jax.Array], samples: int, compute: Compute
-) -> jax.Array:
+def _padded_states(decoder: Any, batch: Batch, samples: int, compute: Compute) -> jax.Array:
     prompts, mask, responses = batch["prompts"], batch["prompt_mask"], batch["responses"]
     _check_tokens(prompts, mask)
     chex.assert_shape(responses, (prompts.shape[0], None))
@@ -306,11 +303,7 @@ def _map_chunks(score: Callable[..., Any], arrays: tuple[jax.Array, ...], parts:
 
 
 def response_log_probs(
-    decoder: Any,
-    batch: Mapping[str, jax.Array],
-    samples: int,
-    compute: Compute,
-    temperature: float = 1.0,
+    decoder: Any, batch: Batch, samples: int, compute: Compute, temperature: float = 1.0
 ) -> jax.Array:
     """float32 [rows, length]: log-probs of the responses' tokens, 0 on padding.
 

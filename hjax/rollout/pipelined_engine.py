@@ -8,6 +8,7 @@ layers and their part of the cache.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,9 @@ class PipelinedEngine(Engine):
         compute = dataclasses.replace(compute, unroll_layers=False)
         super().__init__(network, layout, compute, **options)
         self.stages = layout.shard_count("layers")
+        self._map = functools.partial(
+            jax.shard_map, mesh=layout.mesh, axis_names={AXIS}, check_vma=False
+        )
         # While the pipeline drains, its first stages write beyond the last token.
         self.spare_columns = 1
         self._of_params = jax.tree.map(
@@ -128,7 +132,8 @@ class PipelinedEngine(Engine):
             return psum_tree(states, AXIS), jax.tree.map(mine, kept)
 
         in_specs = (self._of_params, _WHOLE, _WHOLE)
-        hidden, kept = self._map(body, in_specs, (_WHOLE, _SPLIT))(params, starts, inputs)
+        run = self._map(body, in_specs=in_specs, out_specs=(_WHOLE, _SPLIT))
+        hidden, kept = run(params, starts, inputs)
         hidden = jax.tree.map(self.layout.merge_micro_batches, model.finish(hidden, self.compute))
         return hidden, jax.tree.map(self._by_layer, kept)
 
@@ -215,7 +220,7 @@ class PipelinedEngine(Engine):
             return cache, self._pass_on(out)[None], last
 
         in_specs = (self._of_params, _SPLIT, _SPLIT, _WHOLE, _WHOLE)
-        return self._map(body, in_specs, (_SPLIT, _SPLIT, _WHOLE))
+        return self._map(body, in_specs=in_specs, out_specs=(_SPLIT, _SPLIT, _WHOLE))
 
     def _decode_rest(
         self,
@@ -276,16 +281,6 @@ class PipelinedEngine(Engine):
         ways, stages = self.layout.shard_count("batch"), self.stages
         x = x.reshape(-1, stages, ways, x.shape[1] // ways, *x.shape[2:]).swapaxes(1, 2)
         return self._held(x.reshape(x.shape[0], -1, *x.shape[4:]))
-
-    def _map(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        return jax.shard_map(
-            body,
-            mesh=self.layout.mesh,
-            axis_names={AXIS},
-            in_specs=in_specs,
-            out_specs=out_specs,
-            check_vma=False,
-        )
 
     def _pass_on(self, x: jax.Array) -> jax.Array:
         return jax.lax.ppermute(x, AXIS, [(s, s + 1) for s in range(self.stages - 1)])

@@ -13,6 +13,7 @@ forward runs again in its backward pass. Idle slots are branches not taken. So a
 ``(m + p - 1)`` forward and backward passes of a stage, and ``(p - 1) / (m + p - 1)`` of it is idle.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +66,9 @@ class Pipeline:
         self.layout = layout
         self._partition = partition or TrainableSplit()
         self.stages = layout.shard_count("layers")
+        self._map = functools.partial(
+            jax.shard_map, mesh=layout.mesh, axis_names=set(PIPE_AXES), check_vma=False
+        )
         self._staged = jax.tree.map(
             lambda names: names[:1] == ("layers",), axes, is_leaf=lambda x: isinstance(x, tuple)
         )
@@ -94,7 +98,9 @@ class Pipeline:
 
         whole = PartitionSpec()
         loss, stats, grads, d_embedded, busy = self._map(
-            body, (self.specs, whole, whole), (whole, whole, split(self.specs)[0], whole, whole)
+            body,
+            in_specs=(self.specs, whole, whole),
+            out_specs=(whole, whole, split(self.specs)[0], whole, whole),
         )(params, embedded, parts)
         stats = {**stats, "pipeline_bubble": _bubble(busy)}
         return (loss, stats), jax.tree.map(jnp.add, grads, pull(d_embedded)[0])
@@ -112,17 +118,8 @@ class Pipeline:
             return self._forward(compute, params, embedded, parts, count)
 
         whole = PartitionSpec()
-        return self._map(body, (self.specs, whole, whole), whole)(params, embedded, parts)
-
-    def _map(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        return jax.shard_map(
-            body,
-            mesh=self.layout.mesh,
-            axis_names=set(PIPE_AXES),
-            in_specs=in_specs,
-            out_specs=out_specs,
-            check_vma=False,
-        )
+        run = self._map(body, in_specs=(self.specs, whole, whole), out_specs=whole)
+        return run(params, embedded, parts)
 
     def _embed(self, objective: Objective, params: Tree, parts: Tree) -> Tree:
         """Embeddings of all micro-batches, [m, rows, length, embed], outside the stages.

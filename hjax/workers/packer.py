@@ -83,7 +83,8 @@ class Packer:
         self._layout, self._longest = layout, longest
         self._sharding = layout.sharding("batch")
         self._parts = layout.shard_count("batch")
-        self._per_pass = max(micro_batch // self._parts, 1) if micro_batch else 0
+        per_pass = max(micro_batch // self._parts, 1) if micro_batch else 0
+        self._make = functools.partial(make_packing, parts=self._parts, per_pass=per_pass)
 
     def __call__(
         self,
@@ -106,7 +107,8 @@ class Packer:
         masks = [to_numpy(batch[key]) for key in ("prompt_mask", "response_mask")]
         prompts, responses = (mask.sum(axis=1) for mask in masks)
         if self.capacity:
-            made = self._make(prompts, responses, padded.widths, share, capacity, unit)
+            capacity = capacity or self.capacity
+            made = self._make(prompts, responses, padded.widths, share, capacity, unit=unit)
             return BatchLayout(self._placed(made), (made.segments == 0).mean(dtype="float32"))
         least = MIN_PASS_PLACES if self._layout.platform == "cpu" else MIN_PASS_PLACES_ACCELERATOR
         shape = choose_shape(padded, self._parts, unit, least)
@@ -123,7 +125,7 @@ class Packer:
         """Abstract packs of rows without padding: the most there can be."""
         prompts, responses = (np.full(rows, width) for width in widths)
         capacity = max(unit * (sum(widths) - 1), self.capacity)
-        packing = self._make(prompts, responses, widths, share, capacity, unit)
+        packing = self._make(prompts, responses, widths, share, capacity, unit=unit)
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding), packing
         )
@@ -133,26 +135,6 @@ class Packer:
             return place(x, self._sharding if x.ndim else self._layout.replicated)
 
         return jax.tree.map(on, packing)
-
-    def _make(
-        self,
-        prompts: np.ndarray,
-        responses: np.ndarray,
-        widths: tuple[int, int],
-        share: int,
-        capacity: int,
-        unit: int,
-    ) -> Packing:
-        return make_packing(
-            prompts,
-            responses,
-            widths,
-            share=share,
-            capacity=capacity or self.capacity,
-            parts=self._parts,
-            per_pass=self._per_pass,
-            unit=unit,
-        )
 
 
 @functools.lru_cache(maxsize=256)
