@@ -323,8 +323,8 @@ LABELLED = {"prompt": "12>", "response": "1", "label": True}
 TEACHER = {"algorithm.teacher_updates": 1}
 WRONG = [
     ("KTO", {"prompt": "12>", "response": "1"}, {}, "KTO needs verdicts; this data has none"),
-    ("KTO", LABELLED | {"label": "good"}, {}, "the label of the prompt '12>' is 'good'"),
-    ("KTO", LABELLED | {"response": 3}, {}, "the response answer of the prompt '12>' is 3"),
+    ("KTO", LABELLED | {"label": "good"}, {}, "rows.jsonl:1: the label is 'good'"),
+    ("KTO", LABELLED | {"response": 3}, {}, "rows.jsonl:1: response is 3"),
     ("KTO", LABELLED | {"label": 0}, {"warm_start.steps": 2}, "warm_start.steps=2 needs demonst"),
     ("KTO", None, {"algorithm.desirable": 0.0, "algorithm.undesirable": 0.0}, "nothing to learn"),
     ("KTO", None, {"warm_start.batch": 1}, "KTO compares the examples of a batch; use at least 2"),

@@ -52,10 +52,12 @@ def encode_example(
     prompt_tokens: list[int],
     responses: Sequence[str | Messages],
     notify: Callable[[str], None] = lambda remark: None,
+    prompt_text: str | None = None,
 ) -> tuple[list[int], ...]:
     """Token ids of a prompt and of the responses to it.
 
-    After a prompt that is text a response is its text and the tokenizer's EOS. After a chat it is
+    After a prompt that is text a response is its text, encoded as the continuation of the prompt
+    where no token lies across both, and the tokenizer's EOS. After a chat it is
     what the template's rendering of the whole conversation has after the rendering of the prompt
     with its generation prompt, up to and including the token that ends the turn.
 
@@ -69,6 +71,7 @@ def encode_example(
       prompt_tokens: ids of the prompt as rollouts see it.
       responses: the content of an assistant's turn, or the messages that continue the chat.
       notify: called with a message about a template with such an exception.
+      prompt_text: of a prompt that is text.
 
     Returns:
       the prompt's ids, then those of each response.
@@ -78,16 +81,18 @@ def encode_example(
         it begins.
     """
     if conversation is None:
-        end = response_end(tokenizer, is_chat=False)
-        ids = [prompt_tokens]
+        end, found = response_end(tokenizer, is_chat=False), []
         for text in responses:
             if not isinstance(text, str):
                 raise DataError(
                     f"the prompt is no chat, and an answer is {short_repr(text, 80)}; give both as "
                     "chat messages, or both as text (data.chat=True makes chats of prompts)"
                 )
-            ids.append(tokenizer.encode(text, add_special=False) + end)
-        return tuple(ids)
+            whole = tokenizer.encode((prompt_text or "") + text)
+            known = prompt_text is not None and whole[: len(prompt_tokens)] == prompt_tokens
+            rest = whole[len(prompt_tokens) :]
+            found.append((rest if known else tokenizer.encode(text, add_special=False)) + end)
+        return (prompt_tokens, *found)
     turns = _LearnedTurns(tokenizer, conversation, notify)
     answers = [
         [{"role": "assistant", "content": one}] if isinstance(one, str) else one

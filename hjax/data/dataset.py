@@ -144,7 +144,7 @@ class Dataset:
         """
         options = options or ReadOptions()
         invalid = InvalidRows() if invalid is None else invalid
-        rows = _rows_of(path, options, invalid, learns_pairs, learns_demonstrations)
+        rows = _rows_of(path, tokenizer, options, invalid, learns_pairs, learns_demonstrations)
         if vocab_size is None and tokenizer is not None:
             vocab_size = tokenizer.vocab_size
         tokens: list[list[int]] = []
@@ -190,6 +190,7 @@ class Dataset:
 
 def _rows_of(
     path: str | Path,
+    tokenizer: Tokenizer | None,
     options: ReadOptions,
     invalid: InvalidRows,
     learns_pairs: bool,
@@ -213,7 +214,7 @@ def _rows_of(
     rows = []
     for where, row in found:
         with invalid.checking(where, "unusable pair"):
-            rows.append((where, split_off_prompt(row, _PROMPT_COLUMNS)))
+            rows.append((where, split_off_prompt(row, _PROMPT_COLUMNS, tokenizer, options.chat_of)))
     if not rows and not invalid:
         raise DataError(f"{path}: the dataset is empty; it must have at least one prompt")
     return rows

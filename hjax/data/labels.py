@@ -1,7 +1,7 @@
 """Labels of preference pairs and of reasoning steps, and the margins of pairs."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hjax.data.invalid_rows import InvalidRows
@@ -70,54 +70,34 @@ def pair_labelled_texts(
     ]
 
 
-def pair_labels(columns: Mapping[str, Sequence[Any]]) -> list[tuple[bool, bool]] | None:
-    """Labels (chosen, rejected) of each pair; None where the data has no label columns.
+def parse_margin(value: Any) -> float:
+    """Parse the margin of a pair.
 
     Raises:
-      DataError: a value that is no label.
+      DataError: it is negative or not a finite number.
     """
-    if any(name not in columns for name in PAIR_LABELS):
-        return None
-    of_side = [
-        [parse_label(value, f"{name} of pair {i}") for i, value in enumerate(columns[name])]
-        for name in PAIR_LABELS
-    ]
-    return list(zip(*of_side, strict=True))
+    number = isinstance(value, int | float) and math.isfinite(value)
+    if not number or value < 0:
+        raise DataError(f"the margin is {value!r}; it must be a number, 0 or more")
+    return float(value)
 
 
-def pair_margins(columns: Mapping[str, Sequence[Any]], count: int) -> list[float]:
-    """The margin of each of ``count`` pairs: 1 where the data has no column ``margin``.
-
-    Raises:
-      DataError: a margin that is negative or not a finite number.
-    """
-    margins = list(columns.get("margin", [1.0] * count))
-    for i, margin in enumerate(margins):
-        number = isinstance(margin, int | float) and math.isfinite(margin)
-        if not number or margin < 0:
-            raise DataError(f"the margin of pair {i} is {margin!r}; it must be a number, 0 or more")
-    return [float(margin) for margin in margins]
-
-
-def check_labelled_steps(steps: Any, labels: Any, shown: str) -> tuple[list[str], list[bool]]:
+def check_labelled_steps(steps: Any, labels: Any) -> tuple[list[str], list[bool]]:
     """Validate a response's steps and their correctness labels (TRL's stepwise supervision format).
 
     Args:
       steps: of the column ``completions``: non-empty texts.
       labels: of the column ``labels``, one per step.
-      shown: names the row in errors.
 
     Raises:
       DataError: wrong types, an empty step, or a different number of labels.
     """
     texts = isinstance(steps, Sequence) and not isinstance(steps, str)
     if not texts or not steps or not all(isinstance(step, str) and step for step in steps):
-        raise DataError(
-            f"the completions of {shown} are {steps!r}; they must be a list of texts, none empty"
-        )
+        raise DataError(f"completions are {steps!r}; they must be a list of texts, none empty")
     if not isinstance(labels, Sequence) or len(labels) != len(steps):
         raise DataError(
-            f"{shown} has {len(steps)} completions and the labels {labels!r}; there must be a "
-            "label for each"
+            f"there are {len(steps)} completions and the labels {labels!r}; there must be a label "
+            "for each"
         )
-    return list(steps), [parse_label(x, f"a label of {shown}") for x in labels]
+    return list(steps), [parse_label(x, "a label") for x in labels]

@@ -73,8 +73,10 @@ class ReadOptions:
 
     def messages(self, text: str) -> str | list[dict[str, Any]]:
         """A text prompt, as chat messages if the ``chat`` option is set."""
-        if not self.chat:
-            return text
+        return self.chat_of(text) if self.chat else text
+
+    def chat_of(self, text: str) -> list[dict[str, Any]]:
+        """The chat that begins with a text as the user's message."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, {"role": "user", "content": text}]
 

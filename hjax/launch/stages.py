@@ -130,6 +130,7 @@ def run_stages(
     for stage, config in configs.items():
         Workdir(workdir / stage).check(config)  # check all stages before the first runs
     stages.prepare(workdir)
+    check_data(configs, workdir)
     status = 0
     for number, (stage, config) in enumerate(configs.items(), 1):
         title = f"{stages.name}  stage {number} of {len(configs)}: {stage}"
@@ -146,6 +147,40 @@ def run_stages(
     return status
 
 
+def check_data(configs: Mapping[str, ConfigDict], workdir: Path) -> None:
+    """Read the data of all stages and tokenise their examples, before the first stage trains.
+
+    A stage that starts from one yet to be trained is read with that one's tokenizer. Finished
+    stages are not read, and neither are those whose data an earlier stage writes.
+
+    Raises:
+      ConfigError: what a stage would end with when it starts; the message names the stage.
+    """
+    from hjax.algorithms import get_algorithm
+    from hjax.models.weights import is_workdir
+    from hjax.run.inputs import check_inputs
+    from hjax.run.run_metadata import write_model_files
+
+    with tempfile.TemporaryDirectory() as folder:
+        untrained = {stage for stage in configs if not is_workdir(workdir / stage)}
+        moved = {f"{workdir}/{stage}": f"{folder}/{stage}" for stage in untrained}
+        for stage, config in configs.items():
+            values = {key: moved.get(value, value) for key, value in flatten(config).items()}
+            data = f"{config.data.path},{config.data.eval_path}"
+            written = any(f"{workdir}/{other}/" in data for other in configs)
+            start = values["actor.path"]
+            unknown = start in moved.values() and not is_workdir(start)
+            if written or unknown or Workdir(workdir / stage).finished(config.steps):
+                continue
+            try:
+                inputs = check_inputs(check_config(values))
+            except ConfigError as error:
+                raise ConfigError(f"stage {stage}: {error}") from error
+            table = get_algorithm(config.algorithm.name).role_table(config.algorithm)
+            write_model_files(Path(folder, stage), inputs, table["actor"].scalar)
+            Path(folder, stage, "checkpoints").mkdir()
+
+
 def dry_run_stages(
     stages: Stages, workdir: Path | None, run: Callable[[str, ConfigDict], None]
 ) -> int:
@@ -153,7 +188,9 @@ def dry_run_stages(
     with tempfile.TemporaryDirectory() as folder:
         base = workdir if workdir is not None and workdir.is_dir() else Path(folder)
         stages.prepare(base)
-        for stage, config in stages.configs(base).items():
+        configs = stages.configs(base)
+        check_data(configs, base)
+        for stage, config in configs.items():
             needed = {other for other in stages.declared if _mentions(config, f"{base}/{other}")}
             missing = [other for other in needed if not (base / other / "checkpoints").is_dir()]
             if missing:

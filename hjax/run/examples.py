@@ -4,22 +4,21 @@ Labels and margins of examples are annotations: values at positions of a respons
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm
-from hjax.data.chat_rows import is_turn
 from hjax.data.conversation import encode_example, response_end
 from hjax.data.dataset import Dataset, PromptSampler, pad_left, pad_right
-from hjax.data.labels import check_labelled_steps, pair_labels, pair_margins
-from hjax.data.preference_pairs import RESPONSE_COLUMNS, SIDES, parse_response
+from hjax.data.invalid_rows import InvalidRows
+from hjax.data.labels import PAIR_LABELS
+from hjax.data.row_answers import RowAnswers, answers_by_row
 from hjax.data.tasks import Task
 from hjax.data.tokenizer import Tokenizer
-from hjax.data.unpaired import task_records
-from hjax.errors import ConfigError, DataError, short_repr
+from hjax.errors import ConfigError, DataError
 
 Examples = list[tuple[list[int], ...]]
 # Annotations: array name -> per example -> per row -> values by position. A position is the number
@@ -28,88 +27,26 @@ Annotations = dict[str, list[tuple[dict[int, float], ...]]]
 
 
 class LearnedExamples(NamedTuple):
-    """Examples and their annotations."""
+    """Examples, what is known of them, and the rows of the data that they are of.
+
+    Attributes:
+      examples: tokens of a prompt and of its responses.
+      annotations: of the examples.
+      labels: of unpaired responses; else empty.
+      rows: positions in the data; None where examples are not needed, so that rows without a usable
+        one stay in it.
+    """
 
     examples: Examples = []
     annotations: Annotations = {}
+    labels: list[bool] = []
+    rows: list[int] | None = None
 
 
 # Value of positions without an annotation.
 MISSING = {"labels": np.nan, "margins": 0.0}
-
-
-def pair_annotations(
-    config: ConfigDict, columns: Mapping[str, Sequence[Any]] | None, pairs: Examples
-) -> Annotations:
-    """Labels of pairs at the ends of both responses, and margins at the end of the chosen one.
-
-    Args:
-      config: of the run.
-      columns: of its data; None for a built-in task, whose chosen responses are labelled good.
-      pairs: tokens of prompt, chosen and rejected response.
-
-    Raises:
-      ConfigError: the algorithm learns labels, and the data has none.
-      DataError: an invalid label or margin.
-    """
-    labels = [(True, False)] * len(pairs) if columns is None else pair_labels(columns)
-    if labels is None and config.algorithm.get("label_coef"):
-        raise ConfigError(
-            f"config.algorithm.label_coef={config.algorithm.label_coef}: {config.data.path} has no "
-            "columns `chosen_label` and `rejected_label` (1 good or safe, 0 not); add them, or set "
-            "label_coef=0"
-        )
-    margins = pair_margins(columns or {}, len(pairs))
-    annotations: Annotations = {"margins": [], "labels": [({}, {})] * len(pairs)}
-    for (_, chosen, _), margin in zip(pairs, margins, strict=True):
-        annotations["margins"].append(({len(chosen): margin}, {}))
-    if labels is not None:
-        annotations["labels"] = [
-            tuple({len(x): float(label)} for x, label in zip(responses, known, strict=True))
-            for (_, *responses), known in zip(pairs, labels, strict=True)
-        ]
-    return annotations
-
-
-def step_examples(
-    config: ConfigDict,
-    tokenizer: Tokenizer,
-    prompts: Sequence[tuple[list[int], str, bool]],
-    rows: Sequence[tuple[list[str], list[bool]]],
-) -> LearnedExamples:
-    """Process supervision: prompt and response per row, with a label at the end of each step.
-
-    Each step is tokenised by itself and followed by ``algorithm.separator``.
-
-    Args:
-      config: of the run.
-      tokenizer: of the actor.
-      prompts: tokens of each prompt, its name in errors, and whether it is a chat, whose turns
-        end as the chat template ends them.
-      rows: steps of each response, and which are right.
-
-    Raises:
-      DataError: a response that is too long.
-    """
-    separator = tokenizer.encode(config.algorithm.separator, add_special=False)
-    limit = config.rollout.max_response_length
-    examples: Examples = []
-    annotations: Annotations = {"labels": []}
-    for (prompt, shown, is_chat), (steps, labels) in zip(prompts, rows, strict=True):
-        tokens: list[int] = []
-        places: dict[int, float] = {}
-        for step, label in zip(steps, labels, strict=True):
-            tokens += tokenizer.encode(step, add_special=False) + separator
-            places[len(tokens)] = float(label)
-        tokens += response_end(tokenizer, is_chat)
-        if len(tokens) > limit:
-            raise DataError(
-                f"the completions of {shown} have {len(tokens)} tokens, more than "
-                f"rollout.max_response_length={limit}; raise it"
-            )
-        examples.append((prompt, tokens))
-        annotations["labels"].append((places,))
-    return LearnedExamples(examples, annotations)
+# The kind of a row whose answer is too long.
+LONG_ANSWER = "answer above rollout.max_response_length"
 
 
 def learns_from_examples(config: ConfigDict, source: str) -> bool:
@@ -122,126 +59,115 @@ def load_examples(
     config: ConfigDict,
     task: Task | None,
     tokenizer: Tokenizer | None,
-    train: Dataset,
+    data: Dataset,
     source: str,
-    verdicts: tuple[list[Any], list[bool]] | None = None,
+    invalid: InvalidRows,
     notify: Callable[[str], None] = lambda remark: None,
 ) -> LearnedExamples:
     """Tokenise the data's examples: prompts with one response (a demonstration) or two (chosen and
     rejected), each with its end (``hjax.data.conversation``), and annotations of pairs and steps.
     Empty if the data has none.
 
-    A response that is no text or too long is an error if the run learns from examples; otherwise
-    its row is skipped. `notify` is called once with each message about the chat template.
+    A row whose answer cannot be used or is too long is checked by ``invalid`` if the run learns
+    from examples; otherwise it is skipped. `notify` is called once with each message about the chat
+    template.
+
+    Raises:
+      ConfigError: the algorithm learns labels, and the data has none.
+      DataError: a row's answer, or every row is left out.
     """
+    read = None if tokenizer is None else answers_by_row(source, task, data, config.seed)
+    if tokenizer is None or read is None:
+        return LearnedExamples()
+    labelled = task is not None or set(PAIR_LABELS) <= data.columns.keys()
+    if source == "pairs" and config.algorithm.get("label_coef") and not labelled:
+        raise ConfigError(
+            f"config.algorithm.label_coef={config.algorithm.label_coef}: {config.data.path} has no "
+            "columns `chosen_label` and `rejected_label` (1 good or safe, 0 not); add them, or set "
+            "label_coef=0"
+        )
     needed = learns_from_examples(config, source)
-    if tokenizer is None:
-        return LearnedExamples()
-    if source == "steps":
-        return _steps(config, task, tokenizer, train)
-    texts: Sequence[tuple[Any, ...]] | None
-    if source == "verdicts":
-        texts = None if verdicts is None else [(text,) for text in verdicts[0]]
-    else:
-        make = _pairs if source == "pairs" else _demonstrations
-        texts = make(config, task, train)
-    if texts is None:
-        return LearnedExamples()
-    limit = config.rollout.max_response_length
-    chats = train.conversations or [None] * len(train)
+    invalid = invalid if needed else InvalidRows("drop")
     say_once = functools.cache(notify)
-    found: Examples = []
-    for i, (prompt, responses) in enumerate(zip(train.prompt_tokens, texts, strict=True)):
-        if not all(isinstance(each, str) or is_turn(each) for each in responses):
-            if needed:
-                raise DataError(
-                    f"the demonstration of {_row(train, i)} is {short_repr(responses[0])}; it must "
-                    "be text, or a turn of the assistant's"
+    rows: list[int] = []
+    found = LearnedExamples([], {name: [] for name in _ANNOTATED.get(source, ())}, [])
+    chats = data.conversations or [None] * len(data)
+    for i in range(len(data)):
+        with invalid.checking(data.location(i), "unusable answer"):
+            answers = read(i)
+            if source == "steps":
+                example, places = _encode_steps(config, tokenizer, data.prompt_tokens[i], answers)
+                example[1].extend(response_end(tokenizer, is_chat=chats[i] is not None))
+            else:
+                example = encode_example(
+                    tokenizer,
+                    chats[i],
+                    data.prompt_tokens[i],
+                    answers.responses,
+                    say_once,
+                    data.prompt_text[i] if data.prompt_text else None,
                 )
-            continue
-        try:
-            example = encode_example(tokenizer, chats[i], prompt, responses, say_once)
-        except DataError as error:
-            raise DataError(f"{_row(train, i)}: {error}") from None
-        longest = max(map(len, example[1:]))
-        if longest > limit and not needed:
-            continue
-        if longest > limit:
-            what = "an answer" if source == "pairs" else "the demonstration"
-            raise DataError(
-                f"{what} of {_row(train, i)} has {longest} tokens, more than "
-                f"rollout.max_response_length={limit}; raise it"
-            )
-        found.append(example)
-    columns = None if task is not None else train.columns
-    annotations = pair_annotations(config, columns, found) if source == "pairs" else {}
-    return LearnedExamples(found, annotations)
+                places = _pair_annotations(example, answers) if source == "pairs" else {}
+            if not _fits(config, example, data.location(i), invalid):
+                continue
+            found.examples.append(example)
+            for name, values in places.items():
+                found.annotations[name].append(values)
+            if source == "verdicts":
+                found.labels.extend(answers.labels)
+            rows.append(i)
+    if needed and not found.examples:
+        raise DataError(f"{config.data.path}: every row is left out: {invalid}")
+    return found._replace(rows=rows if needed else None)
 
 
-def _steps(
-    config: ConfigDict, task: Task | None, tokenizer: Tokenizer, train: Dataset
-) -> LearnedExamples:
-    """Process-supervision examples of a task or of the data's columns."""
-    rows = []
-    if task is not None:
-        rng = np.random.default_rng([config.seed, 4])
-        rows = [task.steps(record, rng) for record in task_records(train)]
-    elif {"completions", "labels"} <= train.columns.keys():
-        each = zip(train.columns["completions"], train.columns["labels"], strict=True)
-        rows = [
-            check_labelled_steps(completions, labels, _row(train, i))
-            for i, (completions, labels) in enumerate(each)
-        ]
-    if not rows:
-        return LearnedExamples()
-    chats = train.conversations or [None] * len(train)
-    prompts = [
-        (prompt, _row(train, i), chats[i] is not None)
-        for i, prompt in enumerate(train.prompt_tokens)
-    ]
-    return step_examples(config, tokenizer, prompts, rows)
+# Annotations by what is learned from.
+_ANNOTATED = {"pairs": ("margins", "labels"), "steps": ("labels",)}
 
 
-def _row(train: Dataset, row: int) -> str:
-    """Name a row in errors by its prompt; row numbers changed when rows were held out."""
-    return f"the prompt {train.prompt_text[row][:60]!r}" if train.prompt_text else "a prompt"
+def _fits(
+    config: ConfigDict, example: tuple[list[int], ...], where: str, invalid: InvalidRows
+) -> bool:
+    """Whether an example's answers are short enough; if not, its row is left out or an error."""
+    longest, limit = max(map(len, example[1:])), config.rollout.max_response_length
+    if longest <= limit:
+        return True
+    if config.data.overlong != "filter":
+        raise DataError(
+            f"an answer has {longest} tokens, above rollout.max_response_length={limit}; raise "
+            "that key, or data.overlong=filter leaves such rows out",
+            kind=LONG_ANSWER,
+        )
+    invalid.leave_out(where, LONG_ANSWER)
+    return False
 
 
-def _demonstrations(
-    config: ConfigDict, task: Task | None, train: Dataset
-) -> list[tuple[Any]] | None:
-    """The demonstration of each row, unchecked; None if the data has none."""
-    if task is None:
-        columns = [train.columns[name] for name in RESPONSE_COLUMNS if name in train.columns]
-        each = zip(*columns, strict=True)
-        return [(next((x for x in row if x is not None), None),) for row in each] or None
-    rng = np.random.default_rng([config.seed, 2])
-    return [(task.demonstration(record, rng),) for record in task_records(train)]
+def _pair_annotations(
+    example: tuple[list[int], ...], answers: RowAnswers
+) -> dict[str, tuple[dict[int, float], ...]]:
+    """Labels of a pair at the ends of both responses, the margin at the end of the chosen one."""
+    ends = [len(response) for response in example[1:]]
+    labels: tuple[dict[int, float], ...] = ({}, {})
+    if answers.labels:
+        labels = tuple({end: float(x)} for end, x in zip(ends, answers.labels, strict=True))
+    return {"margins": ({ends[0]: answers.margin}, {}), "labels": labels}
 
 
-def demonstration_texts(config: ConfigDict, task: Task | None, rows: Dataset) -> list[str] | None:
-    """A demonstration of each row, as text; None unless every row has one."""
-    found = _demonstrations(config, task, rows) if rows.prompt_text is not None else None
-    if found is None or any(not isinstance(text, str) for (text,) in found):
-        return None
-    return [text for (text,) in found]
+def _encode_steps(
+    config: ConfigDict, tokenizer: Tokenizer, prompt: list[int], answers: RowAnswers
+) -> tuple[tuple[list[int], ...], dict[str, tuple[dict[int, float], ...]]]:
+    """Process supervision: prompt and response, with a label at the end of each step.
 
-
-def _pairs(config: ConfigDict, task: Task | None, train: Dataset) -> list[tuple[str, str]] | None:
-    """The chosen and the rejected text of each row; None if the data has no pairs."""
-    if task is None:
-        if any(side not in train.columns for side in SIDES):
-            return None
-        found = []
-        for i, pair in enumerate(zip(*(train.columns[side] for side in SIDES), strict=True)):
-            shown = _row(train, i)
-            chosen, rejected = map(parse_response, pair, SIDES, (shown, shown))
-            if chosen == rejected:
-                raise DataError(f"chosen and rejected of {shown} are equal: the pair says nothing")
-            found.append((chosen, rejected))
-        return found
-    rng = np.random.default_rng([config.seed, 3])
-    return [task.pair(record, rng) for record in task_records(train)]
+    Each step is tokenised by itself and followed by ``algorithm.separator``. The response's end is
+    not in it.
+    """
+    separator = tokenizer.encode(config.algorithm.separator, add_special=False)
+    tokens: list[int] = []
+    places: dict[int, float] = {}
+    for step, label in zip(answers.responses, answers.labels, strict=True):
+        tokens += tokenizer.encode(str(step), add_special=False) + separator
+        places[len(tokens)] = float(label)
+    return (prompt, tokens), {"labels": (places,)}
 
 
 class Demonstrations:

@@ -7,19 +7,26 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from hjax.algorithms import get_algorithm
 from hjax.data.dataset import Dataset, PromptSampler, pad_left, split_held_out
 from hjax.data.invalid_rows import InvalidRows
 from hjax.data.mixing import MixedSampler
 from hjax.data.read_options import ReadOptions, parse_source_weights
 from hjax.data.tasks import TASKS, Task, get_task
 from hjax.data.tokenizer import Tokenizer
-from hjax.data.unpaired import read_unpaired
 from hjax.errors import ConfigError, DataError
 from hjax.models.families import family_config
 from hjax.models.model_config import ModelConfig
 from hjax.models.weights import model_directory, read_config, read_eos_ids
 from hjax.rewards.function import load_function
-from hjax.run.examples import Annotations, Examples, LearnedExamples, load_examples
+from hjax.run.dataflow import absent_roles
+from hjax.run.examples import (
+    Annotations,
+    Examples,
+    LearnedExamples,
+    load_examples,
+    make_example_sources,
+)
 
 # Most training prompts of a built-in task.
 TASK_PROMPTS = 8192
@@ -89,11 +96,13 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
             f"tokens exceed the model's {model.max_length} positions; lower "
             "rollout.max_prompt_length or rollout.max_response_length"
         )
-    verdicts = read_unpaired(config.seed, task, train) if source == "verdicts" else None
-    learned = load_examples(config, task, tokenizer, train, source, verdicts, remarks.append)
+    learned = load_examples(config, task, tokenizer, train, source, invalid, remarks.append)
+    if learned.rows is not None:
+        train = train.select(learned.rows)
     judged = LearnedExamples()
     if held_out is not None and source in ("pairs", "steps") and config.eval.every:
-        judged = load_examples(config, task, tokenizer, held_out, source)
+        judged = load_examples(config, task, tokenizer, held_out, source, invalid)
+        held_out = held_out if judged.rows is None else held_out.select(judged.rows)
     if invalid:
         remarks.append(f"rows left out: {invalid}")
     return Inputs(
@@ -111,9 +120,28 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
         annotations=learned.annotations,
         held_out_examples=judged.examples,
         held_out_annotations=judged.annotations,
-        labels=None if verdicts is None else verdicts[1],
+        labels=learned.labels if source == "verdicts" else None,
         left_out=invalid.locations,
     )
+
+
+def check_inputs(config: ConfigDict) -> Inputs:
+    """The inputs of a run, checked with its algorithm as the run does before its first step.
+
+    Raises:
+      ConfigError, DataError: something is missing or invalid, in one line.
+    """
+    algorithm = get_algorithm(config.algorithm.name)
+    inputs = load_inputs(config, algorithm.source)
+    make_prompt_sampler(config, inputs.train)
+    algorithm(  # which refuses data without what it learns from
+        config.algorithm,
+        absent_roles(algorithm, ()),
+        samples=config.rollout.samples if algorithm.generates else 1,
+        demonstrations=make_example_sources(config, algorithm, inputs).learned,
+        max_response_length=config.rollout.max_response_length,
+    )
+    return inputs
 
 
 def _eos_ids(config: ConfigDict, tokenizer: Tokenizer | None) -> tuple[int, ...]:
@@ -166,7 +194,8 @@ def _datasets(
         )
         return train, held_out
     limit = config.rollout.max_prompt_length
-    if data.overlong != "error" and not limit:
+    answers = data.overlong == "filter" and source != "prompts"  # these have a limit always
+    if data.overlong != "error" and not limit and not answers:
         raise ConfigError(
             f"config.data.overlong={data.overlong} needs config.rollout.max_prompt_length above 0: "
             "with 0 no prompt is too long"

@@ -8,10 +8,10 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm
+from hjax.data.row_answers import demonstration_texts
 from hjax.errors import RunError
 from hjax.rewards.function import RewardFunction, first_failure
 from hjax.rewards.reward_results import RewardResult
-from hjax.run.examples import demonstration_texts
 from hjax.run.inputs import Inputs
 from hjax.settings.config_checks import on_cluster
 
@@ -89,7 +89,7 @@ def trial_calls(
       functions: reward and cost functions, by role.
     """
     rows = inputs.train.select(range(min(TRIAL_ROWS, len(inputs.train))))
-    texts = demonstration_texts(config, inputs.task, rows)
+    texts = demonstration_texts(inputs.task, rows, config.seed)
     tokenizer = inputs.tokenizer
     end = list(inputs.eos_ids[:1])
     data = rows.rows(range(len(rows)))
