@@ -79,13 +79,8 @@ def load_examples(
     read = None if tokenizer is None else answers_by_row(source, task, data, config.seed)
     if tokenizer is None or read is None:
         return LearnedExamples()
-    labelled = task is not None or set(PAIR_LABELS) <= data.columns.keys()
-    if source == "pairs" and config.algorithm.get("label_coef") and not labelled:
-        raise ConfigError(
-            f"config.algorithm.label_coef={config.algorithm.label_coef}: {config.data.path} has no "
-            "columns `chosen_label` and `rejected_label` (1 good or safe, 0 not); add them, or set "
-            "label_coef=0"
-        )
+    if source == "pairs" and task is None:
+        _check_pair_labels(config, data)
     needed = learns_from_examples(config, source)
     invalid = invalid if needed else InvalidRows("drop")
     say_once = functools.cache(notify)
@@ -119,6 +114,15 @@ def load_examples(
     if needed and not found.examples:
         raise DataError(f"{config.data.path}: every row is left out: {invalid}")
     return found._replace(rows=rows if needed else None)
+
+
+def _check_pair_labels(config: ConfigDict, data: Dataset) -> None:
+    if config.algorithm.get("label_coef") and not set(PAIR_LABELS) <= data.columns.keys():
+        raise ConfigError(
+            f"config.algorithm.label_coef={config.algorithm.label_coef}: {config.data.path} has no "
+            "columns `chosen_label` and `rejected_label` (1 good or safe, 0 not); add them, or set "
+            "label_coef=0"
+        )
 
 
 # Annotations by what is learned from.

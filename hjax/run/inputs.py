@@ -89,13 +89,7 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
     if task is not None:  # a file's rows were checked one by one
         for dataset in (train, held_out):
             _check_tokens(f"data.task={config.data.task}", dataset, model.vocab_size)
-    limit = prompt_length + config.rollout.max_response_length
-    if limit > model.max_length:
-        raise ConfigError(
-            f"prompts of {prompt_length} and responses of {config.rollout.max_response_length} "
-            f"tokens exceed the model's {model.max_length} positions; lower "
-            "rollout.max_prompt_length or rollout.max_response_length"
-        )
+    _check_positions(prompt_length, config.rollout.max_response_length, model)
     learned = load_examples(config, task, tokenizer, train, source, invalid, remarks.append)
     if learned.rows is not None:
         train = train.select(learned.rows)
@@ -276,6 +270,15 @@ def _model(config: ConfigDict, tokenizer: Tokenizer | None, prompt_length: int) 
         **{name: shape[name] for name in _SIZES},
     )
     return family_config(shape.family, sizes) if shape.family else sizes
+
+
+def _check_positions(prompt_length: int, response_length: int, model: ModelConfig) -> None:
+    if prompt_length + response_length > model.max_length:
+        raise ConfigError(
+            f"prompts of {prompt_length} and responses of {response_length} tokens exceed the "
+            f"model's {model.max_length} positions; lower rollout.max_prompt_length or "
+            "rollout.max_response_length"
+        )
 
 
 def _check_tokens(name: str, dataset: Dataset | None, vocab: int) -> None:
