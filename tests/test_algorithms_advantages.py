@@ -218,7 +218,8 @@ def test_groups_that_say_nothing_get_exact_zeros(group, baseline):
 
 
 REWARDS = (0.1, 0.7, 1 / 3, 0.95, 1e3 / 3, -0.7)
-EXACT = {x: fractions.Fraction(x).limit_denominator(10**6) for x in REWARDS}
+# The decimal numbers that they stand for, exactly: each is a whole number of sixtieths.
+SIXTIETHS = {x: int(60 * fractions.Fraction(x).limit_denominator(10**6)) for x in REWARDS}
 
 
 @pytest.mark.parametrize("baseline", ["group", "others", "length", "none"])
@@ -247,22 +248,27 @@ def test_rounding_is_never_divided_by(baseline, normalise):
 
 
 def exact_advantages(group, baseline, normalise, lengths):
-    """The definition, in Python's fractions of the decimal numbers."""
-    exact = [EXACT[x] for x in group]
-    weighed = sum(x * int(n) for x, n in zip(exact, lengths)) / int(sum(lengths[: len(exact)]))
+    """The definition, in whole sixtieths: only the last quotients are rounded."""
+    exact = [SIXTIETHS[x] for x in group]
+    weights = lengths[: len(exact)].tolist()
     made = {}
     for i, own in enumerate(exact):
         if own in made:
             continue
-        peers = [x for j, x in enumerate(exact) if baseline != "others" or j != i]
-        mean = sum(peers) / len(peers)
-        from_it = own - {"length": weighed, "none": 0}.get(baseline, mean)
+        peers = exact[:i] + exact[i + 1 :] if baseline == "others" else exact
+        total, count = sum(peers), len(peers)
+        above, below = {
+            "length": (sum(x * n for x, n in zip(exact, weights)), sum(weights)),
+            "none": (0, 1),
+        }.get(baseline, (total, count))
+        from_it = (own * below - above) / (60 * below)
         if normalise == "std":
-            square = sum((x - mean) ** 2 for x in peers) / max(len(peers) - 1, 1)
-            from_it = float(from_it) / (float(square) ** 0.5 + 1e-6) if square else from_it
+            square = sum((x * count - total) ** 2 for x in peers)
+            std = (square / max(count - 1, 1)) ** 0.5 / (60 * count)
+            from_it = from_it / (std + 1e-6) if square else from_it
         elif normalise == "mean":
-            from_it = from_it / mean if mean > 0 else 0
-        made[own] = float(from_it)
+            from_it = from_it / (total / (60 * count)) if total > 0 else 0
+        made[own] = from_it
     return [made[own] for own in exact]
 
 
