@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import trainer_of
+from helpers import tiny_config, trainer_of
 
 import hjax
 from hjax.algorithms import ALGORITHMS, advantages
@@ -226,10 +226,11 @@ def test_a_method_has_the_advantages_loss_and_gradient_of_its_paper(name):
     def total(x):
         return jnp.sum(loss.weights(learned) * loss(x, None, learned)[0])
 
-    value, gradient = jax.value_and_grad(total)(x)
-    wanted, slope = jax.value_and_grad(
-        lambda x: EXPECTED_LOSS[name](x, jnp.asarray(expected, jnp.float32), batch, mask)
-    )(x)
+    def by_hand(x):
+        return EXPECTED_LOSS[name](x, jnp.asarray(expected, jnp.float32), batch, mask)
+
+    value, gradient = jax.jit(jax.value_and_grad(total))(x)
+    wanted, slope = jax.jit(jax.value_and_grad(by_hand))(x)
     np.testing.assert_allclose(value, wanted, rtol=2e-5, atol=2e-6)
     np.testing.assert_allclose(np.where(mask, gradient, 0), np.where(mask, slope, 0), atol=2e-5)
 
@@ -447,14 +448,18 @@ def test_a_run_weighs_its_rewards_in_the_functions_order(tmp_path):
         "    long = [float(len(r)) for r in responses]\n"
         "    return {'z': long, 'a': [-x * x for x in long]}\n"
     )
-    for weights in ((1.0, 0.0), {"a": 0.0, "z": 1.0}):
-        changes = {"reward.function": f"{tmp_path / 'two.py'}:reward", "algorithm.weights": weights}
-        with trainer_of("GDPO", changes | {"steps": 1}) as trainer:
-            trainer.step()
-            batch = trainer.batch
-        assert list(batch["named_rewards"]) == ["z", "a"]
-        groups = np.asarray(batch["named_rewards"]["z"]).reshape(-1, trainer.algorithm.samples)
-        rows = np.asarray(batch["advantages"])[:, 0].reshape(groups.shape)
+    changes = {"reward.function": f"{tmp_path / 'two.py'}:reward", "steps": 1}
+    with trainer_of("GDPO", changes | {"algorithm.weights": (1.0, 0.0)}) as trainer:
+        trainer.step()
+        batch, samples = trainer.batch, trainer.algorithm.samples
+    assert list(batch["named_rewards"]) == ["z", "a"]
+    # The same by the rewards' names, in a config that a run takes.
+    config = tiny_config("GDPO", changes | {"algorithm.weights": {"a": 0.0, "z": 1.0}}).algorithm
+    roles = dict.fromkeys(("actor", "reference", "reward"))
+    named = ALGORITHMS["GDPO"](config, roles, samples=samples, max_response_length=4)
+    for found in (batch, named.compute_advantages(batch)):
+        groups = np.asarray(batch["named_rewards"]["z"]).reshape(-1, samples)
+        rows = np.asarray(found["advantages"])[:, 0].reshape(groups.shape)
         # Longer is better by the first reward, and worse by the second.
         differ = groups.max(axis=1) > groups.min(axis=1)
         assert differ.any()

@@ -277,16 +277,6 @@ def test_others_go_on_while_a_long_prompt_is_read(model, monkeypatch):
         service.close(0)
 
 
-def test_several_answers_to_a_prompt_read_it_once(model):
-    service = GenerationService(model, slots=2)
-    prompt = tuple(random.Random(3).choices(range(64), k=70))
-    try:
-        _, _, cached = answers(service, [Request(prompt, 8, choice=i) for i in range(3)])
-        assert sorted(cached) == [0] + [64] * 2
-    finally:
-        service.close(0)
-
-
 @pytest.mark.slow
 def test_little_room_means_more_reading_and_the_same_answers(model, monkeypatch):
     """Room for two prompts or so, of eight with long ones among them, and cancelled ones."""

@@ -286,11 +286,11 @@ def test_a_row_of_a_mixed_batch_draws_what_a_program_of_its_sampling_does(kernel
     begun = np.random.default_rng(3).integers(0, 5000, (each, 6))
     counts = TokenCounts.of(begun[:, :3], begun[:, :3] >= 0, vocab, begun[:, 3:], begun[:, 3:] >= 0)
     wanted = [
-        draw(
-            logits, keys, positions, sampling, counts if sampling.penalised else None, kernels
+        jax.jit(functools.partial(draw, options=sampling, kernels=kernels))(
+            logits, keys, positions, counts=counts if sampling.penalised else None
         )
         for sampling in samplings
-    ]  # fmt: skip
+    ]
 
     many = len(samplings)
     mixed = [sampling for sampling in samplings for _ in range(each)]

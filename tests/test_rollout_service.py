@@ -24,6 +24,7 @@ CONFIG = ModelConfig(
     max_length=256,
 )  # fmt: skip
 SECONDS = 120
+SLOTS = 2  # nearly everywhere the same, so that an engine's programs are compiled once
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def model():
 
 @pytest.fixture
 def service(model):
-    made = GenerationService(model, slots=4)
+    made = GenerationService(model, slots=SLOTS)
     yield made
     made.close(0)
 
@@ -42,7 +43,7 @@ def service(model):
 def test_its_thread_ends_before_the_interpreter(model, monkeypatch):
     at_exit = []
     monkeypatch.setattr("atexit.register", lambda *call, **named: at_exit.append((call, named)))
-    service = GenerationService(model, slots=1)
+    service = GenerationService(model, slots=SLOTS)
     answer = Answer(service, Request((1, 2, 3), 40, SamplingParams(temperature=0)))
     [((close, *values), named)] = at_exit
     close(*values, **named)
@@ -114,7 +115,7 @@ def check(service, requests, alone):
 
 @pytest.mark.parametrize("count", [12, pytest.param(250, marks=pytest.mark.slow)])
 @pytest.mark.extended
-def test_each_request_gets_what_generate_gives(count, model, service):
+def test_each_request_gets_what_generate_gives(count, model):
     def alone(request):
         asked = request.options
         [answer] = model.generate(
@@ -132,7 +133,11 @@ def test_each_request_gets_what_generate_gives(count, model, service):
         dataclasses.replace(draw.choice(kinds), prompt=plain(draw).prompt, seed=i)
         for i in range(count)
     ]
-    check(service, requests, alone)
+    service = GenerationService(model, slots=4)
+    try:
+        check(service, requests, alone)
+    finally:
+        service.close(0)
 
 
 class Spread:
@@ -191,7 +196,7 @@ def test_log_probs_are_those_of_the_draw_and_of_the_policy(model, service):
 
 
 def test_a_request_that_is_cancelled_makes_room(model):
-    service = GenerationService(model, slots=2)
+    service = GenerationService(model, slots=SLOTS)
     endless = Request((1, 2, 3), 120)
     answers = [Answer(service, dataclasses.replace(endless, seed=i)) for i in range(4)]
     while not answers[0].pieces:
@@ -202,6 +207,16 @@ def test_a_request_that_is_cancelled_makes_room(model):
     for answer in answers[1:3]:
         tokens, _, finish = answer.whole()
         assert (len(tokens), finish) == (120, "length")
+    service.close(0)
+
+
+def test_several_answers_to_a_prompt_read_it_once(model):
+    """The other tests of what is kept of prompts are in test_rollout_prefixes."""
+    service = GenerationService(model, slots=SLOTS)
+    prompt = tuple(random.Random(3).choices(range(64), k=70))
+    answers = [Answer(service, Request(prompt, 8, choice=i)) for i in range(3)]
+    assert [answer.whole()[2] for answer in answers] == ["length"] * 3
+    assert sorted(answer.ticket.cached_tokens for answer in answers) == [0] + [64] * 2
     service.close(0)
 
 
@@ -255,21 +270,23 @@ def test_what_can_never_be_answered_is_refused(request_, message, service):
 
 
 def test_a_full_queue_and_a_closed_service_refuse(model):
-    service = GenerationService(model, slots=1, max_queue=1)
-    running = Answer(service, Request((1,), 250))
-    while not running.pieces:
-        time.sleep(0.01)
-    waiting = Answer(service, Request((1,), 250, seed=1))
+    service = GenerationService(model, slots=SLOTS, max_queue=1)
+    answers = []
+    for seed in range(SLOTS):
+        answers.append(Answer(service, Request((1,), 250, seed=seed)))
+        while not answers[-1].pieces:
+            time.sleep(0.01)
+    answers.append(Answer(service, Request((1,), 250, seed=SLOTS)))
     with pytest.raises(QueueFull, match="1 requests wait"):
         service.submit(Request((1,), 5), lambda piece: None)
     service.close(0)
-    assert running.whole()[2] == waiting.whole()[2] == "cancelled"
+    assert [answer.whole()[2] for answer in answers] == ["cancelled"] * (SLOTS + 1)
     with pytest.raises(RunError, match="closing"):
         service.submit(Request((1,), 5), lambda piece: None)
 
 
 def test_closing_lets_those_end_that_are_there(model):
-    service = GenerationService(model, slots=2)
+    service = GenerationService(model, slots=SLOTS)
     answers = [Answer(service, Request((i,), 40)) for i in range(5)]
     service.close(SECONDS)
     assert [answer.whole()[2] for answer in answers] == ["length"] * 5

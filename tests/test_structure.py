@@ -17,9 +17,15 @@ METHODS = 20  # public ones that a class defines itself
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
+@functools.cache
+def nodes_of(tree: ast.AST) -> list[ast.AST]:
+    """A node and all below it, listed once for all checks."""
+    return list(ast.walk(tree))
+
+
 def long_functions(tree: ast.Module) -> Iterator[str]:
     """Functions of more than ``LINES`` lines."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, Function):
             lines = node.end_lineno - node.lineno + 1
             if ast.get_docstring(node) is not None:
@@ -31,7 +37,7 @@ def long_functions(tree: ast.Module) -> Iterator[str]:
 
 def wide_classes(tree: ast.Module) -> Iterator[str]:
     """Classes with more than ``METHODS`` public methods and properties of their own."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.ClassDef):
             names = {n.name for n in node.body if isinstance(n, Function)}
             public = [name for name in names if not name.startswith("_")]
@@ -43,17 +49,18 @@ def unpacked_tuples(tree: ast.Module) -> Iterator[str]:
     """Calls that unpack a tuple written in the same function: `f(*(a, b), c)`, or `given = a, b`
     and `f(*given)`. Their arguments had better have names."""
     found = set()
-    for function in ast.walk(tree):
+    for function in nodes_of(tree):
         if not isinstance(function, Function):
             continue
+        nodes = nodes_of(function)
         made = {
             target.id
-            for node in ast.walk(function)
+            for node in nodes
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
             for target in node.targets
             if isinstance(target, ast.Name)
         }
-        for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+        for call in (node for node in nodes if isinstance(node, ast.Call)):
             for argument in call.args:
                 value = argument.value if isinstance(argument, ast.Starred) else None
                 if isinstance(value, ast.Tuple) or isinstance(value, ast.Name) and value.id in made:

@@ -37,6 +37,13 @@ def notebooks(tmp_path_factory):
     return trainer, first, more, folder
 
 
+@pytest.fixture(scope="module")
+def critic_free():
+    """A GRPO trainer that has done four steps, the rows of these and its last batch."""
+    with trainer_of("GRPO", {"steps": 4}) as trainer:
+        yield trainer, trainer.run(), trainer.batch
+
+
 @pytest.mark.parametrize(
     "algorithm, present",
     [
@@ -46,9 +53,12 @@ def notebooks(tmp_path_factory):
         pytest.param("SafeRLHF", CONTRACT, marks=pytest.mark.extended),
     ],
 )
-def test_keys_and_values_of_a_row(algorithm, present, notebooks):
+def test_keys_and_values_of_a_row(algorithm, present, request):
     if algorithm == "PPO":
-        rows, batch = notebooks[0].history, notebooks[0].batch
+        trainer = request.getfixturevalue("notebooks")[0]
+        rows, batch = trainer.history, trainer.batch
+    elif algorithm == "GRPO":
+        _, rows, batch = request.getfixturevalue("critic_free")
     else:
         with trainer_of(algorithm, {"steps": 4}) as trainer:
             rows, batch = trainer.run(), trainer.batch
@@ -154,12 +164,12 @@ def test_a_notebooks_trainer_writes_nothing(notebooks):
     assert list(folder.iterdir()) == []
 
 
-def test_the_reward_function_can_be_changed_between_steps(tmp_path):
-    with trainer_of("GRPO", {"steps": 2}) as trainer:
-        trainer.step()
-        worker = trainer.roles.groups["reward"].worker
-        worker.function.function = lambda prompts, responses, **columns: [7.0] * len(responses)
-        assert trainer.step()["reward/mean"] == 7.0
+def test_the_reward_function_can_be_changed_between_steps(critic_free):
+    trainer, rows, _ = critic_free
+    assert rows[-1]["reward/mean"] != 7.0
+    worker = trainer.roles.groups["reward"].worker
+    worker.function.function = lambda prompts, responses, **columns: [7.0] * len(responses)
+    assert trainer.step()["reward/mean"] == 7.0
 
 
 def test_files_of_a_workdir(tmp_path):

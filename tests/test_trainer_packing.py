@@ -26,7 +26,7 @@ RUNS = {
     "GRPO": ("GRPO", {"algorithm.kl_in": "loss", "algorithm.kl_coef": 0.05}),
     "ReMax": ("ReMax", {"rollout.samples": 1, "rollout.prompts": 16}),
     "SafeRLHF": ("SafeRLHF", {"algorithm.pretraining_coef": 0.1}),
-    "SFT": ("SFT", {"warm_start.steps": 0}),
+    "SFT": ("SFT", {"warm_start.steps": 0, "eval.every": 0}),
     "split": ("PPO", {"placement": "split", "layout.actor.train.tensor": 2}),
     "fsdp, offload": ("PPO", {"layout.actor.train.fsdp": 4, "actor.offload": "all"}),
 }

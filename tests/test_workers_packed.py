@@ -24,7 +24,7 @@ from hjax.workers.scalar import RewardTrainer
 DESCENT = OptimizerConfig(learning_rate=1e9, epsilon=1e6, max_grad_norm=0.0)
 SCALE = 1e3
 ROWS, SAMPLES, PROMPT, LENGTH, VOCAB = 16, 4, 6, 20, 32
-MODEL = ModelConfig(VOCAB, 16, 24, 2, 4, 2, 4, 32, tie_embeddings=False)
+MODEL = ModelConfig(VOCAB, 16, 24, 1, 4, 2, 4, 32, tie_embeddings=False)
 
 POLICY = {
     "clipped": PolicyLoss(clip_high=0.3, dual_clip=3.0),
@@ -381,7 +381,8 @@ def test_a_pack_never_shares_prompts_where_the_kernel_cannot(batch):
 
 @pytest.mark.parametrize("axis", ["pipe", "context", "tensor"])
 def test_a_split_row_has_no_choice(axis):
-    worker = Actor(context("actor", POLICY["clipped"], 2, {axis: 2}, **CHOSEN))
+    model = dataclasses.replace(MODEL, layers=2)
+    worker = Actor(context("actor", POLICY["clipped"], 2, {axis: 2}, model=model, **CHOSEN))
     assert (worker.packer is not None) == (axis == "tensor")
 
 

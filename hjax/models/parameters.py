@@ -182,10 +182,10 @@ class Network:
                 "of its weights"
             )
 
-        def create(key: jax.Array) -> Params:
-            return jax.tree.map(lambda x, s: x.astype(s.dtype), self._create(key), self.shapes)
-
-        return jax.jit(create, out_shardings=self.shardings(layout))(jax.random.key(seed))
+        shardings, structure = jax.tree.flatten(self.shardings(layout))
+        dtypes = tuple(x.dtype for x in jax.tree.leaves(self.shapes))
+        drawn = _drawing(self._create, dtypes, tuple(shardings))(jax.random.key(seed))
+        return jax.tree.unflatten(structure, drawn)
 
     def create_learned(self, seed: int, layout: Layout) -> Params:
         """The trainable part of ``create``; frozen parameters are not created."""
@@ -225,6 +225,19 @@ def network_of(module: type, config: ModelConfig) -> Network:
         jax.tree.map(lambda kind: config.lora is None or kind.trained_with_adapters, kinds)
     )
     return Network(module, config, graph, declared, axes, kinds, shapes, partition, create, state)
+
+
+@functools.lru_cache(maxsize=64)
+def _drawing(
+    create: Callable[[jax.Array], Params], dtypes: tuple[Any, ...], shardings: tuple[Any, ...]
+) -> Callable[[jax.Array], list[jax.Array]]:
+    """The program that draws a model's parameters, compiled once for all that are alike."""
+
+    def draw(key: jax.Array) -> list[jax.Array]:
+        leaves = jax.tree.leaves(create(key))
+        return [x.astype(dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
+
+    return jax.jit(draw, out_shardings=list(shardings))
 
 
 def _select(tree: Params, other: Params) -> Params:
