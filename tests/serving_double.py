@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -205,9 +206,15 @@ def served(
     tokenizer: Tokenizer | None = None,
     reload: WeightReload | None = None,
     model: ServedModel | None = None,
+    send_buffer: int = 0,
 ) -> Iterator[tuple[str, Server, asyncio.AbstractEventLoop]]:
-    """A server on a free port, its URL and its loop; stopped at the end."""
+    """A server on a free port, its URL and its loop; stopped at the end.
+
+    With ``send_buffer`` the kernel keeps so many bytes that a client has not read, else megabytes.
+    """
     bound = bind("127.0.0.1", 0)
+    if send_buffer:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     url = f"http://{address_of(bound)}"
     up, loops, servers = threading.Event(), [], []
 

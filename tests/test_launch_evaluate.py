@@ -227,7 +227,7 @@ def test_what_is_unscored_is_left_out(said):
 def test_a_home_directory_and_a_disk_that_is_full(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HOME", str(folder))
-    flags = ["--model=~/model", "--data=~/q.jsonl", "--reward=math", "--max_new_tokens=1"]
+    flags = ["--model=~/model", "--data=~/q.jsonl", "--reward=math", "--max_new_tokens=2"]
     assert evaluate.main(flags) == 0
     monkeypatch.setattr(evaluate, "_new_file", lambda name: pathlib.Path("/dev/full"))
     assert evaluate.main([*flags, "--output=full.jsonl"]) == 1

@@ -530,8 +530,8 @@ def test_rows_see_their_prompt_and_their_own_columns(scores, shared, parts, new)
     sink = None if sink is None else jnp.asarray(sink, jnp.float32)
 
     @functools.partial(jax.jit, static_argnames="axis")
-    def attended(q, prompt_k, prompt_v, own_k, own_v, **axis):
-        return decode.attend_slots(q, prompt_k, prompt_v, own_k, own_v, slots, scoring, sink, **axis)
+    def attended(*arrays, **axis):
+        return decode.attend_slots(*arrays, slots, scoring, sink, **axis)
 
     np.testing.assert_allclose(attended(*single), expected, atol=2e-6)
     for axis in (cache_axis.COLUMNS, cache_axis.TILES):

@@ -224,7 +224,7 @@ def test_a_client_that_goes_away_ends_its_responses(stream):
 def test_a_client_that_does_not_read_is_cut_off_and_hinders_nobody():
     service = Scripted(endless, piece=1, pause=0.0005)
     limits = ServerLimits(idle_seconds=1.0)
-    with served(service, limits, tokenizer=byte_tokenizer()) as (url, _, _):
+    with served(service, limits, tokenizer=byte_tokenizer(), send_buffer=4096) as (url, _, _):
         with connected(url) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             fields = {"stream": True, "n": 8, "max_tokens": LONG, "logprobs": 1}

@@ -89,14 +89,20 @@ def test_placement(ppo):
     assert ppo[0]["host_roles"] == ["reward"]
 
 
-def test_a_dry_run_of_sft():
-    description, _ = describe("SFT", {"steps": 9})
+def test_a_dry_run_of_sft_writes_and_trains_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    description, trainer = describe("SFT", {"steps": 9})
     assert description["batch"]["sequences_per_update"] == 8
     assert description["parameters"] == {"actor": DECODER}
+    nothing_is_done(trainer, tmp_path)
 
 
-def test_a_dry_run_writes_and_trains_nothing(tmp_path, monkeypatch):
+@pytest.mark.extended
+def test_a_dry_run_of_grpo_writes_and_trains_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    _, trainer = describe("GRPO", {})
+    nothing_is_done(describe("GRPO", {})[1], tmp_path)
+
+
+def nothing_is_done(trainer, tmp_path):
     assert trainer.step_number == 0 and trainer.history == []
     assert list(tmp_path.iterdir()) == []

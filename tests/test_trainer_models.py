@@ -154,10 +154,17 @@ def test_a_workdir_gives_weights_to_the_next_run(first):
     assert model.generate(["312>"], max_new_tokens=3, temperature=0)[0].text is not None
 
 
-def test_a_language_model_does_not_judge(first):
+@pytest.mark.parametrize(
+    "name, algorithm, role",
+    [
+        ("run", "GRPO", "reward"),
+        ("model", "SafeRLHF", "cost"),
+        pytest.param("run", "SafeRLHF", "cost", marks=pytest.mark.extended),
+        pytest.param("model", "GRPO", "reward", marks=pytest.mark.extended),
+    ],
+)
+def test_a_language_model_does_not_judge(name, algorithm, role, first):
     """It got a head of zeros, and every answer the reward 0."""
     folder, _ = first
-    for name in ("run", "model"):
-        for algorithm, role in (("GRPO", "reward"), ("SafeRLHF", "cost")):
-            with pytest.raises(ConfigError, match=f"{role}.path=.*{name}: a language model"):
-                hjax.Trainer(tiny_config(algorithm, {f"{role}.path": str(folder / name)}))
+    with pytest.raises(ConfigError, match=f"{role}.path=.*{name}: a language model"):
+        hjax.Trainer(tiny_config(algorithm, {f"{role}.path": str(folder / name)}))

@@ -89,6 +89,7 @@ def test_samples_without_a_reward_leave_the_step(spoiled, tmp_path):
     assert sample["reward"] is None
 
 
+@pytest.mark.extended  # test_errors has it too
 def test_too_many_without_a_reward_stop_the_run(spoiled):
     changes = {"reward.function": spoiled.replace("Spoiled", "some"), "reward.max_unscored": 0.4}
     with trainer_of("GRPO", changes) as trainer:
