@@ -161,7 +161,7 @@ def test_a_scalar_head_is_the_adapters(tmp_path):
     for lora in (None, Lora(3, 7.0, ("q", "v", "o", "gate", "down"))):
         network = network_with(tmp_path, lora, scalar=True)
         params = load_params(tmp_path / "adapter", network, one_device())
-        score = jax.jit(lambda params, net=network: net.bind(params)(TOKENS, positions, Causal(mask)))
+        score = jax.jit(lambda x, bind=network.bind: bind(x)(TOKENS, positions, Causal(mask)))
         found = score(params)[:, -1]
         np.testing.assert_allclose(found, expected, atol=1e-4)
 
