@@ -93,18 +93,32 @@ def test_calls_that_wait_when_a_pool_is_closed_say_so():
         clerk.use({})
 
 
-def test_prompts_of_two_calls_are_never_taken_for_one_another():
-    with trainer_of("GRPO", {"rollout.samples": 2}) as trainer:
-        trainer.step()
-        actor = trainer.roles.groups["actor"]
-        width = trainer.inputs.prompt_length
-        ask = {"prompts": np.ones((8, width), np.int32), "prompt_mask": np.ones((8, width), bool)}
-        first, second = (actor.generate_sequences(ask | {"step": 3}).result() for _ in range(2))
-        ids = [np.asarray(batch["prompt_id"]) for batch in (first, second)]
-        assert all((x.reshape(8, 2)[:, 0] == x.reshape(8, 2)[:, 1]).all() for x in ids)
-        assert not set(ids[0]) & set(ids[1])
-        mixed = {"prompt_id": np.stack(ids, axis=1).ravel()}
-        assert not actor.worker.grouped(mixed)
+@pytest.fixture(scope="module")
+def stepped(tmp_path_factory):
+    """A trainer after its first step, of GRPO with a metric of its own, and that step's row."""
+    folder = tmp_path_factory.mktemp("told")
+    (folder / "told.py").write_text(
+        "import hjax\n"
+        "class Told(hjax.algorithms.GRPO):\n"
+        "    def step(self, prompts):\n"
+        "        self.log({'mine': 1.5}, 'actor')\n"
+        "        return super().step(prompts)\n"
+    )
+    with trainer_of(f"{folder}/told.py:Told", {"rollout.samples": 2}) as trainer:
+        yield trainer, trainer.step()
+
+
+def test_prompts_of_two_calls_are_never_taken_for_one_another(stepped):
+    trainer, _ = stepped
+    actor = trainer.roles.groups["actor"]
+    width = trainer.inputs.prompt_length
+    ask = {"prompts": np.ones((8, width), np.int32), "prompt_mask": np.ones((8, width), bool)}
+    first, second = (actor.generate_sequences(ask | {"step": 3}).result() for _ in range(2))
+    ids = [np.asarray(batch["prompt_id"]) for batch in (first, second)]
+    assert all((x.reshape(8, 2)[:, 0] == x.reshape(8, 2)[:, 1]).all() for x in ids)
+    assert not set(ids[0]) & set(ids[1])
+    mixed = {"prompt_id": np.stack(ids, axis=1).ravel()}
+    assert not actor.worker.grouped(mixed)
 
 
 def test_a_save_that_fails_leaves_nothing_and_can_be_tried_again(tmp_path):
@@ -203,14 +217,6 @@ def test_state_that_nobody_shows_at_the_start_is_not_lost_in_silence(tmp_path):
             trainer.run()
 
 
-def test_metrics_of_ones_own_stand_beside_an_updates(tmp_path):
-    (tmp_path / "told.py").write_text(
-        "import hjax\n"
-        "class Told(hjax.algorithms.GRPO):\n"
-        "    def step(self, prompts):\n"
-        "        self.log({'mine': 1.5}, 'actor')\n"
-        "        return super().step(prompts)\n"
-    )
-    with trainer_of(f"{tmp_path}/told.py:Told") as trainer:
-        row = trainer.step()
+def test_metrics_of_ones_own_stand_beside_an_updates(stepped):
+    _, row = stepped
     assert row["actor/mine"] == 1.5 and np.isfinite(row["actor/loss"])

@@ -68,6 +68,7 @@ def test_keys_and_values_of_a_row(algorithm, present, request):
         assert present <= row.keys()
         absent = CONTRACT - present
         assert not absent & row.keys()  # a key that does not apply is absent
+        assert "throughput/mfu" not in row  # of CPUs, whose peak is unknown
         assert not any(key.startswith("eval/") for key in row)  # eval.every = 0
         json.dumps(row)  # plain numbers
     assert [row["step"] for row in rows] == [1, 2, 3, 4]

@@ -48,6 +48,5 @@ def test_a_peak_is_told_only_of_known_devices():
     h100, cpu = device("NVIDIA H100 80GB HBM3"), device("cpu")
     assert peak_flops([h100, h100], float32=False) == 2 * 989e12
     assert peak_flops([device("TPU v5 lite")], float32=True) == pytest.approx(197e12 / 6)
+    # Rows then have no share of it, see test_trainer_metrics.
     assert peak_flops([h100, cpu], float32=False) == 0
-    with trainer_of("GRPO", {"steps": 1}) as trainer:
-        assert "throughput/mfu" not in trainer.step()
