@@ -207,7 +207,8 @@ def test_text_without_a_tokenizer(tmp_path):
 
 def test_empty_prompt_without_bos(tmp_path):
     LETTERS.save(tmp_path / "plain")
-    (tmp_path / "plain/tokenizer_config.json").write_text('{"add_bos_token": false}')
+    file = tmp_path / "plain/tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"post_processor": None}))
     with pytest.raises(DataError, match=":1: the prompt is empty"):
         Dataset.from_file(jsonl(tmp_path, {"prompt": ""}), Tokenizer.load(tmp_path / "plain"))
 

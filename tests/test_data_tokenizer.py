@@ -115,13 +115,6 @@ def test_post_processor_decides_without_a_config(tmp_path):
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (1, 2, 0)
 
 
-def test_config_can_switch_bos_off(tmp_path):
-    Tokenizer.characters("abc").save(tmp_path)
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "add_bos_token": False}))
-    assert Tokenizer.load(tmp_path).encode("ab") == [3, 4]
-
-
 def test_chat_template_from_a_file(tmp_path):
     Tokenizer.characters("abc").save(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(

@@ -93,7 +93,7 @@ def test_metadata_has_the_version_of_the_package(distributions):
     assert metadata["Requires-Python"] == ">=3.11"
     extras = set(metadata.get_all("Provides-Extra"))
     known = {"test", "tpu", "cuda", "math", "constraints", "jetstream", "notebooks", "serve"}
-    known |= {"rewards", "wandb", "browser", "cluster", "datasets", "docs"}
+    known |= {"rewards", "wandb", "browser", "cluster", "datasets", "docs", "tokenizers"}
     assert extras == known
 
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back: Hugging Face tokenizer.json files and character tokenizers."""
+"""Text to token ids and back: Hugging Face tokenizers and character tokenizers."""
 
 from __future__ import annotations
 
@@ -10,23 +10,37 @@ from typing import TYPE_CHECKING, Any
 
 from hjax.data.chat_templates import render
 from hjax.data.token_bytes import TokenBytes
+from hjax.data.tokenizer_files import (
+    DEFAULT,
+    MORE_TEMPLATES,
+    TEMPLATE,
+    content,
+    read_tokenizer_files,
+    special_tokens,
+)
 from hjax.data.turn_ends import TurnEnds, find_turn_ends
 from hjax.errors import ConfigError, DataError, short_repr
 from hjax.files import replace_file
-from hjax.user_input import read_object, read_text, user_path
 
 if TYPE_CHECKING:
     import tokenizers
 
-# Usual names of special tokens, for a tokenizer.json without a tokenizer_config.json.
+# Usual names of special tokens, for a tokenizer whose files name none.
 _USUAL_NAMES = {
     "bos_token": ("<s>", "<bos>", "<|begin_of_text|>", "[BOS]"),
     "eos_token": ("</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>", "[EOS]"),
     "pad_token": ("<pad>", "[PAD]"),
 }
 
-# Files of the default chat template and of further ones (folder of NAME.jinja); the default's name.
-TEMPLATE, MORE_TEMPLATES, DEFAULT = "chat_template.jinja", "additional_chat_templates", "default"
+# Name of the template of chats with tools, where there is one beside the default.
+TOOL_USE = "tool_use"
+
+# What `clean_up_tokenization_spaces` replaces in decoded text, in this order.
+_CLEANED = (
+    *((f" {mark}", mark) for mark in ".?!,"),
+    (" ' ", "'"),
+    *((f" {end}", end) for end in ("n't", "'m", "'s", "'ve", "'re")),
+)
 
 # Characters from which on a text is encoded with the GIL released.
 LONG_TEXT = 4096
@@ -42,7 +56,8 @@ class Tokenizer:
       vocab_size: highest id + 1, so that an embedding of that many rows holds every id.
       bos_id, eos_id, pad_id: ids, or None where the tokenizer has no such token.
       chat_template: Jinja source of the default chat template, which `chat` renders, or None.
-      chat_templates: sources of further templates by name; they are only saved again.
+      chat_templates: sources of further templates by name: `chat` renders `tool_use` where tools
+        are given; the others are only saved again.
     """
 
     def __init__(
@@ -65,6 +80,11 @@ class Tokenizer:
         self.pad_id = self._special_id("pad_token")
         self._extra_eos_ids = tuple(extra_eos_ids)
         self._prefix = self._added_prefix()
+        # As in transformers, which leaves BPE alone: there the spaces are the text's own.
+        corrupts = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+        self._cleans = bool(config.get("clean_up_tokenization_spaces")) and (
+            type(backend.model).__name__ != "BPE" or bool(config.get(corrupts))
+        )
 
     @classmethod
     def load(cls, path: str | Path, model: Path | None = None) -> Tokenizer:
@@ -72,51 +92,21 @@ class Tokenizer:
 
         `model`: directory of a model whose `generation_config.json` is read too.
 
-        These files beside it are read too: tokenizer_config.json, special_tokens_map.json,
-        chat_template.jinja and additional_chat_templates/*.jinja (which override the config's
-        templates), generation_config.json and config.json (end-of-sequence ids). Raises DataError
-        when there is no usable tokenizer.
+        These files beside it are read too, as transformers reads them: tokenizer_config.json,
+        special_tokens_map.json and added_tokens.json (both only without the config's
+        `added_tokens_decoder`), chat_template.jinja and additional_chat_templates/*.jinja (which
+        override the config's templates), generation_config.json and config.json (end-of-sequence
+        ids). A directory without tokenizer.json is converted by transformers, if it is installed.
+        Raises DataError when there is no usable tokenizer.
         """
-        import tokenizers
-
-        path = user_path(path, "tokenizer ")
-        file = path if path.is_file() else path / "tokenizer.json"
-        if not file.is_file():
-            if not path.exists():
-                problem = "there is no such file or directory"
-            elif (path / "tokenizer.model").is_file():
-                problem = "it holds only a SentencePiece tokenizer.model; convert it to json first"
-            else:
-                problem = "the directory holds no tokenizer.json"
-            raise DataError(f"tokenizer {path}: {problem}")
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises plain Exception
-            reason = str(error).splitlines()[0]
-            raise DataError(f"tokenizer {file}: not a readable tokenizer.json ({reason})") from None
-        # The file's padding and truncation settings would silently change what `encode` returns.
-        backend.no_padding()
-        backend.no_truncation()
-        folder = file.parent
-        config = {
-            **_read_json(folder / "special_tokens_map.json"),
-            **_read_json(folder / "tokenizer_config.json"),
-        }
-        templates = _templates(folder, config.get("chat_template"))
-        extra: list[int] = []
-        files = [folder / "generation_config.json", folder / "config.json"]
-        for file_of_ids in files + ([model / "generation_config.json"] if model else []):
-            ids = _read_json(file_of_ids).get("eos_token_id")
-            several = ids if isinstance(ids, list) else [] if ids is None else [ids]
-            for one in several:
-                if not isinstance(one, int) or isinstance(one, bool) or one < 0:
-                    raise DataError(
-                        f"{file_of_ids}: eos_token_id is {short_repr(ids, 80)}; a token id, "
-                        "or a list of them"
-                    )
-            extra += several
-        name = folder.resolve().name if file.name == "tokenizer.json" else file.stem
-        return cls(backend, config, name=name, chat_templates=templates, extra_eos_ids=extra)
+        files = read_tokenizer_files(path, model)
+        return cls(
+            files.backend,
+            files.config,
+            name=files.name,
+            chat_templates=files.templates,
+            extra_eos_ids=files.eos_ids,
+        )
 
     @classmethod
     def characters(cls, alphabet: str) -> Tokenizer:
@@ -154,10 +144,11 @@ class Tokenizer:
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Token ids of `text`.
 
-        `add_special` prepends BOS, if tokenizer_config.json's `add_bos_token` or, without that,
-        the json's post-processor says so. EOS is never added. Pass `add_special=False` for text
-        that already contains its special tokens, such as a rendered chat template. Raises
-        DataError for a character outside the vocabulary of a tokenizer without an unknown token.
+        `add_special` prepends BOS, if tokenizer.json's post-processor says so; beside that file
+        transformers does not follow the config's `add_bos_token` either. EOS is never added. Pass
+        `add_special=False` for text that already contains its special tokens, such as a rendered
+        chat template. Raises DataError for a character outside the vocabulary of a tokenizer
+        without an unknown token.
         """
         try:
             ids = self._ids(text)
@@ -183,7 +174,10 @@ class Tokenizer:
 
     def decode(self, tokens: Sequence[int], skip_special: bool = True) -> str:
         """Text of token ids (ints or an integer array), by default without special tokens."""
-        return self._backend.decode([int(t) for t in tokens], skip_special_tokens=skip_special)
+        text = self._backend.decode([int(t) for t in tokens], skip_special_tokens=skip_special)
+        for spaced, cleaned in _CLEANED if self._cleans else ():
+            text = text.replace(spaced, cleaned)
+        return text
 
     def decode_response(
         self, prompt_tokens: Sequence[int], response_tokens: Sequence[int]
@@ -206,6 +200,8 @@ class Tokenizer:
     ) -> str:
         """Render chat messages with the tokenizer's Jinja template, in an isolated process.
 
+        Where there is a template `tool_use` and tools are given, it is that one.
+
         Args:
           messages: dicts with `role` and `content`, as Hugging Face templates expect them.
           add_generation_prompt: end with the header of the assistant's turn.
@@ -214,10 +210,12 @@ class Tokenizer:
         Returns the text with special tokens: encode it with `add_special=False`.
         Raises DataError without a template, or when the template raises.
         """
-        if not self.chat_template:
+        template = self.template_for(variables.get("tools"))
+        if not template:
+            others = f" named default, only {', '.join(sorted(self.chat_templates))}"
             raise DataError(
-                f"tokenizer {self.name} has no chat template; give prompts as strings, or put a "
-                "chat_template.jinja beside its tokenizer.json"
+                f"tokenizer {self.name} has no chat template{others if self.chat_templates else ''}"
+                "; give prompts as strings, or put a chat_template.jinja beside its tokenizer.json"
             )
         if variables.get("continue_final_message"):
             raise DataError(
@@ -226,14 +224,10 @@ class Tokenizer:
             )
         # As in transformers: templates test for missing keys, not for null.
         messages = [{k: v for k, v in each.items() if v is not None} for each in messages]
-        special = {
-            key: text for key in self._config
-            if key.endswith("_token") and (text := _content(self._config[key])) is not None
-        }
-        values = {"tools": None, "documents": None, **special, **variables}
+        values = {"tools": None, "documents": None, **special_tokens(self._config), **variables}
         values |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         try:
-            return render(self.chat_template, values)
+            return render(template, values)
         except DataError as error:
             shown = short_repr(list(messages), 80)
             raise DataError(
@@ -255,12 +249,22 @@ class Tokenizer:
         ids = (self.eos_id, *turns, *self._extra_eos_ids)
         return tuple(dict.fromkeys(i for i in ids if i is not None))
 
+    def template_for(self, tools: Any) -> str | None:
+        """Source of the template that renders a chat with these tools (None: without any)."""
+        found = None if tools is None else self.chat_templates.get(TOOL_USE)
+        return found or self.chat_template
+
     def token_bytes(self) -> TokenBytes:
         """The bytes of each token; DataError where the decoder does not tell them.
 
         A response is the concatenation of its tokens' bytes; after a prompt without text a
         SentencePiece-like tokenizer drops its first space.
         """
+        if self._cleans:
+            raise DataError(
+                f"tokenizer {self.name}: clean_up_tokenization_spaces changes what its tokens "
+                "decode to; set it to false in tokenizer_config.json"
+            )
         added = self._backend.get_added_tokens_decoder()
         special = {i for i, token in added.items() if token.special}
         spelled = self._backend.get_vocab(with_added_tokens=True)
@@ -305,21 +309,19 @@ class Tokenizer:
         return f"Tokenizer({self.name!r}, vocab_size={self.vocab_size})"
 
     def _special_id(self, key: str) -> int | None:
-        text = _content(self._config.get(key))
+        text = content(self._config.get(key))
         if text is not None and not isinstance(text, str):
             raise DataError(
                 f"tokenizer {self.name}: {key} is {short_repr(self._config[key], 80)}; text, "
                 "or null"
             )
-        candidates = _USUAL_NAMES[key] if not self._config else (text,) if text else ()
+        named = not _USUAL_NAMES.keys().isdisjoint(self._config)
+        candidates = ((text,) if text else ()) if named else _USUAL_NAMES[key]
         ids = (self._backend.token_to_id(candidate) for candidate in candidates)
         return next((i for i in ids if i is not None), None)
 
     def _added_prefix(self) -> list[int]:
         """Ids that `encode` prepends (BOS); what a post-processor appends is ignored."""
-        says = self._config.get("add_bos_token")
-        if says is not None:
-            return [self.bos_id] if says and self.bos_id is not None else []
         vocabulary = self._backend.get_vocab(with_added_tokens=False)
         for probe in ("a", *vocabulary):
             try:
@@ -331,45 +333,3 @@ class Tokenizer:
                 starts = range(len(full) - len(plain) + 1)
                 return full[: next(i for i in starts if full[i : i + len(plain)] == plain)]
         return []
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    return read_object(file) if file.is_file() else {}
-
-
-def _templates(folder: Path, in_config: Any) -> dict[str, str]:
-    """Chat templates by name, from files if there are any, else from tokenizer_config.json."""
-    files = {DEFAULT: folder / TEMPLATE}
-    for file in sorted((folder / MORE_TEMPLATES).glob("*.jinja")):
-        files[file.name.removesuffix(".jinja")] = file
-    found = {name: read_text(file) for name, file in files.items() if file.is_file()}
-    return found or _config_templates(in_config)
-
-
-def _config_templates(in_config: Any) -> dict[str, str]:
-    """Templates in tokenizer_config.json: one, or a list of named ones."""
-    if in_config is None:
-        return {}
-    one = {"name": DEFAULT, "template": in_config}
-    entries = in_config if isinstance(in_config, list) else [one]
-    named: dict[str, str] = {}
-    for entry in entries:
-        of = entry if isinstance(entry, dict) else {}
-        name, template = of.get("name"), of.get("template")
-        if not isinstance(name, str) or not isinstance(template, str) or not name:
-            raise DataError(
-                f"tokenizer_config.json: chat_template is {short_repr(in_config, 80)}; text, or a "
-                "list of named ones"
-            )
-        if Path(name).name != name:  # `save` names a file after it
-            raise DataError(
-                f"tokenizer_config.json: a chat_template is named {short_repr(name, 80)}; a name "
-                "without /"
-            )
-        named[name] = template
-    return named
-
-
-def _content(token: Any) -> Any:
-    """The text of a special token: a string, or an object with a `content`."""
-    return token.get("content") if isinstance(token, dict) else token

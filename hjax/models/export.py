@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from hjax.data.tokenizer import MORE_TEMPLATES, TEMPLATE, Tokenizer
+from hjax.data.tokenizer import Tokenizer
+from hjax.data.tokenizer_files import CONVERTED, MORE_TEMPLATES, TEMPLATE, holds_tokenizer
 from hjax.errors import ConfigError
 from hjax.files import StrPath
 from hjax.models.base_checkpoints import recorded_step
@@ -29,15 +30,15 @@ from hjax.models.weights import (
 from hjax.sharded_values import ArrayRegions
 from hjax.user_input import user_path
 
-# Files beside weights and config that are copied unchanged, with additional chat templates.
+# Patterns of files beside weights and config that are copied unchanged; additional chat templates
+# are too.
 COPIED_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
-    "tokenizer.model",
     "special_tokens_map.json",
     "added_tokens.json",
-    "vocab.json",
     "merges.txt",
+    *CONVERTED,
     TEMPLATE,
     "generation_config.json",
 )
@@ -144,9 +145,8 @@ def _write_model(
         tokenizer.save(made)
     if beside is None:
         return
-    for file in (beside / name for name in COPIED_FILES):
-        if file.is_file():
-            shutil.copyfile(file, made / file.name)
+    for file in (each for pattern in COPIED_FILES for each in beside.glob(pattern)):
+        shutil.copyfile(file, made / file.name)
     for file in sorted((beside / MORE_TEMPLATES).glob("*.jinja")):
         (made / MORE_TEMPLATES).mkdir(exist_ok=True)
         shutil.copyfile(file, made / MORE_TEMPLATES / file.name)
@@ -178,7 +178,7 @@ def export_model(
                 f"{source}: its weights have a sequence classifier's head (score.weight), which a "
                 "language model's export would leave out"
             )
-        if (directory / "tokenizer.json").is_file():
+        if holds_tokenizer(directory):
             Tokenizer.load(directory).check_fits(read_config(directory).vocab_size, directory)
         config, params = load_trained(source)
         dtypes = {} if is_workdir(source) else stored_dtypes(directory, config)

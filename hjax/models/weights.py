@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from hjax.data.tokenizer_files import CONVERTED
 from hjax.errors import ConfigError
 from hjax.files import StrPath, read_json, saved_steps
 from hjax.models import huggingface
@@ -70,7 +71,8 @@ def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
+        wanted = ["*.json", "*.safetensors", "*.jinja", "merges.txt", *CONVERTED]
+        return Path(snapshot_download(name, allow_patterns=wanted))
     except Exception as error:  # the hub's client raises many kinds when it cannot be reached
         reason = (str(error).strip().splitlines() or [""])[0][:160]
         raise ConfigError(

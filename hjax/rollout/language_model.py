@@ -14,6 +14,7 @@ import numpy as np
 from hjax.config_aliases import refuse_arguments
 from hjax.data.response_text import ResponseText
 from hjax.data.tokenizer import Tokenizer
+from hjax.data.tokenizer_files import holds_tokenizer
 from hjax.errors import ConfigError, DataError, RunError
 from hjax.files import StrPath
 from hjax.kernels.int8_cache import AUTO
@@ -453,7 +454,7 @@ def load_model(
     layout = local_layout(config, tensor, copies)
     params = load_params(path, decoder_network(config), layout)
     tokenizer = None
-    if (directory / "tokenizer.json").is_file():
+    if holds_tokenizer(directory):
         tokenizer = Tokenizer.load(directory)
         tokenizer.check_fits(config.vocab_size, directory)
     eos = tokenizer.eos_ids if tokenizer is not None else read_eos_ids(directory)

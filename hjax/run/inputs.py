@@ -14,6 +14,7 @@ from hjax.data.mixing import MixedSampler
 from hjax.data.read_options import ReadOptions, parse_source_weights
 from hjax.data.tasks import TASKS, Task, get_task
 from hjax.data.tokenizer import Tokenizer
+from hjax.data.tokenizer_files import holds_tokenizer
 from hjax.errors import ConfigError, DataError
 from hjax.models.families import family_config
 from hjax.models.model_config import ModelConfig
@@ -158,7 +159,7 @@ def _tokenizer(config: ConfigDict, task: Task | None) -> Tokenizer | None:
 def load_tokenizer(path: str | Path) -> Tokenizer | None:
     """The tokenizer in a model's directory; None if it has none."""
     directory = model_directory(path)
-    return Tokenizer.load(directory) if (directory / "tokenizer.json").is_file() else None
+    return Tokenizer.load(directory) if holds_tokenizer(directory) else None
 
 
 def _datasets(

@@ -335,7 +335,8 @@ def _render(
 ) -> tuple[str, list[int]]:
     """The chat's text by the template, and its tokens."""
     tokenizer = served.text_tokenizer("messages")
-    if not tokenizer.chat_template:
+    template = tokenizer.template_for(tools or None)
+    if not template:
         raise RequestRefused(
             f"messages: {served.name} has no chat template; ask /v1/completions", param="messages"
         )
@@ -344,7 +345,7 @@ def _render(
         variables = read_template_arguments(fields.chat_template_kwargs, "chat_template_kwargs")
     except MessageError as error:
         raise RequestRefused(str(error), param=error.field) from None
-    if tools and not re.search(r"\btools\b", tokenizer.chat_template):
+    if tools and not re.search(r"\btools\b", template):
         raise RequestRefused(
             f"tools: the chat template of {served.name} has no place for them", param="tools"
         )

@@ -62,5 +62,5 @@ class ServedModel:
     @property
     def call_form(self) -> CallForm | None:
         """How it writes tool calls; None: its chat template does not say."""
-        template = self.tokenizer.chat_template if self.tokenizer is not None else None
+        template = None if self.tokenizer is None else self.tokenizer.template_for([])
         return None if template is None else call_form(template)
