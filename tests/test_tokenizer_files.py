@@ -209,7 +209,7 @@ def test_a_config_that_names_no_special_token_leaves_the_usual_ones(tmp_path):
     ("added_tokens", {"<a>": "290"}, "added_tokens.json: the file is {'<a>': '290'}"),
     ("tokenizer_config", {"added_tokens_decoder": {"x": flagged("<a>")}}, "tokens with their ids"),
     ("tokenizer_config", {"added_tokens_decoder": ["<a>"]}, "tokens with their ids"),
-    ("tokenizer_config", {"added_tokens_decoder": {"290": {"content": 5}}}, "tokens with their ids"),
+    ("tokenizer_config", {"added_tokens_decoder": {"290": {"content": 5}}}, "tokens with their id"),
     ("tokenizer_config", {"additional_special_tokens": "<a>"}, "special_tokens is '<a>'; a list"),
     ("tokenizer_config", {"additional_special_tokens": [5]}, "an added token is 5; text, or an"),
 ])  # fmt: skip
