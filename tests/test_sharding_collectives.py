@@ -381,3 +381,60 @@ def test_groups_that_the_partitioner_writes():
         frozenset({0, 4}), frozenset({1, 5}), frozenset({2, 6}), frozenset({3, 7})
     }  # fmt: skip
     assert found.received_bytes == 64 * 256 * 4 // 4
+
+
+# A TPU's asynchronous gather: a chain of fusions that hand on a semaphore, all of one channel.
+PART = """
+%NAME (p: f32[4,128]) -> f32[16,128] {
+  %p = f32[4,128]{1,0} parameter(0)
+  ROOT %g = f32[16,128]{1,0} all-gather(%p), channel_id=1, replica_groups=[2,4]<=[8], dimensions={0}
+}
+"""
+FLIGHT = "(f32[4,128]{1,0:S(1)}, f32[16,128]{1,0:S(1)}, u32[]{:S(2)})"
+
+
+def chain(tag, source):
+    """Start, a product that goes on beside it, and end."""
+    lines = [f"%start.{tag} = {FLIGHT} fusion(%{source}), kind=kCustom, calls=%start"]
+    for name, before in (("beside", "start"), ("end", "beside")):
+        lines += [
+            f"%{name}.a.{tag} = f32[4,128]{{1,0:S(1)}} get-tuple-element(%{before}.{tag}), index=0",
+            f"%{name}.b.{tag} = u32[]{{:S(2)}} get-tuple-element(%{before}.{tag}), index=2",
+        ]
+        shape = FLIGHT if name == "beside" else "f32[16,128]{1,0}"
+        lines.append(
+            f"%{name}.{tag} = {shape} fusion(%{name}.a.{tag}, %{name}.b.{tag}), kind=kCustom, "
+            f"calls=%{name}"
+        )
+    return "\n".join(f"  {line}" for line in lines)
+
+
+PARTS = "".join(PART.replace("NAME", name) for name in ("start", "beside", "end"))
+GATHERED = 3 * 4 * 128 * 4
+LIMITS = Limits({"bfloat16": 1.0}, 1.0, 1000.0)
+
+
+def test_chains_of_two_loops_may_have_the_same_channel():
+    loops, called = PARTS, []
+    for tag, trips in (("one", 5), ("two", 3)):
+        loops += (
+            f"%test.{tag} (t: (s32[])) -> pred[] {{\n  %t = (s32[]) parameter(0)\n"
+            "  ROOT %less = pred[] constant(false)\n}\n"
+            f"%turn.{tag} (t: (s32[])) -> (s32[]) {{\n  %t = (s32[]) parameter(0)\n"
+            f"  %w = f32[4,128]{{1,0}} constant({{...}})\n{chain(tag, 'w')}\n"
+            "  ROOT %r = (s32[]) tuple(%t)\n}\n"
+        )
+        called.append(
+            f"  %loop.{tag} = (s32[]) while(%t), condition=%test.{tag}, body=%turn.{tag}, "
+            f'backend_config={{"known_trip_count":{{"n":"{trips}"}}}}'
+        )
+    text = module("  %t = (s32[]) tuple(%x)\n" + "\n".join(called), loops)
+    assert [(c.kind, c.times) for c in collectives(text)] == [("all-gather", 5), ("all-gather", 3)]
+    assert received_bytes(text) == 8 * GATHERED == roofline(text, LIMITS).received
+
+
+def test_chains_one_after_the_other_may_have_the_same_channel():
+    first = "  %w = f32[4,128]{1,0} constant({...})\n" + chain("one", "w")
+    text = module(f"{first}\n{chain('two', 'w')}", PARTS)
+    assert received_bytes(text) == 2 * GATHERED == roofline(text, LIMITS).received
+    assert received_bytes(module(first, PARTS)) == GATHERED

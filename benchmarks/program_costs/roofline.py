@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from hjax.xla.collectives import (
     KINDS,
     Collective,
+    begins_chain,
     between_slices,
     chain_owners,
     fused_collectives,
@@ -393,15 +394,18 @@ class _Account:
     def _chains(self, computation: Computation) -> _Chains:
         """Collectives that run inside several fusions, from the first to the last of a channel."""
         chains = _Chains()
+        begun: dict[int | None, int] = {}  # chains of each channel, which may be used again
         for instruction in computation.instructions.values():
             if instruction.opcode != "fusion":
                 continue
             for found_in, inside in fused_collectives(self.module, instruction):
                 kind = fused_kind(found_in, inside)
                 number = inside.number("channel_id")
-                if number is not None and self._owners[number] != computation.name:
+                if number is not None and computation.name not in self._owners[number]:
                     continue  # a turn of a loop that it is fused with
-                channel = f"channel {number}"
+                if kind and begins_chain(computation, instruction):
+                    begun[number] = begun.get(number, 0) + 1
+                channel = f"channel {number}, chain {begun.get(number, 0)}"
                 first = channel not in chains.collectives
                 if first and kind:
                     size = found_in.operand_bytes(inside)

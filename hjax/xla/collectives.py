@@ -22,6 +22,7 @@ KINDS = (
     "reduce-scatter",
 )
 Groups = tuple[tuple[int, ...], ...]
+_SEMAPHORE = "S(2)"  # in the shape of a value in a TPU's semaphore memory
 
 # Between TPU slices a collective is a host transfer: its kind there -> ours, and the ratio of a
 # device's output to its input for n devices.
@@ -112,7 +113,7 @@ def fused_collectives(
     """The collectives inside a fusion, each with the computation that contains it.
 
     On TPUs an asynchronous collective is a chain of fusions: its start, its end and what is fused
-    with it all name it, by one channel.
+    with it all name it, by one channel. Another chain may have the same channel.
     """
     for name in fusion.called("calls"):
         inner = module.computations[name]
@@ -138,11 +139,18 @@ def fused_kind(fusion: Computation, inside: Instruction) -> str:
     return kind
 
 
-def chain_owners(module: HloModule) -> dict[int, str]:
-    """By channel of a collective inside fusions, the computation that starts its chain.
+def begins_chain(computation: Computation, fusion: Instruction) -> bool:
+    """Whether a fusion makes the semaphores of a chain (they have a memory space of their own) and
+    takes none."""
+    taken = (computation.instructions[name].shape for name in fusion.operands)
+    return _SEMAPHORE in fusion.shape and not any(_SEMAPHORE in shape for shape in taken)
 
-    A chain may be fused with a loop whose trips are not further collectives. So the owner is the
-    outermost computation that names the channel.
+
+def chain_owners(module: HloModule) -> dict[int, set[str]]:
+    """By channel of a collective inside fusions, the computations that start chains of it.
+
+    A chain may be fused with a loop whose trips are not further collectives. So the owners are the
+    outermost computations that name the channel: several where the compiler uses it again.
     """
     named: dict[int, list[str]] = {}
     below: dict[str, set[str]] = {}
@@ -163,15 +171,16 @@ def chain_owners(module: HloModule) -> dict[int, str]:
         return any(name == end or reaches(name, end) for name in below.get(start, ()))
 
     return {
-        channel: next(
-            name for name in names if not any(reaches(o, name) for o in names if o != name)
-        )
+        channel: {name for name in names if not any(reaches(o, name) for o in names if o != name)}
         for channel, names in named.items()
     }
 
 
 def _inside(
-    module: HloModule, computation: Computation, loop_trips: int | None, owners: Mapping[int, str]
+    module: HloModule,
+    computation: Computation,
+    loop_trips: int | None,
+    owners: Mapping[int, set[str]],
 ) -> list[Collective]:
     found: list[Collective] = []
     chains: set[int | None] = set()  # channels of those met inside fusions
@@ -195,9 +204,9 @@ def _inside(
         elif opcode == "fusion":
             for inner, inside in fused_collectives(module, instruction):
                 channel, kind = inside.number("channel_id"), fused_kind(inner, inside)
-                if channel is not None and owners[channel] != computation.name:
+                if channel is not None and computation.name not in owners[channel]:
                     continue
-                if kind and (channel is None or channel not in chains):
+                if kind and (channel not in chains or begins_chain(computation, instruction)):
                     chains |= {channel} - {None}
                     size = inner.operand_bytes(inside)
                     groups = instruction_groups(inside, kind, module.devices)
@@ -215,7 +224,7 @@ def _loop(
     computation: Computation,
     loop: Instruction,
     loop_trips: int | None,
-    owners: Mapping[int, str],
+    owners: Mapping[int, set[str]],
 ) -> list[Collective]:
     (condition,), (body,) = loop.called("condition"), loop.called("body")
     tested = _inside(module, module.computations[condition], loop_trips, owners)
