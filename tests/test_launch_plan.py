@@ -21,6 +21,7 @@ from hjax.algorithms import GRPO, PPO, ReMax, SafeRLHF, get_algorithm
 from hjax.devices import DEVICES, Device
 from hjax.dryrun import plan_programs as plan_compile
 from hjax.errors import ConfigError
+from hjax.launch import compile as compile_command
 from hjax.launch import plan as command
 from hjax.launch import plan_flags
 from hjax.models.cost_inputs import FLOAT32, MeshSizes, model_counts
@@ -36,6 +37,7 @@ from hjax.planning.profile import MeasuredOn, Profile, write_profile
 from hjax.planning.search import search
 from hjax.planning.strategies import STRATEGIES, only_compiles
 from hjax.run.placement import make_plan
+from hjax.settings.config_loading import check_config, load_config
 from hjax.show.plan_rows import plan_page
 
 ROLES = ("actor", "critic", "reference", "reward", "cost", "cost_critic")
@@ -209,6 +211,36 @@ def test_sets_on_different_devices_are_told_apart(tmp_path, capsys):
     status, out, _ = run(*alike, f"--output={tmp_path}", capsys=capsys)
     assert status == 0 and "Sets stand on different devices" not in " ".join(out.split())
     assert make_plan(str(tmp_path / "plan.json"), roles, 12).placement
+
+
+@pytest.mark.parametrize(
+    "algorithm, samples",
+    [("ppo", 4), ("grpo", 8), ("dapo", 8), ("online_dpo", 2), ("spin", 1), ("remax", 4)],
+)
+def test_a_plan_without_samples_has_those_of_the_algorithm_s_config(algorithm, samples, tmp_path):
+    """And what it writes passes a run's own checks."""
+    flags = [*SMALL, "--batch=256", f"--algorithm={algorithm}", f"--output={tmp_path}"]
+    assert command.main(flags) == 0
+    written = load_config(tmp_path / "config.py")
+    assert check_config(written).rollout.samples == samples
+
+
+def test_one_name_says_for_which_roles_it_adds_a_model(capsys):
+    _, out, _ = run(*SMALL, "--algorithm=grpo", capsys=capsys)
+    assert "is a model for reward too; as a function on the host: --models=actor=qwen2.5-0" in out
+    _, out, _ = run(
+        *SMALL, "--algorithm=grpo", "--models=actor=qwen2.5-0.5b,reference=qwen2.5-0.5b",
+        capsys=capsys,
+    )  # fmt: skip
+    assert "is a model for" not in out and "reward" not in out
+
+
+def test_a_config_that_its_algorithm_refuses_is_neither_planned_nor_compiled(capsys):
+    refused = ["--config=grpo.py", "--config.rollout.samples=1", "--config.algorithm.minibatch=0"]
+    status, _, err = run(*refused, "--cluster=1x2:h100", capsys=capsys)
+    assert status == 2 and "GRPO compares a response with the others" in err
+    assert compile_command.main([*refused, "--topology=h100:1x2"]) == 2
+    assert "GRPO compares a response with the others" in capsys.readouterr().err
 
 
 def test_what_is_offloaded_takes_no_memory_between_calls(capsys):
@@ -412,6 +444,10 @@ def test_no_name_in_a_plan_becomes_markup(capsys):
     [
         (["--cluster=2x4:h900"], "no device is named 'h900'; known: h"),
         (["--cluster=2by4"], "should be HOSTSxDEVICES:DEVICE"),
+        (["--cluster=1x2:cpu"], "no CPU has a data sheet here; python -m hjax.launch.plan --calib"),
+        (["--algorithm=grpo", "--samples=1"], "GRPO compares a response with the others to its"),
+        (["--algorithm=online_dpo", "--samples=4"], "OnlineDPO compares two answers to a prompt"),
+        (["--samples=0"], "--samples=0: a whole number of 1 or more"),
         (["--cluster=v5p:3x4x4"], "each a power of two"),
         (["--cluster=0x8:h100"], "sizes of 1 or more"),
         (["--models=llama-9b"], "no published model is named 'llama-9b'"),

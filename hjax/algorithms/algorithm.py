@@ -88,6 +88,7 @@ class Algorithm(AlgorithmSpec):
             raise ConfigError(
                 f"{type(self).__name__} needs {self.needed_data}; this data has none{hint}"
             )
+        self.check_samples(config, samples)
         self.step_number = 0
         for role in self.all_roles():
             if role not in groups:

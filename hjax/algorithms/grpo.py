@@ -87,14 +87,6 @@ class GRPO(Resampling, Algorithm):
     }
     defaults = {"kl_coef": 0.04, "kl_estimator": "k3", "aggregation": "sequence"}
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        if self.samples < self.fewest_samples(self.config):
-            raise ConfigError(
-                f"rollout.samples={self.samples}: {type(self).__name__} compares a response with "
-                "the others to its prompt; set it to 2 or more, or algorithm.baseline to none"
-            )
-
     @classmethod
     def fewest_samples(cls, config: ConfigDict) -> int:
         """Two where a response's advantage depends on the others to its prompt."""

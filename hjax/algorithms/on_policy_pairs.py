@@ -41,18 +41,19 @@ class OnlineDPO(DPO):
         )
     }
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        if self.samples != self.fewest_samples(self.config):
-            raise ConfigError(
-                f"rollout.samples={self.samples}: OnlineDPO compares two answers to a prompt; set "
-                "it to 2"
-            )
-
     @classmethod
     def fewest_samples(cls, config: ConfigDict) -> int:
         """Two, for a pair."""
         return 2
+
+    @classmethod
+    def check_samples(cls, config: ConfigDict, samples: int) -> None:
+        """Refuse more than a pair, too."""
+        if samples != cls.fewest_samples(config):
+            raise ConfigError(
+                f"config.rollout.samples={samples}: OnlineDPO compares two answers to a prompt; "
+                "set it to 2"
+            )
 
     def learn(self, batch: Any) -> Batch:
         """Score the samples, then update on the pairs."""
@@ -95,11 +96,12 @@ class SPIN(DPO):
     needed_data, data_hint = "demonstrations", "give it a `response` column"
     shared_keys = ("epochs", "max_skipped")
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        if self.samples != 1:
+    @classmethod
+    def check_samples(cls, config: ConfigDict, samples: int) -> None:
+        """Refuse several responses to a prompt."""
+        if samples != 1:
             raise ConfigError(
-                f"rollout.samples={self.samples}: SPIN pairs one response with each "
+                f"config.rollout.samples={samples}: SPIN pairs one response with each "
                 "demonstration; set it to 1"
             )
 

@@ -47,14 +47,6 @@ class PRIME(Resampling, Algorithm):
     }
     defaults = {"kl_coef": 0.0}
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        if self.samples < self.fewest_samples(self.config):
-            raise ConfigError(
-                f"rollout.samples={self.samples}: PRIME compares a response with the others to its "
-                "prompt; set it to 2 or more"
-            )
-
     @classmethod
     def fewest_samples(cls, config: ConfigDict) -> int:
         """Two: both rewards have a leave-one-out baseline."""

@@ -43,12 +43,17 @@ class Resampling(Algorithm):
                 "step, which asynchronous rollout (rollout.max_staleness) has already drawn: set "
                 "one of them to 0"
             )
-        if self.samples < 2 and (self.config.resample or self.config.filter):
+        self._resample_metrics: dict[str, float] = {}
+
+    @classmethod
+    def check_samples(cls, config: ConfigDict, samples: int) -> None:
+        """Refuse a single response to a prompt for ``resample`` and ``filter`` too."""
+        super().check_samples(config, samples)
+        if samples < 2 and (config.resample or config.filter):
             raise ConfigError(
                 "config.algorithm.resample and filter compare the samples of a prompt, and "
-                "rollout.samples=1: set it to 2 or more"
+                f"config.rollout.samples={samples}: set it to 2 or more"
             )
-        self._resample_metrics: dict[str, float] = {}
 
     @classmethod
     def check(cls, config: ConfigDict) -> None:

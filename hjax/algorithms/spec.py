@@ -162,6 +162,22 @@ class AlgorithmSpec:
         return 1
 
     @classmethod
+    def check_samples(cls, config: ConfigDict, samples: int) -> None:
+        """Raise ConfigError if it cannot learn from so many responses per prompt.
+
+        Args:
+          config: the section ``algorithm``, complete.
+          samples: responses per prompt.
+        """
+        if cls.generates and samples < (least := cls.fewest_samples(config)):
+            baseline = config.get("baseline", "none")
+            other = "" if baseline == "none" else ", or algorithm.baseline to none"
+            raise ConfigError(
+                f"config.rollout.samples={samples}: {cls.__name__} compares a response with the "
+                f"others to its prompt; set it to {least} or more{other}"
+            )
+
+    @classmethod
     def check_rewards(cls, config: ConfigDict, names: Sequence[str]) -> None:
         """Raise ConfigError if the algorithm cannot learn from rewards with these names.
 

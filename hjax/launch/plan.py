@@ -18,11 +18,13 @@ training and generation, such that a step is fastest and everything fits. Nothin
   --algorithm=ppo       {algorithms}, or path.py:Class; its calls are read off its step
   --models=...          a model for each role, or one name for all: a published shape
                         (llama-7b, qwen2.5-7b, ...) or a directory with config.json; a reward or
-                        cost left out is a function on the host
+                        cost left out is a function on the host (one name alone makes it a model,
+                        and a line says so)
   --cluster=16x8:a100-80g   hosts x devices of {devices};
                         TPU slices as v5p:4x4x4 or 2xv5p:4x4x4; several kinds joined by +
   --prompt_length=1024, --response_length=1024   tokens
-  --batch=1024          sequences of a step; --samples=1 of them share a prompt
+  --batch=1024          sequences of a step
+  --samples=N           of them share a prompt; without it as many as in the algorithm's config
   --updates=8           optimizer updates that a step's sequences are cut into
   --strategy=auto       {strategies}
   --candidates=5        how many placements to show
@@ -98,6 +100,8 @@ def _run(arguments: Sequence[str]) -> int:
             name=request.config_name,
             console=console,
         )
+    if request.remark:
+        console.print(request.remark, markup=False)
     print_plan(described, console)
     if request.output is not None:
         if request.output.exists() and not request.output.is_dir():

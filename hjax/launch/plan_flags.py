@@ -9,7 +9,7 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict
 
-from hjax.algorithms import get_algorithm
+from hjax.algorithms import Algorithm, get_algorithm
 from hjax.devices import device_of_kind
 from hjax.errors import ConfigError
 from hjax.launch.command import ROOFLINE_MESSAGE, define_flags, parse_flags, split_config_flag
@@ -21,7 +21,7 @@ from hjax.planning.problems import NUMERICS, build_problem, complete_models, fin
 from hjax.planning.result import keys_of_config, keys_of_models
 from hjax.planning.search import PlanProblem
 from hjax.planning.strategies import STRATEGIES
-from hjax.settings.config_loading import check_config, load_config
+from hjax.settings.config_loading import check_config, config_names, load_config
 from hjax.user_input import user_path
 
 # Flags that --config replaces.
@@ -35,6 +35,7 @@ class PlanCommand:
 
     Attributes:
       keys: dotted config keys of a run: of the config, or of one made for the models.
+      remark: what one name for all roles adds.
     """
 
     problem: PlanProblem
@@ -46,13 +47,14 @@ class PlanCommand:
     config_name: str
     config: ConfigDict | None
     keys: dict[str, Any]
+    remark: str = ""
 
 
 def plan_flags() -> flags.FlagValues:
     """The command's flags."""
     args = define_flags(algorithm="ppo", models="", cluster="", strategy="auto", numerics="masters")
     define_flags(args, constants="", profile="", output="", offload="")
-    define_flags(args, prompt_length=1024, response_length=1024, batch=1024, samples=1)
+    define_flags(args, prompt_length=1024, response_length=1024, batch=1024, samples=0)
     define_flags(args, updates=8, candidates=5)
     return define_flags(
         args, json=False, calibrate=False, even=False, compile=False, roofline=False
@@ -93,6 +95,7 @@ def parse(arguments: Sequence[str]) -> PlanCommand | None:
         config_name=name,
         config=config,
         keys=models_keys(args, problem) if config is None else keys_of_config(config),
+        remark=one_name_remark(args) if config is None else "",
     )
 
 
@@ -137,17 +140,21 @@ def models_problem(args: Any) -> PlanProblem:
       ConfigError: an unknown device, model or algorithm, a workload of zero, or batches that do
         not divide.
     """
+    algorithm = find_algorithm(args.algorithm)
+    settings = algorithm.default_config()
+    algorithm.check(settings)
+    if not args["samples"].present:
+        args.samples = usual_samples(algorithm)
     for name in ("prompt_length", "response_length", "batch", "samples", "updates"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name}={getattr(args, name)}: a whole number of 1 or more")
+    algorithm.check_samples(settings, args.samples)
     if args.batch % (args.samples * args.updates):
         raise ConfigError(
             f"--batch={args.batch} does not divide into {args.updates} updates (--updates) of "
             f"whole groups of {args.samples} (--samples)"
         )
     cluster, constants = _apply_profile(args, _cluster(args))
-    algorithm = find_algorithm(args.algorithm)
-    settings = algorithm.default_config()
     return build_problem(
         algorithm,
         settings,
@@ -162,6 +169,29 @@ def models_problem(args: Any) -> PlanProblem:
     )
 
 
+def usual_samples(algorithm: type[Algorithm]) -> int:
+    """Responses per prompt of an algorithm's shipped config; of one without, of base.py."""
+    names = {name.removesuffix(".py").replace("_", ""): name for name in config_names()}
+    shipped = names.get(algorithm.__name__.lower(), "base.py")
+    return load_config(shipped).rollout.samples
+
+
+def one_name_remark(args: Any) -> str:
+    """What one name for all roles adds to those that need a model; "" if nothing."""
+    if not args.models or "=" in args.models:
+        return ""
+    algorithm = find_algorithm(args.algorithm)
+    table = algorithm.role_table(algorithm.default_config())
+    added = [name for name, role in table.items() if role.function]
+    needed = ",".join(f"{name}={args.models}" for name in table if name not in added)
+    if not added:
+        return ""
+    return (
+        f"--models={args.models} is a model for {' and '.join(added)} too; as a function on the "
+        f"host: --models={needed}"
+    )
+
+
 def models_keys(args: Any, problem: PlanProblem) -> dict[str, Any]:
     """Dotted config keys of a run of ``models_problem``; none where hjax cannot run it."""
     if not problem.numerics.hjax_programs:
@@ -171,7 +201,9 @@ def models_keys(args: Any, problem: PlanProblem) -> dict[str, Any]:
     table = algorithm.role_table(settings)
     models, _ = complete_models(read_models(args.models, algorithm.needed_roles(settings)), table)
     name = args.algorithm if ":" in args.algorithm else algorithm.__name__
-    return keys_of_models(name, table, models, problem.work, args.updates, problem.numerics)
+    keys = keys_of_models(name, table, models, problem.work, args.updates, problem.numerics)
+    # Some learn from a step's sequences in one piece (SPIN).
+    return {k: v for k, v in keys.items() if k != "algorithm.minibatch" or "minibatch" in settings}
 
 
 def read_models(text: str, roles: Sequence[str]) -> dict[str, str]:

@@ -7,6 +7,7 @@ import re
 from hjax.devices import Device, device
 from hjax.errors import ConfigError
 from hjax.planning.plan_types import Cluster, DevicePool
+from hjax.planning.profile import CALIBRATE_COMMAND
 from hjax.sharding.interconnect import ring_load, wraparound
 
 _HOST = 8  # devices of most hosts
@@ -32,6 +33,11 @@ def _parse_pool(text: str) -> DevicePool:
         raise ConfigError(
             f"--cluster={text}: it should be HOSTSxDEVICES:DEVICE, such as 16x8:a100-80g, or "
             "TPU:SIDExSIDE, such as v5p:4x4x4, of equal slices 2xv5p:4x4x4; several are joined by +"
+        )
+    if name.lower() == "cpu":
+        raise ConfigError(
+            f"--cluster={text}: no CPU has a data sheet here; {CALIBRATE_COMMAND} measures this "
+            "machine, and a run with --config.placement=auto is planned by what was measured"
         )
     kind, shape = device(name), tuple(int(n) for n in numbers.split("x"))
     if min(*shape, slices) < 1:

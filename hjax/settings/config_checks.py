@@ -181,7 +181,9 @@ def _check_ranges(config: ConfigDict) -> None:
 def _check_algorithm(config: ConfigDict) -> None:
     from hjax.algorithms import get_algorithm
 
-    get_algorithm(config.algorithm.name).check(config.algorithm)
+    algorithm = get_algorithm(config.algorithm.name)
+    algorithm.check(config.algorithm)
+    algorithm.check_samples(config.algorithm, config.rollout.samples)
 
 
 def _check_placement(config: ConfigDict) -> None:
