@@ -154,7 +154,7 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for record in records:
-        split = f", tensor {record['tensor']}" if record["tensor"] > 1 else ""
+        split = f", tensor {record['tensor']}"
         answers = "a sample" if record["samples"] == 1 else f"{record['samples']} samples"
         rows = f"{record['rows']} rows, {answers} of a prompt"
         if record["slots"]:
