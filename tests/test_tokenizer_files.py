@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from hjax.data.tokenizer import Tokenizer
-from hjax.errors import DataError
+from hjax.errors import ConfigError, DataError
 from hjax.run.inputs import load_tokenizer
 
 TEXTS = [
@@ -226,6 +226,21 @@ def test_special_tokens_of_the_map_may_be_objects(tmp_path):
         tmp_path, byte_level(), special_tokens_map={"additional_special_tokens": [flagged("<a>")]}
     ))  # fmt: skip
     assert tokenizer.encode("<a>") == [290] and tokenizer.decode([290]) == ""
+
+
+def test_a_special_token_beyond_the_embedding_is_refused_where_a_text_has_it(tmp_path):
+    """Gemma 3's image token has the id 262144, and the text model 262144 rows."""
+    config = FAST | BOS | {"eos_token": "<s>", "image_token": "<image>"}
+    tokenizer = Tokenizer.load(write(tmp_path, byte_level(), config=config))
+    tokenizer.check_fits(290, "model")
+    assert tokenizer.encode("the cat") == Tokenizer.load(tmp_path).encode("the cat")
+    with pytest.raises(DataError, match="'an <image>' has the token '<image>', id 290, and the mo"):
+        tokenizer.encode("an <image>")
+    with pytest.raises(ConfigError, match="model: its tokenizer has ids up to 290, its embedding"):
+        tokenizer.check_fits(289, "model")
+    ends = write(tmp_path, byte_level(), config=FAST | {"eos_token": "<|end|>"})
+    with pytest.raises(ConfigError, match="its tokenizer has ids up to 290, its embedding 290"):
+        Tokenizer.load(ends).check_fits(290, "model")
 
 
 def sentencepiece_model(folder, kind):

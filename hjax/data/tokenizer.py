@@ -79,6 +79,7 @@ class Tokenizer:
         self.eos_id = self._special_id("eos_token")
         self.pad_id = self._special_id("pad_token")
         self._extra_eos_ids = tuple(extra_eos_ids)
+        self._rows = self.vocab_size
         self._prefix = self._added_prefix()
         # As in transformers, which leaves BPE alone: there the spaces are the text's own.
         corrupts = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
@@ -163,6 +164,12 @@ class Tokenizer:
                 f"tokenizer {self.name}: the character {missing!r} of {short_repr(text, 80)} is "
                 f"not in its vocabulary of {self.vocab_size} tokens; change the text or tokenizer"
             ) from None
+        if ids and max(ids) >= self._rows:
+            token = self._backend.id_to_token(max(ids))
+            raise DataError(
+                f"tokenizer {self.name}: {short_repr(text, 80)} has the token {token!r}, id "
+                f"{max(ids)}, and the model's embedding {self._rows} rows; leave it out"
+            )
         return [*self._prefix, *ids] if add_special else ids
 
     def _ids(self, text: str) -> list[int]:
@@ -273,12 +280,21 @@ class Tokenizer:
         return TokenBytes.from_decoder(decoder, tokens, self.name)
 
     def check_fits(self, vocab_size: int, what: str | Path) -> None:
-        """Raise ConfigError if some ids exceed an embedding of ``vocab_size`` rows."""
-        if self.vocab_size > vocab_size:
+        """Raise ConfigError if some ids exceed an embedding of ``vocab_size`` rows.
+
+        Special tokens but BOS and EOS may (Gemma 3's image token, a pad token that a config adds):
+        `encode` then refuses a text that has one.
+        """
+        added = self._backend.get_added_tokens_decoder()
+        needed = {self.bos_id, self.eos_id}
+        spare = {i for i, token in added.items() if token.special and i not in needed}
+        ids = self._backend.get_vocab(with_added_tokens=True).values()
+        if max(i for i in ids if i not in spare) >= vocab_size:
             raise ConfigError(
                 f"{what}: its tokenizer has ids up to {self.vocab_size - 1}, its embedding "
                 f"{vocab_size} rows; give the tokenizer of these weights"
             )
+        self._rows = vocab_size
 
     def save(self, directory: str | Path) -> None:
         """Write tokenizer.json, tokenizer_config.json and the chat templates; where several ids end
