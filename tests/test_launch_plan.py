@@ -462,7 +462,7 @@ def test_no_name_in_a_plan_becomes_markup(capsys):
         (["--constants=speed=2"], "no constant is named 'speed'"),
         (["--constants=matmul=5,usable=2"], "matmul=5: a share of peak FLOP/s, above 0 to 1"),
         (["--constants=usable=2"], "usable=2: a share of device memory, above 0 to 1"),
-        (["--cluster=3x5:h100", "--models=qwen2.5-32b"], "no layout divides batches of 8, 64 seq"),
+        (["--cluster=3x5:h100", "--models=qwen2.5-32b", "--samples=1"], "no layout divides bat"),
         (["--constants=link=no"], "'link=no' is not NAME=NUMBER"),
         (["--constants=link_latency=inf"], "link_latency=inf: a number from 0 to 1e+15"),
         (["--constants=matmul=1e400"], "matmul=inf: a number above 0 to 1e+15"),
