@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import tiny_config, trainer_of
+from helpers import ONE_DEVICE, tiny_config, trainer_of
 
 import hjax
 from hjax.algorithms import ALGORITHMS, advantages
@@ -449,7 +449,7 @@ def test_a_run_weighs_its_rewards_in_the_functions_order(tmp_path):
         "    return {'z': long, 'a': [-x * x for x in long]}\n"
     )
     changes = {"reward.function": f"{tmp_path / 'two.py'}:reward", "steps": 1}
-    with trainer_of("GDPO", changes | {"algorithm.weights": (1.0, 0.0)}) as trainer:
+    with trainer_of("GDPO", changes | ONE_DEVICE | {"algorithm.weights": (1.0, 0.0)}) as trainer:
         trainer.step()
         batch, samples = trainer.batch, trainer.algorithm.samples
     assert list(batch["named_rewards"]) == ["z", "a"]

@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from helpers import tiny_config, trainer_of
+from helpers import ONE_DEVICE, tiny_config, trainer_of
 
 import hjax
 from hjax.errors import ConfigError
@@ -39,7 +39,7 @@ def test_another_advantage_with_a_key_of_its_own(examples):
     config = tiny_config(f"{examples}/mine.py:Mine")
     assert config.algorithm.threshold == 0.1
     assert config.algorithm.gamma == 1.0  # PPO's keys are there too
-    batch, _, _ = run(examples, "mine.py:Mine", **{"algorithm.threshold": 0.8})
+    batch, _, _ = run(examples, "mine.py:Mine", **ONE_DEVICE, **{"algorithm.threshold": 0.8})
     kept = batch["advantages"][batch["advantages"] != 0]
     assert kept.size and (abs(kept) > 0.8).all()
     with pytest.raises(ConfigError, match="unknown key config.algorithm.treshold.*threshold"):
@@ -150,7 +150,8 @@ def test_every_example_is_one_of_those_above(examples):
 
 
 def test_an_optimizer_of_ones_own(examples):
-    with trainer_of("GRPO", {"actor.optimizer": f"{examples}/nesterov.py:nesterov"}) as trainer:
+    changes = {"actor.optimizer": f"{examples}/nesterov.py:nesterov"} | ONE_DEVICE
+    with trainer_of("GRPO", changes) as trainer:
         rows = trainer.run()
         state = trainer.roles.groups["actor"].worker.optimizer_state
     assert all(np.isfinite(row["actor/loss"]) for row in rows) and "trace" in str(state)

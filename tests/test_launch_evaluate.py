@@ -7,7 +7,7 @@ import pathlib
 import statistics
 
 import pytest
-from helpers import models_loaded_once, read_rows, save_model, trainer_of
+from helpers import ONE_DEVICE, models_loaded_once, read_rows, save_model, trainer_of
 
 import hjax
 from hjax.data.dataset import Dataset
@@ -257,7 +257,7 @@ def test_a_run_is_evaluated_as_it_evaluates_itself(said, tmp_path):
     workdir = tmp_path / "run"
     changes = {"steps": 1, "checkpoint.every": 1, "eval.every": 1}
     changes |= {"warm_start.steps": 30, "warm_start.learning_rate": 2e-2}
-    with trainer_of("GRPO", changes, workdir=workdir) as trainer:
+    with trainer_of("GRPO", changes | ONE_DEVICE, workdir=workdir) as trainer:
         trainer.run()
         trained = trainer.evaluate()
     assert 0 < trained["eval/accuracy"] < 1

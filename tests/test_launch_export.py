@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from families import logits, model
-from helpers import save_model, trainer_of
+from helpers import ONE_DEVICE, save_model, trainer_of
 from references import AutoModelForCausalLM, AutoTokenizer, safetensors_torch, torch
 
 import hjax
@@ -89,7 +89,7 @@ def test_a_run_is_exported_by_command_and_by_its_trainer(tmp_path):
     workdir = tmp_path / "run"
     changes = {"actor.path": str(tmp_path / "start"), "steps": 1, "checkpoint.every": 1}
     changes["algorithm.entropy_coef"] = 0.01  # all rewards may be equal
-    with trainer_of("GRPO", changes, workdir=workdir) as trainer:
+    with trainer_of("GRPO", changes | ONE_DEVICE, workdir=workdir) as trainer:
         trainer.run()
         trainer.export(tmp_path / "trainer")
         with pytest.raises(ConfigError, match="trainer is not empty; give a directory that is new"):

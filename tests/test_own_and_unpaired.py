@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import computed, read_rows, save_model, trainer_of
+from helpers import ONE_DEVICE, computed, read_rows, save_model, trainer_of
 
 from hjax.algorithms import ALGORITHMS
 from hjax.algorithms.advantages import process_leave_one_out
@@ -418,7 +418,8 @@ def test_a_schedule_ends_with_the_last_update(algorithm, changes):
     """Of every role, by the updates that its worker was really called for."""
     roles = {"actor": "linear", **({"teacher": "linear"} if algorithm == "Distillation" else {})}
     schedules = {f"{role}.schedule": kind for role, kind in roles.items()}
-    with trainer_of(algorithm, {"steps": 2, "eval.every": 0, **schedules, **changes}) as trainer:
+    keys = {"steps": 2, "eval.every": 0} | ONE_DEVICE | schedules | changes
+    with trainer_of(algorithm, keys) as trainer:
         trainer.run()
         calls = collections.Counter(
             span.role for span in trainer.timeline.spans() if span.phase == "update"

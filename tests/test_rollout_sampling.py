@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import trainer_of
+from helpers import ONE_DEVICE, trainer_of
 from references import (
     MinPLogitsWarper,
     TemperatureLogitsWarper,
@@ -187,7 +187,7 @@ def test_a_run_draws_with_the_options_of_its_config():
     keys = {"steps": 1, "warm_start.steps": 0, "rollout.prompts": 16, "rollout.samples": 4}
     options = {"min_p": 0.02, "repetition_penalty": 1.3, "logit_bias": "5:-100", "min_tokens": 3}
     keys |= {f"rollout.{name}": value for name, value in options.items()}
-    with trainer_of("GRPO", keys) as trainer:
+    with trainer_of("GRPO", keys | ONE_DEVICE) as trainer:
         metrics, batch = trainer.step(), trainer.batch
     mask = np.asarray(batch["response_mask"])
     assert mask.sum(axis=1).min() >= 3 and mask.sum(axis=1).max() > 3

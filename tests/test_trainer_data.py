@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from helpers import read_rows, trainer_of
+from helpers import ONE_DEVICE, read_rows, trainer_of
 
 from hjax.data.tasks import get_task
 from hjax.data.tokenizer import Tokenizer
@@ -115,7 +115,7 @@ def test_verls_parquet_columns_reach_the_reward_function(folder):
         "eval.every": 2,
         "steps": 2,
     }
-    with trainer_of("GRPO", changes) as trainer:
+    with trainer_of("GRPO", changes | ONE_DEVICE) as trainer:
         metrics = trainer.run()
         batch = trainer.batch
     indices = [info["index"] for info in batch["columns"]["extra_info"]]

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from helpers import read_rows, tiny_config, trainer_of
+from helpers import ONE_DEVICE, read_rows, tiny_config, trainer_of
 
 import hjax
 
@@ -94,7 +94,7 @@ def check_values(row, batch):
 
 def test_evaluations_before_the_first_update_and_after_the_last():
     changes = {"steps": 5, "eval.every": 2, "actor.learning_rate": 0.05}
-    with trainer_of("GRPO", changes) as trainer:
+    with trainer_of("GRPO", changes | ONE_DEVICE) as trainer:
         before = trainer.evaluate()
         rows = trainer.run()
         after = trainer.evaluate()
@@ -178,7 +178,7 @@ def test_files_of_a_workdir(tmp_path):
         "steps": 4, "eval.every": 2, "checkpoint.every": 2, "warm_start.steps": 2,
         "display.tensorboard": True, "display.report": True,
     }  # fmt: skip
-    with trainer_of("PPO", changes, workdir=tmp_path / "run") as trainer:
+    with trainer_of("PPO", changes | ONE_DEVICE, workdir=tmp_path / "run") as trainer:
         trainer.run()
         config = trainer.config
     folder = tmp_path / "run"

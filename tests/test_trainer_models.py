@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from families import model
-from helpers import save_model, tiny_config, trainer_of
+from helpers import ONE_DEVICE, save_model, tiny_config, trainer_of
 from references import safetensors_torch, torch
 
 import hjax
@@ -138,7 +138,7 @@ def test_an_actor_from_weights_starts_from_them_without_warm_start(models):
 def first(tmp_path_factory):
     """A folder with a run of one step and its export, and the embedding that was trained."""
     folder = tmp_path_factory.mktemp("first")
-    with trainer_of("GRPO", {"steps": 1}, folder / "run") as trainer:
+    with trainer_of("GRPO", {"steps": 1} | ONE_DEVICE, folder / "run") as trainer:
         trainer.run()
         trainer.export(folder / "model")
         return folder, np.asarray(trainer.roles.groups["actor"].worker.params["embedding"])
@@ -146,7 +146,7 @@ def first(tmp_path_factory):
 
 def test_a_workdir_gives_weights_to_the_next_run(first):
     folder, trained = first
-    with trainer_of("GRPO", {"actor.path": f"{folder}/run", "steps": 1}) as trainer:
+    with trainer_of("GRPO", {"actor.path": f"{folder}/run", "steps": 1} | ONE_DEVICE) as trainer:
         trainer.prepare()
         again = np.asarray(trainer.roles.groups["actor"].worker.params["embedding"])
     np.testing.assert_array_equal(again, trained)

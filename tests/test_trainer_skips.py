@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from helpers import read_rows, trainer_of
+from helpers import ONE_DEVICE, read_rows, trainer_of
 
 from hjax.errors import RunError
 
@@ -61,7 +61,7 @@ def test_an_update_that_is_not_finite_is_skipped_counted_and_kept(spoiled, tmp_p
 
 def test_too_many_in_a_row_stop_the_run_and_keep_the_last_batch(spoiled, tmp_path):
     changes = {"steps": 9, "algorithm.last": 9, "algorithm.max_skipped": 2}
-    with trainer_of(spoiled, changes, workdir=tmp_path / "run") as trainer:
+    with trainer_of(spoiled, changes | ONE_DEVICE, workdir=tmp_path / "run") as trainer:
         with pytest.raises(RunError, match="2 updates of the actor in a row were skipped") as error:
             trainer.run()
     assert "\n" not in str(error.value)
@@ -75,7 +75,7 @@ def test_too_many_in_a_row_stop_the_run_and_keep_the_last_batch(spoiled, tmp_pat
 def test_samples_without_a_reward_leave_the_step(spoiled, tmp_path):
     changes = {"reward.function": spoiled.replace("Spoiled", "some"), "steps": 2}
     changes["reward.max_unscored"] = 0.5
-    with trainer_of("GRPO", changes, workdir=tmp_path / "run") as trainer:
+    with trainer_of("GRPO", changes | ONE_DEVICE, workdir=tmp_path / "run") as trainer:
         rows = trainer.run()
         batch = trainer.batch
     scored = [0.1 * i for i in range(16) if i % 4 > 1]

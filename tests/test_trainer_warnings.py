@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from helpers import tiny_config, trainer_of
+from helpers import ONE_DEVICE, tiny_config, trainer_of
 
 import hjax
 from hjax.errors import RunError
@@ -58,7 +58,7 @@ def test_a_run_stops_at_the_step_and_keeps_its_batch(tmp_path, monkeypatch):
         return rollout | {"logprobs": rollout["logprobs"] - 2.0 * rollout["response_mask"]}
 
     monkeypatch.setattr(Actor, "generate_tokens", wrong)
-    with trainer_of("GRPO", {}, tmp_path / "run") as trainer:
+    with trainer_of("GRPO", ONE_DEVICE, tmp_path / "run") as trainer:
         with pytest.raises(RunError, match="token_prob_error is 7.389, above"):
             trainer.step()
     assert not (tmp_path / "run" / "metrics.jsonl").exists()  # no row of a step that was none
