@@ -161,7 +161,8 @@ def test_a_demonstration_too_long_is_refused_with_its_length(folder):
         "tokenizer.path": f"{folder}/tokenizer",
         "reward.function": f"{folder}/rewards.py:length",
     }
-    with pytest.raises(ConfigError, match="demonstration of the prompt '1>' has 6 tokens, .*=4"):
+    says = r"pairs.jsonl:1: an answer has 6 tokens, above rollout.max_response_length=4; raise"
+    with pytest.raises(ConfigError, match=says):
         with trainer_of("SFT", changes):
             pass
 
@@ -174,7 +175,7 @@ def test_demonstrations_that_are_missing_in_a_row_are_named(folder):
         "tokenizer.path": f"{folder}/tokenizer",
         "reward.function": f"{folder}/rewards.py:length",
     }
-    with pytest.raises(ConfigError, match="demonstration of the prompt '2>' is None; it must"):
+    with pytest.raises(ConfigError, match="pairs.jsonl:11: response is None; it must be text"):
         with trainer_of("SFT", changes):
             pass
     # Where nothing learns from them, a row without one is no error.
