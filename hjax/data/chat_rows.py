@@ -14,6 +14,7 @@ from hjax.data.conversation import Conversation
 from hjax.data.invalid_rows import InvalidRows
 from hjax.data.preference_pairs import RESPONSE_COLUMNS, SIDES
 from hjax.data.read_options import ReadOptions
+from hjax.data.template_coverage import TemplateCoverage
 from hjax.errors import DataError
 
 MESSAGES_COLUMN = "messages"
@@ -30,6 +31,7 @@ def assistant_turns(
     prompt_columns: Sequence[str],
     learns_demonstrations: bool,
     options: ReadOptions,
+    coverage: TemplateCoverage | None,
     invalid: InvalidRows,
 ) -> list[tuple[str, dict[str, Any]]]:
     """One row per learned assistant turn of a conversation; other rows are returned unchanged.
@@ -46,12 +48,13 @@ def assistant_turns(
       learns_demonstrations: the run learns from demonstrations, so `messages` win over a prompt,
         and a response may have several turns.
       options: make chats of texts.
+      coverage: checks that the chat template writes the conversations; None without a tokenizer.
       invalid: checks the rows: malformed messages, no turn to learn, or one that comes first.
     """
     made: list[tuple[str, dict[str, Any]]] = []
     for where, row in rows:
         with invalid.checking(where, "unusable messages"):
-            turns = _turns(row, prompt_columns, learns_demonstrations, options)
+            turns = _turns(row, prompt_columns, learns_demonstrations, options, coverage)
             made += [(where, each) for each in turns]
     return made
 
@@ -61,6 +64,7 @@ def _turns(
     prompt_columns: Sequence[str],
     learns_demonstrations: bool,
     options: ReadOptions,
+    coverage: TemplateCoverage | None,
 ) -> list[dict[str, Any]]:
     prompt = next((row[name] for name in prompt_columns if row.get(name) is not None), None)
     answer = next((name for name in RESPONSE_COLUMNS if row.get(name) is not None), None)
@@ -82,6 +86,9 @@ def _turns(
         return [row]
     if learned[0] == 0:
         raise DataError(f"{name} begin with the assistant's, which answers nothing")
+    if coverage is not None:
+        chat = _conversation(row, messages, options)
+        coverage.check(chat, [*_names("prompt", before), *_names(name, messages[len(before) :])])
     rest = {key: value for key, value in row.items() if key not in prompt_columns}
     return [rest | {"prompt": messages[:at], "response": _response(messages[at])} for at in learned]
 
@@ -120,12 +127,6 @@ def _has_roles(value: Any) -> bool:
     return is_chat(value) and all("role" in message for message in value)
 
 
-def answer_messages(row: Mapping[str, Any]) -> Messages:
-    """The messages that answer a row's prompt; none if the answer is text."""
-    name = next((name for name in RESPONSE_COLUMNS if row.get(name) is not None), "")
-    return read_messages(row[name], name) if name and _has_roles(row[name]) else []
-
-
 def is_turn(value: Any) -> bool:
     """Whether a response is one turn of the assistant's, as a list of one message."""
     return isinstance(value, list) and len(value) == 1 and _has_roles(value) and (
@@ -139,7 +140,11 @@ def is_chat(value: Any) -> bool:
 
 
 def read_prompt(
-    row: Mapping[str, Any], messages: Any, options: ReadOptions, name: str
+    row: Mapping[str, Any],
+    messages: Any,
+    options: ReadOptions,
+    coverage: TemplateCoverage | None,
+    name: str,
 ) -> Conversation:
     """The chat that a run answers or learns to answer, with the row's tools and template arguments.
 
@@ -148,6 +153,7 @@ def read_prompt(
         (or `template_arguments`) count beside the options.
       messages: of the prompt.
       options: `data.system` stands before a chat without system message.
+      coverage: checks that the chat template writes all of it.
       name: of the prompt in errors.
 
     Raises:
@@ -162,12 +168,23 @@ def read_prompt(
             "answered, and a turn is not continued; remove it",
             f"{name}[{len(read) - 1}]",
         )
-    if options.system and read[0]["role"] != "system":
-        read = [{"role": "system", "content": options.system}, *read]
+    chat = _conversation(row, read, options)
+    if coverage is not None:
+        coverage.check(chat, _names(name, read))
+    return chat
+
+
+def _names(name: str, messages: Messages) -> list[str]:
+    return [f"{name}[{i}]" for i in range(len(messages))]
+
+
+def _conversation(row: Mapping[str, Any], messages: Messages, options: ReadOptions) -> Conversation:
+    if options.system and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": options.system}, *messages]
     arguments = dict(options.template)
     for column in _ARGUMENTS:
         arguments |= read_template_arguments(row.get(column), column)
-    return Conversation(read, _tools(row) or None, arguments)
+    return Conversation(messages, _tools(row) or None, arguments)
 
 
 def _tools(row: Mapping[str, Any]) -> list[dict[str, Any]]:

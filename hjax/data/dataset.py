@@ -9,13 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hjax.data.chat_rows import (
-    answer_messages,
-    assistant_turns,
-    is_chat,
-    read_prompt,
-    refuse_chat_columns,
-)
+from hjax.data.chat_rows import assistant_turns, is_chat, read_prompt, refuse_chat_columns
 from hjax.data.conversation import Conversation
 from hjax.data.invalid_rows import InvalidRows
 from hjax.data.labels import pair_labelled_texts
@@ -144,21 +138,28 @@ class Dataset:
         """
         options = options or ReadOptions()
         invalid = InvalidRows() if invalid is None else invalid
-        rows = _rows_of(path, tokenizer, options, invalid, learns_pairs, learns_demonstrations)
+        coverage = None if tokenizer is None else TemplateCoverage(tokenizer)
+        rows = _rows_of(
+            path,
+            tokenizer,
+            options,
+            coverage=coverage,
+            invalid=invalid,
+            learns={"pairs": learns_pairs, "demonstrations": learns_demonstrations},
+        )
         if vocab_size is None and tokenizer is not None:
             vocab_size = tokenizer.vocab_size
         tokens: list[list[int]] = []
         texts: list[str] = []
         chats: list[Conversation | None] = []
-        coverage = None if tokenizer is None else TemplateCoverage(tokenizer)
         kept: list[tuple[str, dict[str, Any]]] = []
         longer = 0
         limit = max_prompt_length if options.overlong == "error" else 0
         for where, row in rows:
             with invalid.checking(where, "unusable prompt"):
-                ids, text, chat = _encode_prompt(row, tokenizer, format_prompt, options)
-                if chat is not None and coverage is not None:
-                    coverage.check(chat, answer_messages(row), "prompt")
+                ids, text, chat = _encode_prompt(
+                    row, tokenizer, format_prompt, options=options, coverage=coverage
+                )
                 _check_tokens(ids, vocab_size, limit)
                 if 0 < max_prompt_length < len(ids):
                     if options.overlong == "filter":
@@ -193,8 +194,8 @@ def _rows_of(
     tokenizer: Tokenizer | None,
     options: ReadOptions,
     invalid: InvalidRows,
-    learns_pairs: bool,
-    learns_demonstrations: bool,
+    coverage: TemplateCoverage | None,
+    learns: Mapping[str, bool],
 ) -> list[tuple[str, dict[str, Any]]]:
     """(location, row) pairs, each row with a prompt; arguments as in ``from_file``."""
     read = read_sources(path, invalid)
@@ -208,8 +209,15 @@ def _rows_of(
     for where, row in read:
         with invalid.checking(where):
             found.append((where, options.read_columns(row)))
-    found = assistant_turns(found, _PROMPT_COLUMNS, learns_demonstrations, options, invalid)
-    if learns_pairs:
+    found = assistant_turns(
+        found,
+        _PROMPT_COLUMNS,
+        learns["demonstrations"],
+        options=options,
+        coverage=coverage,
+        invalid=invalid,
+    )
+    if learns["pairs"]:
         found = pair_labelled_texts(found, invalid)
     rows = []
     for where, row in found:
@@ -343,6 +351,7 @@ def _encode_prompt(
     tokenizer: Tokenizer | None,
     format_prompt: Callable[[str], str | list[dict[str, Any]]] | None,
     options: ReadOptions,
+    coverage: TemplateCoverage | None,
 ) -> tuple[list[int], str | None, Conversation | None]:
     """A row's prompt as token ids, its text (None where the row holds ids), and the chat if it is
     one."""
@@ -374,7 +383,7 @@ def _encode_prompt(
     if isinstance(prompt, str):
         refuse_chat_columns(row, options, "text")
         return tokenizer.encode(prompt), prompt, None
-    chat = read_prompt(row, prompt, options, "prompt")
+    chat = read_prompt(row, prompt, options, coverage, name="prompt")
     text = chat.render(tokenizer, add_generation_prompt=True)  # has its special tokens
     return tokenizer.encode(text, add_special=False), text, chat
 

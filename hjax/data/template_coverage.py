@@ -1,7 +1,7 @@
 """Whether a chat template writes each part of a conversation: a template ignores what it does not
 know, without a word."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hjax.data.chat_messages import REASONING, MessageError
@@ -25,17 +25,17 @@ class TemplateCoverage:
         self._tokenizer = tokenizer
         self._written: set[tuple[Any, ...]] = set()
 
-    def check(self, conversation: Conversation, answer: Messages, name: str) -> None:
+    def check(self, conversation: Conversation, names: Sequence[str]) -> None:
         """Raise MessageError for a part that the template leaves out.
 
         Names of tools in their results may be left out where the calls have them.
 
         Args:
-          conversation: the chat.
-          answer: messages after it.
-          name: of the messages in errors.
+          conversation: the chat, with its answer if there is one.
+          names: of the messages in errors, the last of them if another stands before.
         """
-        messages = [*conversation.messages, *answer]
+        messages = conversation.messages
+        names = [*["data.system"] * (len(messages) - len(names)), *names]
         if conversation.tools:
             self._require(("tools",), "tools", conversation, messages, messages, tools=None)
         for i, message in enumerate(messages):
@@ -47,7 +47,7 @@ class TemplateCoverage:
                     message["name"], messages[:i]
                 )
                 if not known:
-                    self._require(kind, f"{name}[{i}].{field}", conversation, seen, other)
+                    self._require(kind, f"{names[i]}.{field}", conversation, seen, other)
 
     def _require(
         self,
@@ -63,7 +63,9 @@ class TemplateCoverage:
             return
         given = {"tools": conversation.tools or None, **conversation.template_arguments}
         text = self._render(messages, given)
-        if text is not None and text == self._render(changed, given | tools):
+        if text is None:
+            return
+        if text == self._render(changed, given | tools):
             raise MessageError(
                 f"{field}: the chat template of tokenizer {self._tokenizer.name} leaves it out; "
                 + ("rename the column (data.columns=tools=NAME), " if tools else "remove it, ")
