@@ -188,7 +188,7 @@ def _conversation(row: Mapping[str, Any], messages: Messages, options: ReadOptio
 
 
 def _tools(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    tools, old = read_tools(row.get(_TOOLS)), row.get(_OLD_TOOLS)
+    tools, old = read_tools(row.get(_TOOLS)), row.get(_OLD_TOOLS) or []
     if not is_chat(old) or not all("name" in function for function in old):
         return tools
     if tools:

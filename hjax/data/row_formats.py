@@ -62,7 +62,7 @@ def _read_alpaca(row: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(pair, list | tuple) or [*map(type, pair)] != [str, str]:
             raise DataError(f"history[{i}]={short_repr(pair)}: must be a question and its answer")
         turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-    prompt: str | list[dict[str, str]] = "\n".join(asked)
+    prompt: Any = "\n".join(asked)
     if turns or _text(row, "system"):
         prompt = [*_system(row), *turns, {"role": "user", "content": prompt}]
     return {"prompt": prompt} | ({"response": row["output"]} if "output" in row else {})

@@ -11,7 +11,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from hjax.data.invalid_rows import InvalidRows
 from hjax.errors import DataError, short_repr
@@ -139,7 +139,7 @@ def _read_rows(path: Path, invalid: InvalidRows) -> list[tuple[str, dict[str, An
 
 
 @contextlib.contextmanager
-def _open(path: Path) -> Iterator[IO[bytes]]:
+def _open(path: Path) -> Iterator[Any]:
     """The bytes of a file, decompressed as its suffix says."""
     if path.suffix != ".zst":
         try:
