@@ -139,14 +139,9 @@ class Dataset:
         options = options or ReadOptions()
         invalid = InvalidRows() if invalid is None else invalid
         coverage = None if tokenizer is None else TemplateCoverage(tokenizer)
-        rows = _rows_of(
-            path,
-            tokenizer,
-            options,
-            coverage=coverage,
-            invalid=invalid,
-            learns={"pairs": learns_pairs, "demonstrations": learns_demonstrations},
-        )
+        learns = {"pairs": learns_pairs, "demonstrations": learns_demonstrations}
+        reading: dict[str, Any] = {"options": options, "coverage": coverage}
+        rows = _rows_of(path, tokenizer, invalid=invalid, learns=learns, **reading)
         if vocab_size is None and tokenizer is not None:
             vocab_size = tokenizer.vocab_size
         tokens: list[list[int]] = []
@@ -157,9 +152,7 @@ class Dataset:
         limit = max_prompt_length if options.overlong == "error" else 0
         for where, row in rows:
             with invalid.checking(where, "unusable prompt"):
-                ids, text, chat = _encode_prompt(
-                    row, tokenizer, format_prompt, options=options, coverage=coverage
-                )
+                ids, text, chat = _encode_prompt(row, tokenizer, format_prompt, **reading)
                 _check_tokens(ids, vocab_size, limit)
                 if 0 < max_prompt_length < len(ids):
                     if options.overlong == "filter":
