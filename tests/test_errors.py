@@ -61,7 +61,7 @@ def files(tmp_path_factory):
     (folder / "foreign.jsonl").write_text('{"prompt": "1>"}\n{"prompt": "abc>"}\n')
     (folder / "missing.jsonl").write_text('{"prompt": "1>"}\n{"text": "2>"}\n')
     (folder / "nothing.jsonl").write_text("")
-    (folder / "table.csv").write_text("prompt\n1\n")
+    (folder / "table.xlsx").write_text("prompt\n1\n")
     (folder / "plan.json").write_text('{"placement": [["actor"]], "allocation": [8]}')
     tokenizer = get_task("sorting").tokenizer()
     tokenizer.save(folder / "tokenizer")
@@ -131,9 +131,9 @@ CASES = {
         "foreign.jsonl:2: .*the character 'a' of 'abc>'",
     ),
     "empty": (DATA | {"data.path": "nothing.jsonl"}, "nothing.jsonl: the dataset is empty"),
-    "csv": (
-        DATA | {"data.path": "table.csv"},
-        "table.csv: its name must end in .jsonl, .parquet or .txt",
+    "xlsx": (
+        DATA | {"data.path": "table.xlsx"},
+        "table.xlsx: its name must end in .jsonl, .json, .csv, .parquet or .txt",
     ),
     "no held-out file": (
         DATA | {"data.path": "good.jsonl", "data.eval_path": "none.jsonl"},
