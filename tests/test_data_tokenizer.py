@@ -244,3 +244,8 @@ def test_real_templates_render_as_transformers_renders_them(name, tmp_path, test
     assert ours.chat(CONVERSATION, tools=tools) == theirs.apply_chat_template(
         CONVERSATION, tools=tools, tokenize=False, add_generation_prompt=True
     )
+
+
+def test_bos_stands_first_whatever_order_the_vocabulary_is_listed_in():
+    tokenizers = [Tokenizer.characters("012=") for _ in range(40)]
+    assert {tuple(t.encode("1=")) for t in tokenizers} == {(1, 4, 6)}

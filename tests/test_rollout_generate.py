@@ -80,7 +80,7 @@ def generate_in_parts(generators, cuts, prompts=PROMPTS, devices=1, **options):
     options |= {"max_new_tokens": NEW}
     rollout = generated(generator, params, *tokens, sequence, pause_after=first, **options)
     for start, end in zip(cuts, others, strict=True):
-        more = {"call": "resume", "start": start, "end": end}
+        more = {"call": "resume", "start": start, "pause_after": end}
         rollout = generated(generator, params, rollout, sequence, **more, **options)
     return {key: np.asarray(value) for key, value in rollout.items()}
 

@@ -9,7 +9,9 @@ from hjax.errors import ConfigError, RunError
 from hjax.machine import device_memory
 
 
-def discover_hosts(address: str, processes: int, devices_per_process: int, label: str) -> Hosts:
+def discover_hosts(
+    address: str, processes: int, devices_per_process: int, colocation_label: str
+) -> Hosts:
     """The hosts of a cluster, which is left unchanged.
 
     Args:
@@ -27,7 +29,7 @@ def discover_hosts(address: str, processes: int, devices_per_process: int, label
         each = devices_per_process
         if not each and platform != "cpu":
             each = devices_per_host(nodes, platform)
-        groups = host_groups(nodes, platform, processes, each, label)
+        groups = host_groups(nodes, platform, processes, each, colocation_label)
         found = tuple(_device_of(group) for group in groups) if platform == "gpu" else ()
         if platform == "tpu":  # by Ray's labels: a slice's hosts start together or not at all
             found = tuple(FoundDevice("tpu", group.kind) for group in groups)

@@ -338,13 +338,15 @@ class Tokenizer:
 
     def _added_prefix(self) -> list[int]:
         """Ids that `encode` prepends (BOS); what a post-processor appends is ignored."""
+        # By id: the library gives them in another order each time.
         vocabulary = self._backend.get_vocab(with_added_tokens=False)
-        for probe in ("a", *vocabulary):
+        added = self._backend.get_added_tokens_decoder().keys()
+        for probe in ("a", *sorted(vocabulary, key=vocabulary.__getitem__)):
             try:
                 plain = self._backend.encode(probe, add_special_tokens=False).ids
             except Exception:  # the probe is outside the alphabet
                 continue
-            if plain:
+            if plain and added.isdisjoint(plain):  # BOS itself says nothing of what is prepended
                 full = self._backend.encode(probe, add_special_tokens=True).ids
                 starts = range(len(full) - len(plain) + 1)
                 return full[: next(i for i in starts if full[i : i + len(plain)] == plain)]
