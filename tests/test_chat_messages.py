@@ -55,6 +55,67 @@ def test_messages_are_read_as_templates_take_them(given, read):
     assert read_messages([given]) == [read]
 
 
+def function(arguments):
+    return {"function": {"name": "f", "arguments": arguments}}
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        # As OpenAI's client dumps an answer, LiteLLM and OpenRouter theirs.
+        ({"role": "assistant", "content": "hi", "refusal": None, "annotations": [{"type": "u"}],
+          "audio": None, "function_call": None, "tool_calls": None},
+         {"role": "assistant", "content": "hi"}),
+        ({"role": "assistant", "content": "hi", "id": "msg_1", "type": "message", "tool_calls": [],
+          "provider_specific_fields": {"refusal": None}, "images": [], "prefix": False},
+         {"role": "assistant", "content": "hi"}),
+        (USER | {"type": "text", "tool_calls": [], "reasoning": "", "id": 3}, USER),
+        (SAID | {"reasoning": "so", "reasoning_content": "so", "thinking_blocks": [{"text": "so"}]},
+         SAID | {"reasoning_content": "so", "thinking": "so"}),
+        (SAID | {"content": None}, SAID),
+        ({"role": "tool", "tool_call_id": "1", "content": None},
+         {"role": "tool", "tool_call_id": "1", "content": ""}),
+        ({"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"t": 1}}]},
+         {"role": "user", "content": "a"}),
+        (SAID | {"tool_calls": [CALLED | {"id": "1", "index": 2, "extra_content": {"a": 1}}]},
+         SAID | {"tool_calls": [CALLED | {"id": "1"}]}),
+        # Arguments that are empty, and those that were cut: the text that there is.
+        *((SAID | {"tool_calls": [function(text)]},
+           SAID | {"tool_calls": [{"type": "function", **function(arguments)}]})
+          for text, arguments in (("", {}), (" \n", {}), (None, {}), ('{"a": 1, "b', '{"a": 1, "b'),
+                                  ('{"a": "\\ud83d', '{"a": "\\ud83d'))),
+    ],
+)  # fmt: skip
+def test_what_servers_and_clients_add_to_messages_is_taken_of_requests(given, read):
+    assert read_messages([given], request=True) == [read]
+
+
+@pytest.mark.parametrize(
+    ("message", "field", "says"),
+    [
+        (SAID | {"audio": {"id": "a"}}, ".audio", "not supported"),
+        (SAID | {"refusal": "no"}, ".refusal", '="no": not supported'),
+        (SAID | {"reasoning_details": [{"text": "so"}]}, ".reasoning_details", "reasoning_content"),
+        (SAID | {"thinking_blocks": [1], "reasoning": ""}, ".thinking_blocks", "reasoning_content"),
+        (SAID | {"prefix": True}, ".prefix", "not supported"),
+        (SAID | {"weight": 1}, ".weight", "not supported"),
+        (USER | {"tool_call_id": "1"}, ".tool_call_id", "only in messages of the tool"),
+        ({"role": "user", "content": None}, ".content", "is missing"),
+        ({"role": "assistant"}, ".content", "is missing"),
+        ({"role": "user", "content": [{"type": "text", "text": "a", "image": "b"}]},
+         ".content[0].image", "not supported"),
+        (SAID | {"tool_calls": [function({}) | {"custom": {"name": "f"}}]},
+         ".tool_calls[0].custom", "not supported"),
+        *((SAID | {"tool_calls": [function(text)]}, ".tool_calls[0].function.arguments",
+           "an object, or its JSON text") for text in ("[1]", "[", "call me", "3", 3)),
+    ],
+)  # fmt: skip
+def test_what_carries_content_that_is_not_used_is_named(message, field, says):
+    with pytest.raises(MessageError) as caught:
+        read_messages([USER, message], request=True)
+    assert caught.value.field == f"messages[1]{field}" and says in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("message", "field", "says"),
     [

@@ -413,7 +413,7 @@ USER = {"role": "user", "content": "a"}
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
          "messages[0].content"),
-        ({"messages": [USER | {"tool_calls": []}]}, "messages[0].tool_calls"),
+        ({"messages": [USER | {"tool_calls": [{}]}]}, "messages[0].tool_calls"),
         ({"messages": [{"role": "assistant", "tool_calls": [
             {"function": {"name": "f", "arguments": "["}}]}]},
          "messages[0].tool_calls[0].function.arguments"),

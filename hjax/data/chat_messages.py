@@ -22,6 +22,15 @@ _ROLE_OF = {"tool_call_id": "tool"} | dict.fromkeys(
 )
 _FIELDS = ("role", "content", "name", *_ROLE_OF)
 _WEIGHTS = ("weight", "train")
+# What servers and clients put into messages, their parts and calls, beside the text that a template
+# writes. Messages of a request may have them, as answers are echoed with all their fields.
+_DESCRIPTIVE_FIELDS = frozenset((
+    "annotations", "cache_control", "created", "created_at", "extra_content", "finish_reason", "id",
+    "index", "logprobs", "metadata", "model", "object", "provider_specific_fields", "status",
+    "stop_reason", "thought_signature", "timestamp", "type", "usage",
+))  # fmt: skip
+# Other forms of a message's reasoning, for servers; the text stands in one of REASONING too.
+_REASONING_BLOCKS = ("reasoning_details", "thinking_blocks")
 # Variables of a template that are no arguments: hjax gives them.
 _TAKEN = ("messages", "tools", "add_generation_prompt", "continue_final_message", "self")
 
@@ -53,8 +62,10 @@ def read_messages(
       value: a list of objects. A null field counts as absent, and so does an empty one beside
         `content`.
       name: of the list, in errors.
-      request: of a server: unknown fields of tool calls and of parts are ignored, ids of results
-        are not compared, and there are no weights.
+      request: of a server, whose answers are echoed: fields that describe a message and unknown
+        ones that are false or empty are left out, arguments may be empty or cut, the content of the
+        assistant and of tools may be null, ids of results are not compared, and there are no
+        weights.
 
     Raises:
       MessageError: a field that is wrong, unknown, or of another role's messages.
@@ -153,13 +164,15 @@ def _parsed(value: Any, field: str, wanted: str) -> Any:
     return found
 
 
-def _known(value: Any, field: str, known: Sequence[str], ignore: bool = False) -> dict[str, Any]:
+def _known(value: Any, field: str, known: Sequence[str], request: bool = False) -> dict[str, Any]:
     """The fields of an object that are not null."""
     if not isinstance(value, Mapping):
         raise _invalid(field, value, "must be an object")
     given = {key: each for key, each in value.items() if each is not None}
     unknown = [key for key in given if key not in known]
-    if unknown and not ignore:
+    if request:
+        unknown = [key for key in unknown if given[key] and key not in _DESCRIPTIVE_FIELDS]
+    if unknown:
         field = f"{field}.{unknown[0]}"
         raise MessageError(f"{field}: not supported here; leave it out (known: {', '.join(known)})",
                            field)  # fmt: skip
@@ -174,21 +187,26 @@ def _text(given: Mapping[str, Any], key: str, field: str) -> str:
 
 
 def _read_message(value: Any, field: str, request: bool) -> dict[str, Any]:
-    given = _known(value, field, _FIELDS if request else (*_FIELDS, *_WEIGHTS))
+    given = _known(value, field, (*_FIELDS, *(_REASONING_BLOCKS if request else _WEIGHTS)), request)
     named = given.get("role")
     if not isinstance(named, str) or named not in _ROLES:
         wanted = f"must be one of {', '.join(_ROLES)}"
         raise _invalid(f"{field}.role", named, wanted)
     role = _ROLES[named]
     for key, only in _ROLE_OF.items():
-        if key in given and role != only and (given[key] or request):
+        if given.get(key) and role != only:
             whose = f"only in messages of the {only}; leave it out"
             raise MessageError(f"{field}.{key}: {whose}", f"{field}.{key}")
-    for key in ("refusal", "annotations"):
+    for key in ("refusal",) if request else ("refusal", "annotations"):
         if given.get(key):
             raise _invalid(f"{field}.{key}", given[key], "not supported here; leave it out")
+    for key in _REASONING_BLOCKS:
+        if given.get(key) and not any(map(given.get, REASONING)):
+            wanted = f"give its text as {REASONING[0]}"
+            raise _invalid(f"{field}.{key}", given[key], wanted)
     calls = _read_calls(given, field, request)
-    if "content" not in given and not calls:
+    nullable = request and role in ("assistant", "tool") and "content" in value
+    if "content" not in given and not calls and not nullable:
         raise MessageError(f"{field}.content is missing", f"{field}.content")
     message: dict[str, Any] = {"role": role, "content": _content(given, field, request)}
     if calls:
@@ -263,7 +281,16 @@ def _function(value: Any, field: str, request: bool) -> dict[str, Any]:
     if not _text(given, "name", field):
         raise MessageError(f"{field}.name is missing", f"{field}.name")
     field, wanted = f"{field}.arguments", "an object"
-    given["arguments"] = _parsed(given.get("arguments", {}), field, wanted)
+    arguments = given.get("arguments", {})
+    if request and isinstance(arguments, str) and not arguments.strip():
+        arguments = {}
+    try:
+        given["arguments"] = _parsed(arguments, field, wanted)
+    except MessageError:
+        # A call that was cut at its length limit: the template has the text that there is.
+        if not request or not arguments.lstrip().startswith("{"):
+            raise
+        return given
     if not isinstance(given["arguments"], Mapping):
         raise _invalid(field, given["arguments"], f"must be {wanted}, or its JSON text")
     return given
