@@ -6,6 +6,11 @@ import openai
 import pytest
 from serving_double import END, EOS, HTTP, Scripted, answers, byte_tokenizer, served, wait_until
 
+import hjax
+from hjax.serving.limits import ServerLimits
+from hjax.serving.request_models import parse_chat
+from hjax.serving.served_model import ServedModel
+
 
 def scripted():
     """A service of one's own: a server closes the one it has."""
@@ -312,7 +317,33 @@ def test_a_call_and_its_answer_go_into_the_prompt(client):
         ({"logprobs": 6}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
         ({"max_tokens": -1, "echo": True}, "max_tokens"),
-        ({"guided_json": {}}, "guided_json"),
+        ({"guided_json": [1]}, "guided_json"),
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"guided_choice": ["a", 1]}, "guided_choice"),
+        ({"guided_grammar": 1}, "guided_grammar"),
+        ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"),
+        ({"guided_json": {}, "structured_outputs": {"json": {}}}, "structured_outputs"),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
+        ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend"),
+        ({"structured_outputs": {"json_object": True, "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": ["a"], "disable_any_whitespace": True}},
+         "structured_outputs.disable_any_whitespace"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"use_beam_search": 0}, "use_beam_search"),
+        ({"length_penalty": 0.5}, "length_penalty"),
+        ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
+        ({"bad_words": ["a"]}, "bad_words"),
+        ({"priority": 1}, "priority"),
+        ({"store": True}, "store"),
+        ({"add_special_tokens": False}, "add_special_tokens"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({"cache_salt": "a"}, "cache_salt"),
+        ({"allowed_token_ids": [1]}, "allowed_token_ids"),
+        ({"ignore_eos": 1}, "ignore_eos"),
+        ({"skip_special_tokens": "no"}, "skip_special_tokens"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}},
+         "stream_options.continuous_usage_stats"),
         ({"structured_outputs": "a+"}, "structured_outputs"),
         ({"structured_outputs": {"regex": 1}}, "structured_outputs.regex"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
@@ -332,9 +363,10 @@ def test_a_call_and_its_answer_go_into_the_prompt(client):
         ({"n": 0}, "n"),
         ({"n": 2.0}, "n"),
         ({"n": 65, "prompt": ["a", "b"]}, "n"),
-        ({"seed": -1}, "seed"),
-        ({"seed": 2**32}, "seed"),
-        ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        ({"seed": -(2**63) - 1}, "seed"),
+        ({"seed": 2**63}, "seed"),
+        ({"seed": 1.0}, "seed"),
+        ({"stop": [str(i) for i in range(129)]}, "stop"),
         ({"stop": ""}, "stop"),
         ({"stop": [1]}, "stop"),
         ({"stop_token_ids": [260]}, "stop_token_ids"),
@@ -386,7 +418,8 @@ USER = {"role": "user", "content": "a"}
          {"type": "wrong"}}}}, "response_format.json_schema.schema"),
         ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
          "response_format"),
-        ({"response_format": {"type": "json_object"}, "tools": [TOOL]}, "tools"),
+        ({"response_format": {"type": "json_object"}, "guided_json": {}}, "response_format"),
+        ({"guided_regex": "a", "tools": [TOOL]}, "tools"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"top_logprobs": 1}, "top_logprobs"),
         ({"logprobs": 1}, "logprobs"),
@@ -403,8 +436,20 @@ USER = {"role": "user", "content": "a"}
         ({"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {
          "type": "array"}}}]}, "tools[0].function.parameters"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"functions": []}, "functions"),
+        ({"functions": [TOOL["function"]]}, "functions"),
+        ({"function_call": {"name": "add"}}, "function_call"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"reasoning_effort": "lots"}, "reasoning_effort"),
+        ({"verbosity": "low"}, "verbosity"),
+        ({"include_reasoning": False}, "include_reasoning"),
+        ({"echo": True}, "echo"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"add_special_tokens": True}, "add_special_tokens"),
+        ({"best_of": 2}, "best_of"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"audio": {"voice": "alloy"}}, "audio"),
+        ({"web_search_options": {}}, "web_search_options"),
+        ({"chat_template": "{{ messages }}"}, "chat_template"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"messages": []}, "messages"),
@@ -469,6 +514,172 @@ def test_values_that_are_nested_deeply(url, field, depth):
 def test_null_is_not_given_and_remarks_change_nothing(client):
     fields = {"suffix": None, "best_of": None, "user": "u", "stop": None, "logit_bias": None}
     assert complete(client, "a", **fields).choices[0].text == "a"
+
+
+NEUTRAL = {
+    "best_of": 1, "store": False, "use_beam_search": False, "length_penalty": 1.0, "priority": 0,
+    "early_stopping": False, "include_stop_str_in_output": False, "bad_words": [], "user": "u",
+    "spaces_between_special_tokens": True, "logits_processors": [], "metadata": {"a": "b"},
+    "guided_decoding_backend": "auto", "kv_transfer_params": {}, "vllm_xargs": {}, "n": 1,
+    "service_tier": "flex", "prompt_cache_key": "k", "request_id": "r", "structured_outputs": {},
+    "guided_regex": "", "guided_choice": [], "stop": [], "logit_bias": {}, "top_k": -1,
+    "return_tokens_as_token_ids": False, "ignore_eos": False, "skip_special_tokens": True,
+    "cache_salt": None, "unheard_of": None, "stream_options": {},
+}  # fmt: skip
+NEUTRAL_OF_CHATS = {
+    "functions": [], "function_call": "auto", "tools": [], "tool_choice": "none", "echo": False,
+    "modalities": ["text"], "verbosity": "medium", "include_reasoning": True, "top_logprobs": 0,
+    "add_generation_prompt": True, "continue_final_message": False, "add_special_tokens": False,
+    "documents": [], "reasoning_effort": "medium", "audio": None, "response_format":
+    {"type": "text"}, "prediction": {"type": "content", "content": "b"}, "web_search_options": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "path, body, more",
+    [("completions", {"prompt": "say:ab"},
+      {"suffix": "", "echo": False, "add_special_tokens": True}),
+     ("chat/completions", {"messages": [USER | {"content": "say:ab"}]}, NEUTRAL_OF_CHATS)],
+)  # fmt: skip
+def test_fields_that_change_nothing_at_their_value_are_taken(url, path, body, more):
+    asked = []
+    for fields in ({}, NEUTRAL | more):
+        answer = HTTP.post(f"{url}/v1/{path}", json=body | {"seed": 1} | fields)
+        assert answer.status_code == 200, answer.text
+        asked.append((SERVICE.requests[-1], answer.json()["choices"]))
+    assert asked[0] == asked[1]
+
+
+@pytest.mark.parametrize("fields, schema", [
+    ({"guided_json": {"type": "integer"}}, {"type": "integer"}),
+    ({"guided_json": '{"type": "integer"}'}, {"type": "integer"}),
+    ({"guided_json": {}}, {}),
+    ({"structured_outputs": {"json_object": True}}, {"type": "object"}),
+    ({"guided_regex": "[0-9]+"}, None),
+    ({"guided_choice": ["1", "7"], "guided_decoding_backend": "guidance"}, None),
+    ({"guided_grammar": "start: /[0-9]/"}, None),
+])  # fmt: skip
+def test_vllms_older_fields_of_formats(client, fields, schema):
+    assert complete(client, "7", extra_body=fields).choices[0].text == "7"
+    constraint = SERVICE.requests[-1].constraint
+    if schema is not None:
+        assert json.loads(constraint.json_schema) == schema
+    assert bool(constraint.regex) == ("guided_regex" in fields or "guided_choice" in fields)
+    assert constraint.grammar == fields.get("guided_grammar")
+
+
+def test_any_int64_is_a_seed(client):
+    seeds = [0, 1, 2**32 - 1, 2**32, 2**32 + 1, -1, -(2**32), 2**63 - 1, -(2**63)]
+    for seed in [*seeds, *seeds]:
+        complete(client, "a", seed=seed)
+    drawn = [request.seed for request in SERVICE.requests[-2 * len(seeds) :]]
+    assert drawn[: len(seeds)] == drawn[len(seeds) :] and len({*drawn}) == len(seeds)
+    assert drawn[:3] == seeds[:3] and all(0 <= seed < 2**32 for seed in drawn)
+
+
+def test_as_many_stops_as_harnesses_send(client):
+    stops = ["Question:", "Q:", "</s>", "<|im_end|>", "\n\n", "?"]
+    assert complete(client, "so\n\nQ: b", stop=stops).choices[0].text == "so"
+
+
+def test_end_tokens_that_are_ignored_and_special_ones_that_are_shown():
+    service = Scripted(lambda request: [97, 256, EOS, 98, 99])
+    with served(service, tokenizer=byte_tokenizer()) as (url, _, _):
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as own:
+
+            def text(**fields):
+                fields = {"stop_token_ids": [99]} | fields
+                found = own.completions.create(
+                    model="bytes", prompt=[256, 65], echo=True, extra_body=fields
+                )
+                return found.choices[0].text
+
+            assert text(ignore_eos=True) == "Aab"
+            shown = text(ignore_eos=True, skip_special_tokens=False)
+            assert shown == f"<|im_start|>Aa<|im_start|>{END}b"
+            assert service.requests[-1].options.stop == (99,)
+            assert text() and set(service.requests[-1].options.stop) == {EOS, 99}
+
+
+@pytest.mark.parametrize(
+    "template, effort, variables",
+    [("{{ reasoning_effort }}{{ enable_thinking }}", "high", "high"),
+     ("{{ reasoning_effort }}", "none", "none"),
+     ("{{ enable_thinking }}", "none", "False"), ("{{ enable_thinking }}", "low", "True"),
+     ("{{ other }}", "none", ""), ("{{ other }}", "medium", "")],
+)  # fmt: skip
+def test_reasoning_effort_is_the_templates(template, effort, variables):
+    model = ServedModel("bytes", SERVICE, byte_tokenizer(f"[{template}]"), 260, (EOS,))
+    body = {"messages": [USER], "reasoning_effort": effort}
+    parsed = parse_chat(body, model, ServerLimits())
+    assert bytes(parsed.prompts[0].tokens) == f"[{variables}]".encode()
+    parsed = parse_chat(body | {"chat_template_kwargs": {"other": "x"}}, model, ServerLimits())
+    assert ("x" in bytes(parsed.prompts[0].tokens).decode()) == ("other" in template)
+
+
+FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": {
+    "type": "object", "properties": {"a": {"type": "integer"}}}}}  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_format_beside_tools_is_that_of_the_text(client, stream):
+    fields = {"tools": [TOOL], "response_format": FORMAT}
+    found = {}
+    for said in (CALL, '{"a": 7}'):
+        if stream:
+            parts = [c.choices[0] for c in chat(client, said, **fields, stream=True)]
+            text = "".join(part.delta.content or "" for part in parts)
+            calls = [call for part in parts for call in part.delta.tool_calls or []]
+            found[said] = text, calls, parts[-1].finish_reason
+        else:
+            choice = chat(client, said, **fields).choices[0]
+            message = choice.message
+            found[said] = message.content or "", message.tool_calls or [], choice.finish_reason
+    assert found['{"a": 7}'] == ('{"a": 7}', [], "stop")
+    text, [call], finish = found[CALL]
+    assert not text and call.function.name == "add" and finish == "tool_calls"
+    # Where a call is forced there is no text that could have a format.
+    chat(client, CALL, **fields, tool_choice="required")
+    assert "%json" in SERVICE.requests[-1].constraint.grammar
+    assert '"a": {"type": "integer"' not in SERVICE.requests[-1].constraint.grammar
+
+
+def test_token_ids_of_a_chats_prompt_stand_at_the_top_too(client):
+    body = {"return_token_ids": True}
+    found = chat(client, "ab", extra_body=body)
+    assert found.prompt_token_ids == found.choices[0].prompt_token_ids
+    assert found.prompt_token_ids == list(SERVICE.requests[-1].prompt)
+    first, *rest = chat(client, "ab", extra_body=body, stream=True)
+    assert first.prompt_token_ids == found.prompt_token_ids
+    assert not any(hasattr(chunk, "prompt_token_ids") for chunk in rest)
+    assert not hasattr(chat(client, "ab"), "prompt_token_ids")
+
+
+def test_the_version(url):
+    assert HTTP.get(f"{url}/version").json() == {"version": hjax.__version__}
+
+
+@pytest.mark.parametrize("origins", [("*",), ("https://a.example", "http://localhost:3000"), ()])
+def test_web_pages_of_these_origins_may_ask(origins):
+    asked = {"Origin": "http://localhost:3000", "Access-Control-Request-Method": "POST",
+             "Access-Control-Request-Headers": "authorization,content-type"}  # fmt: skip
+    service = scripted()
+    limits = ServerLimits(origins=origins)
+    with served(service, limits, key="k", tokenizer=byte_tokenizer()) as (url, _, _):
+        url = f"{url}/v1/completions"
+        before = HTTP.options(url, headers=asked)
+        refused = HTTP.post(url, headers={"Origin": asked["Origin"]}, json={})
+        other = HTTP.options(url, headers=asked | {"Origin": "https://b.example"})
+    allowed = "Access-Control-Allow-Origin"
+    assert refused.status_code == 401
+    if not origins:
+        assert before.status_code == 401 and allowed not in refused.headers
+        return
+    assert before.status_code == 200
+    assert "authorization" in before.headers["Access-Control-Allow-Headers"].lower()
+    for answer in (before, refused):  # a page reads why it was refused, too
+        assert answer.headers[allowed] in ("*", asked["Origin"])
+    assert (allowed in other.headers) == (origins == ("*",))
 
 
 def test_another_model_is_not_found(client):

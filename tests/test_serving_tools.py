@@ -13,9 +13,11 @@ from serving_double import EOS, byte_tokenizer, served
 from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import decoder_network
 from hjax.rollout.constrained_decoding import ConstraintCompiler
+from hjax.rollout.constraint import Constraint
 from hjax.rollout.language_model import LanguageModel
 from hjax.rollout.sampling_params import SamplingParams
 from hjax.rollout.service import GenerationService
+from hjax.serving.response_format import TextFormat
 from hjax.serving.tool_calls import BARE, TAGGED
 from hjax.serving.tool_choice import ToolFields
 from hjax.sharding.layout import make_layouts
@@ -201,6 +203,52 @@ def test_strict_functions_hold_calls_and_leave_text(text, several, whole):
 
         taken = all(may(token) and not matcher.advance([token]) for token in said.encode())
         assert (taken and may(EOS)) == whole
+
+
+@pytest.mark.parametrize(
+    "text, whole",
+    [
+        ('{"how": "now"}', True), ('{"how": "later"}', False), ("So.", False), ("", False),
+        ('{"how": "<tool_call>"}', True), (tagged(RIGHT), True), (tagged(RIGHT, OTHER), True),
+        (tagged(WRONG), False), ("{}" + tagged(RIGHT), False), ('{"how": "now"} ', False),
+    ],
+)  # fmt: skip
+def test_a_format_is_of_answers_without_calls(text, whole):
+    schema = {"type": "object", "properties": {"how": {"enum": ["now", "<tool_call>"]}},
+              "additionalProperties": False}  # fmt: skip
+    format = TextFormat(Constraint.of_json(schema), "response_format")
+    tools = read_tools({"tools": STRICT})
+    for form in (TAGGED, BARE):
+        said = text
+        if form is BARE:
+            said = text.replace("arguments", "parameters").replace("<tool_call>\n", "")
+            said = said.replace("\n</tool_call>", "")
+            if "\n" in said:
+                continue  # several calls
+        made = tools.format(form, format)
+        assert [name for name, _ in made.parts][-1] == "response_format"
+        matcher = ConstraintCompiler(byte_tokenizer(), 260).matcher(
+            made.constraint, SamplingParams(stop=(EOS,)), (65,)
+        )
+
+        def may(token, matcher=matcher):
+            return bool(matcher.bitmask[token // 32] >> (token % 32) & 1)
+
+        taken = all(may(token) and not matcher.advance([token]) for token in said.encode()[:-1])
+        last = said.encode()[-1:]
+        taken = taken and bool(last) and may(last[0]) and matcher.advance(last) in ("", "stop")
+        assert (taken and may(EOS)) == whole
+        # The whole answer is read: JSON that is no call is text.
+        shown, found, _ = read_answer(tools.calls(form, "m", format), said)
+        assert (shown == said) == (not found)
+        assert not whole or bool(found) == ("name" in said)
+
+
+def read_answer(calls, said):
+    reader = calls.reader()
+    shown, _ = reader.feed(said)
+    rest, found = reader.close()
+    return shown + rest, found, reader.whole
 
 
 def test_tools_of_the_models_own_choice_are_held_to_nothing():

@@ -21,10 +21,11 @@ class ResponseText:
     Args:
       tokenizer: of the model.
       prompt: token ids before the response.
+      skip_special: whether special tokens are left out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special: bool = True):
+        self._tokenizer, self._skip_special = tokenizer, skip_special
         self._context = list(prompt[-CONTEXT_TOKENS:])
         self._held: list[int] = []
 
@@ -44,7 +45,7 @@ class ResponseText:
         return self._release(len(self._held), self._text(self._held))
 
     def _text(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode_response(self._context, tokens)
+        return self._tokenizer.decode_response(self._context, tokens, self._skip_special)
 
     def _release(self, count: int, text: str) -> str:
         # Tokens without text (special ones) are no context for what follows.

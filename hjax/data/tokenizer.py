@@ -187,17 +187,22 @@ class Tokenizer:
         return text
 
     def decode_response(
-        self, prompt_tokens: Sequence[int], response_tokens: Sequence[int]
+        self,
+        prompt_tokens: Sequence[int],
+        response_tokens: Sequence[int],
+        skip_special: bool = True,
     ) -> str:
-        """Text that `response_tokens` add after `prompt_tokens`, without special tokens.
+        """Text that `response_tokens` add after `prompt_tokens`, by default without special tokens.
 
         SentencePiece-like tokenizers drop the first space of what they decode. So the prompt is
         decoded along, and a response that begins a new word keeps its space. If the prompt ends
         inside a character, its text is no prefix of the whole; then the response is decoded alone.
         """
-        before = self.decode(prompt_tokens)
-        whole = self.decode([*prompt_tokens, *response_tokens])
-        return whole[len(before):] if whole.startswith(before) else self.decode(response_tokens)
+        before = self.decode(prompt_tokens, skip_special)
+        whole = self.decode([*prompt_tokens, *response_tokens], skip_special)
+        if whole.startswith(before):
+            return whole[len(before) :]
+        return self.decode(response_tokens, skip_special)
 
     def chat(
         self,

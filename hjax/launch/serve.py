@@ -27,6 +27,8 @@ jetstream `grpc://`.
                         (with jetstream unless --nowarm_up)
 
 with openai:
+  --name=NAME           of the model for requests, instead of --model's
+  --cors=ORIGIN,...     whose web pages may ask, as https://example.com, or * for all
   --admin               POST /admin/reload reads the model's weights again, and answers go on with
                         the new ones
   --max_connections=N   at a time ({connections})
@@ -49,6 +51,7 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -85,6 +88,8 @@ _PROTOCOLS = ("openai", "jetstream")
 _USUAL = ServerLimits()
 # Flags of one protocol alone, with their defaults.
 _OPENAI = {
+    "name": "",
+    "cors": "",
     "admin": False,
     "max_connections": _USUAL.connections,
     "header_seconds": _USUAL.header_seconds,
@@ -106,6 +111,10 @@ _RULES: Mapping[str, Rule] = {
     "idle_seconds": at_least(1),
     "context": at_least(0),
     "seed": SEEDS,
+    "cors": Rule(
+        "* or origins as https://example.com:8080, without a path, separated by commas",
+        lambda text: bool(re.fullmatch(r"\*|(https?://[^/,\s]+(,(?!$)|$))*", text)),
+    ),
 }
 
 
@@ -163,7 +172,7 @@ def _openai(args: Any, key: str, info: ModelInfo) -> int:
         model, service = _service(args, info)
         reload = WeightReload(model, service) if args.admin else None
         size, limits = model.config.vocab_size, _limits(args)
-        served = ServedModel(args.model, service, model.tokenizer, size, model.eos_ids)
+        served = ServedModel(args.name or args.model, service, model.tokenizer, size, model.eos_ids)
         started = _started(args, "http", bound)
         return run(Server(served, bound, limits, key, started, reload), limits)
 
@@ -232,6 +241,7 @@ def _limits(args: Any) -> ServerLimits:
         connections=args.max_connections,
         header_seconds=args.header_seconds,
         idle_seconds=args.idle_seconds,
+        origins=tuple(filter(None, args.cors.split(","))),
     )
 
 

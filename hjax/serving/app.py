@@ -12,11 +12,13 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+import hjax
 from hjax.serving.detokenizer import Delta
 from hjax.serving.fields import RequestFields, parse_object, validate_fields
 from hjax.serving.limits import ServerLimits
@@ -62,14 +64,22 @@ def make_app(
         Route("/v1/completions", paths.completions, methods=["POST"]),
         Route("/v1/chat/completions", paths.chat, methods=["POST"]),
         Route("/health", paths.health),
+        Route("/version", paths.version),
         Route("/metrics", paths.metrics),
     ]
     if reload is not None:
         routes.append(Route("/admin/reload", paths.reload, methods=["POST"]))
     counted = frozenset(route.path for route in routes)
+    middleware = [Middleware(KeyMiddleware, metrics=metrics, paths=counted, key=key)]
+    if limits.origins:  # outside, as a browser asks without the key first, and reads refusals too
+        origins, methods = limits.origins, ("GET", "POST")
+        cors = Middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"]
+        )
+        middleware.insert(0, cors)
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(KeyMiddleware, metrics=metrics, paths=counted, key=key)],
+        middleware=middleware,
         exception_handlers={
             HTTPException: _unrouted,
             ClientDisconnect: _client_closed,
@@ -123,6 +133,9 @@ class _Endpoints:
         if request.app.state.draining:
             return JSONResponse({"status": "stopping"}, 503)
         return JSONResponse({"status": "ok"})
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": hjax.__version__})
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._metrics.text(), headers={"Content-Type": CONTENT_TYPE})

@@ -88,7 +88,8 @@ class Choice:
         self._tokenizer = tokenizer
         self._wants_tokens = parsed.logprobs is not None or parsed.token_ids
         self._prompt = prompt.tokens if parsed.scored else None
-        self._text = ResponseText(tokenizer, prompt.tokens) if tokenizer is not None else None
+        self._skip_special = parsed.skip_special
+        self._text = self._response_text(prompt.tokens)
         self._stops = StopStrings(parsed.stop)
         self._calls = None if parsed.calls is None else parsed.calls.reader()
         self._finish = "" if parsed.calls is None else parsed.calls.finish
@@ -100,7 +101,9 @@ class Choice:
         self._echo = ""
         if parsed.echo and tokenizer is not None:
             text = prompt.text
-            self._echo = tokenizer.decode(prompt.tokens) if text is None else text
+            if text is None:
+                text = tokenizer.decode(prompt.tokens, self._skip_special)
+            self._echo = text
         self._length = len(self._echo)
 
     def begin(self) -> Delta:
@@ -170,7 +173,7 @@ class Choice:
         self, prompt: Sequence[int], scores: PromptLogProbs
     ) -> tuple[DrawnToken, ...]:
         """The prompt's tokens, with their log-probs."""
-        text = None if self._tokenizer is None else ResponseText(self._tokenizer, ())
+        text = self._response_text(())
         told, length = [], 0
         scored = zip((None, *scores.logprobs), ((), *scores.top), strict=True)
         for at, (token, (logprob, top)) in enumerate(zip(prompt, scored, strict=True)):
@@ -178,6 +181,12 @@ class Choice:
             told.append(self._drawn_token(token, logprob, before, length, top[: self._top]))
             length += 0 if text is None else len(text.feed(token))
         return tuple(told)
+
+    def _response_text(self, prompt: Sequence[int]) -> ResponseText | None:
+        """The text after a prompt; None without a tokenizer."""
+        if self._tokenizer is None:
+            return None
+        return ResponseText(self._tokenizer, prompt, self._skip_special)
 
     def _drawn_token(
         self, token: int, logprob: float | None, before: Sequence[int], offset: int, top: Top

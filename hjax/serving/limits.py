@@ -24,6 +24,8 @@ class ServerLimits:
       connections: at a time.
       choices: responses of one request, over all its prompts.
       stops: stop strings of one request.
+      origins: whose web pages' scripts may ask (CORS); `*`: all; none: browsers keep answers from
+        them.
       drain_seconds: that requests have to finish when the server is stopped.
     """
 
@@ -33,7 +35,8 @@ class ServerLimits:
     idle_seconds: float = 60.0
     connections: int = 1024
     choices: int = 128
-    stops: int = 4
+    stops: int = 128
+    origins: tuple[str, ...] = ()
     drain_seconds: float = 10.0
 
 

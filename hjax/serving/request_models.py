@@ -1,10 +1,11 @@
 """Request models: the fields of OpenAI's completion and chat requests, validated with pydantic."""
 
 import dataclasses
+import hashlib
 import re
 import secrets
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, create_model
 
@@ -16,13 +17,21 @@ from hjax.rollout.requests import Request
 from hjax.rollout.sampling_params import MOST_TOP, OPTIONS, SamplingParams
 from hjax.serving.fields import RequestFields, invalid_field, validate_fields
 from hjax.serving.limits import ServerLimits
+from hjax.serving.neutral_fields import (
+    NeutralChatFields,
+    NeutralCompletionFields,
+    NeutralFields,
+    only,
+)
 from hjax.serving.request_errors import RequestRefused
-from hjax.serving.response_format import ResponseFormat, StructuredOutputs, TextFormat
+from hjax.serving.response_format import FormatFields, ResponseFormat, TextFormat
 from hjax.serving.served_model import ServedModel
 from hjax.serving.tool_calls import AllowedCalls
 from hjax.serving.tool_choice import ToolFields
 
+# Seeds of the engine; larger and negative ones of requests are hashed to them.
 SEEDS = 2**32
+_INT64 = 2**63
 _LARGEST = 2**31 - 1
 # OpenAI's default of /v1/completions.
 MAX_TOKENS = 16
@@ -32,9 +41,6 @@ MOST_TOP_COMPLETIONS = 5
 CHARACTERS_PER_TOKEN = 16
 # Fields that ``SamplingParams`` checks.
 _SAMPLING = OPTIONS.keys() - {"logit_bias"}
-# Fields on who asks or how it is billed: accepted, without effect.
-_IGNORED_FIELDS = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
-            "prompt_cache_retention")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +71,7 @@ class ParsedRequest:
       stream: whether the answer is streamed.
       include_usage: whether the stream ends with the usage.
       token_ids: whether token ids of prompts and responses are returned beside the text.
+      skip_special: whether special tokens are left out of the text.
       logprobs: number of top tokens per position, beside the one drawn; None: no log-probs.
       echo: whether the prompt's text comes first.
       calls: tool calls that are looked for in the answer; None: none.
@@ -80,6 +87,7 @@ class ParsedRequest:
     stream: bool
     include_usage: bool
     token_ids: bool
+    skip_special: bool
     logprobs: int | None
     echo: bool = False
     calls: AllowedCalls | None = None
@@ -116,22 +124,25 @@ class ParsedRequest:
 class _StreamOptions(RequestFields):
     include_usage: bool = False
     include_obfuscation: bool = False  # padding against eavesdroppers; there is none
+    continuous_usage_stats: Annotated[Any, only(False)] = False
 
 
-_OTHERS: dict[str, Any] = dict.fromkeys((*_SAMPLING, *_IGNORED_FIELDS), (Any, None))
-_Unread: Any = create_model("_Unread", __base__=RequestFields, **_OTHERS)
+_OPTIONS: dict[str, Any] = dict.fromkeys(_SAMPLING, (Any, None))
+_SamplingFields: Any = create_model("_SamplingFields", __base__=RequestFields, **_OPTIONS)
 
 
-class _Common(_Unread):
+class _Common(_SamplingFields, NeutralFields, FormatFields):
     """The fields that both requests have."""
 
     model: str = ""
     n: int = Field(1, ge=1)
-    seed: int | None = Field(None, ge=0, lt=SEEDS)
+    best_of: int | None = None
+    seed: int | None = Field(None, ge=-_INT64, lt=_INT64)
     stop: Any = []
     stop_token_ids: list[Any] = []
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
     logit_bias: dict[str, Any] = {}
-    structured_outputs: StructuredOutputs = StructuredOutputs()
     stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()
     return_token_ids: bool = False
@@ -140,16 +151,14 @@ class _Common(_Unread):
 _Form = TypeVar("_Form", bound=_Common)
 
 
-class _Completion(_Common):
+class _Completion(_Common, NeutralCompletionFields):
     prompt: Any = None
     max_tokens: int = Field(MAX_TOKENS, ge=0, le=_LARGEST)
     logprobs: int | None = Field(None, ge=0, le=MOST_TOP_COMPLETIONS)
     echo: bool = False
-    best_of: int | None = None
-    suffix: Literal[""] = ""
 
 
-class _Chat(_Common, ToolFields):
+class _Chat(_Common, ToolFields, NeutralChatFields):
     messages: list[Any] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, le=_LARGEST)
     max_tokens: int | None = Field(None, ge=1, le=_LARGEST)
@@ -157,8 +166,9 @@ class _Chat(_Common, ToolFields):
     top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
     response_format: ResponseFormat = ResponseFormat()
     chat_template_kwargs: dict[str, Any] = {}
-    modalities: list[Literal["text"]] = ["text"]
-    store: Literal[False] = False
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
 
 
 def parse_completion(
@@ -172,8 +182,6 @@ def parse_completion(
     fields = _validated(_Completion, body, served)
     if not fields.max_tokens and not fields.echo:
         raise invalid_field("max_tokens", 0, "a whole number, 1 or more; 0 with echo")
-    if fields.best_of not in (None, fields.n):
-        raise invalid_field("best_of", fields.best_of, "not supported here; leave it out, or n")
     return _parsed(
         fields,
         served,
@@ -181,7 +189,7 @@ def parse_completion(
         prompts=_prompts(fields.prompt, served, fields.max_tokens),
         logprobs=fields.logprobs,
         echo=fields.echo,
-        format=fields.structured_outputs.format(),
+        format=fields.text_format(),
     )
 
 
@@ -199,25 +207,14 @@ def parse_chat(body: Mapping[str, Any], served: ServedModel, limits: ServerLimit
             f"max_tokens={older} and max_completion_tokens={most}: give one of them",
             param="max_tokens",
         )
-    if fields.top_logprobs is not None and not fields.logprobs:
+    if fields.top_logprobs and not fields.logprobs:
         raise RequestRefused("top_logprobs: only with logprobs=true", param="top_logprobs")
     tools = fields.requested_tools(body)
-    format, other = fields.response_format.format(), fields.structured_outputs.format()
-    if format is not None and other is not None:
-        raise RequestRefused(
-            "response_format and structured_outputs: give one of them", param="response_format"
-        )
-    format = format or other
-    if format is not None and tools.functions:
-        raise RequestRefused(
-            'tools with a format of the answer: no call would match it; tool_choice "none", or '
-            "leave one of them out",
-            param="tools",
-        )
+    format = fields.text_format(fields.response_format.format())
     text, tokens = _render(fields, served, list(tools.given))
-    calls = tools.calls(served.call_form, served.name)
-    if calls is not None and calls.constrained:
-        format = tools.format(calls.form)
+    calls = tools.calls(served.call_form, served.name, format)
+    if calls is not None:
+        format = tools.format(calls.form, format)
     return _parsed(
         fields,
         served,
@@ -234,6 +231,8 @@ def _validated(kind: type[_Form], body: Mapping[str, Any], served: ServedModel) 
     served.check_name(fields.model)
     if fields.stream_options.include_usage and not fields.stream:
         raise RequestRefused("stream_options: only with stream=true", param="stream_options")
+    if fields.best_of not in (None, fields.n):
+        raise invalid_field("best_of", fields.best_of, "not supported here; leave it out, or n")
     return fields
 
 
@@ -244,11 +243,12 @@ def _parsed(
     parsed = ParsedRequest(
         n=fields.n,
         options=_options(fields, served, rest["logprobs"] or 0),
-        seed=secrets.randbelow(SEEDS) if fields.seed is None else fields.seed,
+        seed=_seed(fields.seed),
         stop=_stop(fields.stop, served, limits),
         stream=fields.stream,
         include_usage=fields.stream_options.include_usage,
         token_ids=fields.return_token_ids,
+        skip_special=fields.skip_special_tokens,
         **rest,
     )
     if (count := len(parsed.prompts)) * parsed.n > limits.choices:
@@ -277,13 +277,23 @@ def _matchers(
     raise refused
 
 
+def _seed(given: int | None) -> int:
+    """The engine's seed: the one given if it is one, else one that follows from it."""
+    if given is None:
+        return secrets.randbelow(SEEDS)
+    if 0 <= given < SEEDS:
+        return given
+    digest = hashlib.blake2b(given.to_bytes(8, "little", signed=True), digest_size=4).digest()
+    return int.from_bytes(digest, "little")
+
+
 def _options(fields: _Common, served: ServedModel, top: int) -> SamplingParams:
     drawing = {name: getattr(fields, name) for name in _SAMPLING}
     given = {name: value for name, value in drawing.items() if value is not None}
     if given.get("top_k") == -1:  # vLLM's value for all tokens
         given["top_k"] = 0
-    stop = fields.stop_token_ids
-    served.check_ids("stop_token_ids", stop)
+    served.check_ids("stop_token_ids", fields.stop_token_ids)
+    ends = () if fields.ignore_eos else served.eos_ids
     bias: dict[int, float] = {}
     for key, value in fields.logit_bias.items():
         token = int(key) if re.fullmatch(r"[0-9]{1,10}", key) else -1
@@ -291,9 +301,8 @@ def _options(fields: _Common, served: ServedModel, top: int) -> SamplingParams:
             raise invalid_field("logit_bias", key, f"a token id, 0 to {served.vocab_size - 1}")
         bias[token] = value
     try:
-        return SamplingParams(
-            **given, logit_bias=bias, stop=tuple({*served.eos_ids, *stop}), top=top
-        )
+        stop = tuple({*ends, *fields.stop_token_ids})
+        return SamplingParams(**given, logit_bias=bias, stop=stop, top=top)
     except ConfigError as error:
         raise RequestRefused.from_config_error(error) from None
 
@@ -342,7 +351,8 @@ def _render(
         )
     try:
         messages = read_messages(fields.messages, request=True)
-        variables = read_template_arguments(fields.chat_template_kwargs, "chat_template_kwargs")
+        variables = _effort(fields.reasoning_effort, template, served.name)
+        variables |= read_template_arguments(fields.chat_template_kwargs, "chat_template_kwargs")
     except MessageError as error:
         raise RequestRefused(str(error), param=error.field) from None
     if tools and not re.search(r"\btools\b", template):
@@ -355,6 +365,20 @@ def _render(
         return text, tokenizer.encode(text, add_special=False)
     except (ValueError, ArithmeticError) as error:  # DataError, or what a template's filters raise
         raise RequestRefused(f"messages: {error}", param="messages") from None
+
+
+def _effort(effort: str | None, template: str, name: str) -> dict[str, Any]:
+    """Template variables that say how much the model shall reason."""
+    if effort is None:
+        return {}
+    if re.search(r"\breasoning_effort\b", template):
+        return {"reasoning_effort": effort}
+    if re.search(r"\benable_thinking\b", template):
+        return {"enable_thinking": effort != "none"}
+    if effort in ("none", "medium"):  # what a model does that is not asked to reason, or by default
+        return {}
+    said = f"the chat template of {name} has no place for it; leave it out"
+    raise invalid_field("reasoning_effort", effort, said)
 
 
 def _check_length(served: ServedModel, tokenizer: Tokenizer, text: str, field: str) -> None:

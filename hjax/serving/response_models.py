@@ -38,7 +38,7 @@ class ResponseForm:
             | self._ids(index, delta, True)
             for index, delta in enumerate(deltas)
         ]
-        return self._head(self.kind) | {"choices": choices, "usage": usage}
+        return self._head(self.kind) | {"choices": choices, "usage": usage} | self._prompt_ids()
 
     def chunk(self, index: int, delta: Delta, first: bool) -> dict[str, Any]:
         """A chunk with what is new of a response."""
@@ -48,7 +48,8 @@ class ResponseForm:
             | self._rest(index, delta)
             | self._ids(index, delta, first)
         )
-        return self._head(self.chunk_kind) | {"choices": [choice]} | self._no_usage()
+        ids = self._prompt_ids() if first else {}
+        return self._head(self.chunk_kind) | {"choices": [choice]} | self._no_usage() | ids
 
     def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The last chunk of a stream with usage."""
@@ -74,6 +75,10 @@ class ResponseForm:
         if first:
             ids["prompt_token_ids"] = list(self.parsed.prompt_of(index).tokens)
         return ids
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        """The only prompt's token ids, beside the choices."""
+        return {}
 
     def _content(self, delta: Delta) -> dict[str, Any]:
         raise NotImplementedError
@@ -110,6 +115,10 @@ class ChatForm(ResponseForm):
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
     opens = True
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        ids = list(self.parsed.prompts[0].tokens)
+        return {"prompt_token_ids": ids} if self.parsed.token_ids else {}
 
     def _content(self, delta: Delta) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}

@@ -83,8 +83,9 @@ class AllowedCalls:
     Attributes:
       form: of each.
       names: of the functions.
-      constrained: whether a constraint enforces the form. Then calls are streamed as they are
-        written; else they are returned once the whole text has turned out to be calls.
+      constrained: whether a constraint enforces the form, and text of any form before it. Then
+        calls are streamed as they are written; else they are returned once the whole text has
+        turned out to be calls.
       forced: whether the answer is calls and nothing else.
       finish: the finish reason of an answer with calls.
     """

@@ -72,11 +72,14 @@ class RequestTools:
         fewer = not self.several and (form is None or form.several)
         return bool(self.functions) and (self.forced or strict or fewer)
 
-    def calls(self, form: CallForm | None, name: str) -> AllowedCalls | None:
+    def calls(
+        self, form: CallForm | None, name: str, text: TextFormat | None = None
+    ) -> AllowedCalls | None:
         """The calls that the answer may have; None: none are looked for.
 
         Args:
           form: that the chat template of the model ``name`` says; None: none.
+          text: the format of an answer without calls; None: any.
 
         Raises:
           RequestRefused: a grammar is needed and there is no form.
@@ -84,7 +87,7 @@ class RequestTools:
         if not self.functions:
             return None
         if form is None:
-            if not self.constrained(form):
+            if text is None and not self.constrained(form):
                 return None
             raise RequestRefused(
                 f"{self._field}: the chat template of {name} does not say how calls are written "
@@ -94,15 +97,29 @@ class RequestTools:
         # As OpenAI does: a call of a named function ends with "stop".
         finish = "stop" if self.choice == "function" else "tool_calls"
         names = tuple(function.name for function in self.functions.values())
-        return AllowedCalls(form, names, self.constrained(form), self.forced, finish)
+        # Where the text has a format too, only the whole answer says which of both it is.
+        streamed = self.forced or (text is None and self.constrained(form))
+        return AllowedCalls(form, names, streamed, self.forced, finish)
 
-    def format(self, form: CallForm) -> TextFormat | None:
+    def format(self, form: CallForm, text: TextFormat | None = None) -> TextFormat | None:
         """The grammar that constrains the answer; None: nothing does.
 
+        Args:
+          form: of calls.
+          text: the format of an answer without calls; None: any.
+
         Raises:
-          RequestRefused: a schema that arguments cannot have.
+          RequestRefused: a schema that arguments cannot have; a text that is not JSON.
         """
-        if not self.constrained(form):
+        if self.forced:
+            text = None
+        elif text is not None and text.constraint.json_schema is None:
+            raise RequestRefused(
+                f"tools: {text.field} has the answer in a form that is not JSON, which calls do "
+                'not have; tool_choice "none", or leave one of them out',
+                param="tools",
+            )
+        if text is None and not self.constrained(form):
             return None
         schemas = {
             f"{field}.parameters": self._schema(f"{field}.parameters", function)
@@ -114,9 +131,10 @@ class RequestTools:
                 parts.append((name, Constraint.of_json(schema)))
             except ConfigError as error:
                 raise RequestRefused(f"{name}: {error}", param=name) from None
-        several = self.several and form.several
+        if text is not None:
+            parts.append((text.field, text.constraint))
         try:
-            grammar = self._grammar(form, list(schemas.values()), several)
+            grammar = self._grammar(form, list(schemas.values()), text)
             constraint = Constraint(grammar=grammar)
         except ConfigError as error:
             raise RequestRefused(f"tools: {error}", param="tools") from None
@@ -135,25 +153,32 @@ class RequestTools:
             raise RequestRefused(f"{name}: of type object, as arguments are", param=name)
         return function.parameters | _ANY_OBJECT
 
-    def _grammar(self, form: CallForm, schemas: Sequence[dict[str, Any]], several: bool) -> str:
+    def _grammar(
+        self, form: CallForm, schemas: Sequence[dict[str, Any]], text: TextFormat | None
+    ) -> str:
+        several = self.several and form.several
         names = [f"f{i}" for i in range(len(schemas))]
         lines = []
         functions = self.functions.values()
         for name, function, schema in zip(names, functions, schemas, strict=True):
-            head = f"{_text(json.dumps(function.name, ensure_ascii=False) + ',')} SPACE"
-            key = _text(f'"{form.arguments}":')
-            lines.append(f"{name}: {head} {key} SPACE %json {json.dumps(schema | JSON_WHITESPACE)}")
+            own, key = _string(function.name), _string(form.arguments)
+            value = json.dumps(schema | JSON_WHITESPACE)
+            lines.append(f'{name}: {own} "," SPACE {key} ":" SPACE %json {value}')
         lines += [r"NEWLINE: /\n?/", "SPACE: / ?/"]
-        each = f"{_text('{' + _quoted('name') + ':')} SPACE ({' | '.join(names)}) {_text('}')}"
+        if text is not None:
+            schema = json.loads(text.constraint.json_schema or "")
+            lines.append(f"json: %json {json.dumps(schema | JSON_WHITESPACE)}")
+        # In the lexemes of %json, as a text that is JSON may begin like a call.
+        each = f'"{{" {_string("name")} ":" SPACE ({" | ".join(names)}) "}}"'
         if not form.begin:
             lines.append(f"call: {each}")
-            text = "" if self.forced else r' | /[^\s{](?s:.*)/ | ""'
-            lines.append(f"start: call{text}")
+            free = "" if self.forced else r' | /[^\s{](?s:.*)/ | ""'
+            lines.append(f"start: call{free if text is None else ' | json'}")
             return "\n".join(lines)
         lines.append(f"call: NEWLINE {each} NEWLINE {_text(form.end)}")
         more = f"(NEWLINE {_text(form.begin)} call)*" if several else ""
-        if self.forced:
-            lines.append(f"start: {_text(form.begin)} call {more}")
+        if self.forced or text is not None:
+            lines.append(f"start: {_text(form.begin)} call {more}{' | json' if text else ''}")
         else:
             tag = form.begin
             lines += [
@@ -169,8 +194,9 @@ def _text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _quoted(text: str) -> str:
-    return f'"{text}"'
+def _string(text: str) -> str:
+    """The literal of a JSON string."""
+    return _text(json.dumps(text, ensure_ascii=False))
 
 
 class ToolFields(RequestFields):
