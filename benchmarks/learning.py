@@ -2,13 +2,15 @@
 
     python benchmarks/learning.py --seeds=3 [--configs=ppo,grpo] [--workdir=runs/learning]
         [--pages=docs/algorithms]
+    python benchmarks/learning.py --seeds=100-104 ...
 
-A run that has ended is kept and not run again as long as it would be told the same; one that was
-interrupted goes on from its last checkpoint. Configs are those in hjax/launch/configs that have
-something to learn by (`LEARNS`). After every run, RESULTS.md and the curves in `--pages` are
-written of all runs that the workdir has; without `--pages` nothing is. `--pages` keeps what its
-tables need of each run in runs.jsonl, so that one machine goes on where another was left: a run
-that stands there counts as one of the workdir's.
+A run that has ended is kept and not run again as long as it would have the same settings and run
+the same code (`code_hash`); one that was interrupted goes on from its last checkpoint. Configs are
+those in hjax/launch/configs that have something to learn by (`LEARNS`). After every run,
+RESULTS.md and the curves in `--pages` are written of all runs that the workdir has; without
+`--pages` nothing is. `--pages` keeps what its tables need of each run in runs.jsonl, so that one
+machine goes on where another was left: a run that stands there counts as one of the workdir's.
+Runs of other code stand in a table of their own.
 
 Prints one JSON line: for every config and seed where its measures start and end, and the seconds of
 the whole command (start and compilation included) and of the processor. Exit status 1: some run
@@ -18,7 +20,10 @@ does not show that it learns.
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
+import functools
+import hashlib
 import json
 import os
 import pathlib
@@ -32,6 +37,7 @@ from typing import Any
 
 import machine
 
+import hjax
 from hjax.config import flatten
 from hjax.files import read_json, read_rows, replace_file, to_json
 from hjax.settings.config_loading import check_config, config_names, load_config
@@ -112,24 +118,78 @@ def settings(config: str, seed: int) -> dict[str, Any]:
     return to_json({k: v for k, v in flatten(told).items() if v != defaults[k]})
 
 
+@functools.cache
+def code_hash() -> str:
+    """Of what decides how a run learns: algorithms with their losses, workers and rollout.
+
+    Over the syntax trees without docstrings, so that comments and layout do not count. The config
+    counts by its settings.
+    """
+    package, digest = pathlib.Path(hjax.__file__).parent, hashlib.sha256()
+    for folder in ("algorithms", "rollout", "workers"):
+        for file in sorted((package / folder).rglob("*.py")):
+            tree = ast.parse(file.read_text())
+            for node in ast.walk(tree):
+                body = getattr(node, "body", None)
+                if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
+                    if isinstance(body[0].value, ast.Constant):
+                        del body[0]
+            digest.update(f"{file.relative_to(package)} {ast.dump(tree)}".encode())
+    return digest.hexdigest()[:16]
+
+
+def is_current(facts: Mapping[str, Any] | None, config: str, seed: int) -> bool:
+    """Whether a run of these facts would be the same run now."""
+    found = facts or {}
+    return found.get("code") == code_hash() and found.get("settings") == settings(config, seed)
+
+
 def finished(config: str, seed: int, folder: pathlib.Path) -> Run | None:
-    """The run in a folder, if it has ended and was told what it would be told now."""
+    """The run in a folder, if it has ended and would be the same run now."""
     facts = read_json(folder / DONE)
-    if facts is None or facts.get("settings") != settings(config, seed):
+    if facts is None or not is_current(facts, config, seed):
         return None
     return Run(read_rows(folder / "metrics.jsonl"), facts)
 
 
-def kept_in(pages: pathlib.Path | None) -> Runs:
-    """The runs that a folder of pages has, as far as they were told what they would be told now."""
-    runs: Runs = {}
+def kept_in(pages: pathlib.Path | None) -> tuple[Runs, Runs]:
+    """The runs of shipped configs that a folder of pages has: of today's code, and of earlier."""
+    current: Runs = {}
+    earlier: Runs = {}
     if pages is not None and (pages / KEPT).exists():
         shipped = set(config_names())
         for line in map(json.loads, (pages / KEPT).read_text().splitlines()):
             config, seed, facts = line["config"], line["seed"], line["facts"]
-            if f"{config}.py" in shipped and facts["settings"] == settings(config, seed):
+            if f"{config}.py" in shipped:
+                runs = current if is_current(facts, config, seed) else earlier
                 runs.setdefault(config, {})[seed] = Run(line["rows"], facts)
-    return runs
+    return current, earlier
+
+
+def without(earlier: Runs, runs: Runs) -> Runs:
+    """The earlier runs whose config and seed have not been run again."""
+    left = {
+        config: {seed: run for seed, run in seeds.items() if seed not in runs.get(config, {})}
+        for config, seeds in earlier.items()
+    }
+    return {config: seeds for config, seeds in sorted(left.items()) if seeds}
+
+
+def seeds_of(text: str) -> range:
+    """`5` is 0 to 4, `100-104` is 100 to 104."""
+    first, dash, last = text.partition("-")
+    return range(int(first), int(last) + 1) if dash else range(int(first))
+
+
+def ranges(seeds: Sequence[int]) -> str:
+    """`0-2, 7`, of 0, 1, 2 and 7."""
+    parts: list[list[int]] = []
+    for seed in sorted(seeds):
+        if parts and seed == parts[-1][-1] + 1:
+            parts[-1].append(seed)
+        else:
+            parts.append([seed])
+    return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
 
 
 def keep(runs: Runs, pages: pathlib.Path) -> None:
@@ -154,7 +214,8 @@ def _short(value: float) -> float:
 
 def train(config: str, seed: int, folder: pathlib.Path) -> Run:
     """Runs the command to its end, or goes on with it where it was left."""
-    told, began = settings(config, seed), folder.with_suffix(".json")
+    told = {"settings": settings(config, seed), "code": code_hash()}
+    began = folder.with_suffix(".json")
     if folder.exists() and ((folder / DONE).exists() or read_json(began) != told):
         shutil.rmtree(folder)
     began.parent.mkdir(parents=True, exist_ok=True)
@@ -174,7 +235,7 @@ def train(config: str, seed: int, folder: pathlib.Path) -> Run:
     output.unlink()
     began.unlink()
     facts = {
-        "settings": told,
+        **told,
         # Of a run that was interrupted nobody knows.
         "seconds": None if resumed else round(time.perf_counter() - start, 1),
         "processor_seconds": None if resumed else round(resources.ru_utime + resources.ru_stime, 1),
@@ -212,7 +273,7 @@ def table(runs: Runs) -> list[str]:
                 f"{end:.3f}",
                 f"{statistics.mean(differences):+.3f}",
                 spread,
-                str(len(changes)),
+                ranges(list(seeds)),
                 _seconds(seeds.values()) if number == 0 else "",
                 f"{met} of {len(changes)} ({aim})",
             ]
@@ -245,7 +306,7 @@ def curve(config: str, seeds: Mapping[int, Run]) -> str:
     return svg_file(f"{config}.py: {measure.metric}", series, ("aim", aim))
 
 
-def page(runs: Runs, command: str) -> str:
+def page(runs: Runs, earlier: Runs, command: str) -> str:
     """The text of RESULTS.md."""
     facts = [run.facts for seeds in runs.values() for run in seeds.values()]
 
@@ -258,9 +319,16 @@ def page(runs: Runs, command: str) -> str:
         "",
         f"<!-- written by `{command}`: do not edit -->",
         "",
-        f"`{command}`, at {said('commit')}, on {said('cpu')} ({said('cores')} cores), Python "
-        f"{said('python')}, jax {said('jax')}. A run that has ended is kept: the command goes on "
-        "where it was left, and the column of seeds says how far that is.",
+        f"`{command}`"
+        + (
+            f", at {said('commit')}, on {said('cpu')} ({said('cores')} cores), Python "
+            f"{said('python')}, jax {said('jax')}"
+            if runs
+            else ""
+        )
+        + f"; code of algorithms, workers and rollout: {code_hash()}. A run "
+        "that has ended is kept: the command goes on where it was left, and the column of seeds "
+        "says how far that is.",
         "",
         "Every run is `python -m hjax.launch --config=<config>`, its seed set. Start is the model "
         "as its warm start leaves it, for one task, model and number of warm-up steps the same in "
@@ -278,23 +346,26 @@ def page(runs: Runs, command: str) -> str:
         "The last column: in how many runs the measure moved as far as it is to (in brackets).",
         "",
         *table(runs),
+        *(["", "## Runs of earlier code", "", *table(earlier)] if earlier else []),
         "",
         "## Curves",
         "",
         "The first measure by step, a line per seed; dashed: the aim.",
         "",
-        *(f"![{config}.py](curves/{config}.svg)" for config in runs),
+        *(f"![{config}.py](curves/{config}.svg)" for config in sorted({**earlier, **runs})),
     ]
     return "\n".join(lines) + "\n"
 
 
-def write(runs: Runs, pages: pathlib.Path, command: str) -> None:
-    """RESULTS.md and the curves."""
+def write(runs: Runs, earlier: Runs, pages: pathlib.Path, command: str) -> None:
+    """RESULTS.md, the curves and what is kept of the runs."""
+    earlier = without(earlier, runs)
+    both = {c: {**earlier.get(c, {}), **runs.get(c, {})} for c in sorted({**earlier, **runs})}
     (pages / "curves").mkdir(parents=True, exist_ok=True)
-    for config, seeds in runs.items():
-        (pages / "curves" / f"{config}.svg").write_text(curve(config, seeds))
-    keep(runs, pages)
-    (pages / "RESULTS.md").write_text(page(runs, command))
+    for config, seeds in both.items():
+        (pages / "curves" / f"{config}.svg").write_text(curve(config, runs.get(config, seeds)))
+    keep(both, pages)
+    (pages / "RESULTS.md").write_text(page(runs, earlier, command))
 
 
 def main() -> None:
@@ -302,7 +373,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--configs", default="", help="comma-separated; default: all that learn")
-    parser.add_argument("--seeds", type=int, default=3, help="seeds 0 to one less")
+    parser.add_argument("--seeds", default="3", help="a count (3: seeds 0 to 2) or 100-104")
     parser.add_argument("--workdir", type=pathlib.Path, default=pathlib.Path("runs/learning"))
     parser.add_argument("--pages", type=pathlib.Path, help="where RESULTS.md and curves go")
     parser.add_argument("--kept", action="store_true", help="run nothing, write what is there")
@@ -310,8 +381,8 @@ def main() -> None:
     shipped = [name.removesuffix(".py") for name in config_names()]
     configs = args.configs.split(",") if args.configs else [c for c in shipped if measures(c)]
     command = f"python benchmarks/learning.py --seeds={args.seeds}"
-    runs = kept_in(args.pages)
-    for seed in range(args.seeds):  # all configs once before any twice
+    runs, earlier = kept_in(args.pages)
+    for seed in seeds_of(args.seeds):  # all configs once before any twice
         for config in configs:
             folder = args.workdir / f"{config}-{seed}"
             run = finished(config, seed, folder) or runs.get(config, {}).get(seed)
@@ -325,10 +396,10 @@ def main() -> None:
                 )
             runs.setdefault(config, {})[seed] = run
             if args.pages and not args.kept:
-                write(dict(sorted(runs.items())), args.pages, command)
+                write(dict(sorted(runs.items())), earlier, args.pages, command)
     runs = dict(sorted(runs.items()))
     if args.pages:
-        write(runs, args.pages, command)
+        write(runs, earlier, args.pages, command)
     shown = {
         config: {
             seed: {m.metric: m.change(run.rows) for m in measures(config)} | dict(run.facts)

@@ -65,13 +65,13 @@ def command(monkeypatch, tmp_path):
 
     def train(config, seed, folder):
         trained.append((config, seed))
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         rows = rows_of(0.25, 0.5, 0.75 + 0.1 * seed)
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / "metrics.jsonl").write_text(lines)
         facts = {"seconds": 60.0 + seed, "processor_seconds": 90.0, "other_cores": 0.5}
         facts |= {"commit": "abc", "cpu": "a <fast> one", "cores": 2, "python": "3", "jax": "0"}
-        facts |= {"settings": learning.settings(config, seed)}
+        facts |= {"settings": learning.settings(config, seed), "code": learning.code_hash()}
         (folder / learning.DONE).write_text(json.dumps(facts))
         return learning.Run(rows, facts)
 
@@ -92,7 +92,7 @@ def test_finished_runs_are_kept_and_the_pages_say_what_they_reached(command, tmp
     assert command("--configs=grpo,rloo", "--seeds=2") == []
     text = (tmp_path / "pages" / "RESULTS.md").read_text()
     # Ends of .75 and .85, from .25: differences of .5 and .6, whose deviation is .1 / sqrt(2).
-    cells = ["`grpo.py`", "sorting", "`eval/accuracy`", "0.250", "0.800", "+0.550", "0.071", "2"]
+    cells = ["`grpo.py`", "sorting", "`eval/accuracy`", "0.250", "0.800", "+0.550", "0.071", "0-1"]
     assert f"| {' | '.join(cells)} | 60 (90) | 2 of 2 (+0.2) |" in text
     drawn = ElementTree.parse(tmp_path / "pages" / "curves" / "grpo.svg").getroot()
     kinds = [element.tag.rpartition("}")[2] for element in drawn.iter()]
@@ -110,7 +110,35 @@ def test_finished_runs_are_kept_and_the_pages_say_what_they_reached(command, tmp
     lines[-1] = lines[-1].replace('"steps": 800', '"steps": 8')
     path.write_text("".join(lines))
     assert command("--configs=grpo,rloo", "--seeds=2", "--kept") == []
-    assert "| +0.500 | – | 1 |" in (tmp_path / "pages" / "RESULTS.md").read_text()
+    today, _, earlier = (tmp_path / "pages" / "RESULTS.md").read_text().partition("Runs of earlier")
+    assert "| +0.500 | – | 0 |" in today and "| `rloo.py` |" in earlier
+
+
+def test_runs_of_other_code_are_not_shown_as_todays(command, monkeypatch, tmp_path):
+    assert command("--configs=grpo", "--seeds=100-101") == [("grpo", 100), ("grpo", 101)]
+    monkeypatch.setattr(learning, "code_hash", lambda: "other")
+    assert command("--configs=grpo", "--seeds=101-102") == [("grpo", 101), ("grpo", 102)]
+    text = (tmp_path / "pages" / "RESULTS.md").read_text()
+    today, _, earlier = text.partition("## Runs of earlier code")
+    assert "| 101-102 |" in today and "| 100 |" in earlier
+    assert "other" in today
+
+
+def test_hash_of_code_leaves_out_docstrings_and_comments(monkeypatch, tmp_path):
+    monkeypatch.setattr(learning.hjax, "__file__", str(tmp_path / "__init__.py"))
+    file = tmp_path / "workers" / "update.py"
+    file.parent.mkdir()
+    found = []
+    for text in (
+        "def f(x):\n    'Doubles.'\n    return 2 * x\n",
+        "def f(x):\n    # Twice.\n    return 2 * x\n",
+        "def f(x):\n    return x * 2\n",
+    ):
+        file.write_text(text)
+        learning.code_hash.cache_clear()
+        found.append(learning.code_hash())
+    learning.code_hash.cache_clear()
+    assert found[0] == found[1] != found[2]
 
 
 def test_a_run_that_does_not_learn_is_named(command, monkeypatch):
