@@ -9,14 +9,22 @@ Wrong shapes raise AssertionError at trace time. Otherwise [N] rewards would bro
 over [N, L] tokens wherever N = L.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hjax.algorithms.masks import constant, last_token_mask, masked, masked_mean, whiten
+from hjax.algorithms.masks import (
+    bounded,
+    constant,
+    constant_where,
+    last_token_mask,
+    masked,
+    masked_mean,
+    whiten,
+)
 from hjax.errors import ConfigError
 
 __all__ = [
@@ -89,9 +97,7 @@ def token_rewards(
         result = dense + jnp.where(last, rest[:, None], 0.0)
     if kl is not None:
         result = result - kl_coef * masked(kl, mask)
-    if clip is not None:
-        result = jnp.clip(result, -clip, clip)
-    return masked(result, mask)
+    return masked(bounded(result, clip), mask)
 
 
 def gae(
@@ -212,62 +218,100 @@ def group_advantages(
         >>> group_advantages(jnp.array([1.0, 0.0, jnp.nan, 2.0]), 4, normalise="none")
         Array([ 0., -1.,  0.,  1.], dtype=float32)
     """
-    for name, value, allowed in (
-        ("normalise", normalise, NORMALISERS),
-        ("baseline", baseline, BASELINES),
-    ):
-        if value not in allowed:
-            raise ConfigError(f"{name}={value!r} is unknown: use {', '.join(allowed)}")
-    rewards = jnp.asarray(rewards, jnp.float32)
-    chex.assert_rank(rewards, 1)
-    if samples < 1 or rewards.shape[0] % samples:
-        raise ConfigError(
-            f"{rewards.shape[0]} rewards do not split into groups of samples={samples}: "
-            "pass the number of responses drawn per prompt"
-        )
-    grouped = rewards.reshape(-1, samples)
-    scored = ~jnp.isnan(grouped)
-    lowest = jnp.min(jnp.where(scored, grouped, jnp.inf), axis=1, keepdims=True)
-    highest = jnp.max(jnp.where(scored, grouped, -jnp.inf), axis=1, keepdims=True)
-    # Subtracting the group's minimum makes equal rewards exact zeros.
-    differ = ~constant(lowest, highest) | (baseline == "none")
-    groups = masked(grouped - lowest, scored & differ)
-
-    # peers[p, i, j]: sample j counts in the baseline of sample i.
-    peers = jnp.broadcast_to(scored[:, None, :], (*groups.shape, samples))
-    if baseline == "others":
-        peers = peers & ~jnp.eye(samples, dtype=bool)
-    count = jnp.sum(peers, axis=2)
-    mean = jnp.sum(masked(groups[:, None, :], peers), axis=2) / jnp.maximum(count, 1)
-    if baseline == "length":
-        chex.assert_equal_shape([lengths, rewards])
-        weight = masked(jnp.asarray(lengths).reshape(groups.shape), scored)
-        total = jnp.sum(weight, axis=1, keepdims=True)
-        subtracted = jnp.sum(weight * groups, axis=1, keepdims=True) / jnp.maximum(total, 1.0)
-    elif baseline == "none":
-        subtracted = -masked(jnp.broadcast_to(lowest, groups.shape), scored)
-    else:
-        subtracted = mean
-    advantages = groups - subtracted
+    _check_known("normalise", normalise, NORMALISERS)
+    _check_known("baseline", baseline, BASELINES)
+    groups = _Groups.of(jnp.asarray(rewards, jnp.float32), samples, baseline)
+    advantages = groups.above - groups.subtracted(baseline, lengths)
     if normalise == "std":
-        squares = jnp.sum(masked((groups[:, None, :] - mean[:, :, None]) ** 2, peers), axis=2)
-        std = jnp.sqrt(squares / jnp.maximum(count - 1 if unbiased_std else count, 1))
-        advantages /= jnp.where(_equal_peers(grouped, peers), 1.0, std + epsilon)
+        advantages /= groups.deviation(unbiased_std, epsilon)
     elif normalise == "mean":
-        group_mean = mean + masked(jnp.broadcast_to(lowest, groups.shape), scored)
-        positive = group_mean > 1e-6 * jnp.abs(highest).clip(1.0)
-        advantages = jnp.where(positive, advantages / jnp.where(positive, group_mean, 1.0), 0.0)
-    enough = scored
-    if baseline != "none":
-        enough = enough & (jnp.sum(scored, axis=1, keepdims=True) >= 2)
-    return masked(advantages, enough).reshape(-1)
+        advantages = groups.over_mean(advantages)
+    return masked(advantages, groups.comparable(baseline)).reshape(-1)
 
 
-def _equal_peers(rewards: jax.Array, peers: jax.Array) -> jax.Array:
-    """Whether the peers of each sample have `constant` rewards, bool [groups, samples]."""
-    rewards = jnp.broadcast_to(rewards[:, None, :], peers.shape)
-    lowest = jnp.min(rewards, axis=2, where=peers, initial=jnp.inf)
-    return constant(lowest, jnp.max(rewards, axis=2, where=peers, initial=-jnp.inf))
+def _check_known(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r} is unknown: use {', '.join(allowed)}")
+
+
+class _Groups(NamedTuple):
+    """Rewards by prompt, [groups, samples], and the statistics with which they are compared.
+
+    Attributes:
+        rewards: NaN where unscored.
+        scored: bool.
+        lowest, highest: of each group's scored rewards, [groups, 1].
+        above: rewards minus the group's lowest, so that equal rewards are exact zeros; 0 where
+            unscored, and in groups of `constant` rewards that have a baseline.
+        peers: bool [groups, samples, samples], [p, i, j]: sample j counts in the baseline of i.
+        count: of each sample's peers.
+        mean: of its peers, over `above`.
+    """
+
+    rewards: jax.Array
+    scored: jax.Array
+    lowest: jax.Array
+    highest: jax.Array
+    above: jax.Array
+    peers: jax.Array
+    count: jax.Array
+    mean: jax.Array
+
+    @classmethod
+    def of(cls, rewards: jax.Array, samples: int, baseline: str) -> "_Groups":
+        """The groups of float32 rewards [N]."""
+        chex.assert_rank(rewards, 1)
+        if samples < 1 or rewards.shape[0] % samples:
+            raise ConfigError(
+                f"{rewards.shape[0]} rewards do not split into groups of samples={samples}: "
+                "pass the number of responses drawn per prompt"
+            )
+        grouped = rewards.reshape(-1, samples)
+        scored = ~jnp.isnan(grouped)
+        lowest = jnp.min(jnp.where(scored, grouped, jnp.inf), axis=1, keepdims=True)
+        highest = jnp.max(jnp.where(scored, grouped, -jnp.inf), axis=1, keepdims=True)
+        differ = ~constant(lowest, highest) | (baseline == "none")
+        above = masked(grouped - lowest, scored & differ)
+        peers = jnp.broadcast_to(scored[:, None, :], (*above.shape, samples))
+        if baseline == "others":
+            peers = peers & ~jnp.eye(samples, dtype=bool)
+        count = jnp.sum(peers, axis=2)
+        mean = jnp.sum(masked(above[:, None, :], peers), axis=2) / jnp.maximum(count, 1)
+        return cls(grouped, scored, lowest, highest, above, peers, count, mean)
+
+    def _lowest_of_each(self) -> jax.Array:
+        return masked(jnp.broadcast_to(self.lowest, self.above.shape), self.scored)
+
+    def subtracted(self, baseline: str, lengths: jax.Array | None) -> jax.Array:
+        """The baseline of each sample, over `above`."""
+        if baseline == "none":
+            return -self._lowest_of_each()
+        if baseline != "length":
+            return self.mean
+        chex.assert_equal_shape([lengths, self.rewards.reshape(-1)])
+        weight = masked(jnp.asarray(lengths).reshape(self.above.shape), self.scored)
+        total = jnp.sum(weight, axis=1, keepdims=True)
+        return jnp.sum(weight * self.above, axis=1, keepdims=True) / jnp.maximum(total, 1.0)
+
+    def deviation(self, unbiased: bool, epsilon: float) -> jax.Array:
+        """Standard deviation of each sample's peers plus epsilon; 1 where they are `constant`."""
+        differences = self.above[:, None, :] - self.mean[:, :, None]
+        squares = jnp.sum(masked(differences**2, self.peers), axis=2)
+        std = jnp.sqrt(squares / jnp.maximum(self.count - 1 if unbiased else self.count, 1))
+        rewards = jnp.broadcast_to(self.rewards[:, None, :], self.peers.shape)
+        return jnp.where(constant_where(rewards, self.peers, axis=2), 1.0, std + epsilon)
+
+    def over_mean(self, advantages: jax.Array) -> jax.Array:
+        """Advantages divided by the mean reward; 0 where that is not above 0."""
+        mean = self.mean + self._lowest_of_each()
+        positive = mean > 1e-6 * jnp.abs(self.highest).clip(1.0)
+        return jnp.where(positive, advantages / jnp.where(positive, mean, 1.0), 0.0)
+
+    def comparable(self, baseline: str) -> jax.Array:
+        """Scored samples; with a baseline only those of groups with two scored ones or more."""
+        if baseline == "none":
+            return self.scored
+        return self.scored & (jnp.sum(self.scored, axis=1, keepdims=True) >= 2)
 
 
 def process_leave_one_out(
@@ -386,8 +430,7 @@ def remax_advantages(
         chex.assert_equal_shape([kl, mask])
     gain = jnp.asarray(rewards, jnp.float32) - jnp.asarray(baseline, jnp.float32)
     mask = mask & ~jnp.isnan(gain)[:, None]
-    if clip is not None:
-        gain = jnp.clip(gain, -clip, clip)
+    gain = bounded(gain, clip)
     if kl_cumulated:
         return discounted_returns(token_rewards(gain, mask, kl, kl_coef), mask, gamma)
     advantages = discounted_returns(token_rewards(gain, mask), mask, gamma)

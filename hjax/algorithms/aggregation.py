@@ -161,11 +161,22 @@ def check_entries(batch: Batch, keys: Iterable[str], shape: tuple[int, ...]) -> 
         chex.assert_shape(batch[key], shape, custom_message=f"the batch's {key!r}")
 
 
+def check_known(name: str, value: Any, allowed: Iterable[str]) -> None:
+    """Raise ConfigError unless a loss's option has one of the `allowed` values."""
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r} is not built: use {', '.join(allowed)}")
+
+
+def check_not_negative(loss: Any, *names: str) -> None:
+    """Raise ConfigError if one of a loss's numbers of these names is below 0, or NaN."""
+    for name in names:
+        if not getattr(loss, name) >= 0:
+            raise ConfigError(f"{name}={getattr(loss, name)} must be 0 or more")
+
+
 def check_aggregation(aggregation: str, max_length: int | None) -> None:
     """Raise ConfigError unless `aggregation` is known and `max_length` goes with it."""
-    if aggregation not in AGGREGATIONS:
-        allowed = ", ".join(AGGREGATIONS)
-        raise ConfigError(f"aggregation={aggregation!r} is not built: use {allowed}")
+    check_known("aggregation", aggregation, AGGREGATIONS)
     if aggregation == "constant" and (max_length is None or max_length < 1):
         raise ConfigError(
             f"aggregation='constant' divides by max_length={max_length}: set it to the longest "

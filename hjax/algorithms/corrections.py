@@ -9,7 +9,7 @@ through the weights; they apply to neither the KL nor the entropy.
 import jax
 import jax.numpy as jnp
 
-from hjax.algorithms.aggregation import Stats, WithStats
+from hjax.algorithms.aggregation import Stats, WithStats, check_known
 from hjax.algorithms.masks import masked
 from hjax.algorithms.surrogates import capped_ratio
 from hjax.errors import ConfigError
@@ -31,8 +31,7 @@ def correction_bounds(kind: str, low: float | None, high: float | None) -> tuple
     Raises:
         ConfigError: an unknown kind, a bound that the kind does not have, or an empty range.
     """
-    if kind not in CORRECTIONS:
-        raise ConfigError(f"correction={kind!r} is not built: use {', '.join(CORRECTIONS)}")
+    check_known("correction", kind, CORRECTIONS)
     default_low, default_high = CORRECTIONS[kind]
     for name, value, default in (("low", low, default_low), ("cap", high, default_high)):
         if value is not None and default is None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from hjax.algorithms.aggregation import TokenLoss, WithStats
+from hjax.algorithms.aggregation import TokenLoss, WithStats, check_known
 from hjax.algorithms.algorithm import Algorithm, Batch
 from hjax.algorithms.losses import SupervisedLoss
 from hjax.algorithms.masks import masked
@@ -66,8 +66,7 @@ class DistillationLoss(TokenLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.kind not in DIVERGENCES:
-            raise ConfigError(f"kind={self.kind!r} is not built: use {', '.join(DIVERGENCES)}")
+        check_known("kind", self.kind, DIVERGENCES)
         if not 0 < self.mixture < 1:
             raise ConfigError(f"mixture={self.mixture} must be above 0 and below 1")
         if self.mixture != 0.5 and self.kind != "jensen_shannon":

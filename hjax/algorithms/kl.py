@@ -6,6 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from hjax.algorithms.masks import bounded
 from hjax.errors import ConfigError
 
 KL_KINDS = ("k1", "k2", "k3", "k1+", "k3+")
@@ -53,22 +54,15 @@ def kl_estimate(
     chex.assert_type([logprobs, ref_logprobs], float)
     chex.assert_equal_shape([jnp.asarray(logprobs), jnp.asarray(ref_logprobs)])
     difference = jnp.asarray(logprobs, jnp.float32) - jnp.asarray(ref_logprobs, jnp.float32)
-    if input_clamp is not None:
-        difference = jnp.clip(difference, -input_clamp, input_clamp)
-
-    def bounded(estimate):
-        if output_clamp is None:
-            return estimate
-        return jnp.clip(estimate, -output_clamp, output_clamp)
-
-    squared = bounded(0.5 * jnp.square(difference))
+    difference = bounded(difference, input_clamp)
+    squared = bounded(0.5 * jnp.square(difference), output_clamp)
     if kind == "k2":
         return squared
     if kind.startswith("k1"):
-        estimate = bounded(difference)
+        estimate = bounded(difference, output_clamp)
     else:
         # expm1 avoids the cancellation of exp(-d) - 1 + d near d = 0.
-        estimate = bounded(jnp.expm1(-difference) + difference)
+        estimate = bounded(jnp.expm1(-difference) + difference, output_clamp)
     if kind.endswith("+"):
         # x - stop_gradient(x) is exactly 0, so the value does not change.
         return jax.lax.stop_gradient(estimate) + (squared - jax.lax.stop_gradient(squared))

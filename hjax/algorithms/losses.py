@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 
 from hjax.algorithms.aggregation import Batch, Stats, TokenLoss, WithStats, aggregation_weights
-from hjax.algorithms.masks import constant, masked, masked_variance
+from hjax.algorithms.masks import constant_where, masked, masked_variance
 from hjax.algorithms.policy_loss import PolicyLoss
 from hjax.errors import ConfigError
 
@@ -135,6 +135,5 @@ def explained_variance(values: jax.Array, returns: jax.Array, mask: jax.Array) -
     mask = jnp.asarray(mask, bool)
     variance = masked_variance(returns, mask)
     residual = masked_variance(masked(returns, mask) - masked(values, mask), mask)
-    lowest = jnp.min(returns, where=mask, initial=jnp.inf)
-    vary = ~constant(lowest, jnp.max(returns, where=mask, initial=-jnp.inf))
+    vary = ~constant_where(returns, mask)
     return jnp.where(vary, 1.0 - residual / jnp.where(vary, variance, 1.0), 0.0)

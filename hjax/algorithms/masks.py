@@ -56,6 +56,17 @@ def constant(lowest: Any, highest: Any) -> Any:
     return highest - lowest <= 1e-6 * abs(highest).clip(1.0)
 
 
+def constant_where(x: jax.Array, mask: jax.Array, axis: int | None = None) -> jax.Array:
+    """Whether the entries of `x` where `mask` is true are `constant`, over an axis or all."""
+    lowest = jnp.min(x, axis=axis, where=mask, initial=jnp.inf)
+    return constant(lowest, jnp.max(x, axis=axis, where=mask, initial=-jnp.inf))
+
+
+def bounded(x: jax.Array, bound: float | None) -> jax.Array:
+    """`x` within `-bound` to `bound`; None: as it is."""
+    return x if bound is None else jnp.clip(x, -bound, bound)
+
+
 def whiten(
     x: jax.Array,
     mask: jax.Array,
@@ -82,10 +93,8 @@ def whiten(
     mask = jnp.asarray(mask, bool)
     mean = masked_mean(x, mask)
     variance = masked_variance(x, mask, unbiased)
-    lowest = jnp.min(x, where=mask, initial=jnp.inf)
-    equal = constant(lowest, jnp.max(x, where=mask, initial=-jnp.inf))
     whitened = (masked(x, mask) - mean) * jax.lax.rsqrt(variance + epsilon)
-    whitened = jnp.where(equal, 0.0, whitened)
+    whitened = jnp.where(constant_where(x, mask), 0.0, whitened)
     return masked(whitened if shift_mean else whitened + mean, mask)
 
 

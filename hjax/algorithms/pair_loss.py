@@ -10,7 +10,14 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from hjax.algorithms.aggregation import Batch, SequenceLoss, WithStats, at_first_token
+from hjax.algorithms.aggregation import (
+    Batch,
+    SequenceLoss,
+    WithStats,
+    at_first_token,
+    check_known,
+    check_not_negative,
+)
 from hjax.algorithms.masks import masked
 from hjax.errors import ConfigError
 
@@ -68,8 +75,7 @@ class PairLoss(SequenceLoss):
     nll_over: Literal["response", "batch"] = "response"
 
     def __post_init__(self) -> None:
-        if self.kind not in PAIR_LOSSES:
-            raise ConfigError(f"kind={self.kind!r} is not built: use {', '.join(PAIR_LOSSES)}")
+        check_known("kind", self.kind, PAIR_LOSSES)
         if not self.beta > 0:
             raise ConfigError(f"beta={self.beta} must be above 0 (usually 0.1)")
         if not 0 <= self.smoothing < 0.5:
@@ -81,12 +87,9 @@ class PairLoss(SequenceLoss):
             )
         if self.kind == "robust" and not self.smoothing:
             raise ConfigError("kind='robust' needs smoothing above 0: it is 'sigmoid' without")
-        if not self.margin >= 0:
-            raise ConfigError(f"margin={self.margin} must be 0 or more")
+        check_not_negative(self, "margin", "nll_coef")
         if self.margin and self.kind != "margin":
             raise ConfigError(f"margin={self.margin} has no effect with kind={self.kind!r}")
-        if not self.nll_coef >= 0:
-            raise ConfigError(f"nll_coef={self.nll_coef} must be 0 or more")
         if self.nll_over not in NLL_OVER:
             raise ConfigError(f"nll_over={self.nll_over!r}: use {' or '.join(NLL_OVER)}")
         if self.nll_over == "batch" and not (self.nll_coef or self.kind == "odds"):

@@ -7,7 +7,15 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from hjax.algorithms.aggregation import Batch, Stats, TokenLoss, WithStats, check_entries
+from hjax.algorithms.aggregation import (
+    Batch,
+    Stats,
+    TokenLoss,
+    WithStats,
+    check_entries,
+    check_known,
+    check_not_negative,
+)
 from hjax.algorithms.corrections import correction_bounds, correction_weights
 from hjax.algorithms.kl import check_kl_kind, kl_estimate
 from hjax.algorithms.masks import masked
@@ -114,13 +122,9 @@ class PolicyLoss(TokenLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, allowed in dict(
-            ratio=RATIOS, surrogate=SURROGATES, covariance=COVARIANCES
-        ).items():
-            if getattr(self, name) not in allowed:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)!r} is not built: use {', '.join(allowed)}"
-                )
+        check_known("ratio", self.ratio, RATIOS)
+        check_known("surrogate", self.surrogate, SURROGATES)
+        check_known("covariance", self.covariance, COVARIANCES)
         if self.clip_low is not None and not 0 <= self.clip_low <= 1:
             raise ConfigError(f"clip_low={self.clip_low} must lie in 0 to 1, or be None (no bound)")
         if self.clip_high is not None and not self.clip_high >= 0:
@@ -141,9 +145,7 @@ class PolicyLoss(TokenLoss):
                     f"{name}={value!r} must be a fixed number; an adaptive KL coefficient is the "
                     "batch entry kl_coef, with kl_adaptive=True"
                 )
-        for name in ("kl_coef", "positive_nll"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be 0 or more")
+        check_not_negative(self, "kl_coef", "positive_nll")
         if self.kl_adaptive and not self.kl_coef:
             raise ConfigError("kl_adaptive=True needs a first kl_coef above 0")
         check_kl_kind(self.kl_estimator)
@@ -282,17 +284,7 @@ class PolicyLoss(TokenLoss):
         if self.ratio == "none":
             loss = -advantages * logprobs
         else:
-            log_ratio = logprobs - masked(batch["old_logprobs"], mask)
-            capped = jnp.minimum(log_ratio, MAX_LOG_RATIO)
-            stats["approx_kl"] = jnp.expm1(capped) - capped
-            loss, made = self._surrogate(log_ratio, advantages, logprobs, mask)
-            stats |= made
-            if self.covariance != "none":
-                covariant = stats["covariant"] = masked(batch["covariant"], mask)
-                if self.covariance == "clip":
-                    loss = loss * (1.0 - covariant)
-                else:
-                    loss = loss + self.covariance_coef * covariant * jnp.abs(log_ratio)
+            loss, stats = self._of_ratio(advantages, logprobs, batch)
         if self.correction != "none":
             weights, made = self._correction(batch, mask)
             loss, stats = loss * weights, stats | made
@@ -319,6 +311,21 @@ class PolicyLoss(TokenLoss):
                 "needs_entropy is true"
             )
         return loss, jax.lax.stop_gradient(stats)
+
+    def _of_ratio(self, advantages: jax.Array, logprobs: jax.Array, batch: Batch) -> WithStats:
+        """The loss of the ratio to the old policy, with the covariance's clip or penalty."""
+        mask = batch["response_mask"]
+        log_ratio = logprobs - masked(batch["old_logprobs"], mask)
+        capped = jnp.minimum(log_ratio, MAX_LOG_RATIO)
+        loss, stats = self._surrogate(log_ratio, advantages, logprobs, mask)
+        stats = {"approx_kl": jnp.expm1(capped) - capped} | stats
+        if self.covariance != "none":
+            covariant = stats["covariant"] = masked(batch["covariant"], mask)
+            if self.covariance == "clip":
+                loss = loss * (1.0 - covariant)
+            else:
+                loss = loss + self.covariance_coef * covariant * jnp.abs(log_ratio)
+        return loss, stats
 
     def _surrogate(
         self, log_ratio: jax.Array, advantages: jax.Array, logprobs: jax.Array, mask: jax.Array

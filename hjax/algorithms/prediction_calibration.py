@@ -30,7 +30,8 @@ def prediction_metrics(logits: np.ndarray, outcomes: np.ndarray) -> dict[str, fl
     bins = calibration_bins(logits, outcomes)
     error = sum(b["count"] * abs(b["observed"] - b["predicted"]) for b in bins) / len(logits)
     return {
-        "accuracy": float(_correctness(signed).mean()),
+        # 1 where the predicted outcome is the actual one, 0 where not.
+        "accuracy": float(np.heaviside(signed, 0.5).mean()),
         "loss": float(np.logaddexp(0.0, -signed).mean()),
         "calibration_error": float(error),
     }
@@ -58,16 +59,11 @@ def calibration_bins(
             found.append(
                 {
                     "predicted": float(confidence[chosen].mean()),
-                    "observed": float(_correctness(signed[chosen]).mean()),
+                    "observed": float(np.heaviside(signed[chosen], 0.5).mean()),
                     "count": int(chosen.sum()),
                 }
             )
     return found
-
-
-def _correctness(signed: np.ndarray) -> np.ndarray:
-    """1 where the predicted outcome is the actual one, 0 where not, 0.5 for a logit of 0."""
-    return (np.sign(signed) + 1.0) / 2.0
 
 
 # Metric prefix -> (logits, outcomes) of the same shape, examples first; NaN: unknown outcome.

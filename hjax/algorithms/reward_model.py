@@ -16,7 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from hjax.algorithms.aggregation import Loss, SequenceLoss, WithStats, at_first_token
+from hjax.algorithms.aggregation import (
+    Loss,
+    SequenceLoss,
+    WithStats,
+    at_first_token,
+    check_not_negative,
+)
 from hjax.algorithms.algorithm import Algorithm, Batch
 from hjax.algorithms.masks import masked
 from hjax.algorithms.prediction_calibration import Predictions
@@ -84,9 +90,7 @@ class ScoreLoss(SequenceLoss):
     def __post_init__(self) -> None:
         if self.sign not in (1, -1):
             raise ConfigError(f"sign={self.sign} must be 1 (rewards) or -1 (costs)")
-        for name in ("margin", "centring", "label_coef"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be 0 or more")
+        check_not_negative(self, "margin", "centring", "label_coef")
 
     def __call__(self, scores: jax.Array, batch: Mapping[str, Any]) -> WithStats:
         """Losses and statistics of pairs, each at the first token of its chosen row.

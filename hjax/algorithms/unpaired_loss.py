@@ -10,7 +10,14 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from hjax.algorithms.aggregation import Batch, SequenceLoss, WithStats, at_first_token, valid_rows
+from hjax.algorithms.aggregation import (
+    Batch,
+    SequenceLoss,
+    WithStats,
+    at_first_token,
+    check_not_negative,
+    valid_rows,
+)
 from hjax.algorithms.masks import masked
 from hjax.errors import ConfigError
 
@@ -66,9 +73,7 @@ class UnpairedLoss(RowLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("desirable", "undesirable"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be 0 or more")
+        check_not_negative(self, "desirable", "undesirable")
 
     @property
     def needs(self) -> tuple[str, ...]:

@@ -128,17 +128,20 @@ class Network:
 
         return jax.tree.map(read, self.declared)
 
+    def compute_shapes(self, dtype: Any) -> Params:
+        """Shapes of the parameters, in ``compute_dtypes``."""
+        return jax.tree.map(
+            lambda x, read: jax.ShapeDtypeStruct(x.shape, read),
+            self.shapes,
+            self.compute_dtypes(dtype),
+        )
+
     def with_frozen_dtype(self, dtype: Any) -> Network:
         """The same with frozen parameters stored in the dtypes of ``compute_dtypes``."""
         if self.partition.everything:
             return self
         learned, _ = self.partition.split(self.shapes)
-        shapes = jax.tree.map(
-            lambda x, read: jax.ShapeDtypeStruct(x.shape, read),
-            self.shapes,
-            self.compute_dtypes(dtype),
-        )
-        _, frozen = self.partition.split(shapes)
+        _, frozen = self.partition.split(self.compute_shapes(dtype))
         joined = self.partition.join(learned, frozen)
         return dataclasses.replace(self, shapes=joined, frozen_dtype=np.dtype(dtype))
 

@@ -68,9 +68,11 @@ class ChunkedPrefill:
         Returns:
           the blocks.
         """
-        split = self._layout.sharding("batch")
-        placed = [place(x, split) for x in (tokens, mask, *known, where.ravel())]
-        return self._prefill(params, blocks, *placed)
+        split, (numbers, count) = self._layout.sharding("batch"), known
+        return self._prefill(
+            params, blocks, place(tokens, split), place(mask, split), place(numbers, split),
+            place(count, split), place(where.ravel(), split),
+        )  # fmt: skip
 
     def trace(self, params: Weights, count: int, chunk: int, columns: int) -> Any:
         """``prefill`` of abstract parameters: its jax.stages.Traced.

@@ -318,8 +318,8 @@ class Engine:
 
             def one(axis: int, scaled: bool, x: jax.Array) -> jax.Array:
                 to = axis if scaled or not keys else after
-                cut = ((axis, to, length), index, at) if own else ((0, 0, 0), index, None)
-                made = self._select_kv(x, *cut)
+                columns = (axis, to, length) if own else (0, 0, 0)
+                made = self._select_kv(x, columns, index, at if own else None)
                 x.delete()
                 return made
 
@@ -475,10 +475,13 @@ class Engine:
             x = int8_cache.zeros((*over, count, config.kv_heads, prompt, config.head_dim), kept)
             return (x, x) if over else ((x, x),) * config.layers
 
-        samples, room = size.samples, (size.length, self.form, self.copies)
-        cache = KVCache.create(prompts(size.groups), samples, *room)
+        samples = size.samples
+        create = functools.partial(
+            KVCache.create, length=size.length, form=self.form, copies=self.copies
+        )
+        cache = create(prompts(size.groups), samples)
         if samples > 1 and not self.uses_kernel:  # rows are not grouped
-            own = KVCache.create(prompts(size.rows), 1, *room)
+            own = create(prompts(size.rows), 1)
             cache = dataclasses.replace(cache, k=own.k, v=own.v)
         cache = dataclasses.replace(cache, prompts_in_rows=not size.prompt)
         numbers, none = jnp.zeros(size.rows, jnp.int32), jnp.zeros(size.groups, jnp.int32)

@@ -122,12 +122,8 @@ class LanguageModel:
         return self._place(params)
 
     def _place(self, params: Any) -> Any:
-        read = jax.tree.map(
-            lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype),
-            self._network.shapes,
-            self._network.compute_dtypes(self._compute.dtype),
-        )
-        placed = self._network.with_shapes(read).place(params, self._layout)
+        read = self._network.with_shapes(self._network.compute_shapes(self._compute.dtype))
+        placed = read.place(params, self._layout)
         return self._generator.decoding_params(placed)
 
     @property

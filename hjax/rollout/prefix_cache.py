@@ -259,7 +259,8 @@ def cached_prompts(
     for i, prompt in enumerate(prompts):
         if len(prompt):
             tokens[i, -len(prompt) :], mask[i, -len(prompt) :] = prompt, True
-    return CachedPrompts(tokens, mask, *block_table(found, columns))
+    blocks, count = block_table(found, columns)
+    return CachedPrompts(tokens, mask, blocks, count)
 
 
 def uncached_tokens(

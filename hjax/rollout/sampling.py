@@ -100,7 +100,6 @@ def draw(
     """
     vocab = logits.shape[-1]
     rows = RowSampling.uniform(options, vocab) if isinstance(options, SamplingParams) else options
-    shared = rows.static and len(rows.temperature) == 1
     if (counts is None) != (rows.repetition_penalty is None):
         raise ValueError(
             "rows with penalties need TokenCounts, rows without them take none; "
@@ -116,6 +115,22 @@ def draw(
 
     if layout is None or not axes:
         return part.draw(logits, noise, position, rows, counts, bitmask, needed)
+    return _draw_sharded(part, layout, logits, noise, position, rows, counts, bitmask, needed)
+
+
+def _draw_sharded(
+    part: _VocabShard,
+    layout: Layout,
+    logits: jax.Array,
+    noise: Callable[[], jax.Array],
+    position: jax.Array,
+    rows: RowSampling,
+    counts: TokenCounts | None,
+    bitmask: jax.Array | None,
+    needed: dict[str, jax.Array],
+) -> SampledTokens:
+    """``_VocabShard.draw`` on every device, for its part of the vocabulary."""
+    shared = rows.static and len(rows.temperature) == 1
 
     def constrained(noise: jax.Array) -> jax.Array:
         # Sharded like the logits, so that every device makes its own part.
@@ -256,14 +271,14 @@ class _VocabShard:
             sampled = sampled if kept is None else _normed(sampled, kept.norm)
             static = isinstance(needed["top"], np.bool_)
             nothing = (None, None) if static else no_top_tokens(token.shape)
-            tops = _cond(
+            top_tokens, top = _cond(
                 needed["top"],
                 lambda: vocab_parallel.top_tokens(final(), MOST_TOP, self.axes),
                 lambda: nothing,
             )
             logprob = jnp.where(forced >= 0, 0.0, sampled[:, 0])
             by_policy, untempered = _normed(raw * scale, policy), _normed(raw, plain)
-            return SampledTokens(token, logprob, by_policy[:, 0], untempered[:, 0], *tops)
+            return SampledTokens(token, logprob, by_policy[:, 0], untempered[:, 0], top_tokens, top)
 
         def drawn_altered() -> SampledTokens:
             altered = self.process_logits(logits, position, rows, counts, bitmask)

@@ -85,7 +85,7 @@ class RolloutScheduler:
         """Key of its programs: of one engine and sampling, equal keys mean equal programs."""
         flat = self._packed_sizes(self.max_groups)
         reading = self.sharing.active, self.job.prompts.shape[1], self._resumed_columns, flat
-        sizes = tuple(self.buckets.state_sizes(*pair) for pair in self.buckets.states)
+        sizes = tuple(self.buckets.state_sizes(rows, n) for rows, n in self.buckets.states)
         return bool(self.job.config.extra_samples), sizes, reading
 
     def programs(self, call: str, params: Weights) -> Iterator[AbstractProgram]:
@@ -150,8 +150,8 @@ class RolloutScheduler:
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
             made = [pool.submit(self._precompile_prefill, params)]
             made.append(pool.submit(PrefixSharing(self.engine, self.job).precompile, params))
-            compile_state = self._precompile_state
-            made += [pool.submit(compile_state, params, *state) for state in self.buckets.states]
+            for rows, length in self.buckets.states:
+                made.append(pool.submit(self._precompile_state, params, rows, length))
             for each in made:
                 each.result()
 

@@ -609,7 +609,8 @@ class GenerationService:
             )
             most: tuple[Top, ...] = ()
             if top is not None and (count := handle.request.options.top):
-                most = top_tokens(*(table[at][mask][:, :count] for table in top))
+                ids, values = (table[at][mask][:, :count] for table in top)
+                most = top_tokens(ids, values)
             scores, handle.scores = handle.scores, None
             chunks[handle] = ResponseChunk(tokens, sampled, policy, finish, most, scores)
         ended = {handle for handle, piece in chunks.items() if piece.finish}

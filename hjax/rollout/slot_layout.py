@@ -125,9 +125,11 @@ class SlotLayout:
     def scatter(self, index: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
         """``old`` [many, ...] with ``new`` [some, ...] at numbers of its parts."""
         parts = self.engine.parts
-        cut = [x.reshape(parts, x.shape[0] // parts, *x.shape[1:]) for x in (old, index, new)]
+        held, at, entering = (
+            x.reshape(parts, x.shape[0] // parts, *x.shape[1:]) for x in (old, index, new)
+        )
         put = jax.vmap(lambda old, at, new: old.at[at].set(new.astype(old.dtype), mode="drop"))
-        return put(*cut).reshape(old.shape)
+        return put(held, at, entering).reshape(old.shape)
 
     def select_rows(
         self,

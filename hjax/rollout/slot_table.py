@@ -222,4 +222,5 @@ class SlotTable:
                 self.move_columns(0, next(n for n in lengths if n >= most + engine.draft_tokens))
         elif self.column + engine.spare_columns >= self.length:
             first, rows = int(self.start[self.live].min()), self.sequence_ids.shape[1]
-            self.move_columns(*self.buckets.next_columns(first, self.column, self.length, rows))
+            first, length = self.buckets.next_columns(first, self.column, self.length, rows)
+            self.move_columns(first, length)

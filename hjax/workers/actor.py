@@ -20,6 +20,7 @@ from hjax.workers.generating_worker import GeneratingWorker
 from hjax.workers.language import LanguageWorker
 from hjax.workers.micro_batching import Batch, Objective
 from hjax.workers.optimizer import Prepare
+from hjax.workers.parameter_worker import cast_copies
 from hjax.workers.trainable_worker import TrainableWorker, update_reads
 from hjax.workers.worker import SCORED_KEYS, TOKEN_KEYS, WorkerContext
 from hjax.xla.abstract_program import AbstractProgram
@@ -43,13 +44,8 @@ class Actor(LanguageWorker, GeneratingWorker):
             context.transition_bucket_bytes,
         )
         # In generation's dtypes, in which weights are published.
-        self._published = jax.tree.map(
-            lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype), base.shapes, dtypes
-        )
-        # jit returns an argument that is only passed through; jnp.copy makes a new array.
-        self._copy = jax.jit(
-            lambda tree: jax.tree.map(lambda x, dtype: jnp.copy(x).astype(dtype), tree, dtypes)
-        )
+        self._published = base.compute_shapes(context.compute.dtype)
+        self._copy = jax.jit(functools.partial(cast_copies, dtypes=dtypes))
         self._seconds = {"transition": 0.0}
 
     def token_loss(
@@ -193,23 +189,17 @@ class Actor(LanguageWorker, GeneratingWorker):
         """Programs of transition, generation, log-probs and update, for ``rows`` sequences."""
         if self.merge is not None:
             yield AbstractProgram("transition_merge", self.merge.trace)
-        yield from (AbstractProgram(*each) for each in self.transition.programs())
+        yield from (AbstractProgram(name, run) for name, run in self.transition.programs())
         yield from GeneratingWorker.programs(self, rows, prompt_length)
-        trace = self.trace_forward
-        yield AbstractProgram(
-            "compute_log_prob", lambda: trace(self._log_prob, rows, prompt_length)
-        )
+        trace = functools.partial(self.trace_forward, self._log_prob, rows, prompt_length)
+        yield AbstractProgram("compute_log_prob", trace)
         if self.merge is not None:
-            base = functools.partial(trace, base=True)
-            of_base = functools.partial(base, self._log_prob, rows, prompt_length)
-            yield AbstractProgram("compute_ref_log_prob", of_base)
+            yield AbstractProgram("compute_ref_log_prob", functools.partial(trace, base=True))
         yield from TrainableWorker.programs(self, rows, prompt_length)
 
     def resident_state(self, program: str) -> dict[str, Any]:
         """In the transition all buckets but the moving one; in generation the masters of a copy."""
         names = [name for name, _ in self.transition.programs()]
-        if program == "transition_merge":
-            return super().resident_state(program)
         if program in names:
             params = self.transition.live_during(names.index(program))
         elif program.startswith("generate"):

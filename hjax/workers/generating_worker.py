@@ -19,6 +19,7 @@ from hjax.rollout.rollout_job import GenerationConfig, OnPromptDone, StopCheck
 from hjax.sharding.global_arrays import place, to_numpy
 from hjax.sharding.protocols import PROMPT_ID, protocol
 from hjax.workers.model import ModelWorker
+from hjax.workers.parameter_worker import abstract
 from hjax.workers.worker import WorkerContext
 from hjax.xla.abstract_program import AbstractProgram
 
@@ -254,12 +255,9 @@ class GeneratingWorker(ModelWorker):
 
     def _generation_copy(self) -> Params:
         """The weights that generation reads, as jax.ShapeDtypeStruct with shardings."""
-        return jax.tree.map(
-            lambda x, dtype, s: jax.ShapeDtypeStruct(x.shape, dtype, sharding=s),
-            self.network.base.shapes,
-            self.network.base.compute_dtypes(self.context.compute.dtype),
-            self.network.base.shardings(self.layouts.generate),
-        )
+        base = self.network.base
+        shapes = base.compute_shapes(self.context.compute.dtype)
+        return abstract(shapes, base.shardings(self.layouts.generate))
 
 
 def trim(rollout: Mapping[str, Any]) -> dict[str, Any]:

@@ -224,13 +224,11 @@ def abstract_state(
     }
 
     def placed(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        owner = _parameter_path(path, owners)
-        sharding = (
-            replicated
-            if owner is None
-            else _reduced_sharding(x.shape, *owners[owner]) or replicated
-        )
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        owner, sharding = _parameter_path(path, owners), None
+        if owner is not None:
+            whole, of_owner = owners[owner]
+            sharding = _reduced_sharding(x.shape, whole, of_owner)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or replicated)
 
     return jax.tree.map_with_path(placed, jax.eval_shape(optimizer.init, learned))
 
@@ -328,7 +326,8 @@ class Updater:
 
     def trace(self, params: Any, state: Any, batch: Any) -> Any:
         """The program traced for abstract arguments, to count its costs without running it."""
-        return self._program.trace(*self._partition.split(params), state, batch)
+        learned, frozen = self._partition.split(params)
+        return self._program.trace(learned, frozen, state, batch)
 
     def _step(
         self, learned: Params, frozen: Params, state: Any, batch: dict[str, Any]

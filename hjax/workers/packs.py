@@ -68,31 +68,18 @@ def first_fit(
     if share > 1 and share % unit:
         raise AssertionError(f"units of {unit} rows, {share} of which share a prompt")
     own = np.maximum(responses - 1, 0)
-    units = [
-        rows
-        for first in range(0, len(responses), unit)
-        if (rows := [r for r in range(first, min(first + unit, len(responses))) if responses[r]])
-    ]
-
-    def before(rows: list[int]) -> int:
-        """Places of the prompts of a unit's rows, each prompt counted once."""
-        return int(sum(prompts[row] for row in {row // share: row for row in rows}.values()))
-
-    for rows in units:
-        if not all(prompts[rows]) or before(rows) + own[rows].sum() > capacity:
-            after = own[rows].sum()
-            raise AssertionError(f"{before(rows)} + {after} places in packs of {capacity}")
+    units = _places_of_units(prompts, responses, share, capacity, unit)
     limits = capacity, answers or responses.sum(), rows_of_pack or unit * len(units)
     free = np.tile(limits, (len(units), 1))
     packs: list[dict[int, list[int]]] = []  # rows by group
     packs_with_prompt: dict[int, list[int]] = {}  # by group
-    for rows in sorted(units, key=lambda rows: -(before(rows) + own[rows].sum())):
+    for rows, before, after in sorted(units, key=lambda sized: -(sized[1] + sized[2])):
         # A unit's rows are one group, or each its own group, whose prompt is in no pack yet.
-        needed = np.array([own[rows].sum(), responses[rows].sum(), unit])
+        needed = np.array([after, responses[rows].sum(), unit])
         ready = packs_with_prompt.get(rows[0] // share, ())
         at = next((pack for pack in ready if (free[pack] >= needed).all()), None)
         if at is None:
-            needed[0] += before(rows)
+            needed[0] += before
             at = int(np.argmax((free >= needed).all(axis=1)))
             if at == len(packs):
                 packs.append({})
@@ -107,6 +94,24 @@ def first_fit(
         ]
         for pack in packs
     ]
+
+
+def _places_of_units(
+    prompts: np.ndarray, responses: np.ndarray, share: int, capacity: int, unit: int
+) -> list[tuple[list[int], int, int]]:
+    """(rows, places of their prompts, of their responses) of each unit with responses; a prompt
+    counts once."""
+    found = []
+    for first in range(0, len(responses), unit):
+        rows = [r for r in range(first, min(first + unit, len(responses))) if responses[r]]
+        if not rows:
+            continue
+        before = int(sum(prompts[row] for row in {row // share: row for row in rows}.values()))
+        after = int(np.maximum(responses[rows] - 1, 0).sum())
+        if not all(prompts[rows]) or before + after > capacity:
+            raise AssertionError(f"{before} + {after} places in packs of {capacity}")
+        found.append((rows, before, after))
+    return found
 
 
 def make_packing(

@@ -3,6 +3,7 @@
 ``AdapterMerge`` merges a worker's LoRA adapters into their matrices for generation and weight sync.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,9 +60,7 @@ class AdapterMerge:
             if name in self._reads
         }
 
-        def merge(layers: dict[str, jax.Array]) -> dict[str, jax.Array]:
-            return merge_matrices(layers, network)
-
+        merge = functools.partial(merge_matrices, network=network)
         placed = {name: shardings[name] for name in self._matrices}
         self._program = jax.jit(merge, out_shardings=placed)
         self._network = network
@@ -136,8 +135,8 @@ class ParameterWorker(Worker):
         """Read the weights from the role's path, or draw them from the seed."""
         if not self.context.path:
             self.params = self.network.create(self.context.seed, self.layouts.train)
-            return
-        self.params = self._read()
+        else:
+            self.params = self._read()
 
     def _read(self) -> Params:
         """The parameters at the role's path; adapters that no file has are drawn."""
@@ -251,9 +250,7 @@ class ParameterWorker(Worker):
             moved: Params = PoolTransition(source, shardings, shapes, dtypes)(params)
             return moved
 
-        def copies(params: Params) -> Params:
-            return jax.tree.map(lambda x, dtype: jnp.copy(x).astype(dtype), params, dtypes)
-
+        copies = functools.partial(cast_copies, dtypes=dtypes)
         meshes = [x.sharding.mesh for x in leaves if isinstance(x.sharding, NamedSharding)]
         if len(meshes) == len(leaves) and all(list(m.devices.flat) == devices for m in meshes):
             return jax.jit(copies, out_shardings=shardings)(params)
@@ -317,6 +314,11 @@ def _in_dtypes(shapes: Params, sent: Params) -> Params:
     leaves, structure = jax.tree.flatten(shapes)
     cast = [jax.ShapeDtypeStruct(x.shape, dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
     return jax.tree.unflatten(structure, cast)
+
+
+def cast_copies(params: Params, dtypes: Params) -> Params:
+    """New arrays in these dtypes; jit returns an argument that is only passed through."""
+    return jax.tree.map(lambda x, dtype: jnp.copy(x).astype(dtype), params, dtypes)
 
 
 def abstract(shapes: Any, shardings: Any) -> Any:

@@ -36,12 +36,8 @@ class Rollout(GeneratingWorker):
             raise ConfigError(f"{context.role}: a model needs devices and shapes")
         generate = context.layouts.generate
         super().__init__(dataclasses.replace(context, layouts=RoleLayouts(generate, generate)))
-        dtypes = self.network.compute_dtypes(context.compute.dtype)
-        shapes = jax.tree.map(
-            lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype), self.network.shapes, dtypes
-        )
         # It keeps, and is sent, the weights in generation's dtypes.
-        self.network = self.network.with_shapes(shapes)
+        self.network = self.network.with_shapes(self.network.compute_shapes(context.compute.dtype))
         self._clear()
 
     def _clear(self) -> None:

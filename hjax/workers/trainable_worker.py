@@ -67,8 +67,10 @@ class TrainableWorker(ModelWorker):
             if loss is None or optimizer is None:
                 raise ConfigError(f"{self.role}: this run was set up without a {stage} stage")
             network = self.trained_network(stage)
+            objective, prepare = self.objective(loss, grouped, network, context.router_loss)
             self._updaters[stage, grouped] = Updater(
-                *self.objective(loss, grouped, network, context.router_loss),
+                objective,
+                prepare,
                 optimizer,
                 self.micro_batches if network is self.network else self._batching(network),
                 network,
