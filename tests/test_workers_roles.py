@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from references import LlamaConfig, LlamaForSequenceClassification, torch
 
+from hjax import workers
 from hjax.algorithms.losses import PolicyLoss, SupervisedLoss, ValueLoss
 from hjax.controller import ResourcePool, WorkerGroup
 from hjax.data.tokenizer import Tokenizer
@@ -17,6 +18,7 @@ from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import to_host
 from hjax.models.weights import read_config
 from hjax.rewards.function import RewardFunction
+from hjax.roles import bound_methods
 from hjax.rollout.sampling_params import SamplingParams
 from hjax.sharded_values import ArrayRegions
 from hjax.sharding.layout import make_layouts
@@ -483,3 +485,13 @@ def test_scores_are_made_in_micro_batches():
         temporary[micro] = program.trace().lower().compile().memory_analysis().temp_size_in_bytes
     np.testing.assert_allclose(found[4], found[0], atol=1e-5)
     assert temporary[4] < 0.5 * temporary[0]
+
+
+@pytest.mark.parametrize(
+    "kind", ["Critic", "ImplicitReward", "Reference", "RewardTrainer", "Teacher"]
+)
+def test_a_dry_run_has_the_programs_of_all_scoring_methods(kind):
+    worker = getattr(workers, kind)
+    scoring = {name for name in bound_methods(worker) if name.startswith("compute_")}
+    assert scoring == worker.score_methods.keys()
+    assert all(hasattr(worker, program) for program in worker.score_methods.values())

@@ -82,7 +82,7 @@ class RewardTrainer(ScalarWorker):
     token."""
 
     positions_after = 1
-    scores = {"compute_scores": "_values"}
+    score_methods = {"compute_scores": "_values"}
 
     def apply_head(self, model: Any, states: jax.Array) -> jax.Array:
         """The head's values without its bias."""
