@@ -76,13 +76,13 @@ class Server:
 
     @classmethod
     @contextlib.contextmanager
-    def started(cls, model: str, slots: int, folder: pathlib.Path) -> Iterator[Server]:
+    def started(cls, model: str, flags: Sequence[str], folder: pathlib.Path) -> Iterator[Server]:
         """One on a free port, which ends with the block."""
         log = folder / "server"
         with open(log, "w") as errors:
             process = subprocess.Popen(
                 [sys.executable, "-m", "hjax.launch.serve", f"--model={model}", "--port=0",
-                 "--protocol=openai", f"--slots={slots}", "--warm_up"],
+                 "--protocol=openai", *flags],
                 stdout=subprocess.PIPE, stderr=errors, text=True,
                 env=os.environ | {"JAX_LOG_COMPILES": "1"},
             )  # fmt: skip
@@ -271,7 +271,8 @@ def main() -> None:
         path = args.model or make_model(pathlib.Path(folder))
         model = hjax.load_model(path)
         vocab = model.config.vocab_size
-        with Server.started(path, args.slots, pathlib.Path(folder)) as server:
+        flags = [f"--slots={args.slots}", "--warm_up"]
+        with Server.started(path, flags, pathlib.Path(folder)) as server:
             served, heard = measure_server(server, vocab, counts)
         loop, same = measure_loop(model, counts, heard, args.loop_requests)
     line = {
