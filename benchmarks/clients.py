@@ -52,7 +52,7 @@ SCHEMA = {
     "required": ["a", "b"],
     "additionalProperties": False,
 }
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": SCHEMA}}]
+TOOLS = [{"type": "function", "function": {"name": "add", "strict": True, "parameters": SCHEMA}}]
 FORMAT = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA}}
 # Digits come rarely, so that random weights end a number.
 FIELDS = {"seed": 7, "logit_bias": {str(ord(digit)): -4 for digit in "0123456789"}}
