@@ -24,6 +24,8 @@ STARTS = "starts.jsonl"
 CALIBRATION = "calibration.jsonl"
 # Rows of the data that a run leaves out: locations by what is wrong with them.
 LEFT_OUT = "left_out_rows.json"
+# Which kernels and collectives a run on an accelerator takes, see hjax/kernels/verdict.py.
+KERNELS = "kernels.json"
 
 
 def cache_folder(*parts: str) -> Path:

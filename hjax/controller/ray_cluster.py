@@ -20,7 +20,7 @@ import jax
 
 from hjax.controller import ray_calls
 from hjax.controller.futures import DEADLINE_SECONDS
-from hjax.controller.hosts import devices_per_host
+from hjax.controller.hosts import KIND_LABEL, devices_per_host
 from hjax.controller.process import ProcessSetup, SerializedValue, serialize_value, versions
 from hjax.controller.ray_calls import RayServers
 from hjax.controller.ray_executor import RayExecutor
@@ -128,6 +128,11 @@ class RayCluster:
         self._ended = threading.Event()
         self._watch = threading.Thread(target=self._watch_processes, name="heartbeat", daemon=True)
         self._watch.start()
+
+    def device_kind(self) -> str:
+        """The hosts' kind of accelerator as Ray labels it; the platform where it does not."""
+        labels = (node.get("Labels") or {} for node in ray_calls.nodes() if node.get("Alive"))
+        return next((x[KIND_LABEL] for x in labels if x.get(KIND_LABEL)), self.platform)
 
     def _devices_of_a_host(self, processes: int) -> int:
         if self.platform == "cpu":

@@ -4,32 +4,22 @@
 for each row. Left padding is shifted to the end and back. A prompt shared by several responses is
 repeated before each of them, here only: the rest of a layer runs on one copy.
 
-``model.attention=auto`` uses it only if it matches the reference on this process's devices
-(``matches_reference``), because library, version and GPU vary.
+``model.attention=auto`` does not take it where ``python -m hjax.launch.check`` found it wrong: the
+library's version and the GPU vary.
 """
 
-import dataclasses
 import functools
-import logging
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from hjax.errors import ConfigError
-from hjax.kernels.attention import (
-    Kernel,
-    MaskSpec,
-    PackedPrompts,
-    ScoreOptions,
-    cost_label,
-    reference,
-)
+from hjax.kernels.attention import MaskSpec, PackedPrompts, ScoreOptions, cost_label
 from hjax.kernels.kernel_sharding import Axes
 
-HEAD_DIM = 256  # elements; on GPUs older than Hopper 128
+HEAD_DIM = 256  # elements
+WIDE_HEAD_DIM = 128  # GPUs older than Hopper take no wider heads
 PLATFORMS = ("gpu", "cuda")
 DTYPES = (jnp.bfloat16, jnp.float16)
 _TILE = 128  # size of a block of scores, for the cost estimate
@@ -144,7 +134,9 @@ def _attend_rows(
                 implementation=implementation,
             )
         except (NotImplementedError, RuntimeError) as error:  # of this GPU, or no cuDNN
-            raise ConfigError(f"{CONFIG_KEY}: {' '.join(str(error).split())}") from error
+            raise ConfigError(
+                f"{CONFIG_KEY}: {' '.join(str(error).split())}; model.attention=blocks does without"
+            ) from error
     return out if segments is None else _shift_rows(out, -1, first, count)
 
 
@@ -183,85 +175,3 @@ def _costs(rows: int, length: int, dim: int, window: int) -> str:
     return cost_label(
         (("attention_fwd", 2 * product, 4 * moved), ("attention_bwd", 5 * product, 8 * moved))
     )
-
-
-_logger = logging.getLogger(__name__)
-# Cases to compare: length of the prompt, length and number of responses, window.
-_CASES = ((640, 0, 0, 0), (200, 220, 2, 0), (640, 0, 0, 100))
-# Largest error allowed against the float32 reference, relative to the largest value: bfloat16's.
-_TOLERANCE = 0.03
-
-
-def matches_reference(devices: Iterable[Any]) -> bool:
-    """Whether cuDNN's attention computes what the reference does on these devices.
-
-    Values and gradients of small cases are compared once, on the first device of this process.
-    Devices of a topology, for which programs are only compiled, are taken to match.
-    """
-    local = jax.local_devices()
-    device = next((device for device in devices if device in local), None)
-    return device is None or _device_matches(device)
-
-
-@functools.cache
-def _device_matches(device: Any) -> bool:
-    try:
-        reason = find_mismatch(attend, device)
-    except Exception as error:  # a broken library may raise anything
-        reason = f"it failed: {' '.join(str(error).split())}"
-    if reason:
-        _logger.warning(
-            "cuDNN's attention is not used on %s: %s. Attention is computed by blocks, which is "
-            "slower; %s uses it anyway",
-            device.device_kind, reason, CONFIG_KEY,
-        )  # fmt: skip
-    return not reason
-
-
-def find_mismatch(kernel: Kernel, device: Any) -> str:
-    """The first case in which a kernel differs from the reference; empty if it matches.
-
-    Args:
-      kernel: as ``attend``, called with bfloat16.
-      device: to compute on.
-    """
-    with jax.default_device(device):
-        for case in _CASES:
-            if reason := _case_mismatch(kernel, *case):
-                return reason
-    return ""
-
-
-def _case_mismatch(kernel: Kernel, prompt: int, response: int, count: int, window: int) -> str:
-    """How a kernel differs from the reference in one case; empty if it matches."""
-    length = prompt + response * count
-    # A row with left padding, one with right padding, and a full one.
-    marks = np.ones((3, length), np.int32)
-    marks[0, :70] = 0
-    if not count:
-        marks[1, -90:] = 0
-    draw = np.random.default_rng(length)
-    q, k, v, weight = (draw.normal(size=(3, length, heads, 64)) for heads in (4, 2, 2, 4))
-    weight *= marks[:, :, None, None]
-    scoring, segments = ScoreOptions(window=window), jnp.asarray(marks)
-    mask_spec = MaskSpec(prompt, response) if count else MaskSpec()
-    windowed = dataclasses.replace(mask_spec, window=window)
-
-    def run(attend: Callable[..., jax.Array], dtype: Any, *rest: Any) -> list[np.ndarray]:
-        def loss(*arrays: jax.Array) -> Any:
-            out = attend(*arrays, segments, None, scoring, *rest).astype(jnp.float32) * weight
-            return jnp.sum(out), out
-
-        # Both get the same values, rounded to bfloat16.
-        arrays = [jnp.asarray(x, jnp.bfloat16).astype(dtype) for x in (q, k, v)]
-        (_, out), grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*arrays)
-        return [np.asarray(x, np.float32) for x in (out, *grads)]
-
-    found, expected = run(kernel, jnp.bfloat16, windowed), run(reference, jnp.float32, mask_spec)
-    names = ("values", "gradients of queries", "of keys", "of values")
-    for name, one, exact in zip(names, found, expected, strict=True):
-        off = np.max(np.abs(one - exact)) / np.max(np.abs(exact))
-        if not off < _TOLERANCE:  # also nan
-            what = f"a window of {window}" if window else f"{count or 'no'} responses"
-            return f"{name} of rows with {what} are off by {off:.2g} of the largest"
-    return ""

@@ -21,6 +21,7 @@ from hjax.kernels import cache_axis, int8_cache
 from hjax.kernels.attention import MASKED, ScoreOptions
 from hjax.kernels.cache_axis import COLUMNS, TILE
 from hjax.kernels.int8_cache import CacheArray
+from hjax.kernels.verdict import ALL_FORMS, GPU_DECODING, TPU_DECODING
 
 # Keys [tiles, head_dim, TILE], or [head_dim, length] up to one tile: a product with few queries
 # reads contiguous memory; faster on a CPU.
@@ -43,12 +44,19 @@ SUBLANES = 8  # rows of a register
 UNSUPPORTED_TPUS = ("TPU v2", "TPU v3")  # their compiler refuses the kernel's products
 
 
-def choose_form(device: Any, head_dim: int) -> str:
-    """The cache layout and kernel with which a jax.Device decodes heads of this size."""
-    if device.platform == "cpu" or device.device_kind in UNSUPPORTED_TPUS:
+def choose_form(device: Any, head_dim: int, forms: frozenset[str] = ALL_FORMS) -> str:
+    """The cache layout and kernel with which a jax.Device decodes heads of this size.
+
+    Args:
+      forms: that may be taken, see ``hjax.kernels.verdict``.
+    """
+    if device.platform == "cpu":
         return TILES
     if device.platform == "tpu":
-        return TPU_KERNEL
+        taken = TPU_DECODING in forms and device.device_kind not in UNSUPPORTED_TPUS
+        return TPU_KERNEL if taken else TILES
+    if GPU_DECODING not in forms:
+        return ROWS
     # NVIDIA's GPUs have a number; those before 8.0 have no bfloat16 products.
     capability = str(getattr(device, "compute_capability", ""))
     known = re.fullmatch(r"\d+\.\d+", capability) and float(capability) >= 8

@@ -8,14 +8,13 @@ import jax
 from hjax.errors import ConfigError
 from hjax.kernels import backward, blockwise, cpu, cudnn, grouped_blocks, reference
 from hjax.kernels.attention import Kernel
+from hjax.kernels.verdict import ALL_FORMS, MEGABLOX, SPLASH
 
 Tables = tuple[jax.Array, jax.Array]
 
 REFERENCE, BACKWARD, CPU, TPU = "reference", "backward", "cpu", "tpu"
-# Attention: the platform's default, blockwise, or cuDNN's. ``CUDNN_IF_MATCHING`` is what ``auto``
-# becomes where cuDNN supports the model: cuDNN's if it matches the reference on the devices.
+# Attention: the platform's default, blockwise, or cuDNN's.
 AUTO, BLOCKS, CUDNN = "auto", "blocks", "cudnn"
-CUDNN_IF_MATCHING = "cudnn, tried"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +57,12 @@ def choose_kernel_set(platform: str, attention: str = AUTO) -> str:
     return platform if platform in (CPU, TPU) else BACKWARD
 
 
-def make_kernel_set(name: str, whole: bool = False, unrolled: bool = False) -> KernelSet:
+def make_kernel_set(
+    name: str,
+    whole: bool = False,
+    unrolled: bool = False,
+    forms: frozenset[str] = ALL_FORMS,
+) -> KernelSet:
     """The kernels of a set.
 
     Args:
@@ -67,6 +71,7 @@ def make_kernel_set(name: str, whole: bool = False, unrolled: bool = False) -> K
         ``cpu`` (with forms that XLA's CPU compiler makes fast).
       whole: each device holds the whole length and a layer's whole weights.
       unrolled: layers run in a Python loop, not in a scan.
+      forms: that may be taken, see ``hjax.kernels.verdict``.
 
     Raises:
       ConfigError: another name.
@@ -88,15 +93,13 @@ def make_kernel_set(name: str, whole: bool = False, unrolled: bool = False) -> K
         # Imported here only, because Pallas takes long to import.
         from hjax.kernels import grouped_tpu, splash
 
-        return dataclasses.replace(
-            written_out,
-            rotate=backward.rotate,
-            few_passes=True,
-            grouped=grouped_tpu.product,
-            row_multiple=grouped_tpu.row_multiple,
-            attention=splash.attend,
-            packs_share=False,  # its segments cannot say that a response sees its prompt
-        )
+        found = dataclasses.replace(written_out, rotate=backward.rotate, few_passes=True)
+        if MEGABLOX in forms:
+            product, multiple = grouped_tpu.product, grouped_tpu.row_multiple
+            found = dataclasses.replace(found, grouped=product, row_multiple=multiple)
+        if SPLASH in forms:  # its segments cannot say that a response sees its prompt
+            found = dataclasses.replace(found, attention=splash.attend, packs_share=False)
+        return found
     if name != CPU:
         raise ConfigError(f"kernels {name!r}: {REFERENCE}, {BACKWARD}, {TPU}, {CUDNN} or {CPU}")
     if whole:

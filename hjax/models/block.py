@@ -222,7 +222,7 @@ class Block(nnx.Module):
             layout=compute.run_layout,
             kernels=compute.kernels,
             tally_weights=tally_weights,
-            move_tokens=compute.move_weights,
+            move_tokens=compute.move_tokens,
             keep_gates=compute.remat in (remat.NONE, remat.PRODUCTS),
         )
 

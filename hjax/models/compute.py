@@ -8,17 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hjax.kernels import cudnn
 from hjax.kernels.registry import (
     AUTO,
-    BLOCKS,
-    CUDNN,
-    CUDNN_IF_MATCHING,
     REFERENCE,
     KernelSet,
     choose_kernel_set,
     make_kernel_set,
 )
+from hjax.kernels.verdict import ALL_FORMS, COLLECTIVE_MATMUL, EXPERT_RING
 from hjax.models import collective_matmul, remat
 from hjax.models.attention_strategies import AttentionBackend
 from hjax.models.collective_matmul import WeightRing, make_weight_ring
@@ -47,6 +44,8 @@ class Compute:
       dropout: of the adapters' inputs in an update; None: off.
       move_weights: allow collective matmul over a tensor axis, see
         ``hjax.models.collective_matmul``; ``for_layout`` sets it where transfers overlap compute.
+      move_tokens: the same of the ring of experts, see ``hjax.models.expert_ring``.
+      forms: of kernels and collectives that may be taken, see ``hjax.kernels.verdict``.
     """
 
     dtype: Any = jnp.float32
@@ -58,6 +57,8 @@ class Compute:
     run_layout: Layout | None = None
     dropout: Dropout | None = None
     move_weights: bool = False
+    move_tokens: bool = False
+    forms: frozenset[str] = ALL_FORMS
 
     def for_layer(self, layer: int | jax.Array) -> Compute:
         """The same with the dropout of a layer, counted from the first that is run."""
@@ -71,17 +72,21 @@ class Compute:
         Raises:
           ConfigError: an attention kernel that the platform lacks.
         """
-        platform, attention = layout.platform, self.attention
-        if attention == CUDNN_IF_MATCHING:
-            attention = CUDNN if cudnn.matches_reference(layout.mesh.devices.flat) else BLOCKS
-        kernels = choose_kernel_set(platform, attention)
-        move = platform in collective_matmul.PLATFORMS
-        return dataclasses.replace(self, kernel_set=kernels, run_layout=layout, move_weights=move)
+        overlaps = layout.platform in collective_matmul.PLATFORMS
+        return dataclasses.replace(
+            self,
+            kernel_set=choose_kernel_set(layout.platform, self.attention),
+            run_layout=layout,
+            move_weights=overlaps and COLLECTIVE_MATMUL in self.forms,
+            move_tokens=overlaps and EXPERT_RING in self.forms,
+        )
 
     @property
     def kernels(self) -> KernelSet:
         """The kernels that layers use."""
-        return make_kernel_set(self.kernel_set, whole=self.unsplit, unrolled=self.unroll_layers)
+        return make_kernel_set(
+            self.kernel_set, whole=self.unsplit, unrolled=self.unroll_layers, forms=self.forms
+        )
 
     @property
     def form(self) -> AttentionBackend:

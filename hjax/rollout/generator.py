@@ -82,7 +82,7 @@ class Generator:
         self.layout = layout
         self.int8 = cache_dtype == INT8
         device, head_dim = layout.mesh.devices.flat[0], network.config.head_dim
-        self.cache_form = cache_form or decode.choose_form(device, head_dim)
+        self.cache_form = cache_form or decode.choose_form(device, head_dim, compute.forms)
         if self._pipelined and self.cache_form != decode.TILES:
             self.cache_form = decode.ROWS  # kernels are split over all axes, stages are not
         if self.cache_form == decode.GPU_KERNEL and not self._heads_divide:

@@ -18,6 +18,7 @@ from hjax.data.tokenizer_files import holds_tokenizer
 from hjax.errors import ConfigError, DataError, RunError
 from hjax.files import StrPath
 from hjax.kernels.int8_cache import AUTO
+from hjax.kernels.verdict import local_forms
 from hjax.models.compute import Compute
 from hjax.models.families import load_family
 from hjax.models.forward import sequence_states, token_log_probs
@@ -105,7 +106,8 @@ class LanguageModel:
         self.path = path
         self._network = decoder_network(config)
         self._layout, self._copies = local_layout(config, tensor, copies), copies
-        self._compute = Compute(dtype=dtypes[dtype]).for_layout(self._layout)
+        forms = local_forms(self._layout.mesh.devices.flat[0])
+        self._compute = Compute(dtype=dtypes[dtype], forms=forms).for_layout(self._layout)
         self._generator = Generator(
             self._network, self._layout, self._compute, cache_dtype=cache_dtype
         )

@@ -38,11 +38,13 @@ class Backend:
     Attributes:
       devices: all devices, in rank order; abstract ones where they belong to other processes.
       platform: of the devices.
+      device_kind: of the first, as JAX or Ray names it.
       executor: makes a pool's executor.
     """
 
     devices: Sequence[Any]
     platform: str
+    device_kind: str
     executor: ExecutorFactory
 
     def place(self, plan: Plan) -> None:
@@ -142,6 +144,7 @@ class LocalBackend(Backend):
         self._dry_run = on_cluster(config)
         self.devices = local_devices(config)
         self.platform = self.devices[0].platform
+        self.device_kind = self.devices[0].device_kind
         self.executor = executor
 
     def place(self, plan: Plan) -> None:
@@ -186,6 +189,7 @@ class ClusterBackend(Backend):
             say=say,
         )
         self.devices, self.platform = self.cluster.devices, self.cluster.platform
+        self.device_kind = self.cluster.device_kind()
         self.executor = self.cluster.executor
 
     def place(self, plan: Plan) -> None:

@@ -11,7 +11,8 @@ from hjax.config import count_or_zero
 from hjax.errors import ConfigError
 from hjax.kernels import cudnn
 from hjax.kernels.attention import DENSE_LENGTH
-from hjax.kernels.registry import AUTO, CUDNN, CUDNN_IF_MATCHING, choose_kernel_set
+from hjax.kernels.registry import AUTO, CUDNN, choose_kernel_set
+from hjax.kernels.verdict import CUDNN_ATTENTION, CUDNN_WIDE_HEADS
 from hjax.models.model_config import ModelConfig
 from hjax.models.weights import has_score_head
 from hjax.roles import ROLLOUT, Role, worker_class
@@ -226,6 +227,7 @@ def choose_attention(
     layouts: RoleLayouts | None,
     platform: str,
     dtype: Any,
+    forms: frozenset[str],
 ) -> str:
     """Choose a role's attention kernel (``Compute.attention``), resolving ``auto``.
 
@@ -234,6 +236,7 @@ def choose_attention(
       role, model, layouts: the role, and its model and layouts.
       platform: of the devices.
       dtype: of compute.
+      forms: that ``auto`` may take, see ``hjax.kernels.verdict``.
 
     Raises:
       ConfigError: the requested kernel does not support the devices, model or layout.
@@ -241,9 +244,10 @@ def choose_attention(
     requested: str = config.model.attention
     long_packs = count_or_zero(config.data.packing) > DENSE_LENGTH
     if requested == AUTO:
-        if platform not in cudnn.PLATFORMS or long_packs:
+        form = CUDNN_WIDE_HEADS if model.head_dim > cudnn.WIDE_HEAD_DIM else CUDNN_ATTENTION
+        if platform not in cudnn.PLATFORMS or long_packs or form not in forms:
             return AUTO
-        return AUTO if _cudnn_refusal(model, layouts, dtype) else CUDNN_IF_MATCHING
+        return AUTO if _cudnn_refusal(model, layouts, dtype) else CUDNN
     choose_kernel_set(platform, requested)
     if requested == CUDNN and long_packs:
         raise ConfigError(

@@ -15,6 +15,7 @@ from hjax.controller import BuildWorker, ResourcePool, Timeline, WorkerGroup
 from hjax.controller.executors import ExecutorFactory
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError
+from hjax.kernels.verdict import ALL_FORMS
 from hjax.models.base_checkpoints import BaseCheckpoint
 from hjax.models.model_config import ModelConfig
 from hjax.models.weights import check_weights, read_config
@@ -204,6 +205,7 @@ def describe_roles(
     read: Callable[[str], tuple[ModelConfig, Tokenizer | None]] = read_model,
     memory: int = 0,
     bases: Mapping[str, BaseCheckpoint] = {},
+    forms: frozenset[str] = ALL_FORMS,
 ) -> RoleGroups:
     """Check everything that needs no devices, and describe the workers.
 
@@ -217,6 +219,7 @@ def describe_roles(
       memory: bytes of a device that programs may use, for ``model.remat=auto``; 0: unknown.
       bases: by path, checkpoints of other runs that this run started from; for other paths the
         newest checkpoint is taken.
+      forms: of kernels and collectives that may be taken, see ``hjax.kernels.verdict``.
 
     Raises:
       ConfigError: shapes, batches, layouts or paths that do not fit, by name.
@@ -247,6 +250,7 @@ def describe_roles(
         auto_dtype=default_dtype(platform),
         read=read,
         bases=bases,
+        forms=forms,
     )
     builds = {role: with_plan(builder.build(role), plan) for role in table}
     if read is read_model:  # another reader may know shapes of models without weights

@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 
 import hjax
 from hjax.errors import ConfigError
-from hjax.files import StrPath, replacing, saved_steps
+from hjax.files import KERNELS, StrPath, replacing, saved_steps
 from hjax.machine import available_cores
 from hjax.models.base_checkpoints import RECORD, BaseCheckpoint, read_bases
 from hjax.models.export import export_adapters, export_weights
@@ -31,6 +31,12 @@ from hjax.run.role_groups import RoleGroups
 from hjax.run.workdir import Workdir
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+def recorded_forms(workdir: Workdir, config: Mapping[str, Any]) -> Any:
+    """The content of kernels.json, which a resume keeps (``hjax.kernels.verdict``); None for a new
+    run or one without a step. Raises ConfigError as ``Workdir.check`` does."""
+    return workdir.read_json(KERNELS) if workdir.check(config) and workdir.has_steps() else None
 
 
 def plan_record(roles: RoleGroups) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from hjax.algorithms import get_algorithm
 from hjax.controller import Future, ThreadExecutor
 from hjax.controller.executors import ExecutorFactory
 from hjax.errors import LOG_FOLLOWS, ConfigError, ProcessLost, RunError
-from hjax.files import LEFT_OUT, METRICS, STARTS, WARM_START
+from hjax.files import KERNELS, LEFT_OUT, METRICS, STARTS, WARM_START
+from hjax.kernels.verdict import choose_forms, forms_of
 from hjax.machine import device_memory
 from hjax.models.base_checkpoints import BaseCheckpoint
 from hjax.models.checkpoint import Checkpoints, damaged_error
@@ -33,7 +34,13 @@ from hjax.run.reporter import Reporter
 from hjax.run.reward_check import try_rewards
 from hjax.run.role_groups import describe_roles
 from hjax.run.rollout_policy import RolloutPolicy
-from hjax.run.run_metadata import plan_record, record_bases, start_record, write_model_files
+from hjax.run.run_metadata import (
+    plan_record,
+    record_bases,
+    recorded_forms,
+    start_record,
+    write_model_files,
+)
 from hjax.run.throughput import StepCosts
 from hjax.run.workdir import Workdir
 from hjax.settings.config_checks import check_config, on_cluster
@@ -80,9 +87,13 @@ class TrainingRun:
             devices, platform = self.backend.devices, self.backend.platform
             if plan is None:
                 plan = plan_from_config(config, self.algorithm_class, len(devices))
-            recorded: dict[str, BaseCheckpoint] = {}
+            bases: dict[str, BaseCheckpoint] = {}
+            recorded: Any = None
             if workdir is not None:
-                recorded = Workdir(workdir, overwrite=overwrite).recorded_bases(config)
+                earlier = Workdir(workdir, overwrite=overwrite)
+                bases, recorded = earlier.recorded_bases(config), recorded_forms(earlier, config)
+            # Chosen once, here; workers on any host get them with their build message.
+            self.forms = choose_forms(platform, self.backend.device_kind, recorded)
             self.roles = describe_roles(
                 config,
                 self.algorithm_class,
@@ -90,7 +101,8 @@ class TrainingRun:
                 plan,
                 platform,
                 memory=min(map(device_memory, devices)),
-                bases=recorded,
+                bases=bases,
+                forms=self.forms.forms,
             )
             if workdir is not None:  # without one it may be only a dry run
                 self._check_memory()
@@ -214,13 +226,16 @@ class TrainingRun:
             with self.workdir.writing("model"):
                 write_model_files(self.workdir.path, self.inputs, scalar)
             self.workdir.write_json("plan.json", plan_record(self.roles))
+            if forms_of(self.backend.platform):
+                self.workdir.write_json(KERNELS, self.forms.record(self.backend.device_kind))
             if self.inputs.left_out:
                 self.workdir.write_json(LEFT_OUT, self.inputs.left_out)
             for remark in record_bases(self.workdir, self.roles.base_checkpoints):
                 self.reporter.message(remark)
         devices = len(self.backend.devices)
         remarks = setup_warnings(self.config, devices, self.roles.plan, self.inputs.held_out)
-        for remark in (*self.inputs.remarks, *remarks):
+        remarks = [self.forms.remark, *self.inputs.remarks, *remarks]
+        for remark in filter(None, remarks):
             self.reporter.message(remark)
         for role, chosen in self.roles.remat.items():
             if chosen.estimated_bytes:

@@ -21,6 +21,7 @@ from hjax.errors import ConfigError, DataError, RunError
 from hjax.files import (
     CALIBRATION,
     HISTOGRAMS,
+    KERNELS,
     LEFT_OUT,
     METRICS,
     SAMPLES,
@@ -43,7 +44,7 @@ from hjax.settings.keys import default_config
 MODEL, TENSORBOARD, LOCK = "model", "tensorboard", ".lock"
 RUN_FILES = (
     "config.json", "plan.json", BASES, "timeline.json", "report.html", METRICS, WARM_START, SAMPLES,
-    CALIBRATION, HISTOGRAMS, STARTS, LEFT_OUT,
+    CALIBRATION, HISTOGRAMS, STARTS, LEFT_OUT, KERNELS,
     "checkpoints", MODEL, TENSORBOARD, "skipped",
 )  # fmt: skip
 # Config keys that may change on resume; a trailing dot means a section. Those of rewards,

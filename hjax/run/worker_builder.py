@@ -57,6 +57,7 @@ class WorkerBuilder:
         auto_dtype: Any,
         read: Callable[[str], tuple[ModelConfig, Tokenizer | None]],
         bases: Mapping[str, BaseCheckpoint],
+        forms: frozenset[str],
     ):
         self.config, self.algorithm, self.inputs = config, algorithm, inputs
         self.table, self.sizes, self.read = table, sizes, read
@@ -67,6 +68,7 @@ class WorkerBuilder:
             dtype=dtype[config.model.dtype],
             # ``auto`` is resolved later, when all models that share a role's devices are known.
             remat=NONE if config.model.remat == AUTO else config.model.remat,
+            forms=forms,
         )
         stop, self.stop_strings = stop_conditions(config, inputs)
         self.sampling = make_sampling_params(config, stop, inputs.model.vocab_size)
@@ -149,8 +151,9 @@ class WorkerBuilder:
             return self.compute
         config, platform = self.config, self.platform
         attention = choose_attention(
-            config, role, model, self.layouts.get(role), platform=platform, dtype=self.compute.dtype
-        )
+            config, role, model, self.layouts.get(role), platform=platform,
+            dtype=self.compute.dtype, forms=self.compute.forms,
+        )  # fmt: skip
         unroll = unrolls_layers(config, model, platform)
         return dataclasses.replace(self.compute, attention=attention, unroll_layers=unroll)
 

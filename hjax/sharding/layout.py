@@ -58,10 +58,15 @@ GENERATE_RULES: Rules = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-    """A mesh, and rules that say over which mesh axes each logical axis is split."""
+    """A mesh, and rules that say over which mesh axes each logical axis is split.
+
+    Attributes:
+      sparsecore: whether collectives may run on SparseCores, where devices have them.
+    """
 
     mesh: Mesh | AbstractMesh
     rules: Rules
+    sparsecore: bool = True
 
     def axes(self, logical_axis: str) -> tuple[str, ...]:
         """The mesh axes larger than 1 that split a dimension of this logical name."""
@@ -137,7 +142,12 @@ class Layout:
     def compiler_options(self) -> dict[str, Any] | None:
         """``compiler_options`` of ``jax.jit`` for programs in this layout."""
         device = self.mesh.devices.flat[0]
-        return compiler_options(device.platform, device.device_kind, self.shard_count("heads") > 1)
+        return compiler_options(
+            device.platform,
+            device.device_kind,
+            heads_split=self.shard_count("heads") > 1,
+            sparsecore=self.sparsecore,
+        )
 
     def describe(self) -> dict[str, int]:
         """Sizes of the mesh axes larger than 1."""
@@ -198,6 +208,7 @@ def make_layouts(
     train: Mapping[str, int] | None = None,
     generate: Mapping[str, int] | None = None,
     what: str = "layout",
+    sparsecore: bool = True,
 ) -> RoleLayouts:
     """The layouts of a role on ``devices``.
 
@@ -210,6 +221,7 @@ def make_layouts(
         quotients become the ``tensor_micro`` and ``pipe_micro`` axes, over which generation splits
         its batch, as it does over ``context``.
       what: names the setting in errors.
+      sparsecore: as of ``Layout``.
 
     Raises:
       ConfigError: sizes that do not divide, named, with those that would.
@@ -245,7 +257,10 @@ def make_layouts(
     else:
         placed = place_devices(devices, dict(zip(MESH_AXES, lengths)))
         mesh = Mesh(placed, MESH_AXES, axis_types=kinds)
-    return RoleLayouts(Layout(mesh, TRAIN_RULES), Layout(mesh, GENERATE_RULES))
+    train_layout, generate_layout = (
+        Layout(mesh, rules, sparsecore) for rules in (TRAIN_RULES, GENERATE_RULES)
+    )
+    return RoleLayouts(train_layout, generate_layout)
 
 
 def shard_bytes(tree: Any) -> int:
@@ -304,4 +319,4 @@ def replicate_axes(layout: Layout, whole: Sequence[str]) -> Layout:
     """The layout with these logical axes replicated on every device."""
     if not whole:
         return layout
-    return Layout(layout.mesh, {**layout.rules, **{name: () for name in whole}})
+    return dataclasses.replace(layout, rules={**layout.rules, **{name: () for name in whole}})

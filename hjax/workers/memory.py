@@ -21,7 +21,8 @@ import numpy as np
 from hjax.kernels import cudnn
 from hjax.kernels.attention import DENSE_LENGTH, tpu_padded_length
 from hjax.kernels.int8_cache import INT8, element_bytes
-from hjax.kernels.registry import CUDNN, CUDNN_IF_MATCHING
+from hjax.kernels.registry import CUDNN
+from hjax.kernels.verdict import ALL_FORMS, COLLECTIVE_MATMUL, EXPERT_RING, SPLASH, TPU_DECODING
 from hjax.models import collective_matmul
 from hjax.models.cost_inputs import (
     FLOAT32,
@@ -66,12 +67,18 @@ class ProgramOptions:
       tpu: hjax's own programs, by a TPU's compiler.
       cudnn: attention of long sequences may be cuDNN's.
       logits: bytes of float32 logits that exist at a time.
+      forms: of kernels and collectives that may be taken, see ``hjax.kernels.verdict``.
     """
 
     numerics: Numerics = MASTERS
     tpu: bool = False
     cudnn: bool = False
     logits: float = LOGIT_CHUNK_BYTES
+    forms: frozenset[str] = ALL_FORMS
+
+    def on_tpu(self, form: str) -> bool:
+        """Whether programs are a TPU's and take a form."""
+        return self.tpu and form in self.forms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +198,7 @@ class MemoryEstimate:
         long = work.length > numerics.score_matrix_length
         apart = long and self.programs.cudnn and self.model.cudnn_supported and split == 1
         block_padding = 0.0
-        if long and self.programs.tpu:
+        if long and self.programs.on_tpu(SPLASH):
             row = prompt + share * response
             block_padding = tokens * (tpu_padded_length(row) / row - 1)
         return MemoryPass(
@@ -269,7 +276,7 @@ class MemoryEstimate:
             return chosen * 5 * model.hidden, 0.0, 0.0
         # Tokens run in pieces sized for an even load; only first products are kept. Gathered
         # tokens and gathered expert matrices are kept too.
-        every = 1 if self.programs.tpu and ring_is_supported(ways) else ways
+        every = 1 if self.programs.on_tpu(EXPERT_RING) and ring_is_supported(ways) else ways
         kept = tokens * size * model.hidden * every if every > 1 else 0.0
         if mesh.fsdp > 1:
             kept += size * model.layer_expert / ways / mesh.tensor
@@ -354,7 +361,8 @@ class MemoryEstimate:
         return 2 * layer / (1 if travels else self.mesh.tensor)
 
     def _uses_collective_matmul(self, tokens: float) -> bool:
-        return self.programs.tpu and collective_matmul.weights_travel(self.model, self.mesh, tokens)
+        allowed = self.programs.on_tpu(COLLECTIVE_MATMUL)
+        return allowed and collective_matmul.weights_travel(self.model, self.mesh, tokens)
 
     def generation(self, decoding: DecodeBatch, work: Workload) -> float:
         """Weights for generation, KV cache, and the larger of prefill and decoding. Before
@@ -387,7 +395,7 @@ class MemoryEstimate:
     def slot_cache(self, decoding: DecodeBatch, work: Workload) -> float:
         """KV cache of the slots: each prompt once, and its responses. If further sequences follow
         there are extra columns (not for a TPU's kernel)."""
-        room = EXTRA_COLUMNS if decoding.refills and not self.programs.tpu else 0
+        room = EXTRA_COLUMNS if decoding.refills and not self.programs.on_tpu(TPU_DECODING) else 0
         own = decoding.samples * (work.response_length + room)
         return self.cache(decoding.prompts, work.prompt_length + own)
 
@@ -462,7 +470,7 @@ class RoleMemory:
         network = (scalar_network if scalar else decoder_network)(context.model)
         if context.path:
             network = network.with_frozen_dtype(np.dtype(context.compute.dtype))
-        by_cudnn = context.compute.attention in (CUDNN, CUDNN_IF_MATCHING)
+        by_cudnn = context.compute.attention == CUDNN
         return cls._of(context, scalar, network, layout, tpu, by_cudnn)
 
     @classmethod
@@ -470,7 +478,7 @@ class RoleMemory:
         """The memory of a built worker with a model."""
         network, layout, compute = worker.network, worker.layouts.train, worker.compute
         by_cudnn = compute.kernels.attention is cudnn.attend
-        tpu = compute.move_weights
+        tpu = layout.platform in collective_matmul.PLATFORMS
         return cls._of(worker.context, worker.scalar, network, layout, tpu, by_cudnn)
 
     @classmethod
@@ -497,7 +505,7 @@ class RoleMemory:
             in_place=in_place,
             optimizer=state / max(held.learned, 1),
         )
-        programs = ProgramOptions(numerics, tpu, by_cudnn)
+        programs = ProgramOptions(numerics, tpu, by_cudnn, forms=context.compute.forms)
         mesh = MeshSizes.of(layout, generates=True)
         memory = MemoryEstimate(programs, model_counts(config, context.role, scalar), mesh, held)
         return cls(memory, context, network, layout)

@@ -12,6 +12,7 @@ import jax
 
 from hjax.errors import DataError
 from hjax.kernels.int8_cache import AUTO
+from hjax.kernels.verdict import SPARSECORE
 from hjax.models.base_checkpoints import BaseCheckpoint
 from hjax.models.checkpoint import read_state, saved_items, write_state
 from hjax.models.compute import Compute
@@ -159,7 +160,10 @@ class WorkerContext(BatchingContext, GenerationContext, LearningContext):
         if self.sizes is None or self.layouts is not None:
             return self
         train, generate = self.sizes["train"], self.sizes.get("generate")
-        layouts = make_layouts(devices, train, generate, f"layout.{self.role}")
+        offloads = SPARSECORE in self.compute.forms
+        layouts = make_layouts(
+            devices, train, generate, what=f"layout.{self.role}", sparsecore=offloads
+        )
         return dataclasses.replace(self, layouts=layouts)
 
 

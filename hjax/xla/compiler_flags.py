@@ -80,15 +80,19 @@ COMPILER_FLAGS: dict[str, dict[str, CompilerFlag]] = {
 }
 
 
-def compiler_options(platform: str, kind: str, heads_split: bool) -> dict[str, Any] | None:
+def compiler_options(
+    platform: str, kind: str, heads_split: bool, sparsecore: bool = True
+) -> dict[str, Any] | None:
     """``compiler_options`` for ``jax.jit``; None if there are none.
 
     Args:
       platform: of the devices, as JAX names it.
       kind: of one, as JAX names it.
       heads_split: whether a tensor axis splits the program's layers.
+      sparsecore: whether collectives may run on SparseCores; else options that are set for kinds
+        with SparseCores are left out.
     """
-    device = device_of_kind(kind)
+    device = device_of_kind(kind) if sparsecore else None
     return {
         name: option.value
         for name, option in COMPILER_FLAGS.get(platform, {}).items()
