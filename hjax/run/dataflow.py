@@ -4,6 +4,7 @@
 return arrays of ones. So no algorithm, a user's included, has to declare its calls.
 """
 
+import collections
 import dataclasses
 import inspect
 from collections.abc import Callable, Collection, Mapping
@@ -102,6 +103,14 @@ def step_calls(
             f"{type(error).__name__}: {error}"
         ) from error
     return tuple(calls)
+
+
+def updates_per_step(algorithm: type[Algorithm], config: ConfigDict) -> collections.Counter[str]:
+    """By role, the updates that the algorithm's own ``step`` calls."""
+    rows = config.rollout.prompts * config.rollout.samples
+    minibatches = rows // (config.algorithm.get("minibatch", 0) or rows)
+    calls = step_calls(algorithm, config.algorithm, minibatches, config.rollout.samples)
+    return collections.Counter(call.role for call in calls if call.phase == "update")
 
 
 def absent_roles(algorithm: type[Algorithm], present: Collection[str]) -> dict[str, AbsentRole]:

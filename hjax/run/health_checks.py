@@ -4,6 +4,7 @@ Each check reads the steps' metrics and batches, changes nothing, and warns at m
 remedy. Thresholds are set for what nobody intends, not for what is merely unusual.
 """
 
+import dataclasses
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
+from hjax.controller import BuildWorker
 from hjax.data.dataset import Dataset
 from hjax.errors import RunError
 from hjax.run.placement import Plan
@@ -36,6 +38,36 @@ def setup_warnings(
     if config.eval.every:
         warnings.append(held_out_warning(rows))
     return [remark for remark in warnings if remark]
+
+
+def schedule_remarks(
+    config: ConfigDict, builds: Mapping[str, BuildWorker], earlier: int | None, step: int
+) -> list[str]:
+    """Remarks on learning rates that change at once, where a run is resumed with other ``steps``.
+
+    Args:
+      config: of the run that goes on.
+      builds: by role, the message that builds its worker.
+      earlier: ``steps`` before; None: unknown.
+      step: the last one taken.
+    """
+    remarks: list[str] = []
+    if earlier in (None, config.steps) or config.steps <= step:
+        return remarks
+    for role, build in builds.items():
+        optimizer = getattr(build.arguments[0], "optimizer", None)
+        if optimizer is None or optimizer.schedule == "constant":
+            continue
+        each = optimizer.total_updates // config.steps
+        before = dataclasses.replace(optimizer, total_updates=earlier * each)
+        rates = [float(x.rate()(step * each - 1)) for x in (before, optimizer)]
+        remarks.append(
+            f"warning (other schedule): steps={config.steps} after {earlier}: the {role}'s "
+            f"{optimizer.schedule} schedule now ends there, and its learning rate goes at once "
+            f"from {rates[0]:.3g} to {rates[1]:.3g}; for a new decay from these weights start "
+            "another run with actor.path=WORKDIR"
+        )
+    return remarks
 
 
 def held_out_warning(held_out: int | None) -> str | None:

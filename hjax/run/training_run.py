@@ -24,7 +24,7 @@ from hjax.run.backends import Backend, ClusterBackend, LocalBackend
 from hjax.run.config_validation import check_offloads
 from hjax.run.dataflow import absent_roles
 from hjax.run.examples import make_example_sources
-from hjax.run.health_checks import setup_warnings
+from hjax.run.health_checks import schedule_remarks, setup_warnings
 from hjax.run.inputs import load_inputs, make_prompt_sampler, prompt_batch
 from hjax.run.loggers import make_loggers
 from hjax.run.memory_check import MemoryCheck
@@ -249,6 +249,9 @@ class TrainingRun:
             if latest and not self.restarts:
                 folder = self.checkpoints.folder(latest) if self.checkpoints else ""
                 self.reporter.message(f"going on after step {latest}, from {folder}")
+                earlier = self.workdir.earlier_steps if self.workdir is not None else None
+                for remark in schedule_remarks(self.config, self.roles.builds, earlier, latest):
+                    self.reporter.message(remark)
         else:
             try:
                 if not self.restarts:

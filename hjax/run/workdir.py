@@ -87,6 +87,7 @@ class Workdir:
         self._unlock: weakref.finalize | None = None
         self._fresh = False  # whether the run is new and may still be discarded
         self._existing: frozenset[str] | None = None  # files before `open`; None: no directory
+        self.earlier_steps: int | None = None  # `steps` of the run that is resumed, as it was
 
     @property
     def checkpoints(self) -> Path:
@@ -169,8 +170,9 @@ class Workdir:
             if not resumed and before is not None and "config.json" in before:
                 self._clear()
                 before = frozenset(os.listdir(self.path))
-            if self._read_config() != new:
+            if (old := self._read_config()) != new:
                 self.write_json("config.json", new)
+            self.earlier_steps = old["steps"] if resumed and old else None
             for name in (METRICS, WARM_START, SAMPLES, CALIBRATION, HISTOGRAMS, STARTS):
                 self._drop_partial_line(name)
         except (OSError, RunError) as error:

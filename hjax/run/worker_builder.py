@@ -27,7 +27,7 @@ from hjax.rewards.function import RewardFunction
 from hjax.roles import Role, worker_class
 from hjax.rollout.sampling_params import OPTIONS, SamplingParams
 from hjax.run.config_validation import choose_attention, unrolls_layers
-from hjax.run.dataflow import step_calls
+from hjax.run.dataflow import updates_per_step
 from hjax.run.inputs import Inputs
 from hjax.run.placement import Plan, role_path
 from hjax.sharding.layout import RoleLayouts
@@ -248,12 +248,7 @@ class WorkerBuilder:
 
     @functools.cached_property
     def _updates_per_step(self) -> collections.Counter[str]:
-        """By role, the updates that the algorithm's own ``step`` calls."""
-        config = self.config
-        rows = config.rollout.prompts * config.rollout.samples
-        minibatches = rows // (config.algorithm.get("minibatch", 0) or rows)
-        calls = step_calls(self.algorithm, config.algorithm, minibatches, config.rollout.samples)
-        return collections.Counter(call.role for call in calls if call.phase == "update")
+        return updates_per_step(self.algorithm, self.config)
 
     def _warm_start(self) -> OptimizerConfig:
         return OptimizerConfig(

@@ -259,10 +259,13 @@ def _check_batches(config: ConfigDict) -> None:
         )
     from hjax.algorithms import get_algorithm
 
-    learned = minibatch or batch, "mini-batch"
+    algorithm = get_algorithm(config.algorithm.name)
+    # Demonstrations paired with responses are as many rows again.
+    unit = 1 if algorithm.source == "prompts" else algorithm.unit
+    learned = (minibatch or batch) * unit, "mini-batch"
     examples = config.warm_start.batch, "warm_start.batch"
     # A teacher learns from examples, and so does all of an algorithm that generates nothing.
-    actor = learned if get_algorithm(config.algorithm.name).generates else examples
+    actor = learned if algorithm.generates else examples
     for role, (whole, name) in {"actor": actor, "critic": learned, "teacher": examples}.items():
         micro = config[role].micro_batch
         if micro and whole % micro:
