@@ -1,6 +1,5 @@
 """KTO, SPIN, online DPO, PRIME and distillation: formulas, what they learn from, and runs."""
 
-import collections
 import json
 import math
 
@@ -8,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import ONE_DEVICE, computed, read_rows, save_model, trainer_of
+from helpers import computed, read_rows, save_model, trainer_of
 
 from hjax.algorithms import ALGORITHMS
 from hjax.algorithms.advantages import process_leave_one_out
@@ -398,38 +397,6 @@ def test_a_run_is_the_same_in_other_layouts_and_after_a_stop(name, tmp_path):
     for mine, row in zip(made, rows, strict=True):
         for key in ("actor/loss", "actor/grad_norm"):
             np.testing.assert_allclose(mine[key], row[key], rtol=2e-3, atol=2e-5)
-
-
-SCHEDULES = {
-    "distillation": ("Distillation", {"algorithm.teacher_updates": 3}),
-    "SPIN": ("SPIN", {"rollout.samples": 1, "algorithm.epochs": 2}),
-}
-
-
-@pytest.mark.parametrize(
-    "algorithm, changes",
-    [
-        SCHEDULES["distillation"],
-        pytest.param(*SCHEDULES["SPIN"], marks=pytest.mark.extended),
-    ],
-    ids=list(SCHEDULES),
-)
-def test_a_schedule_ends_with_the_last_update(algorithm, changes):
-    """Of every role, by the updates that its worker was really called for."""
-    roles = {"actor": "linear", **({"teacher": "linear"} if algorithm == "Distillation" else {})}
-    schedules = {f"{role}.schedule": kind for role, kind in roles.items()}
-    keys = {"steps": 2, "eval.every": 0} | ONE_DEVICE | schedules | changes
-    with trainer_of(algorithm, keys) as trainer:
-        trainer.run()
-        calls = collections.Counter(
-            span.role for span in trainer.timeline.spans() if span.phase == "update"
-        )
-        last = trainer.history[-1]
-    for role in roles:
-        peak, made = trainer.config[role].learning_rate, calls[role]
-        # Of `made` updates the second half are the last step's; after them the rate is 0.
-        mean = peak * sum(range(1, made // 2 + 1)) / (made // 2) / made
-        assert last[f"{role}/learning_rate"] == pytest.approx(mean, rel=1e-4), (role, made)
 
 
 # What is learned from, and the algorithm that shows it.
