@@ -163,6 +163,68 @@ def requested_devices() -> int:
     return int(in_flags[1]) if in_flags and number == -1 else number
 
 
+_EXTRAS = {"cuda": "hjax[cuda]", "gpu": "hjax[cuda]", "tpu": "hjax[tpu]"}
+# What JAX and its plugins say where a platform does not start, and the remedy; the first match.
+_START_REMEDIES = (
+    (r"not in the list of known backends", "JAX has no plugin for it here; {install}"),
+    (
+        r"already in use|lockfile|resource busy",
+        "another process holds the devices; end it (`lsof /dev/accel* /dev/vfio/*` names it)",
+    ),
+    (
+        r"driver version is insufficient|driver.*too old|INSUFFICIENT_DRIVER|COMPAT_NOT_SUPPORTED",
+        "the NVIDIA driver is too old for this CUDA; update it (nvidia-smi says which it is), or "
+        "install a JAX of an older CUDA",
+    ),
+    (
+        r"OUT_OF_MEMORY|out of memory",
+        "another process has the GPU's memory; nvidia-smi names it",
+    ),
+    (
+        r"NO_DEVICE|no CUDA-capable|[Nn]o supported devices|device found|global TPU topology",
+        "no device is visible; nvidia-smi or `ls /dev/accel* /dev/vfio` must list one, and "
+        "CUDA_VISIBLE_DEVICES must not hide it",
+    ),
+    (
+        r"cuDNN|CUDA|^$",
+        "the plugin is installed, but its libraries or the driver are missing or do not load; "
+        "{install}, and see that nvidia-smi works",
+    ),
+)
+
+
+def start_error(error: BaseException, platforms: str) -> ConfigError:
+    """The one-line error, with the remedy, for a platform that JAX does not start.
+
+    Args:
+      error: that JAX raised.
+      platforms: of JAX_PLATFORMS; empty: not set.
+    """
+    said = " ".join(str(error).split())
+    extra = _EXTRAS.get(platforms.split(",")[0])
+    install = f"pip install '{extra}'" if extra else "JAX_PLATFORMS may be cpu, cuda or tpu"
+    found = (text for pattern, text in _START_REMEDIES if re.search(pattern, said))
+    remedy = next(found, "JAX_PLATFORMS=cpu computes without it").format(install=install)
+    said = re.sub(r"\s*\(set JAX_PLATFORMS=.*", "", said)
+    quoted = f" ({said})" if said else ""
+    return ConfigError(f"JAX_PLATFORMS={platforms} does not start: {remedy}{quoted}")
+
+
+def find_devices() -> list[Any]:
+    """``jax.devices()``.
+
+    Raises:
+      ConfigError: JAX does not start on the platform, in one line with the remedy.
+    """
+    import jax
+
+    options: Any = jax.config
+    try:
+        return list(jax.devices())
+    except (AssertionError, RuntimeError) as error:
+        raise start_error(error, options.jax_platforms or "") from error
+
+
 def simulated_devices(count: int) -> list[Any]:
     """``count`` devices: the machine's, or simulated ones if it has too few."""
     import jax
@@ -174,7 +236,7 @@ def simulated_devices(count: int) -> list[Any]:
         options.update("jax_num_cpu_devices", count)
     ensure_threads(requested_devices())
     pin_platform()
-    devices = jax.devices()
+    devices = find_devices()
     if len(devices) < count:
         devices = jax.devices("cpu")
     if len(devices) < count:

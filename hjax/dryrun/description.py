@@ -24,15 +24,16 @@ def describe(trainer: Any) -> dict[str, Any]:
     gives their memory.
 
     Returns:
-      ``algorithm``, ``remark`` (if the step's calls cannot be traced), ``data`` (how it was
-      processed), ``first_examples`` (decoded, by kind), ``batch``, ``reward`` and ``cost`` (what
-      their functions return for a few rows), ``placement``, ``parameters`` (by role), ``memory``
-      (of each program what ``programs.add_held`` says, bytes per device), ``resident_bytes`` (by
-      role, kept between calls), ``device_memory_bytes``, with ``model.remat=auto`` ``remat`` (by
-      role, of ``RematChoice.record``), with ``model.unroll_layers=auto`` ``unroll_layers`` (by
-      role, whether they are), ``cache`` (by role that generates, ``dtype`` and ``bytes_per_token``
-      of its keys and values, over all devices that share the heads), with ``rollout.slots=-1``
-      ``slots`` (of ``SlotBudget.record``) and where something is offloaded ``offload`` (of
+      ``algorithm``, ``remark`` (if the step's calls cannot be traced), ``forms`` (of kernels that
+      are not taken, on accelerators), ``data`` (how it was processed), ``first_examples`` (decoded,
+      by kind), ``batch``, ``reward`` and ``cost`` (what their functions return for a few rows),
+      ``placement``, ``parameters`` (by role), ``memory`` (of each program what
+      ``programs.add_held`` says, bytes per device), ``resident_bytes`` (by role, kept between
+      calls), ``device_memory_bytes``, with ``model.remat=auto`` ``remat`` (by role, of
+      ``RematChoice.record``), with ``model.unroll_layers=auto`` ``unroll_layers`` (by role, whether
+      they are), ``cache`` (by role that generates, ``dtype`` and ``bytes_per_token`` of its keys
+      and values, over all devices that share the heads), with ``rollout.slots=-1`` ``slots`` (of
+      ``SlotBudget.record``) and where something is offloaded ``offload`` (of
       ``programs.offload_savings``).
     """
     config, roles = trainer.config, trainer.roles
@@ -63,6 +64,7 @@ def describe(trainer: Any) -> dict[str, Any]:
     return {
         "algorithm": config.algorithm.name,
         **({"remark": remark} if remark else {}),
+        **({"forms": trainer.forms.remark} if trainer.forms.remark else {}),
         **({"data": list(trainer.inputs.remarks)} if trainer.inputs.remarks else {}),
         "first_examples": first_examples(config, trainer.inputs, trainer.algorithm_class.source),
         "batch": _batch(trainer),

@@ -21,6 +21,7 @@ from hjax.dryrun.programs import (
 )
 from hjax.dryrun.shape_inputs import read_shape, shape_inputs
 from hjax.dryrun.topologies import Topology, find_topology
+from hjax.kernels.verdict import known_or_assumed
 from hjax.run.placement import Plan, plan_from_config
 from hjax.run.role_groups import RoleGroups, describe_roles
 from hjax.show.format import duration, size
@@ -59,6 +60,7 @@ class PreparedStep:
       programs: in the order of a step.
       remark: why the programs may not be those of a step; empty: they are.
       prompt_length: tokens.
+      forms: one line that says which kernels and collectives are assumed right.
     """
 
     request: CompileRequest
@@ -69,6 +71,7 @@ class PreparedStep:
     programs: list[StepProgram]
     remark: str
     prompt_length: int
+    forms: str = ""
 
 
 def prepare_step(request: CompileRequest) -> PreparedStep:
@@ -87,11 +90,22 @@ def prepare_step(request: CompileRequest) -> PreparedStep:
     topology = find_topology(request.topology)
     plan = plan_from_config(config, algorithm, len(topology.devices))
     memory, platform = topology.memory_bytes, topology.platform
-    roles = describe_roles(config, algorithm, inputs, plan, platform, read_shape, memory)
+    assumed = known_or_assumed(platform, topology.device_kind)
+    roles = describe_roles(
+        config, algorithm, inputs, plan, platform, read_shape, memory, forms=assumed.forms
+    )
     rehearsal = abstract_workers(roles, topology.devices)
     programs, remark = step_programs(config, algorithm, rehearsal, inputs.prompt_length)
     return PreparedStep(
-        request, topology, plan, roles, rehearsal, programs, remark, inputs.prompt_length
+        request,
+        topology,
+        plan,
+        roles,
+        rehearsal,
+        programs,
+        remark,
+        inputs.prompt_length,
+        assumed.remark,
     )
 
 
@@ -105,8 +119,8 @@ def compile_prepared(
 ) -> dict[str, Any]:
     """``compile_step`` for a prepared step; ``reader`` as of ``compile_program``."""
     request, topology, roles = step.request, step.topology, step.roles
-    if step.remark:
-        console.print(step.remark)
+    for line in filter(None, (step.forms, step.remark)):
+        console.print(line, markup=False)
     for role, chosen in roles.remat.items():
         console.print(f"{role}: model.remat=auto is {chosen.why}")
     if roles.slots is not None:
@@ -143,6 +157,7 @@ def _description(step: PreparedStep, records: list[dict[str, Any]]) -> dict[str,
             "memory_bytes": memory,
         },
         "versions": topology.versions,
+        **({"forms": step.forms} if step.forms else {}),
         "optimization": step.request.level or "default",
         "placement": [list(members) for members in step.plan.placement],
         **settings_records(roles, rehearsal, records),

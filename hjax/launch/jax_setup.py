@@ -25,6 +25,7 @@ from hjax.machine import (
     available_cores,
     compile_quickly,
     ensure_threads,
+    find_devices,
     pin_platform,
     requested_devices,
 )
@@ -94,6 +95,8 @@ def prepare_devices(count: int) -> None:
         if requested_devices() == -1:
             options.update("jax_num_cpu_devices", count)
         ensure_threads(requested_devices())
+    if (options.jax_platforms or "cpu") != "cpu":
+        find_devices()  # a platform that does not start is refused here, in one line
 
 
 def dividing_devices(config: ConfigDict, cores: int) -> int:

@@ -58,6 +58,7 @@ from typing import Any
 from hjax.devices import DEVICES
 from hjax.errors import ConfigError
 from hjax.files import json_line, replace_file
+from hjax.kernels.verdict import known_or_assumed
 from hjax.launch.command import run_or_help
 from hjax.launch.huge_pages import use_huge_pages
 from hjax.launch.plan_flags import PlanCommand, parse
@@ -103,6 +104,10 @@ def _run(arguments: Sequence[str]) -> int:
     if request.remark:
         console.print(request.remark, markup=False)
     print_plan(described, console)
+    for pool in request.problem.cluster.pools:
+        platform = "tpu" if pool.shape else "cpu" if pool.shares_cores else "gpu"
+        if said := known_or_assumed(platform, pool.device.name).remark:
+            console.print(said, markup=False)
     if request.output is not None:
         if request.output.exists() and not request.output.is_dir():
             raise ConfigError(f"--output={request.output} is not a directory")
@@ -150,9 +155,7 @@ def _write(request: PlanCommand, found: SearchResult, described: dict[str, Any])
 
 def _calibrate(as_json: bool) -> int:
     """Measure this process's devices, store the profile and show it."""
-    import jax
-
-    from hjax.machine import compile_quickly, pin_platform
+    from hjax.machine import compile_quickly, find_devices, pin_platform
     from hjax.planning.calibration import calibrate
     from hjax.planning.profile import profile_path, write_profile
     from hjax.show.progress_bar import PartsDisplay
@@ -160,7 +163,7 @@ def _calibrate(as_json: bool) -> int:
 
     pin_platform()
     compile_quickly()  # as a run does
-    devices = jax.devices()
+    devices = find_devices()
     with PartsDisplay("calibrating") as progress:
         profile = calibrate(devices, progress)
     path = profile_path(devices)

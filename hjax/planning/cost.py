@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 
+from hjax.kernels.verdict import CUDNN_ATTENTION, known_or_assumed
 from hjax.models.cost_inputs import MeshSizes, ModelCounts, Numerics
 from hjax.models.remat import ATTENTION, NONE, PRODUCTS
 from hjax.planning.constants import Constants
@@ -60,7 +61,11 @@ class DeviceSet:
     def _programs(self) -> ProgramOptions:
         pool, own = self.pool, self.numerics.hjax_programs
         cudnn = own and not pool.shape and not pool.shares_cores and self.numerics.compute == 2
-        return ProgramOptions(self.numerics, own and bool(pool.shape), cudnn, self.constants.logits)
+        forms = known_or_assumed("tpu" if pool.shape else "gpu", pool.device.name).forms
+        cudnn = cudnn and CUDNN_ATTENTION in forms
+        return ProgramOptions(
+            self.numerics, own and bool(pool.shape), cudnn, self.constants.logits, forms
+        )
 
     def memory(self, model: ModelCounts, mesh: MeshSizes) -> MemoryEstimate:
         """Bytes that a role keeps and needs on a device."""

@@ -18,7 +18,7 @@ from hjax.controller import ThreadExecutor
 from hjax.controller.executors import ExecutorFactory
 from hjax.controller.hosts import HostGroup, Hosts
 from hjax.errors import ConfigError
-from hjax.machine import ensure_threads, requested_devices
+from hjax.machine import ensure_threads, find_devices, requested_devices
 from hjax.run.placement import Plan, pool_name
 from hjax.settings.config_checks import on_cluster
 
@@ -246,7 +246,7 @@ def local_devices(config: ConfigDict) -> list[jax.Device]:
     """
     if not on_cluster(config):
         ensure_threads(requested_devices())  # where JAX has not started
-    devices = jax.devices()
+    devices = find_devices()
     limit = config.cluster.devices_per_process
     if on_cluster(config):
         every = limit * config.cluster.processes

@@ -132,9 +132,7 @@ def _lora(role: str) -> dict[str, Key]:
             ("all",),
             "matrices with an adapter: all, or some of q, k, v, o, gate, up, down",
         ),
-        "dropout": Key(
-            0.0, "dropout of each adapter's inputs in updates, as in PEFT", below_one()
-        ),
+        "dropout": Key(0.0, "dropout of each adapter's inputs in updates, as in PEFT", below_one()),
         "dora": Key(
             False,
             "scale each output's weights, adapter included, to a trained norm (DoRA); needs a path",
@@ -241,7 +239,7 @@ KEYS: dict[str, Any] = {
             "attention kernel for sequences of more than 512 tokens: blocks, hjax's own on CPUs "
             "and GPUs; cudnn, NVIDIA's library on its GPUs, in bfloat16 (unsupported cases are "
             "refused: docs/models.md). auto: the platform's; on NVIDIA GPUs cudnn for roles that "
-            "it supports, once it has passed a test on the device, else blocks",
+            "it supports, unless hjax.launch.check found it wrong there, else blocks",
             one_of("auto", "blocks", "cudnn"),
         ),
     },
@@ -269,9 +267,7 @@ KEYS: dict[str, Any] = {
             "renames columns of the files to hjax's names, such as "
             "`question=prompt, answer=solution`; empty: no renaming",
         ),
-        "chat": Key(
-            False, "render a text prompt by the chat template, as a user message"
-        ),
+        "chat": Key(False, "render a text prompt by the chat template, as a user message"),
         "system": Key(
             "", "system message of chats that begin with none; with data.chat also of texts"
         ),
@@ -360,9 +356,7 @@ KEYS: dict[str, Any] = {
             "the run stops if a larger share of a step's sequences is unscored",
             between(0, 1),
         ),
-        "timeout_seconds": Key(
-            60.0, "deadline of a reward call, in seconds", above(0)
-        ),
+        "timeout_seconds": Key(60.0, "deadline of a reward call, in seconds", above(0)),
         "runs_in": Key(
             "process",
             "where the function runs: in an isolated process, which is killed at the deadline, or "
@@ -531,9 +525,7 @@ KEYS: dict[str, Any] = {
             "deadline of a model's call: one that takes longer hangs, and its processes are lost",
             above(0),
         ),
-        "max_restarts": Key(
-            3, "most restarts of lost processes before the run stops", at_least(0)
-        ),
+        "max_restarts": Key(3, "most restarts of lost processes before the run stops", at_least(0)),
     },
     "display": {
         "enabled": Key(True, "show progress on the terminal; errors are always shown"),
@@ -545,9 +537,7 @@ KEYS: dict[str, Any] = {
             "Weights & Biases project to log to; WANDB_MODE=offline keeps the run on this machine "
             "(pip install 'hjax[wandb]')",
         ),
-        "logger": Key(
-            "", "your own logger class: path.py:Class (docs/logging.md)"
-        ),
+        "logger": Key("", "your own logger class: path.py:Class (docs/logging.md)"),
         "report": Key(True, "write report.html at the end"),
     },
 }
