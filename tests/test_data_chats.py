@@ -127,10 +127,21 @@ def test_completions_of_messages(read, test_data, tmp_path):
     assert dataset.prompt_text[1] == rendered(
         "qwen3", test_data, [USER, CALLED, RESULT], tools=TOOLS
     )
-    with pytest.raises(DataError, match="completion holds chat messages.*data.chat=True"):
-        read({"prompt": "w?", "completion": [ANSWER]})
     chat = read({"prompt": "w?", "completion": [ANSWER]}, chat=True, system="be kind")
     assert chat.conversations[0].messages == [{"role": "system", "content": "be kind"}, USER]
+
+
+def test_a_text_before_an_answer_of_messages_is_the_users(read, test_data):
+    """As with pairs and labelled answers: the answer says that the row is a chat."""
+    for completion in ([ANSWER], [USER, ANSWER], [ASKED, CALLED, RESULT, USER, ANSWER]):
+        dataset = read({"prompt": "w?", "completion": completion})
+        asked = [USER] if len(completion) == 1 else completion[:-1]
+        assert dataset.prompt_text[-1] == rendered("qwen3", test_data, asked)
+        assert dataset.columns["response"][-1] == "21"
+    with pytest.raises(DataError, match="'what\\?' is neither the first nor the last message"):
+        read({"prompt": "what?", "completion": [USER, ANSWER]})
+    with pytest.raises(DataError, match=r"completion holds chat messages, and the prompt is \[1"):
+        read({"prompt": [1, 2], "completion": [ANSWER]})
 
 
 def test_the_system_message_of_the_config_is_for_chats_without_one(read, test_data):

@@ -70,7 +70,7 @@ STEPS = 2
 # 16 responses a step, in mini-batches of 4 where the config has any.
 SIZES = {k: v for k, v in TINY.items() if not k.startswith("data.task")} | ONE_DEVICE | {
     "steps": STEPS,
-    "rollout.max_response_length": 8,
+    "rollout.max_response_length": 12,
     "rollout.prompts": 8,
     "rollout.samples": 2,
     "algorithm.minibatch": 4,

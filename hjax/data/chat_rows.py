@@ -12,10 +12,10 @@ from hjax.data.chat_messages import (
 )
 from hjax.data.conversation import Conversation
 from hjax.data.invalid_rows import InvalidRows
-from hjax.data.preference_pairs import RESPONSE_COLUMNS, SIDES
+from hjax.data.preference_pairs import RESPONSE_COLUMNS, SIDES, has_roles, messages_before
 from hjax.data.read_options import ReadOptions
 from hjax.data.template_coverage import TemplateCoverage
-from hjax.errors import DataError
+from hjax.errors import DataError, short_repr
 
 MESSAGES_COLUMN = "messages"
 # Columns with tools, and with further variables of the chat template.
@@ -77,9 +77,9 @@ def _turns(
         name = MESSAGES_COLUMN
     else:
         name = answer
-        if not _has_roles(row[name]) or prompt is None or "label" in row:
+        if not has_roles(row[name]) or prompt is None or "label" in row:
             return [row]
-        before = _as_chat(prompt, options, name)
+        before = _before_answer(prompt, row[name], options, name)
     messages = before + read_messages(row[name], name)
     learned = _learned(row[name], name, len(before))
     if answer and len(learned) > 1 and not learns_demonstrations:
@@ -108,30 +108,20 @@ def _learned(given: Sequence[Mapping[str, Any]], name: str, offset: int) -> list
     return learned
 
 
-def _as_chat(prompt: Any, options: ReadOptions, name: str) -> Messages:
-    """The messages of a prompt that is answered by messages."""
-    chat = options.messages(prompt) if isinstance(prompt, str) else prompt
-    if not is_chat(chat):
+def _before_answer(prompt: Any, answer: Any, options: ReadOptions, name: str) -> Messages:
+    """The messages of a prompt that stand before an answer of messages."""
+    if isinstance(prompt, str):
+        return messages_before(prompt, [read_messages(answer, name)], options.chat_of)
+    if not is_chat(prompt):
         raise DataError(
-            f"{name} holds chat messages, and the prompt is none; data.chat=True makes a chat of a "
-            "text"
+            f"{name} holds chat messages, and the prompt is {short_repr(prompt)}; give it as text "
+            "or as messages"
         )
-    return read_messages(chat, "prompt")
+    return read_messages(prompt, "prompt")
 
 
 def _response(message: dict[str, Any]) -> str | Messages:
     return message["content"] if message.keys() == {"role", "content"} else [message]
-
-
-def _has_roles(value: Any) -> bool:
-    return is_chat(value) and all("role" in message for message in value)
-
-
-def is_turn(value: Any) -> bool:
-    """Whether a response is one turn of the assistant's, as a list of one message."""
-    return isinstance(value, list) and len(value) == 1 and _has_roles(value) and (
-        value[0]["role"] == "assistant"
-    )
 
 
 def is_chat(value: Any) -> bool:

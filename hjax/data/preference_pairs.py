@@ -58,7 +58,7 @@ def split_off_prompt(
     answers = {name: row[name] for name in names if row.get(name) is not None}
     if names == RESPONSE_COLUMNS:
         answers = dict(list(answers.items())[:1])
-    chats = [_is_chat(answer) for answer in answers.values()]
+    chats = [has_roles(answer) for answer in answers.values()]
     prompt = next((row[key] for key in prompt_columns if row.get(key) is not None), None)
     if any(chats):
         if not all(chats):
@@ -69,9 +69,12 @@ def split_off_prompt(
     return row | _split_texts(answers, tokenizer)
 
 
-def _is_chat(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(
-        isinstance(each, Mapping) and "role" in each for each in value
+def has_roles(value: Any) -> bool:
+    """Whether a column's value is chat messages, each with the role of its speaker."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(each, Mapping) and "role" in each for each in value)
     )
 
 
@@ -109,7 +112,7 @@ def _split_chats(
 ) -> dict[str, Any]:
     """Prompt and answers of chat messages, with or without the prompt's in them."""
     chats = {name: _read_chat(answer, name) for name, answer in answers.items()}
-    before = _messages_before(prompt, [*chats.values()], as_chat)
+    before = messages_before(prompt, [*chats.values()], as_chat)
     for name, chat in chats.items():
         if not _begins(chat, before):
             if chat[0]["role"] != "assistant":
@@ -144,11 +147,11 @@ def _split_chats(
     return {"prompt": next(iter(chats.values()))[:shared]} | rests
 
 
-def _messages_before(prompt: Any, chats: list[Messages], as_chat: Callable[..., Any]) -> Messages:
+def messages_before(prompt: Any, chats: list[Messages], as_chat: Callable[..., Any]) -> Messages:
     """The messages that a row's prompt puts before its answers; none where these have them."""
     if prompt is None:
         return []
-    if _is_chat(prompt):
+    if has_roles(prompt):
         return _read_chat(prompt, "prompt")
     if not isinstance(prompt, str):
         raise DataError(
@@ -195,7 +198,7 @@ def parse_response(value: Any, name: str) -> str | Messages:
     """
     if isinstance(value, str):
         return value
-    if not _is_chat(value):
+    if not has_roles(value):
         raise DataError(
             f"{name} is {short_repr(value)}; it must be text, or chat messages of which the last "
             "is the assistant's"
