@@ -225,8 +225,11 @@ def test_sharegpts_turns_are_messages(read, test_data):
     )
     apart = {"conversations": row["conversations"][1:], "system": "s", "tools": json.dumps(TOOLS)}
     assert read(apart, format="sharegpt").prompt_text == dataset.prompt_text
-    pair = {"conversations": [{"from": "human", "value": "w?"}],
-            "chosen": {"from": "gpt", "value": "a"}, "rejected": {"from": "gpt", "value": "b"}}
+    pair = {
+        "conversations": [{"from": "human", "value": "w?"}],
+        "chosen": {"from": "gpt", "value": "a"},
+        "rejected": {"from": "gpt", "value": "b"},
+    }
     found = read(pair, format="sharegpt")
     assert found.columns["chosen"] == [[{"role": "assistant", "content": "a"}]]
     assert found.prompt_text == [rendered("qwen3", test_data, [USER])]
