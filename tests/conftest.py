@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import fcntl
 import gc
+import importlib
 import importlib.metadata
 import io
 import os
@@ -80,11 +81,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if any(item.get_closest_marker("slow") for item in session.items):
         return
     flags = os.environ["XLA_FLAGS"].split()
-    for flag in QUICK:
-        name = flag.partition("=")[0]
-        if not any(given.startswith(name) for given in flags) and xla_knows(flag):
-            flags.append(flag)
-    os.environ["XLA_FLAGS"] = " ".join(flags)
+    names = [flag.partition("=")[0] for flag in QUICK]
+    wanted = [f for f, name in zip(QUICK, names) if not any(x.startswith(name) for x in flags)]
+    os.environ["XLA_FLAGS"] = " ".join(flags + known_flags(wanted))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -108,6 +107,19 @@ def few_programs() -> Iterator[None]:
     if held.is_file() and held.read_bytes().count(b"\n") > PIECES:
         jax.clear_caches()
         gc.collect()
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Of the README's line every other worker begins to import the test files at their end.
+
+    Each finds the other's half compiled (by pytest, which takes longer than importing); the order
+    of collection stays. A file that does not import is left to the collection, which says so.
+    """
+    worker, asked = os.environ.get("PYTEST_XDIST_WORKER", "gw0"), session.config.option.markexpr
+    if int(worker.removeprefix("gw")) % 2 and "not extended" in asked:
+        for file in sorted(EXTENDED.parent.glob("test_*.py"), reverse=True):
+            with contextlib.suppress(Exception, pytest.skip.Exception):
+                importlib.import_module(file.stem)
 
 
 def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
@@ -144,32 +156,41 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONG.isdisjoint(getattr(item, "fixturenames", ())))
 
 
-def xla_knows(flag: str) -> bool:
-    """Whether this jaxlib takes a flag, ``--name=value``; one that it does not know ends a process.
+def known_flags(flags: list[str]) -> list[str]:
+    """Those of XLA's flags, ``--name=value``, that this jaxlib takes.
 
-    So a process of its own is asked, once per version (a name that still stands in the library's
-    text tells nothing). The answer is kept beside the compiled programs.
+    An unknown one ends a process. So one of its own is asked, once per version (a name that still
+    stands in the library's text tells nothing): for all of them, and for one at a time where that
+    fails. The answer is kept beside the compiled programs.
 
     Raises:
       pytest.UsageError: that process failed for another reason.
     """
+    if not flags:
+        return []
     folder = CACHE_ROOT / "hjax" / "tests" / f"flags-jaxlib-{importlib.metadata.version('jaxlib')}"
-    answer = folder / flag.strip("-")
-    if not answer.is_file():
-        done = subprocess.run(
-            [sys.executable, "-c", "import jax; jax.devices()"],
-            env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flag},
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        if done.returncode and "Unknown flag" not in done.stderr:
-            raise pytest.UsageError(f"asking jaxlib for {flag} failed:\n{done.stderr}")
-        folder.mkdir(parents=True, exist_ok=True)
-        part = answer.with_name(f"{answer.name}.{os.getpid()}")  # several workers may ask at once
-        part.write_text("unknown" if done.returncode else "known")
-        part.replace(answer)
-    return answer.read_text() == "known"
+    folder.mkdir(parents=True, exist_ok=True)
+    answer = folder / " ".join(flags)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several workers may ask at once
+        if not answer.is_file():
+            known = flags if xla_takes(flags) else [flag for flag in flags if xla_takes([flag])]
+            answer.write_text(" ".join(known))
+    return answer.read_text().split()
+
+
+def xla_takes(flags: list[str]) -> bool:
+    """Whether a process starts with these flags."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import jax; jax.devices()"],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    if done.returncode and "Unknown flag" not in done.stderr:
+        raise pytest.UsageError(f"asking jaxlib for {flags} failed:\n{done.stderr}")
+    return not done.returncode
 
 
 @pytest.fixture(scope="session")

@@ -59,6 +59,7 @@ def test_every_paper_that_a_file_names_is_in_the_index():
     assert named <= {one for one, _ in listed} and len(listed) == len(set(listed)) > 20
 
 
+@pytest.mark.extended
 def test_every_switch_of_another_formula_is_one():
     rows = re.findall(r"\| `(\w+\.py(?: --[^`]*)?)` \|$", PAGES["same_name.md"], re.M)
     assert len(rows) > 15

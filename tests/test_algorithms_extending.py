@@ -157,6 +157,7 @@ def test_an_optimizer_of_ones_own(examples):
     assert all(np.isfinite(row["actor/loss"]) for row in rows) and "trace" in str(state)
 
 
+@pytest.mark.extended
 def test_an_earlier_batch_is_learned_from_again(examples):
     _, _, trainer = run(examples, "again.py:Again", **{"steps": 3, "algorithm.minibatch": 8})
     spans = [s for s in trainer.timeline.spans() if s.method == "update_actor"]
@@ -171,6 +172,7 @@ def test_a_dataflow_of_ones_own_runs_ahead(examples, name):
     batch, rows, _ = run(examples, name, **keys)
     assert {"rollout/staleness", "rollout/dropped"} <= rows[-1].keys()
     assert batch["versions"].max() >= 1
+
 
 @pytest.mark.extended
 def test_ones_own_class_for_a_standing_role(tmp_path):

@@ -195,6 +195,7 @@ def test_a_role_may_start_from_one_that_is_listed_later(tmp_path):
             )
 
 
+@pytest.mark.extended
 def test_state_that_nobody_shows_at_the_start_is_not_lost_in_silence(tmp_path):
     (tmp_path / "lazy.py").write_text(
         "import hjax, numpy as np\n"

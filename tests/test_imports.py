@@ -98,12 +98,15 @@ def test_no_module_starts_a_backend_nor_do_configs_nor_reading_off_what_an_algor
     modules = [
         module.name
         for module in pkgutil.walk_packages(hjax.__path__, "hjax.")
-        if not module.name.endswith("__main__") and ".configs." not in module.name
+        if not module.name.endswith("__main__")
+        and ".configs." not in module.name
         # These need an extra that has an environment of its own, see test_serving_jetstream.py.
         and not module.name.startswith("hjax.serving.jetstream_")
     ]
     started = in_new_process(
-        f"import importlib\nfor name in {modules}: importlib.import_module(name)\n"
+        # Without torch, as hjax is installed; where it stands, tensorboardX takes seconds for it.
+        "import importlib, sys\nsys.modules['torch'] = None\n"
+        f"for name in {modules}: importlib.import_module(name)\n"
         "import jax._src.xla_bridge as bridge\n"
         "print(bridge.backends_are_initialized())\n"
         "from hjax.settings.config_loading import load_config\n"
@@ -178,9 +181,7 @@ def test_every_room_is_known():
 @pytest.mark.parametrize("name", GROUND)
 def test_what_stands_below_imports_no_room(name):
     wrong = [
-        room
-        for room in FLOORS + BESIDE
-        if importers_of(f"hjax.{room}", [PACKAGE / f"{name}.py"])
+        room for room in FLOORS + BESIDE if importers_of(f"hjax.{room}", [PACKAGE / f"{name}.py"])
     ]
     assert wrong == []
 

@@ -69,9 +69,9 @@ def assert_equal(found, expected, atol=1e-4, rtol=1e-4):
 @pytest.mark.parametrize(
     "columns, options",
     [
-        (20, {}),
+        pytest.param(20, {}, marks=pytest.mark.extended),
         (20, {"softcap": 2.0, "temperature": 3}),
-        (VOCAB, {"softcap": 2.0, "temperature": 3}),
+        pytest.param(VOCAB, {"softcap": 2.0, "temperature": 3}, marks=pytest.mark.extended),
         (16, {"temperature": 0.7}),
         (1, {"temperature": 0.7}),
     ],

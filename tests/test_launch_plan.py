@@ -215,7 +215,13 @@ def test_sets_on_different_devices_are_told_apart(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "algorithm, samples",
-    [("ppo", 4), ("grpo", 8), ("dapo", 8), ("online_dpo", 2), ("spin", 1), ("remax", 4)],
+    [
+        ("online_dpo", 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.extended)
+            for case in [("ppo", 4), ("grpo", 8), ("dapo", 8), ("spin", 1), ("remax", 4)]
+        ),
+    ],
 )
 def test_a_plan_without_samples_has_those_of_the_algorithm_s_config(algorithm, samples, tmp_path):
     """And what it writes passes a run's own checks."""
@@ -367,6 +373,7 @@ class Compiler:
         }
 
 
+@pytest.mark.extended
 def test_the_fastest_plan_that_fits_by_the_compiler_is_taken(monkeypatch, capsys):
     by_formulas = planned(*CONFIG, capsys=capsys)
     compiler = Compiler(monkeypatch, 5 * 2**30, 0)
@@ -410,7 +417,13 @@ def test_what_is_drawn(tmp_path, capsys):
     assert plan.predicted["seconds"]["total"] > 0
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(name, marks=[] if name == "openrlhf" else pytest.mark.extended)
+        for name in STRATEGIES
+    ],
+)
 def test_every_strategy_is_drawn_with_all_of_its_roles(strategy, tmp_path, capsys):
     """OpenRLHF's has one more than the algorithm: the copy of the actor that generates."""
     roles = (*ROLES[:4], "rollout") if strategy == "openrlhf" else ROLES[:4]

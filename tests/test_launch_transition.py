@@ -61,6 +61,7 @@ def test_the_other_methods(capsys, method, communication, redundancy):
         assert plain == {"communication": 1 / 2, "redundancy": 1 / 4}
 
 
+@pytest.mark.extended
 def test_a_narrower_copy_moves_half_the_bytes_and_leaves_the_masters(capsys):
     _, out, _ = run(capsys, "--train=1,4,2", "--generate=1,2", "--dtype=bfloat16", "--json")
     found = json.loads(out.splitlines()[-1])
@@ -109,6 +110,7 @@ def test_a_published_model_is_compiled_and_not_run(capsys):
     )
 
 
+@pytest.mark.extended
 def test_a_directory_gives_the_shape(capsys, tmp_path):
     save_model(tmp_path, heads=4, kv_heads=2)
     arguments = ("--train=1,4,1", "--generate=1,2", f"--model={tmp_path}", "--json")

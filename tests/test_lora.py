@@ -198,6 +198,7 @@ def test_gradients_are_the_matrices_times_the_other_part(tmp_path):
     assert found.keys() == {f"{name}_{part}" for name in of for part in "ab"}
 
 
+@pytest.mark.extended
 def test_the_base_is_drawn_as_without_adapters():
     config = huggingface.ModelConfig(31, 16, 24, 2, 4, 2, 4, 32)
     network = decoder_network(dataclasses.replace(config, lora=Lora(2, 4.0)))

@@ -52,6 +52,7 @@ class Many(Worker):
         return jax.jit(lambda x: [x + i for i in range(50)], out_shardings=sharding)(NUMBERS)
 
 
+@pytest.mark.extended
 def test_threads_that_read_a_result_at_once_find_each_shard_once():
     devices = jax.devices()[:2]
     mesh = jax.sharding.Mesh(np.array(devices), ("x",))

@@ -22,7 +22,7 @@ def directory(tmp_path_factory):
     """A tiny random model of characters: weights and tokenizer."""
     path = tmp_path_factory.mktemp("model")
     tokenizer = Tokenizer.characters(ALPHABET)
-    config = ModelConfig(tokenizer.vocab_size, 32, 40, 2, 4, 2, 8, 48)
+    config = ModelConfig(tokenizer.vocab_size, 32, 40, 1, 4, 2, 8, 48)
     layout = make_layouts(jax.devices()[:1]).train
     params = to_host(decoder_network(config).create(0, layout))
     params["embedding"] *= 10  # far from uniform

@@ -393,6 +393,7 @@ def test_parts_of_the_vocabulary_draw_the_same_tokens_for_a_few_numbers_per_row(
         assert parts.token[3] == 70
 
 
+@pytest.mark.extended
 def test_the_smallest_and_largest_of_options_leave_a_distribution():
     asked = [
         SamplingParams(temperature=1e-5),

@@ -20,7 +20,7 @@ from hjax.rollout.service import GenerationService
 from hjax.sharding.layout import make_layouts
 
 CONFIG = ModelConfig(
-    vocab_size=64, hidden_size=16, mlp_size=24, layers=2, heads=4, kv_heads=2, head_dim=8,
+    vocab_size=64, hidden_size=16, mlp_size=24, layers=1, heads=4, kv_heads=2, head_dim=8,
     max_length=256,
 )  # fmt: skip
 SECONDS = 120

@@ -221,6 +221,7 @@ def test_a_client_that_goes_away_ends_its_responses(stream):
         assert service.drawn < 3 * LONG
 
 
+@pytest.mark.extended
 def test_a_client_that_does_not_read_is_cut_off_and_hinders_nobody():
     service = Scripted(endless, piece=1, pause=0.0005)
     limits = ServerLimits(idle_seconds=1.0)

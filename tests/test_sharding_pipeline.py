@@ -50,9 +50,7 @@ def by_hand(params, batch):
         after.append(matrix @ after[-1])
     table = np.zeros((VOCAB, WIDTH))
     np.add.at(table, batch["tokens"].reshape(-1), weights[:, None] * after[-1])
-    layers = [
-        np.outer(weights @ before[i], after[LAYERS - 1 - i]) for i in range(LAYERS)
-    ]
+    layers = [np.outer(weights @ before[i], after[LAYERS - 1 - i]) for i in range(LAYERS)]
     value = weights @ (before[-1] @ ones + params["bias"])
     return value, {"table": table, "layers": np.stack(layers), "bias": weights.sum()}
 
@@ -127,6 +125,7 @@ def test_the_bubble_is_that_of_the_slots_by_hand(stages, parts, idle):
     assert float(stats["pipeline_bubble"]) == pytest.approx(idle, abs=1e-6)
 
 
+@pytest.mark.extended
 def test_more_micro_batches_shrink_the_bubble_and_keep_the_memory():
     layout = make_layouts(jax.devices(), {"pipe": 4, "data": 2}).train
     pipeline = Pipeline(layout, AXES)

@@ -198,6 +198,7 @@ def test_a_hundred_round_trips_change_and_lose_nothing(dtypes):
     check(params, values, source)
 
 
+@pytest.mark.extended
 def test_no_second_copy_of_the_model():
     """At most M / t_g, a bucket (here a leaf) and nothing else; after the way back M / t again."""
     source, target = shardings({"tensor": 8}, {"tensor": 2})

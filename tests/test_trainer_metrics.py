@@ -92,6 +92,7 @@ def check_values(row, batch):
     assert not batch["responses"][~mask].any()  # padding is 0
 
 
+@pytest.mark.extended
 def test_evaluations_before_the_first_update_and_after_the_last():
     changes = {"steps": 5, "eval.every": 2, "actor.learning_rate": 0.05}
     with trainer_of("GRPO", changes | ONE_DEVICE) as trainer:

@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from helpers import save_model, tiny_config, trainer_of
+from helpers import ONE_DEVICE, save_model, tiny_config, trainer_of
 
 from hjax.data.tasks import get_task
 from hjax.errors import ConfigError
@@ -52,7 +52,8 @@ def run(algorithm, files, changes):
 
 @pytest.fixture(scope="module")
 def colocated(files):
-    return run("PPO", files, {"placement": "colocate"})
+    """On one device: every placement gives its numbers."""
+    return run("PPO", files, {"placement": "colocate"} | ONE_DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -96,8 +97,9 @@ def test_safe_rlhf_with_six_models_is_the_same_colocated_and_standalone(files):
     assert sum(plan["allocation"]) <= 8 and min(plan["allocation"]) >= 1
 
 
-def test_a_plan_that_was_written_can_be_read_back(files, tmp_path, colocated):
-    plan = colocated[2]
+def test_a_plan_that_was_written_can_be_read_back(tmp_path):
+    with trainer_of("PPO", {"placement": "colocate"}) as trainer:
+        plan = trainer.plan_record()
     assert plan["placement"] == [["actor", "critic", "reference"]]
     assert plan["allocation"] == [8]
     assert plan["parallelism"]["actor"]["train"] == {"data": 8, "fsdp": 1, "tensor": 1}

@@ -141,7 +141,7 @@ def padded(batch):
             n,
             marks=[
                 *[pytest.mark.slow] * (n not in EVERYDAY_LOSSES),
-                *[pytest.mark.extended] * (n == "clipped"),
+                *[pytest.mark.extended] * (n in ("clipped", "value")),
             ],
         )
         for n in LOSSES

@@ -466,8 +466,14 @@ def test_a_group_runs_the_critic_behind_its_protocol(actor, batch):
     group.pool.close()
 
 
-def test_scores_are_made_in_micro_batches():
-    """The same numbers, in less memory, prompts still run once for all their samples."""
+@pytest.fixture(scope="module")
+def scorers():
+    """References by the rows that they score at a time; 0: all."""
+    return {m: start(Reference, "reference", devices=2, micro_batch=m) for m in (0, 4)}
+
+
+def test_scores_are_made_in_micro_batches(scorers):
+    """The same numbers, prompts still run once for all their samples."""
     rng = np.random.default_rng(3)
     rows, length = 16, 6
     batch = {
@@ -477,13 +483,16 @@ def test_scores_are_made_in_micro_batches():
         "response_mask": np.ones((rows, length), bool),
         "prompt_id": np.repeat(np.arange(4), SAMPLES),
     }
-    found, temporary = {}, {}
-    for micro in (0, 4):
-        worker = start(Reference, "reference", devices=2, micro_batch=micro)
-        found[micro] = np.asarray(worker.compute_ref_log_prob(batch)["ref_logprobs"])
+    whole, parts = (scorers[m].compute_ref_log_prob(batch)["ref_logprobs"] for m in (0, 4))
+    np.testing.assert_allclose(parts, whole, atol=1e-5)
+
+
+@pytest.mark.extended
+def test_scores_in_micro_batches_take_less_memory(scorers):
+    temporary = {}
+    for micro, worker in scorers.items():
         (program,) = worker.programs(64, 32)
         temporary[micro] = program.trace().lower().compile().memory_analysis().temp_size_in_bytes
-    np.testing.assert_allclose(found[4], found[0], atol=1e-5)
     assert temporary[4] < 0.5 * temporary[0]
 
 
