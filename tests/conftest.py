@@ -96,7 +96,7 @@ def backend() -> None:
 
 # Linux lets a process have 65,530 pieces of memory (vm.max_map_count), and a compiled program takes
 # several. Beyond, XLA cannot protect the pages of a new one, and the process dies later.
-PIECES = 8_000
+PIECES = 16_000
 
 
 @pytest.fixture(scope="module", autouse=True)

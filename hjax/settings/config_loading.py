@@ -32,6 +32,7 @@ from hjax.settings.config_checks import (
     check_config,
     complete_config,
     owned_defaults,
+    set_key,
     unknown_key,
     validate,
 )
@@ -265,17 +266,19 @@ def _check_type(what: str, config: Any) -> ConfigDict | dict[str, Any]:
 
 def _parse_flags(config: ConfigDict, overrides: Sequence[str], values: flags.FlagValues) -> None:
     """Parse command-line overrides into ``config``, with one-line errors."""
-    known = flatten(config)
+    known, named = flatten(config), Config()
     for given in overrides:
         match = _OVERRIDE.match(given)
         if match and match[2] not in known:
             raise unknown_key(match[2], known, known)
+        if match:  # absl prints all that it is given, which takes longer than the rest
+            set_key(named, match[2], known[match[2]])
     arguments = list(overrides)
     config.unlock()
     try:
         config_flags.DEFINE_config_dict(
             "config",
-            config,
+            named,
             flag_values=values,
             lock_config=False,
             sys_argv=["hjax.launch", *arguments],
@@ -286,6 +289,8 @@ def _parse_flags(config: ConfigDict, overrides: Sequence[str], values: flags.Fla
     except (ValueError, TypeError, KeyError) as error:
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ConfigError(f"an option cannot be read: {text}") from error
+    for key, value in flatten(named).items():
+        set_key(config, key, value)
     if rest:
         name = rest[0].partition("=")[0]
         if alias := wish(name):
@@ -298,9 +303,7 @@ def _parse_flags(config: ConfigDict, overrides: Sequence[str], values: flags.Fla
         )
 
 
-def _flag_error(
-    error: flags.Error, known: dict[str, Any], values: flags.FlagValues
-) -> ConfigError:
+def _flag_error(error: flags.Error, known: dict[str, Any], values: flags.FlagValues) -> ConfigError:
     """absl's flag error in one line, with the key's type or the nearest flag."""
     text = " ".join(str(error).split())
     match = re.match(r"flag --config\.([^=\s]+)=(.*?): ", text)
