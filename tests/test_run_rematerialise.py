@@ -1,7 +1,6 @@
 """``model.remat=auto``: which policy a role gets, by the memory that is left."""
 
 import dataclasses
-import functools
 
 import jax
 import pytest
@@ -37,16 +36,10 @@ PODS = {
 }
 
 
-@functools.cache
-def inputs_of(path):
-    """The prompts of a run with this actor, whatever else a test changes."""
-    return shape_inputs(hjax.get_config("ppo.py", PODS | {"actor.path": path}))
-
-
 def chosen(platform="tpu", memory=0, **more):
     config = hjax.get_config("ppo.py", {**PODS, **more})
     algorithm = get_algorithm(config.algorithm.name)
-    inputs = inputs_of(config.actor.path)
+    inputs = shape_inputs(config)
     plan = plan_from_config(config, algorithm, 8)
     return describe_roles(config, algorithm, inputs, plan, platform, read_shape, memory)
 
