@@ -8,11 +8,12 @@ import sys
 import broken_forms
 import pytest
 
+import hjax
 from hjax.kernels import verdict
 from hjax.kernels.verdict import CRASHED, HUNG, RIGHT, UNSUITED, WRONG, FormVerdict, choose_forms
 from hjax.launch import check
 from hjax.launch.check import CheckReport, check_forms, form_line, summary
-from hjax.launch.form_checks import checked_process
+from hjax.launch.form_checks import checked_process, timings
 from hjax.launch.form_checks.checked_process import CaseResult, joined_result
 from hjax.machine import start_error
 
@@ -110,6 +111,37 @@ def test_a_platform_that_does_not_start_is_one_line_with_the_remedy(text, says):
     line = str(start_error(RuntimeError(text), "cuda"))
     assert line.startswith("JAX_PLATFORMS=cuda does not start: ") and says in line
     assert "\n" not in line and "set JAX_PLATFORMS=''" not in line
+
+
+def test_times_are_lines():
+    seconds = {"attention, 2 rows": {"by blocks": 0.0125, "splash": "ValueError: too wide"}}
+    times = {"bandwidths": {"memory_bytes_per_second": 2.0**39}, "seconds": seconds}
+    assert check.time_lines(times) == [
+        "memory: 512.0 GiB/s",
+        "attention, 2 rows: by blocks 12.5 ms, splash ValueError: too wide",
+    ]
+    assert check.time_lines({"failed": "hung, it ran past its deadline"}) == [
+        "times: hung, it ran past its deadline"
+    ]
+
+
+def test_a_run_gives_the_sizes_that_are_timed():
+    changes = {"actor.path": "qwen2.5-1.5b", "rollout.max_prompt_length": 500}
+    config = hjax.get_config("grpo.py", changes | {"rollout.max_response_length": 300})
+    sizes = check.run_sizes(config)
+    assert (sizes["prompt"], sizes["response"], sizes["experts"]) == (500, 300, 0)
+    assert (sizes["heads"], sizes["kv_heads"], sizes["dim"]) == (12, 2, 128)
+
+
+@pytest.mark.extended
+def test_forms_are_timed_beside_each_other():
+    sizes = timings.TimedSizes(2, 100, 500, 4, 2, 16, 32, 24, 3)
+    found = timings.measure(sizes)
+    assert [sorted(forms) for forms in found.values()] == [
+        ["by blocks"], ["by XLA"], ["by blocks", "ragged_dot"]
+    ]  # fmt: skip
+    for forms in found.values():
+        assert all(0 < seconds < 60 for seconds in forms.values()), forms
 
 
 def test_wrong_flags_are_refused(capsys):

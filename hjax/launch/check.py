@@ -1,9 +1,12 @@
-"""usage: python -m hjax.launch.check [--deadline=60] [--json]
+"""usage: python -m hjax.launch.check [--config=NAME.py] [--deadline=60] [--json]
+                                   [--config.a.b=VALUE ...]
 
 Try every kernel and collective of this machine's devices on small and odd cases (values, gradients,
 padding, windows, packs, decode caches, transitions between layouts) beside the plain form, each in
-a process of its own, and record which ones `auto` takes from now on.
+a process of its own, and record which ones `auto` takes from now on. On an accelerator each is then
+timed beside its alternatives, and bandwidths of memory and links are measured.
 
+  --config=NAME.py      time the forms at this run's sizes; otherwise at common ones
   --deadline=60         seconds for a case; one that takes longer counts as hung
   --json                print one line of JSON as the last line of the output
   --help                print this
@@ -16,9 +19,10 @@ not start on the devices
 
 import dataclasses
 import json
+import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hjax.errors import ConfigError
@@ -34,7 +38,7 @@ from hjax.kernels.verdict import (
     forms_of,
     runtime_versions,
 )
-from hjax.launch.command import define_flags, parse_flags, run_or_help
+from hjax.launch.command import define_flags, parse_flags, run_or_help, split_config_flag
 from hjax.launch.form_checks.checked_process import (
     TABLE,
     CaseResult,
@@ -42,7 +46,8 @@ from hjax.launch.form_checks.checked_process import (
     joined_result,
 )
 from hjax.launch.process_exit import run_and_exit
-from hjax.show.format import duration, size
+from hjax.settings.config_loading import check_config, load_config
+from hjax.show.format import duration, seconds, size
 
 _BAD = (WRONG, HUNG, CRASHED)
 
@@ -93,10 +98,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     args = define_flags(deadline=60.0, json=False)
-    parse_flags(args, arguments)
+    sizes: dict[str, int] = {}
+    if any(re.match(r"--?config\b", argument) for argument in arguments):
+        name, rest = split_config_flag(arguments)
+        sizes = run_sizes(check_config(load_config(name, rest, args)))
+    else:
+        parse_flags(args, arguments)
     if not args.deadline > 0:
         raise ConfigError(f"--deadline={args.deadline}: must be a number of seconds above 0")
-    report = check_forms(args.deadline, show=lambda text: print(text, flush=True))
+    report = check_forms(args.deadline, sizes, show=lambda text: print(text, flush=True))
     print(summary(report))
     if args.json:
         print(json_line(report.record()))
@@ -104,8 +114,28 @@ def _run(arguments: list[str]) -> int:
     return int(report.failed)
 
 
+def run_sizes(config: Any) -> dict[str, int]:
+    """The sizes of a run's actor that forms are timed at (``timings.TimedSizes``)."""
+    from hjax.dryrun.shape_inputs import shape_inputs
+
+    inputs = shape_inputs(config)
+    model = inputs.model
+    return {
+        "rows": config.actor.micro_batch or config.rollout.prompts * config.rollout.samples,
+        "prompt": inputs.prompt_length,
+        "response": config.rollout.max_response_length,
+        "heads": model.heads,
+        "kv_heads": model.kv_heads,
+        "dim": model.head_dim,
+        "hidden": model.hidden_size,
+        "mlp": model.mlp_size,
+        "experts": model.experts,
+    }
+
+
 def check_forms(
     deadline: float,
+    sizes: Mapping[str, int] | None = None,
     table: str = TABLE,
     names: Sequence[str] | None = None,
     show: Callable[[str], None] = lambda text: None,
@@ -114,6 +144,7 @@ def check_forms(
 
     Args:
       deadline: seconds of a case.
+      sizes: at which forms are timed on accelerators; None: common ones.
       table: module with the cases, ``CASES``.
       names: of the forms; None: all of the table that the platform can take or interpret.
       show: called with a line for each form.
@@ -142,6 +173,12 @@ def check_forms(
         cases += found
         results[form] = joined_result(found)
         show(form_line(form, found))
+    if platform != "cpu":
+        process = CheckedProcess(deadline, table)
+        try:
+            devices["times"] = process.times(sizes or {})
+        finally:
+            process.close()
     verdict = FormVerdict(devices["device_kind"], runtime_versions(), results)
     report = CheckReport(devices, verdict, cases, round(time.monotonic() - start, 1))
     verdict.path.parent.mkdir(parents=True, exist_ok=True)
@@ -151,10 +188,10 @@ def check_forms(
 
 def form_line(form: str, cases: Sequence[CaseResult]) -> str:
     """One line for a form, and one more for each case that is not right."""
-    seconds = duration(sum(case.seconds for case in cases))
+    taken = duration(sum(case.seconds for case in cases))
     right = sum(case.result == RIGHT for case in cases)
     result = joined_result(list(cases))
-    lines = [f"{form:<32} {result:<20} {right} of {len(cases)} cases  {seconds:>8}"]
+    lines = [f"{form:<32} {result:<20} {right} of {len(cases)} cases  {taken:>8}"]
     shown = [case for case in cases if case.result in _BAD]
     shown = shown or [case for case in cases if result == case.result == UNSUITED][:1]
     return "\n".join([*lines, *(f"    {c.case}: {c.result}, {c.detail}" for c in shown)])
@@ -164,10 +201,9 @@ def summary(report: CheckReport) -> str:
     """The last lines of the output: the devices, what ``auto`` takes, and the verdict's file."""
     found, platform = report.devices, report.devices["platform"]
     memory = f" of {size(found['memory_bytes'])}" if found["memory_bytes"] else ""
-    if "memory_bytes_per_second" in found:
-        memory += f" at {size(found['memory_bytes_per_second'])}/s"
     versions = ", ".join(f"{name} {version}" for name, version in report.verdict.versions.items())
     lines = [f"\n{found['devices']} {found['device_kind']}{memory} ({versions})"]
+    lines += time_lines(found.get("times", {}))
     if platform == "cpu":
         lines.append("on a CPU kernels are interpreted, and runs take none of them")
     else:
@@ -177,6 +213,23 @@ def summary(report: CheckReport) -> str:
     done = "something was wrong" if report.failed else "nothing was wrong"
     lines.append(f"{done}, in {duration(report.seconds)}; verdict in {report.verdict.path}")
     return "\n".join(lines)
+
+
+def time_lines(times: Mapping[str, Any]) -> list[str]:
+    """Bandwidths and seconds of forms, a line for each thing that is computed."""
+    if "failed" in times:
+        return [f"times: {times['failed']}"]
+    lines = [
+        f"{name.removesuffix('_bytes_per_second')}: {size(value)}/s"
+        for name, value in times.get("bandwidths", {}).items()
+    ]
+    for title, forms in times.get("seconds", {}).items():
+        each = (
+            f"{name} {taken if isinstance(taken, str) else seconds(taken)}"
+            for name, taken in forms.items()
+        )
+        lines.append(f"{title}: {', '.join(each)}")
+    return lines
 
 
 if __name__ == "__main__":

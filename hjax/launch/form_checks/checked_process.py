@@ -13,8 +13,6 @@ from hjax.kernels.verdict import CRASHED, HUNG, RIGHT, UNSUITED, WRONG
 
 TABLE = "hjax.launch.form_checks.case_table"
 _SERVE = "hjax.launch.form_checks.checked_process:serve"
-_MEASURE_SECONDS = 0.2  # of repetitions that are timed
-_BYTES = 256 * 2**20  # of the array that memory's bandwidth is measured with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +48,8 @@ def serve(setup: bytes) -> Callable[[bytes], bytes]:
             return json.dumps(_devices()).encode()
         if asked["ask"] == "forms":
             return json.dumps(list(cases)).encode()
+        if asked["ask"] == "times":
+            return json.dumps(_times(asked["sizes"])).encode()
         form = asked["form"]
         if form not in made:
             made[form] = {case.name: case for case in cases[form]()}
@@ -72,29 +72,21 @@ def _run(case: Any) -> list[str]:
     return [WRONG, reason] if reason else [RIGHT, ""]
 
 
+def _times(sizes: dict[str, int]) -> dict[str, Any]:
+    from hjax.launch.form_checks import timings
+
+    measured = timings.measure(timings.TimedSizes(**sizes))
+    return {"bandwidths": timings.bandwidths(), "seconds": measured}
+
+
 def _devices() -> dict[str, Any]:
-    """The local devices, and the bandwidth of the first one's memory in bytes a second."""
+    """The local devices."""
     from hjax.machine import device_memory, find_devices
 
     devices = find_devices()
     found = {"platform": devices[0].platform, "device_kind": devices[0].device_kind,
              "devices": len(devices), "memory_bytes": device_memory(devices[0])}  # fmt: skip
-    if devices[0].platform != "cpu":
-        found["memory_bytes_per_second"] = _bandwidth(devices[0])
     return found
-
-
-def _bandwidth(device: Any) -> float:
-    import jax
-    import jax.numpy as jnp
-
-    x = jax.device_put(jnp.zeros(_BYTES // 4, jnp.float32), device)
-    step = jax.jit(lambda x: x + 1.0, donate_argnums=0)
-    x = step(x).block_until_ready()
-    start, count = time.perf_counter(), 0
-    while time.perf_counter() < start + _MEASURE_SECONDS:
-        x, count = step(x).block_until_ready(), count + 1
-    return 2.0 * _BYTES * count / (time.perf_counter() - start)
 
 
 class CheckedProcess:
@@ -115,13 +107,13 @@ class CheckedProcess:
         setup = json.dumps({"table": table}).encode()
         self._process = IsolatedProcess(_SERVE, setup, environment=more)
 
-    def _ask(self, seconds: float | None = None, **request: str) -> Any:
+    def _ask(self, seconds: float | None = None, **request: Any) -> Any:
         return json.loads(
             self._process.call(json.dumps(request).encode(), seconds or self._deadline)
         )
 
     def devices(self) -> dict[str, Any]:
-        """Platform, kind, number, memory and bandwidth of the local devices.
+        """Platform, kind, number and memory of the local devices.
 
         Raises:
           ConfigError: JAX does not start, in one line with the remedy.
@@ -137,6 +129,14 @@ class CheckedProcess:
     def forms(self) -> list[str]:
         """The forms of the table."""
         return list(self._ask(ask="forms"))
+
+    def times(self, sizes: Mapping[str, int]) -> dict[str, Any]:
+        """Bandwidths, and seconds of forms at these sizes (``timings.TimedSizes``); ``failed`` if
+        they hang or crash."""
+        try:
+            return dict(self._ask(ask="times", sizes=dict(sizes), seconds=4 * self._deadline))
+        except (TaskFailed, DeadlineExceeded, ProcessDied) as error:
+            return {"failed": ", ".join(_ending(error))}
 
     def results(self, form: str) -> Iterator[CaseResult]:
         """The result of each case of a form."""

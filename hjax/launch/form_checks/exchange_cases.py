@@ -64,11 +64,10 @@ def _batch(rows: int, prompt: int, length: int) -> dict[str, np.ndarray]:
 def _ring_difference(dtype: str) -> str:
     layout = _layouts("tensor", 4).train
     network, batch = decoder_network(_MODEL), _batch(8 * jax.local_device_count(), 21, 42)
-    params = network.init(jax.random.key(1))
     by_compiler = Compute(dtype=jnp.dtype(dtype)).for_layout(layout)
     by_compiler = dataclasses.replace(by_compiler, layout=layout, move_weights=False)
     by_ring = dataclasses.replace(by_compiler, move_weights=True)
-    placed = network.place(params, layout)
+    placed = network.create(1, layout)
     rows = {key: jax.device_put(x, layout.sharding("batch")) for key, x in batch.items()}
 
     def traced(compute: Compute) -> Any:
@@ -145,7 +144,7 @@ def transition_cases() -> list[Case]:
 def _transition(axis: str, generate: dict[str, int]) -> str:
     layouts = _layouts(axis, 4, generate)
     network = decoder_network(_MODEL)
-    params = network.place(network.init(jax.random.key(3)), layouts.train)
+    params = network.create(3, layouts.train)
     exact = jax.tree.map(np.asarray, params)
     shardings = (network.shardings(layout) for layout in (layouts.train, layouts.generate))
     dtypes = network.compute_dtypes(jnp.float32)

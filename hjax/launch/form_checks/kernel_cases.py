@@ -158,11 +158,16 @@ def grouped_cases(product: Any) -> list[Case]:
 
 def _grouped_difference(product: Any, sizes: tuple[int, ...], count: int, dtype: str) -> str:
     draw, used = np.random.default_rng(count), sum(sizes)
-    rows, groups = draw.normal(size=(count, 64)), jnp.asarray(sizes, jnp.int32)
+    rows, groups = draw.normal(size=(used, 64)), jnp.asarray(sizes, jnp.int32)
     weights, weight = draw.normal(size=(len(sizes), 64, 136)), draw.normal(size=(used, 136))
 
     def by(product: Any) -> Callable[..., jax.Array]:
-        return lambda rows, weights: product(rows, weights, groups)[:used]
+        def run(rows: jax.Array, weights: jax.Array) -> jax.Array:
+            # Rows after the groups, and their gradients, are undefined.
+            rows = jnp.pad(rows, ((0, count - used), (0, 0)))
+            return product(rows, weights, groups)[:used]
+
+        return run
 
     plain, names = by(reference.grouped_product), ("rows", "weights")
     return compare_with_plain(by(product), plain, (rows, weights), names, weight, dtype)
@@ -219,8 +224,9 @@ def decode_cases(step: DecodeStep) -> list[Case]:
 
 def _decode_difference(step: DecodeStep, sizes: DecodeSizes, dtype: str) -> str:
     s, draw = sizes, np.random.default_rng(sizes.prompt)
-    prompt = decode.cache_capacity(decode.TPU_KERNEL, s.prompt, decode.PROMPT_BLOCK, dtype)
-    length = decode.cache_capacity(decode.TPU_KERNEL, s.length, decode.OWN_BLOCK, dtype)
+    kept = "int8" if s.int8 else dtype
+    prompt = decode.cache_capacity(decode.TPU_KERNEL, s.prompt, decode.PROMPT_BLOCK, kept)
+    length = decode.cache_capacity(decode.TPU_KERNEL, s.length, decode.OWN_BLOCK, kept)
     rows, of_token = (s.groups, s.kv_heads, s.samples), (s.groups, s.kv_heads)
 
     def normal(*shape: int) -> jax.Array:
@@ -295,16 +301,24 @@ def decode_by_gpu_kernel(
     q: jax.Array, k: jax.Array, v: jax.Array, held: Any, seen: CacheMask, scoring: Any, sinks: Any
 ) -> jax.Array:
     """A step whose own tokens ``decode_gpu`` attends to, interpreted where there is no GPU."""
+    prompt_k, prompt_v, own_k, own_v = held
+    own_k, own_v = (_written(x, new, seen.position) for x, new in ((own_k, k), (own_v, v)))
+    return attend_by_gpu_kernel(q, [prompt_k, prompt_v, own_k, own_v], seen, scoring, sinks)
+
+
+def attend_by_gpu_kernel(
+    q: jax.Array, held: Any, seen: CacheMask, scoring: Any = ScoreOptions(), sinks: Any = None
+) -> jax.Array:
+    """The same, with the new token in ``held`` already."""
     from hjax.kernels import decode_gpu
 
     prompt_k, prompt_v, own_k, own_v = held
-    own_k, own_v = (_written(x, new, seen.position) for x, new in ((own_k, k), (own_v, v)))
     last = jnp.maximum(seen.position, 0)
-    first = jnp.maximum(last + 1 - scoring.window, 0) if scoring.window else jnp.zeros_like(last)
     scaled = (q * scoring.query_scale(q.shape[-1]))[..., None, :].astype(q.dtype)
     partial = decode_gpu.attend_own(
-        scaled, own_k, own_v, first, last, scoring, interpret=jax.default_backend() != "gpu"
-    )
+        scaled, own_k, own_v, jnp.zeros_like(last), last, scoring,
+        interpret=jax.default_backend() != "gpu",
+    )  # fmt: skip
     return decode.attend(
         q, prompt_k, prompt_v, own_k, own_v, seen, scoring, sinks, own_partial=partial
     )
