@@ -15,7 +15,7 @@ from hjax.kernels.verdict import (
 )
 from hjax.launch.form_checks import exchange_cases as exchange
 from hjax.launch.form_checks import kernel_cases as kernels
-from hjax.launch.form_checks.comparison import DTYPES, Case
+from hjax.launch.form_checks.comparison import Case
 
 # Forms that every platform computes through XLA alone, and that nothing can stand in for.
 BLOCKS, GROUPED_BLOCKS = "attention by blocks", "experts' products by blocks"
@@ -23,11 +23,11 @@ XLA_DECODING, TRANSITION = "decode by XLA", "transition between layouts"
 
 _MASKS = kernels.ATTENTION | kernels.PACKS
 CASES: dict[str, Callable[[], list[Case]]] = {
-    BLOCKS: lambda: kernels.attention_cases(kernels.by_blocks, _MASKS, DTYPES),
+    BLOCKS: lambda: kernels.attention_cases(kernels.by_blocks, _MASKS),
     GROUPED_BLOCKS: lambda: kernels.grouped_cases(kernels.grouped_by_blocks),
     XLA_DECODING: lambda: kernels.decode_cases(kernels.decode_plainly),
     TRANSITION: exchange.transition_cases,
-    SPLASH: lambda: kernels.attention_cases(kernels.by_splash, _MASKS, DTYPES),
+    SPLASH: lambda: kernels.attention_cases(kernels.by_splash, _MASKS),
     MEGABLOX: lambda: kernels.grouped_cases(kernels.by_megablox),
     SPARSECORE: exchange.sparsecore_cases,
     TPU_DECODING: lambda: kernels.decode_cases(kernels.decode_by_tpu_kernel),

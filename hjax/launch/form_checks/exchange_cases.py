@@ -13,7 +13,12 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from hjax.kernels.registry import choose_kernel_set, make_kernel_set
-from hjax.launch.form_checks.comparison import DTYPES, Case, Unsuited, find_difference
+from hjax.launch.form_checks.comparison import (
+    Case,
+    Unsuited,
+    dtypes_of_case,
+    find_difference,
+)
 from hjax.models import experts
 from hjax.models.compute import Compute
 from hjax.models.forward import response_states, token_log_probs
@@ -44,7 +49,7 @@ def collective_matmul_cases() -> list[Case]:
     """Loss and gradients of a model whose weights travel over a tensor axis."""
     return [
         Case(f"padded prompts and responses, {dtype}", functools.partial(_ring_difference, dtype))
-        for dtype in DTYPES
+        for dtype in dtypes_of_case(0)
     ]
 
 
@@ -95,7 +100,10 @@ def _differs(found: Any, expected: Any, dtype: str) -> str:
 
 def expert_ring_cases() -> list[Case]:
     """Outputs and gradients of experts whose tokens travel round the expert axis."""
-    return [Case(f"16 experts, {dtype}", functools.partial(_experts, dtype)) for dtype in DTYPES]
+    return [
+        Case(f"16 experts, {dtype}", functools.partial(_experts, dtype))
+        for dtype in dtypes_of_case(0)
+    ]
 
 
 def _experts(dtype: str) -> str:
@@ -162,7 +170,7 @@ def _transition(axis: str, generate: dict[str, int]) -> str:
 def sparsecore_cases() -> list[Case]:
     """Gathers, sums and scattered sums with the options that put them on SparseCores."""
     return [Case(f"collectives of {name}", functools.partial(_collectives, name))
-            for name in DTYPES]  # fmt: skip
+            for name in dtypes_of_case(0)]  # fmt: skip
 
 
 def _collectives(dtype: str) -> str:

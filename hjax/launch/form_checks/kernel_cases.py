@@ -26,10 +26,10 @@ from hjax.kernels.attention import MaskSpec, ScoreOptions
 from hjax.kernels.decode import CacheMask
 from hjax.kernels.int8_cache import QuantizedCache
 from hjax.launch.form_checks.comparison import (
-    DTYPES,
     Case,
     Unsuited,
     compare_with_plain,
+    dtypes_of_case,
     find_difference,
 )
 
@@ -92,12 +92,15 @@ PACKS = {
 WIDE_HEADS = {"heads of 256": AttentionSizes(300, padded=70, dim=256)}
 
 
-def attention_cases(kernel: Any, sizes: dict[str, AttentionSizes], dtypes: Any) -> list[Case]:
-    """Cases of an attention kernel, ``hjax.kernels.attention.Kernel``."""
+def attention_cases(
+    kernel: Any, sizes: dict[str, AttentionSizes], dtypes: tuple[str, ...] = ()
+) -> list[Case]:
+    """Cases of an attention kernel, ``hjax.kernels.attention.Kernel``; without ``dtypes`` in those
+    of ``dtypes_of_case``."""
     return [
         Case(f"{name}, {dtype}", functools.partial(_attention_difference, kernel, each, dtype))
-        for name, each in sizes.items()
-        for dtype in dtypes
+        for number, (name, each) in enumerate(sizes.items())
+        for dtype in dtypes or dtypes_of_case(number)
     ]
 
 
@@ -151,8 +154,8 @@ def grouped_cases(product: Any) -> list[Case]:
     """Cases of a product of groups of rows, ``hjax.kernels.reference.grouped_product``."""
     return [
         Case(f"{name}, {dtype}", functools.partial(_grouped_difference, product, *sizes, dtype))
-        for name, sizes in ROWS_OF_GROUPS.items()
-        for dtype in DTYPES
+        for number, (name, sizes) in enumerate(ROWS_OF_GROUPS.items())
+        for dtype in dtypes_of_case(number)
     ]
 
 
@@ -217,8 +220,8 @@ def decode_cases(step: DecodeStep) -> list[Case]:
     """Cases of one token per row over a prompt that samples share and the row's own cache."""
     return [
         Case(f"{name}, {dtype}", functools.partial(_decode_difference, step, sizes, dtype))
-        for name, sizes in DECODING.items()
-        for dtype in DTYPES
+        for number, (name, sizes) in enumerate(DECODING.items())
+        for dtype in dtypes_of_case(number)
     ]
 
 
