@@ -52,7 +52,7 @@ def schedule_remarks(
       step: the last one taken.
     """
     remarks: list[str] = []
-    if earlier in (None, config.steps) or config.steps <= step:
+    if earlier is None or earlier == config.steps or config.steps <= step:
         return remarks
     for role, build in builds.items():
         optimizer = getattr(build.arguments[0], "optimizer", None)
