@@ -1,7 +1,7 @@
 """Cluster hosts: placement of a pool's processes on hosts that are close to each other."""
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -70,27 +70,15 @@ def placements(
         chosen: Sequence[int], more: tuple[tuple[str, str], ...] = ()
     ) -> list[ProcessPlacement]:
         needed = tuple(sorted({*labels.items(), *more}))
-        if platform == "cpu":
-            several = len(chosen) > 1 and processes > 1
-            return [ProcessPlacement("SPREAD" if several else "PACK", needed)]
-        one = processes > 1 and any(capacity[i] >= processes for i in chosen)
-        return [
-            ProcessPlacement(way, needed) for way in (("STRICT_PACK", "PACK") if one else ("PACK",))
-        ]
+        strategies = _strategies(platform, processes, [capacity[i] for i in chosen])
+        return [ProcessPlacement(strategy, needed) for strategy in strategies]
 
-    groups = _by_value(alive, key) if key else {}
-    if not groups and colocation_label not in ("auto", "none") and key:
-        known = sorted({label for node in alive for label in node.get("Labels") or {}})
-        raise ConfigError(
-            f"cluster.colocation_label={colocation_label!r}: no host has this label; they have "
-            f"{', '.join(known) or 'none'}"
-        )
+    groups = _by_value(alive, key, needed=colocation_label not in ("auto", "none")) if key else {}
     if not groups:
         return placements_on(range(len(alive)))
     sizes = {value: sum(capacity[i] for i in chosen) for value, chosen in groups.items()}
     if key == SLICE_LABEL:
-        one_host = {value for value, chosen in groups.items() if len(chosen) == 1}
-        sizes = _whole_slices(sizes, one_host, pool, processes)
+        sizes = _whole_slices(sizes, groups, pool, processes)
     fitting = sorted((size, value) for value, size in sizes.items() if size >= processes)
     if not fitting:
         most = max(sizes, key=lambda value: sizes[value])
@@ -102,16 +90,29 @@ def placements(
     return [room for _, value in fitting for room in placements_on(groups[value], ((key, value),))]
 
 
+def _strategies(platform: str, processes: int, capacity: Sequence[int]) -> tuple[str, ...]:
+    """Ray's placement strategies, best first, on hosts that each take so many processes."""
+    if platform == "cpu":
+        return ("SPREAD",) if len(capacity) > 1 and processes > 1 else ("PACK",)
+    one_host = processes > 1 and any(count >= processes for count in capacity)
+    return ("STRICT_PACK", "PACK") if one_host else ("PACK",)
+
+
+def labels_of(node: Mapping[str, Any]) -> Mapping[str, str]:
+    """A host's labels; none where Ray has none."""
+    return node.get("Labels") or {}
+
+
 def _labelled(
     alive: list[Mapping[str, Any]], pool: str, labels: Mapping[str, str]
 ) -> list[Mapping[str, Any]]:
     """The hosts that have all of a pool's labels."""
-    there = [node for node in alive if labels.items() <= (node.get("Labels") or {}).items()]
+    there = [node for node in alive if labels.items() <= labels_of(node).items()]
     if there or not labels:
         return there
     have = {
         f"{name}={node['Labels'][name]}"
-        for node in alive for name in labels if name in (node.get("Labels") or {})
+        for node in alive for name in labels if name in labels_of(node)
     }  # fmt: skip
     raise ConfigError(
         f"pool {pool} needs hosts with the labels "
@@ -120,21 +121,32 @@ def _labelled(
     )
 
 
-def _by_value(alive: Sequence[Mapping[str, Any]], key: str) -> dict[str, list[int]]:
-    """Indices of the hosts by their value of a label; hosts without the label are left out."""
+def _by_value(
+    alive: Sequence[Mapping[str, Any]], key: str, needed: bool
+) -> dict[str, list[int]]:
+    """Indices of the hosts by their value of a label; hosts without the label are left out.
+
+    Raises:
+      ConfigError: no host has the label, though it is needed.
+    """
     groups: dict[str, list[int]] = {}
     for i, node in enumerate(alive):
-        if value := (node.get("Labels") or {}).get(key):
+        if value := labels_of(node).get(key):
             groups.setdefault(value, []).append(i)
+    if needed and not groups:
+        raise ConfigError(
+            f"cluster.colocation_label={key!r}: no host has this label; they have "
+            f"{', '.join(sorted(set().union(*map(labels_of, alive)))) or 'none'}"
+        )
     return groups
 
 
 def _whole_slices(
-    sizes: Mapping[str, int], one_host: Collection[str], pool: str, processes: int
+    sizes: Mapping[str, int], hosts: Mapping[str, Sequence[int]], pool: str, processes: int
 ) -> dict[str, int]:
-    """Number of processes by TPU slice, of the slices that a pool can use: those of one host
-    (``one_host``), and larger ones that the pool fills."""
-    usable = {v: size for v, size in sizes.items() if v in one_host or size == processes}
+    """Number of processes by TPU slice, of the slices that a pool can use: those of one host, and
+    larger ones that the pool fills."""
+    usable = {v: size for v, size in sizes.items() if len(hosts[v]) == 1 or size == processes}
     if not any(size >= processes for size in usable.values()):
         slices = ", ".join(f"{value}: {n}" for value, n in sorted(sizes.items()))
         raise ConfigError(
@@ -230,7 +242,7 @@ def host_groups(
     key = colocation_label_of(platform, colocation_label)
     found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for node in able:
-        names = node.get("Labels") or {}
+        names = labels_of(node)
         kind = names.get(KIND_LABEL, "") if platform != "cpu" else ""
         found.setdefault((kind, names.get(key, "") if key else ""), []).append(node)
     groups = []
@@ -245,7 +257,7 @@ def host_groups(
         room = [processes_on_host(host, platform, devices_per_process) for host in hosts]
         if platform == "cpu":  # each host computes on its own cores
             room = [min(n, share) for n in room]
-        sides = (hosts[0].get("Labels") or {}).get(TOPOLOGY_LABEL, "") if key == SLICE_LABEL else ""
+        sides = labels_of(hosts[0]).get(TOPOLOGY_LABEL, "") if key == SLICE_LABEL else ""
         topology = tuple(int(n) for n in sides.split("x")) if sides else ()
         address = hosts[0].get("NodeManagerAddress", "")
         labelled = tuple(sorted(labels.items()))

@@ -140,8 +140,27 @@ class Dataset:
         invalid = InvalidRows() if invalid is None else invalid
         coverage = None if tokenizer is None else TemplateCoverage(tokenizer)
         learns = {"pairs": learns_pairs, "demonstrations": learns_demonstrations}
-        reading: dict[str, Any] = {"options": options, "coverage": coverage}
-        rows = _rows_of(path, tokenizer, invalid=invalid, learns=learns, **reading)
+        reading: dict[str, Any] = {"options": options, "coverage": coverage, "invalid": invalid}
+        rows = _rows_of(path, tokenizer, learns=learns, **reading)
+        return cls._encoded(
+            path, rows, tokenizer, max_prompt_length, vocab_size, format_prompt, notify, **reading
+        )
+
+    @classmethod
+    def _encoded(
+        cls,
+        path: str | Path,
+        rows: Sequence[tuple[str, dict[str, Any]]],
+        tokenizer: Tokenizer | None,
+        max_prompt_length: int,
+        vocab_size: int | None,
+        format_prompt: Callable[[str], str | list[dict[str, Any]]] | None,
+        notify: Callable[[str], None] | None,
+        options: ReadOptions,
+        invalid: InvalidRows,
+        coverage: TemplateCoverage | None,
+    ) -> Dataset:
+        """The rows of a file, their prompts tokenised; the arguments are those of ``from_file``."""
         if vocab_size is None and tokenizer is not None:
             vocab_size = tokenizer.vocab_size
         tokens: list[list[int]] = []
@@ -152,7 +171,9 @@ class Dataset:
         limit = max_prompt_length if options.overlong == "error" else 0
         for where, row in rows:
             with invalid.checking(where, "unusable prompt"):
-                ids, text, chat = _encode_prompt(row, tokenizer, format_prompt, **reading)
+                ids, text, chat = _encode_prompt(
+                    row, tokenizer, format_prompt, options=options, coverage=coverage
+                )
                 _check_tokens(ids, vocab_size, limit)
                 if 0 < max_prompt_length < len(ids):
                     if options.overlong == "filter":

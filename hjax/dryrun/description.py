@@ -1,5 +1,6 @@
 """``--dry_run``: batch arithmetic, placement, parameters and memory of a run before it starts."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from hjax.dryrun.first_examples import first_examples
@@ -47,20 +48,6 @@ def describe(trainer: Any) -> dict[str, Any]:
         named = {"role": program.role, "program": program.name, "runs": program.runs}
         memory = memory_of(program.program.trace().lower().compile())
         records.append(add_held({**named, **memory}, program, rehearsal))
-    placement = [
-        {
-            "roles": list(members),
-            "devices": [str(d) for d in roles.pools[members[0]].devices],
-            "layouts": {
-                role: {
-                    "train": roles.layouts[role].train.describe(),
-                    "generate": roles.layouts[role].generate.describe(),
-                }
-                for role in members
-            },
-        }
-        for members in roles.plan.placement
-    ]
     return {
         "algorithm": config.algorithm.name,
         **({"remark": remark} if remark else {}),
@@ -69,7 +56,7 @@ def describe(trainer: Any) -> dict[str, Any]:
         "first_examples": first_examples(config, trainer.inputs, trainer.algorithm_class.source),
         "batch": _batch(trainer),
         **judged,
-        "placement": placement,
+        "placement": [_members(roles, members) for members in roles.plan.placement],
         "host_roles": [r for r in roles.builds if r not in roles.layouts],
         "parameters": {
             role: parameter_counts.parameter_count(worker.network.config, worker.scalar)
@@ -85,6 +72,19 @@ def describe(trainer: Any) -> dict[str, Any]:
         "device_memory_bytes": min(filter(None, map(device_memory, devices)), default=None),
         **settings_records(roles, rehearsal, records),
         "memory": records,
+    }
+
+
+def _members(roles: Any, members: Sequence[str]) -> dict[str, Any]:
+    """The roles of a set, its devices and its layouts."""
+    layouts = {role: roles.layouts[role] for role in members}
+    return {
+        "roles": list(members),
+        "devices": [str(d) for d in roles.pools[members[0]].devices],
+        "layouts": {
+            role: {"train": x.train.describe(), "generate": x.generate.describe()}
+            for role, x in layouts.items()
+        },
     }
 
 

@@ -167,16 +167,7 @@ def measure(
       ConfigError: a dtype other than float32 for a method that does not cast.
     """
     narrow = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
-    if method == "hybridflow":
-        dtypes = {name: jax.ShapeDtypeStruct((), narrow) for name in setup.shapes}
-        dtypes = jax.tree.map(lambda x: x.dtype, dtypes)
-        transition: Any = Transition(
-            setup.source, setup.target, setup.shapes, dtypes, bucket_bytes=bucket_bytes
-        )
-    elif dtype != "float32":
-        raise ConfigError(f"--dtype={dtype} is of --method=hybridflow, the others keep float32")
-    else:
-        transition = GatherAndCut(setup.source, setup.target, setup.shapes, bucket_bytes)
+    transition = _transition(method, setup, bucket_bytes, dtype)
     cost, total = transition.cost(), setup.model_bytes
     devices = list(setup.layouts.train.mesh.devices.ravel())
     executed = fits(devices, case.devices * (cost.peak + cost.temporary))
@@ -210,6 +201,17 @@ def measure(
             for layout in (setup.layouts.train, setup.layouts.generate)
         ],
     }
+
+
+def _transition(
+    method: str, setup: TransitionCase, bucket_bytes: int, dtype: str
+) -> Transition | GatherAndCut:
+    if method == "hybridflow":
+        dtypes = dict.fromkeys(setup.shapes, np.dtype(jax.dtypes.canonicalize_dtype(dtype)))
+        return Transition(setup.source, setup.target, setup.shapes, dtypes, bucket_bytes)
+    if dtype != "float32":
+        raise ConfigError(f"--dtype={dtype} is of --method=hybridflow, the others keep float32")
+    return GatherAndCut(setup.source, setup.target, setup.shapes, bucket_bytes)
 
 
 def _row(case: Table2Case, method: str, dtype: str, model_bytes: int) -> dict[str, Any]:

@@ -320,10 +320,28 @@ def attend(
     check_attention(q, k, v, segments, sinks, shared)
     more = {} if shared is None else {"shared": shared}
     mask_spec = dataclasses.replace(mask_spec, window=scoring.window if shared is None else 0)
+    if sharding.mesh is None or sharding.mesh.size == 1:
+        return kernel(q, k, v, segments, sinks, scoring, mask_spec, **more)
+    return _attend_sharded(
+        kernel, q, k, v, segments, sinks, scoring, mask_spec, sharding, more=more
+    )
+
+
+def _attend_sharded(
+    kernel: Kernel,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    sinks: jax.Array | None,
+    scoring: ScoreOptions,
+    mask_spec: MaskSpec,
+    sharding: KernelSharding,
+    more: dict[str, Any],
+) -> jax.Array:
+    """``attend`` over several devices; ``more`` are further arrays that the kernel takes."""
     inside = jax.sharding.get_abstract_mesh()
     mesh, manual = sharding.mesh, set(inside.manual_axes) if not inside.empty else set()
-    if mesh is None or mesh.size == 1:
-        return kernel(q, k, v, segments, sinks, scoring, mask_spec, **more)
     if manual:
         mesh = inside
     length_shards = sharding.shard_count(sharding.length)

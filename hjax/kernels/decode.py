@@ -237,40 +237,93 @@ def attend_shared_prompt(
       like q, in its dtype.
     """
     groups, kv_heads, samples, per_kv, tokens, dim = q.shape
-    prompt, wide = int8_cache.shape(prompt_v)[2], jnp.float32
+    prompt = int8_cache.shape(prompt_v)[2]
     q = q * scoring.query_scale(dim)
-
-    def hide(scores: jax.Array, seen: jax.Array) -> jax.Array:
-        return jnp.where(seen[:, None, :, None], scoring.apply_softcap(scores), MASKED)
-
     # One product of all samples' queries of a group with the prompt's keys.
     together = q.reshape(groups, kv_heads, samples * per_kv * tokens, dim)
     past = int8_cache.scores("xkqd,xkpd->xkqp", together, prompt_k)
-    past = hide(past.reshape(groups, kv_heads, samples, per_kv, tokens, prompt), prompt_seen)
+    past = past.reshape(groups, kv_heads, samples, per_kv, tokens, prompt)
+    past = _hide(past, prompt_seen[:, None, :, None], scoring)
+    own = None
     if own_partial is None:
         assert own_seen is not None
-        own = hide(int8_cache.own_scores(q, own_k, axis), own_seen)
-    highest = own.max(-1) if own_partial is None else own_partial[0]
+        own = int8_cache.own_scores(q, own_k, axis)
+        own = _hide(own, own_seen[:, None, :, None], scoring)
+    highest = own_partial[0] if own is None else own.max(-1)
     top = jnp.maximum(past.max(-1, initial=MASKED), highest)[..., None]
     top = jax.lax.stop_gradient(top)
     if sinks is not None:
-        sink = sinks.astype(wide).reshape(kv_heads, 1, per_kv, 1, 1)
+        sink = sinks.astype(jnp.float32).reshape(kv_heads, 1, per_kv, 1, 1)
         top = jax.lax.stop_gradient(jnp.maximum(top, sink))
     past = jnp.exp(past - top)
-    if own_partial is None:
-        own = jnp.exp(own - top)
-        own_total = own.sum(-1, keepdims=True)
-        own_out = int8_cache.values("xksgtu,xksud->xksgtd", own, own_v, q.dtype)
-    else:
-        factor = jnp.exp(own_partial[0][..., None] - top)
-        own_total, own_out = own_partial[1][..., None] * factor, own_partial[2] * factor
+    own_total, own_out = _own_sums(own, own_partial, top, "xksgtu,xksud->xksgtd", own_v, q.dtype)
     total = past.sum(-1, keepdims=True) + own_total
     if sinks is not None:
         total = total + jnp.exp(sink - top)
     past = past.reshape(groups, kv_heads, together.shape[2], prompt)
     out = int8_cache.values("xkqp,xkpd->xkqd", past, prompt_v, q.dtype)
-    out = out.reshape(q.shape) + own_out
-    return (out / total).astype(q.dtype)
+    return ((out.reshape(q.shape) + own_out) / total).astype(q.dtype)
+
+
+def _hide(scores: jax.Array, seen: jax.Array, scoring: ScoreOptions) -> jax.Array:
+    """Scores with their soft cap, ``MASKED`` where a key is not seen."""
+    return jnp.where(seen, scoring.apply_softcap(scores), MASKED)
+
+
+def _own_sums(
+    own: jax.Array | None,
+    own_partial: Any,
+    top: jax.Array,
+    spec: str,
+    own_v: CacheArray,
+    dtype: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Sums over the own tokens, relative to ``top`` [..., 1]: of exponentials, and of values.
+
+    Args:
+      own: scores of the own tokens; None: ``own_partial`` is their partial softmax.
+      spec: of the product of exponentials and values.
+    """
+    if own is None:
+        factor = jnp.exp(own_partial[0][..., None] - top)
+        return own_partial[1][..., None] * factor, own_partial[2] * factor
+    own = jnp.exp(own - top)
+    return own.sum(-1, keepdims=True), int8_cache.values(spec, own, own_v, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _PromptGroups:
+    """Rows that share a prompt, for products with it.
+
+    Queries, which are few, are rearranged; scores are not.
+
+    Attributes:
+      slots: which rows share which prompt.
+      shape: kv_heads, per_kv and new tokens of a row.
+    """
+
+    slots: SlotMask
+    shape: tuple[int, int, int]
+
+    def by_group(self, x: jax.Array) -> jax.Array:
+        """[rows, kv_heads, per_kv, new, ...] -> [groups, kv_heads, samples * per_kv * new, ...]"""
+        x = self.slots.by_prompt(x).swapaxes(1, 2)
+        return x.reshape(x.shape[0], self.shape[0], -1, *x.shape[5:])
+
+    def by_row(self, x: jax.Array) -> jax.Array:
+        """The inverse of ``by_group``."""
+        kv_heads, per_kv, new = self.shape
+        x = x.reshape(x.shape[0], kv_heads, -1, per_kv, new, *x.shape[3:])
+        return self.slots.by_row(x.swapaxes(1, 2))
+
+    def scores(self, q: jax.Array, prompt_k: CacheArray, prompt: int, scoring: Any) -> jax.Array:
+        """Masked scores of queries of rows with ``prompt`` keys, by group."""
+        past = int8_cache.scores("xkqd,xkpd->xkqp", self.by_group(q), prompt_k)
+        seen = self.slots.prompt(prompt, scoring.window, self.shape[2])
+        if scoring.window:
+            shape = (past.shape[0], seen.shape[1], *self.shape[1:], prompt)
+            seen = jnp.broadcast_to(seen[:, :, None], shape)
+        return _hide(past, seen.reshape(past.shape[0], 1, -1, prompt), scoring)
 
 
 def attend_slots(
@@ -303,52 +356,31 @@ def attend_slots(
     Returns:
       like q, in its dtype.
     """
-    wide, window = jnp.float32, scoring.window
     q = q * scoring.query_scale(q.shape[-1])
-    per_kv, new = q.shape[2:4]
+    kv_heads, per_kv, new = q.shape[1:4]
+    own = past = None
     if own_partial is None:
         own = int8_cache.own_scores(q, own_k, axis)
-        seen = slots.own(own.shape[-1], window, new)[:, None, None]
-        own = jnp.where(seen, scoring.apply_softcap(own), MASKED)
-    sink = None if sinks is None else sinks.astype(wide).reshape(*q.shape[1:3], 1)
-    groups, kv_heads, prompt, _ = int8_cache.shape(prompt_v)
-    top, past = own.max(-1) if own_partial is None else own_partial[0], None
-
-    # Queries, which are few, are rearranged; scores are not.
-    def by_group(x: jax.Array) -> jax.Array:
-        """[rows, kv_heads, per_kv, new, ...] -> [groups, kv_heads, samples * per_kv * new, ...]"""
-        x = slots.by_prompt(x).swapaxes(1, 2)
-        return x.reshape(groups, kv_heads, -1, *x.shape[5:])
-
-    def by_row(x: jax.Array) -> jax.Array:  # the inverse
-        x = x.reshape(groups, kv_heads, -1, per_kv, new, *x.shape[3:])
-        return slots.by_row(x.swapaxes(1, 2))
-
-    if prompt:
-        past = int8_cache.scores("xkqd,xkpd->xkqp", by_group(q), prompt_k)
-        seen = slots.prompt(prompt, window, new)
-        if window:
-            shape = (groups, seen.shape[1], per_kv, new, prompt)
-            seen = jnp.broadcast_to(seen[:, :, None], shape)
-        seen = seen.reshape(groups, 1, -1, prompt)
-        past = jnp.where(seen, scoring.apply_softcap(past), MASKED)
-        top = jnp.maximum(top, by_row(past.max(-1)))
+        seen = slots.own(own.shape[-1], scoring.window, new)[:, None, None]
+        own = _hide(own, seen, scoring)
+    sink = None if sinks is None else sinks.astype(jnp.float32).reshape(kv_heads, per_kv, 1)
+    top = own_partial[0] if own is None else own.max(-1)
+    together = _PromptGroups(slots, (kv_heads, per_kv, new))
+    if prompt := int8_cache.shape(prompt_v)[2]:
+        past = together.scores(q, prompt_k, prompt, scoring)
+        top = jnp.maximum(top, together.by_row(past.max(-1)))
     if sink is not None:
         top = jnp.maximum(top, sink)
-    if own_partial is None:
-        own = jnp.exp(own - top[..., None])
-        total = own.sum(-1)
-        out = int8_cache.values("rkgtu,rkud->rkgtd", own, own_v, q.dtype)
-    else:
-        factor = jnp.exp(own_partial[0] - top)
-        total, out = own_partial[1] * factor, own_partial[2] * factor[..., None]
+    spec = "rkgtu,rkud->rkgtd"
+    total, out = _own_sums(own, own_partial, top[..., None], spec, own_v, q.dtype)
+    total = total[..., 0]
     if past is not None:
-        past = jnp.exp(past - by_group(top)[..., None])
-        total = total + by_row(past.sum(-1))
+        past = jnp.exp(past - together.by_group(top)[..., None])
+        total = total + together.by_row(past.sum(-1))
+        past_out = int8_cache.values("xkqp,xkpd->xkqd", past, prompt_v, q.dtype)
+        out = out + together.by_row(past_out)
     if sink is not None:
         total = total + jnp.exp(sink - top)
-    if past is not None:
-        out = out + by_row(int8_cache.values("xkqp,xkpd->xkqd", past, prompt_v, q.dtype))
     return (out / total[..., None]).astype(q.dtype)
 
 

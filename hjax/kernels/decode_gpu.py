@@ -68,28 +68,12 @@ def attend_own(
     last = jnp.clip(last, 0, length - 1)
     spans = jnp.stack([jnp.clip(first, 0, last), last], axis=-1).astype(jnp.int32)
     q = q.reshape(groups, kv_heads, samples, queries, dim)
-
-    def place(i: Any, h: Any) -> tuple[Any, ...]:
-        return i // samples, h, i % samples
-
-    def of_row(*sizes: int) -> pl.BlockSpec:
-        zeros = (0,) * len(sizes)
-        return pl.BlockSpec((*[None] * 3, *sizes), lambda i, h, _: (*place(i, h), *zeros))
-
-    def of_part(*sizes: int) -> pl.BlockSpec:
-        zeros = (0,) * len(sizes)
-        return pl.BlockSpec((*[None] * 4, *sizes), lambda i, h, j: (*place(i, h), j, *zeros))
-
+    of_row, of_part = (functools.partial(_spec, samples, part) for part in (False, True))
     own: Any = of_row(length, dim)
     own = QuantizedCache(own, of_row(1, length)) if int8 else own
     span = pl.BlockSpec((None, None, 2), lambda i, h, j: (i // samples, i % samples, 0))
-    seen = length / 2 if expected is None else min(expected, length)
-    small = q.size * q.dtype.itemsize + 4 * rows * parts * queries * (dim + 2)
-    token = dim * element + (int8_cache.SCALE_BYTES if int8 else 0)
-    moved = 2 * rows * seen * token + small
-    cost = cost_label((("pallas_call", 4.0 * rows * queries * seen * dim, moved),), part=True)
     shape = groups, kv_heads, samples, parts, queries
-    with jax.named_scope(cost):
+    with jax.named_scope(_cost(q, own_k, parts, expected)):
         top, total, out = pl.pallas_call(
             functools.partial(_kernel, scoring, new, queries, block),
             grid=(groups * samples, kv_heads, parts),
@@ -100,11 +84,37 @@ def attend_own(
             interpret=interpret,
             name="decode_filled",
         )(spans, q, own_k, own_v)
-    together = top.max(3)
-    factor = jnp.exp(top - together[:, :, :, None])
-    found = together, (total * factor).sum(3), (out * factor[..., None]).sum(3)
+    found = _merge_parts(top, total, out)
     top, total, out = (x.reshape(*x.shape[:3], per_kv, new, *x.shape[4:]) for x in found)
     return top, total, out
+
+
+def _cost(q: jax.Array, own_k: CacheArray, parts: int, expected: float | None) -> str:
+    """The label of the kernel's cost, with ``expected`` filled columns in a row."""
+    rows, (queries, dim) = math.prod(q.shape[:3]), q.shape[3:]
+    length, element = int8_cache.shape(own_k)[3], jax.tree.leaves(own_k)[0].dtype.itemsize
+    seen = length / 2 if expected is None else min(expected, length)
+    token = dim * element + (int8_cache.SCALE_BYTES if isinstance(own_k, QuantizedCache) else 0)
+    small = q.size * q.dtype.itemsize + 4 * rows * parts * queries * (dim + 2)
+    moved = 2 * rows * seen * token + small
+    return cost_label((("pallas_call", 4.0 * rows * queries * seen * dim, moved),), part=True)
+
+
+def _merge_parts(top: jax.Array, total: jax.Array, out: jax.Array) -> tuple[jax.Array, ...]:
+    """The partial softmax of all parts, which are axis 3."""
+    together = top.max(3)
+    factor = jnp.exp(top - together[:, :, :, None])
+    return together, (total * factor).sum(3), (out * factor[..., None]).sum(3)
+
+
+def _spec(samples: int, part: bool, *sizes: int) -> pl.BlockSpec:
+    """A row's block, or that of one of its parts: [groups, kv_heads, samples, parts, *sizes]."""
+
+    def at(i: Any, h: Any, j: Any) -> tuple[Any, ...]:
+        place = i // samples, h, i % samples
+        return (*place, *([j] if part else []), *[0] * len(sizes))
+
+    return pl.BlockSpec((*[None] * (4 if part else 3), *sizes), at)
 
 
 def _kernel(
@@ -129,6 +139,7 @@ def _kernel(
     # Products in the dtype of keys, as XLA does; float32 exactly, not in TF32.
     dtype = q_ref.dtype if int8 else k_ref.dtype
     precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    product = functools.partial(jnp.dot, precision=precision, preferred_element_type=jnp.float32)
     q = triton.load(q_ref.at[query[:, None], across], mask=there[:, None], other=0.0).astype(dtype)
     first, last = span_ref[0], span_ref[1]
     low = jnp.maximum(first, last + 1 - scoring.window) if scoring.window else first
@@ -146,7 +157,7 @@ def _kernel(
         held = (column < high)[:, None]
         k, k_scale = _read(k_ref, column, across, held=held, dtype=dtype)
         v, v_scale = _read(v_ref, column, across, held=held, dtype=dtype)
-        scores = jnp.dot(q, k.T, precision=precision, preferred_element_type=jnp.float32)
+        scores = product(q, k.T)
         scores = scoring.apply_softcap(scores * k_scale if int8 else scores)
         seen = (column[None] <= own[:, None]) & held.T
         if scoring.window:
@@ -157,9 +168,7 @@ def _kernel(
         weights = jnp.where(seen, weights, 0.0)
         total = total * factor + weights.sum(1)
         weights = weights * v_scale if int8 else weights
-        values = jnp.dot(
-            weights.astype(v.dtype), v, precision=precision, preferred_element_type=jnp.float32
-        )
+        values = product(weights.astype(v.dtype), v)
         return higher, total, out * factor[:, None] + values
 
     zeros = jnp.zeros((padded,), jnp.float32)

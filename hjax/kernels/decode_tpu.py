@@ -68,19 +68,7 @@ def decode(
     shape = DecodeBlockShape.of(q, prompt_k, own_k)
     groups, samples = shape.groups, shape.samples
     position = jnp.broadcast_to(seen.position, (groups, samples)).astype(jnp.int32)
-    window = scoring.window or NO_WINDOW
-    begin, end = (x.astype(jnp.int32)[:, None] for x in (seen.begin, seen.end))
-    # Per row the visible ranges [start, end) of the prompt and of own tokens, without the new one.
-    active = position >= 0
-    spans = jnp.stack(
-        [
-            jnp.maximum(begin, end + position + 1 - window),
-            jnp.where(active, end, 0),
-            jnp.maximum(0, position + 1 - window),
-            position,
-        ],
-        axis=-1,
-    )
+    spans = _visible_spans(seen, position, scoring.window or NO_WINDOW)
     block_ranges = _block_ranges(spans, shape)
     lanes = jnp.pad(spans, ((0, 0), (0, 0), (0, LANES - 4)))[:, :, None]
 
@@ -92,18 +80,36 @@ def decode(
         both = jnp.concatenate([k_scale, v_scale], axis=-1)
         scales = jnp.pad(both, ((0, 0),) * 3 + ((0, LANES - 2),))[:, :, :, None]
     k, v = (x[:, :, :, None].astype(jnp.float32) for x in (k, v))
+    number = jnp.asarray(layer, jnp.int32).reshape(1)
+    out, own_k, own_v = _call(shape, dtype, scoring, expected, interpret)(
+        number, position.reshape(-1), block_ranges.reshape(-1), q, k, v, lanes,
+        _padded_sinks(sinks, shape), prompt_k, prompt_v, own_k, own_v, scales,
+    )  # fmt: skip
+    return out[..., : shape.per_kv, :].astype(dtype), own_k, own_v
+
+
+def _visible_spans(seen: CacheMask, position: jax.Array, window: int) -> jax.Array:
+    """int32 [groups, samples, 4]: per row the visible ranges [start, end) of the prompt and of own
+    tokens, without the new one."""
+    begin, end = (x.astype(jnp.int32)[:, None] for x in (seen.begin, seen.end))
+    return jnp.stack(
+        [
+            jnp.maximum(begin, end + position + 1 - window),
+            jnp.where(position >= 0, end, 0),
+            jnp.maximum(0, position + 1 - window),
+            position,
+        ],
+        axis=-1,
+    )
+
+
+def _padded_sinks(sinks: jax.Array | None, shape: DecodeBlockShape) -> jax.Array:
+    """float32 [kv_heads, heads, lanes]: a score per head; minus infinity: none."""
     if sinks is None:
         sinks = jnp.full((shape.kv_heads * shape.per_kv,), -jnp.inf, jnp.float32)
     sinks = sinks.astype(jnp.float32).reshape(shape.kv_heads, shape.per_kv, 1)
     sinks = jnp.pad(sinks, ((0, 0), (0, shape.heads - shape.per_kv), (0, 0)))
-    sinks = jnp.broadcast_to(sinks, (*sinks.shape[:2], LANES))
-
-    number = jnp.asarray(layer, jnp.int32).reshape(1)
-    out, own_k, own_v = _call(shape, dtype, scoring, expected, interpret)(
-        number, position.reshape(-1), block_ranges.reshape(-1), q, k, v, lanes, sinks,
-        prompt_k, prompt_v, own_k, own_v, scales,
-    )  # fmt: skip
-    return out[..., : shape.per_kv, :].astype(dtype), own_k, own_v
+    return jnp.broadcast_to(sinks, (*sinks.shape[:2], LANES))
 
 
 def _block_ranges(spans: jax.Array, shape: DecodeBlockShape) -> jax.Array:

@@ -315,16 +315,7 @@ def _gradients(
     chunks, first = _Chunks(head, split, table, states), _first(split, table.shape[0])
     wide = jnp.float32
 
-    def add(d_table: jax.Array, d_part: jax.Array, number: Any) -> jax.Array:
-        """Add a chunk's gradient, of full width, summed over the devices that share the table."""
-        if split.embed:
-            # The split dimension is first: over a minor one the TPU compiler has no reduce-scatter.
-            d_part = d_part.reshape(chunks.width, split.shard_count(split.embed), -1).swapaxes(0, 1)
-            d_part = jax.lax.psum_scatter(d_part, split.embed, scatter_dimension=0)
-        # Columns that overlap with the chunk before have a gradient of 0.
-        start = chunks.start(number)
-        before = jax.lax.dynamic_slice_in_dim(d_table, start, chunks.width)
-        return jax.lax.dynamic_update_slice_in_dim(d_table, before + d_part, start, 0)
+    add = functools.partial(_add_chunk, chunks, split)
 
     def step(state: Any, number: jax.Array, part: jax.Array) -> Any:
         d_states, d_table, pending = state
@@ -355,3 +346,17 @@ def _gradients(
     if rest := tuple(axis for axis in split.tokens if axis not in split.embed):
         d_table = jax.lax.psum(d_table, rest)
     return d_states.reshape(hidden.shape).astype(hidden.dtype), d_table.astype(table.dtype)
+
+
+def _add_chunk(
+    chunks: _Chunks, split: KernelSharding, d_table: jax.Array, d_part: jax.Array, number: Any
+) -> jax.Array:
+    """Add a chunk's gradient, of full width, summed over the devices that share the table."""
+    if split.embed:
+        # The split dimension is first: over a minor one the TPU compiler has no reduce-scatter.
+        d_part = d_part.reshape(chunks.width, split.shard_count(split.embed), -1).swapaxes(0, 1)
+        d_part = jax.lax.psum_scatter(d_part, split.embed, scatter_dimension=0)
+    # Columns that overlap with the chunk before have a gradient of 0.
+    start = chunks.start(number)
+    before = jax.lax.dynamic_slice_in_dim(d_table, start, chunks.width)
+    return jax.lax.dynamic_update_slice_in_dim(d_table, before + d_part, start, 0)

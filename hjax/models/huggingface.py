@@ -127,12 +127,7 @@ def load_params(
       ConfigError: missing files or tensors, tensors of another shape or dtype, tensors that this
         model does not have, or values that are not finite, by name.
     """
-    tensors = _Tensors(Path(path), adapter)
-    tensors.check(declared, config)
-    tensors.check_tied(config)
-    if adapter is not None:
-        adapter.check(declared, path)
-
+    tensors = _checked_tensors(path, config, declared, adapter)
     total, done = sum(parameter.size for parameter, _ in _specs_and_values(declared)), 0
     what = f"loading {Path(path).name}"
     report_progress(what, 0, total)
@@ -163,6 +158,18 @@ def load_params(
         return params
 
     return read_all(declared, shardings, shapes)
+
+
+def _checked_tensors(
+    path: StrPath, config: ModelConfig, declared: Mapping[str, Any], adapter: Adapter | None
+) -> "_Tensors":
+    """The tensors of a directory, which with the adapter are those of the model."""
+    tensors = _Tensors(Path(path), adapter)
+    tensors.check(declared, config)
+    tensors.check_tied(config)
+    if adapter is not None:
+        adapter.check(declared, path)
+    return tensors
 
 
 def check_headers(path: StrPath) -> None:

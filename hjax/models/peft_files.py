@@ -9,7 +9,7 @@ transformers 5 stores a layer's experts in arrays, and PEFT adapts these (``targ
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +297,10 @@ class Adapter:
                     )
 
 
+# A matrix's adapter: part and values of A, part and values of B.
+_Piece = tuple[TensorPart, np.ndarray, TensorPart, np.ndarray]
+
+
 def save_adapter(
     directory: Path,
     declared: Mapping[str, Any],
@@ -319,7 +323,7 @@ def save_adapter(
       scalar: the model has a scalar head, which is written too.
     """
     layers, values = layers_of(declared), layers_of(params)
-    modules: dict[str, list[tuple[TensorPart, np.ndarray, TensorPart, np.ndarray]]] = {}
+    modules: dict[str, list[_Piece]] = {}
     for name in (n for n in layers if n.endswith("_a") and layers[n].kind is ParameterKind.ADAPTER):
         counterpart = name.removesuffix("_a") + "_b"
         for a, b in zip(parts(layers[name]), parts(layers[counterpart]), strict=True):
@@ -347,11 +351,7 @@ def save_adapter(
     wanted = {name: (shape, "float32") for name, shape in shapes.items()}
     tensors = create_file(directory / WEIGHTS, wanted)
     for module, pieces in modules.items():
-        into, out = tensors[f"{_PREFIX}{module}{_A}"], tensors[f"{_PREFIX}{module}{_B}"]
-        for number, (a, first, b, second) in enumerate(pieces):
-            own = slice(number * a.shape[0], (number + 1) * a.shape[0])
-            a.write(into[own], first)
-            b.write(out[:, own], second)
+        _write_blocks(tensors[f"{_PREFIX}{module}{_A}"], tensors[f"{_PREFIX}{module}{_B}"], pieces)
     for name, (part, vector) in vectors.items():
         part.write(tensors[name], vector)
     if scalar:
@@ -360,6 +360,14 @@ def save_adapter(
     turned = any(part.inputs_first for p in layers.values() for part in parts(p))
     config = _adapter_config(lora, base, scalar, sources=sources, ranks=ranks, turned=turned)
     (directory / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+
+
+def _write_blocks(into: Any, out: Any, pieces: Sequence[_Piece]) -> None:
+    """Write the adapters of a tensor's matrices as one block-diagonal adapter, A and B."""
+    for number, (a, first, b, second) in enumerate(pieces):
+        own = slice(number * a.shape[0], (number + 1) * a.shape[0])
+        a.write(into[own], first)
+        b.write(out[:, own], second)
 
 
 def _adapter_config(

@@ -8,6 +8,7 @@ period of alternating kinds per iteration, or unrolled on request.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -308,14 +309,7 @@ def _scan_layers(
     count = numbered[0].shape[0]
     whole = count - count % size
 
-    def through(carry: tuple, layers: Iterable[tuple[Any, Any]]) -> tuple[tuple, Any]:
-        """Run a period or part of one, one layer after another."""
-        kept_layers = []
-        for run, (layer, parameters) in zip(runs, layers):
-            x, cache, kept_layer = run(layer, parameters, carry[0], carry[1])
-            carry = x, cache
-            kept_layers.append(kept_layer)
-        return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *kept_layers)
+    through = functools.partial(_run_period, runs)
 
     def unstacked_items(items: Any) -> Iterable[tuple[Any, Any]]:
         return zip(items[0], unstack(items[1]))
@@ -352,6 +346,18 @@ def _scan_layers(
         both = (kept, kept_layer) if whole else (kept_layer,)
         kept = jax.tree.map(lambda *parts: jnp.concatenate(parts), *both)
     return (*carry, kept)
+
+
+def _run_period(
+    runs: list[Callable[..., tuple]], carry: tuple, layers: Iterable[tuple[Any, Any]]
+) -> tuple[tuple, Any]:
+    """Run a period or part of one, one layer after another."""
+    kept_layers = []
+    for run, (layer, parameters) in zip(runs, layers):
+        x, cache, kept_layer = run(layer, parameters, carry[0], carry[1])
+        carry = x, cache
+        kept_layers.append(kept_layer)
+    return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *kept_layers)
 
 
 def unstack(stacked: Any) -> list[Any]:

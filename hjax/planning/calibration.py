@@ -314,7 +314,8 @@ def _fit_small_constants(count: int, flops: float, wide: _Calls, parts: _Parts) 
         )
         seconds = [found.seconds for found in taken]
         one = tiny[0].account(seconds[0], seconds[3])
-        four, scored = deep.account(seconds[1], *seconds[4:]), long.account(seconds[2])
+        four = deep.account(seconds[1], generate=seconds[4], update=seconds[5])
+        scored = long.account(seconds[2])
     layer_pass = max(0.0, four.forward - one.forward) / 3
     dispatch = max(0.0, one.forward - layer_pass)
     decode_layer = max(0.0, four.generate - one.generate) / 3 / RESPONSE
@@ -324,12 +325,10 @@ def _fit_small_constants(count: int, flops: float, wide: _Calls, parts: _Parts) 
     forwards = [max(run.forward - dispatch, 1e-9) for run in runs]
     computed = [max(f - 2 * layer_pass, 0.1 * f) for f in forwards]
     # Two equations: flops * (1 / rate) + scores * score = computed.
-    (f1, f2), (s1, s2) = [run.flops for run in runs], [run.scores for run in runs]
-    both = f1 * s2 - f2 * s1
-    inverse = (computed[0] * s2 - computed[1] * s1) / both
-    score = (f1 * computed[1] - f2 * computed[0]) / both
+    equations = [[run.flops, run.scores] for run in runs]
+    inverse, score = map(float, np.linalg.solve(equations, computed))
     if score <= 0 or inverse <= 0:  # within the noise: scores are part of the products' rate
-        inverse, score = computed[0] / f1, 0.0
+        inverse, score = computed[0] / wide.flops, 0.0
     return {
         "matmul": 1 / inverse / flops,
         "score": score,

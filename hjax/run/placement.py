@@ -57,6 +57,12 @@ class Plan:
         if not self.where:
             object.__setattr__(self, "where", ({},) * len(self.placement))
 
+    @property
+    def devices_of_roles(self) -> dict[str, int]:
+        """By role the number of devices of its set."""
+        sets = zip(self.placement, self.allocation, strict=True)
+        return {role: devices for roles, devices in sets for role in roles}
+
 
 def make_plan(placement: str, roles: Mapping[str, Role] | Sequence[str], devices: int) -> Plan:
     """Make the plan of a named placement, or read a plan.json.

@@ -225,20 +225,18 @@ def describe_roles(
       ConfigError: shapes, batches, layouts or paths that do not fit, by name.
     """
     table = _table(config, algorithm, inputs, plan)
-    placed = zip(plan.placement, plan.allocation, strict=True)
-    devices = {role: count for roles, count in placed for role in roles}
+    devices = plan.devices_of_roles
     sizes = {role: _sizes(config, plan, role, table[role]) for role in devices}
     layouts = {
         role: make_layouts(count, **sizes[role], what=f"layout.{role}")
         for role, count in devices.items()
     }
     check_compatibility(config, algorithm, inputs, table, layouts, plan)
-    rollout_device_counts: tuple[int, ...] = ()
     if ROLLOUT in layouts:
         # On fewer devices the rollout has fewer data-parallel parts.
         sizes[ROLLOUT]["train"] = sizes[ROLLOUT]["train"] | {"data": -1}
-        counts = range(devices[ROLLOUT], 0, -1)
-        rollout_device_counts = tuple(n for n in counts if can_generate(config, sizes[ROLLOUT], n))
+    counts = range(devices.get(ROLLOUT, 0), 0, -1)
+    fewer = tuple(n for n in counts if can_generate(config, sizes[ROLLOUT], n))
     builder = WorkerBuilder(
         config,
         algorithm,
@@ -252,26 +250,33 @@ def describe_roles(
         bases=bases,
         forms=forms,
     )
+    roles = _role_groups(builder, plan, rollout_device_counts=fewer)
+    memory_check = MemoryCheck(config, algorithm, roles, inputs.prompt_length, platform, memory)
+    _choose(roles, memory_check, config)
+    return roles
+
+
+def _role_groups(
+    builder: WorkerBuilder, plan: Plan, rollout_device_counts: tuple[int, ...]
+) -> RoleGroups:
+    """The description of all workers that a builder makes."""
+    config, table = builder.config, builder.table
     builds = {role: with_plan(builder.build(role), plan) for role in table}
-    if read is read_model:  # another reader may know shapes of models without weights
+    if builder.read is read_model:  # another reader may know shapes of models without weights
         check_scalar_heads(config, table)
     models = {role: b.arguments[0].model for role, b in builds.items() if b.arguments[0].model}
     unrolled = {role: builds[role].arguments[0].compute.unroll_layers for role in models}
-    roles = RoleGroups(
+    return RoleGroups(
         table=table,
         builds=builds,
         plan=plan,
-        layouts=layouts,
+        layouts=builder.layouts,
         models=models,
         starts_from=_starts_from(table, builds),
-        shared_workers=shared_worker_roles(config, algorithm),
+        shared_workers=shared_worker_roles(config, builder.algorithm),
         unrolled=unrolled if config.model.unroll_layers == AUTO else {},
         rollout_device_counts=rollout_device_counts,
     )
-    _choose(
-        roles, MemoryCheck(config, algorithm, roles, inputs.prompt_length, platform, memory), config
-    )
-    return roles
 
 
 def _table(

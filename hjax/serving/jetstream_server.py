@@ -26,6 +26,8 @@ from hjax.rollout.service import GenerationService
 from hjax.serving.limits import ServerLimits
 from hjax.serving.shutdown import EXIT_SECONDS, exit_after, handle_signals
 
+_RECEIVE_LIMIT = "grpc.max_receive_message_length"
+
 _Content = jetstream_pb2.DecodeResponse.StreamContent
 
 
@@ -178,10 +180,7 @@ def run(
         server = grpc.aio.server(
             interceptors=[KeyInterceptor(key)],
             # Without SO_REUSEPORT: two servers on one port would take turns.
-            options=[
-                ("grpc.so_reuseport", 0),
-                ("grpc.max_receive_message_length", limits.body_bytes),
-            ],
+            options=[("grpc.so_reuseport", 0), (_RECEIVE_LIMIT, limits.body_bytes)],
         )
         try:
             server.add_insecure_port(address)
