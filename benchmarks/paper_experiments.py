@@ -13,16 +13,20 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from hjax.models.cost_inputs import MeshSizes
+from hjax.models.cost_inputs import MeshSizes, Workload
 from hjax.planning import cost, generation_cost
 from hjax.planning.constants import Constants
+from hjax.planning.hardware import parse_cluster
 from hjax.planning.plan_types import Candidate
-from hjax.planning.problems import PAPER_SPACE, PAPER_WORK, paper_problem
+from hjax.planning.problems import PAPER_SPACE, build_problem, find_algorithm
 from hjax.planning.role_options import role_options
-from hjax.planning.search import Placement, search
+from hjax.planning.search import Placement, PlanProblem, search
 from hjax.planning.strategies import search_strategy
 
 ASSUMED = Constants()
+# The work of a step, and its number of updates.
+PAPER_WORK = Workload(prompt_length=1024, response_length=1024, sequences=1024)
+PAPER_UPDATES = 8
 
 # Numbers of GPUs, from the fewest on which the four models of a size fit.
 GPUS = {
@@ -79,6 +83,36 @@ BEST_PLACEMENTS = {
     "34B": {32: "colocate", 64: "colocate", 96: "split", 128: "split"},
     "13B, 70B": {32: "colocate", 64: "colocate", 96: "split", 128: "critic apart"},
 }
+
+
+def paper_problem(
+    algorithm: str, models: str | Mapping[str, str], gpus: int, constants: Constants | None = None
+) -> PlanProblem:
+    """One of the HybridFlow paper's experiments, on machines of 8 A100-80GB.
+
+    Its Safe-RLHF has one critic.
+
+    Args:
+      models: a published name for all roles, or by role.
+    """
+    found = find_algorithm(algorithm)
+    settings = found.default_config()
+    if algorithm == "safe_rlhf":
+        settings.pretraining_coef = 1.0
+    roles = found.needed_roles(settings)
+    names = dict.fromkeys(roles, models) if isinstance(models, str) else dict(models)
+    if "cost_critic" in roles:
+        names["cost_critic"] = "none"
+    return build_problem(
+        found,
+        settings,
+        names,
+        PAPER_WORK,
+        updates=PAPER_UPDATES,
+        cluster=parse_cluster(f"{max(1, gpus // 8)}x{min(gpus, 8)}:a100-80g"),
+        constants=constants,
+        numerics="mixed",
+    )
 
 
 def placement_name(candidate: Candidate) -> str:

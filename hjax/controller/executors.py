@@ -7,6 +7,7 @@ a debugger.
 
 import collections
 import concurrent.futures
+import dataclasses
 import pdb
 import threading
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 import jax
 
 from hjax.controller.futures import Future, resolve
-from hjax.controller.messages import BuildWorker, Call, Message
+from hjax.controller.messages import Call, Message
 from hjax.controller.timeline import Timeline
 from hjax.controller.worker_host import CallResult, WorkerHost
 from hjax.errors import RunError
@@ -102,10 +103,7 @@ class ThreadExecutor:
     def _answer(self, message: Message) -> CallResult:
         # Futures of earlier calls are waited for here: the dataflow's only synchronisation.
         arguments, options = resolve(message.arguments), resolve(dict(message.options))
-        if isinstance(message, BuildWorker):
-            self.host.build(BuildWorker(message.role, message.worker, arguments, options))
-            return CallResult(None)
-        return self.host.call(Call(message.role, message.method, arguments, options, message.reads))
+        return self.host.run(dataclasses.replace(message, arguments=arguments, options=options))
 
 
 class MessageQueue:

@@ -358,17 +358,12 @@ class HostProcess:
             _set_failed(result, outcome, error)
 
     def _answer(self, message: Message) -> CallResult:
-        host = self._host
-        assert host is not None
-        reads = message.reads if isinstance(message, Call) else None
-        arguments = self._resolve(message.arguments, reads)
-        options = self._resolve(dict(message.options), reads)
-        if isinstance(message, BuildWorker):
-            host.build(BuildWorker(message.role, message.worker, arguments, options))
-            return CallResult(None)
-        return host.call(Call(message.role, message.method, arguments, options, reads))
+        assert self._host is not None
+        arguments = self._resolve(message.arguments)
+        options = self._resolve(dict(message.options))
+        return self._host.run(dataclasses.replace(message, arguments=arguments, options=options))
 
-    def _resolve(self, value: Any, reads: frozenset[str] | None) -> Any:
+    def _resolve(self, value: Any) -> Any:
         """The value with its placeholders replaced by results."""
 
         def leaf(x: Any) -> Any:

@@ -22,7 +22,7 @@ import numpy as np
 from hjax import sharded_values
 from hjax.controller import ray_calls
 from hjax.controller.futures import DEADLINE_SECONDS, Future
-from hjax.controller.messages import BuildWorker, Call, Message, ResultOf, deserialize
+from hjax.controller.messages import Call, Message, ResultOf, deserialize
 from hjax.controller.process import (
     QueuedMessage,
     RemoteResult,
@@ -100,10 +100,7 @@ class RayExecutor(ProcessPool):
             used: list[Any] = []  # results needed until this message has run
             arguments = self._sent(message.arguments, message, used)
             options = self._sent(dict(message.options), message, used)
-            if isinstance(message, BuildWorker):
-                sent: Message = BuildWorker(message.role, message.worker, arguments, options)
-            else:
-                sent = Call(message.role, message.method, arguments, options, message.reads)
+            sent = dataclasses.replace(message, arguments=arguments, options=options)
             written = serialize_value(sent, ray_calls.RayStore())
             dropped, self._dropped = self._dropped, []
             self._cluster.sent_bytes += len(written.data) * len(self._handles)

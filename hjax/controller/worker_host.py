@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from hjax.controller.messages import BuildWorker, Call, select
+from hjax.controller.messages import BuildWorker, Call, Message, select
 from hjax.errors import RunError
 from hjax.roles import binding
 from hjax.sharding.global_arrays import cache_shards
@@ -59,6 +59,13 @@ class WorkerHost:
         except BaseException as error:
             self._failed[message.role] = error
             raise
+
+    def run(self, message: Message) -> CallResult:
+        """Build the worker, or call its method."""
+        if isinstance(message, Call):
+            return self.call(message)
+        self.build(message)
+        return CallResult(None)
 
     def call(self, message: Call) -> CallResult:
         """Run a method of a role's worker; futures among its arguments are already resolved."""

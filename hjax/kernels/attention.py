@@ -159,11 +159,6 @@ class MaskSpec:
             pairs += [(i, j) for j in sorted(seen)]
         return np.asarray(pairs, np.int32)
 
-    def visible_pairs(self, length: int) -> int:
-        """Number of (query, visible key) pairs in a row."""
-        low, high, own, after = self.visible_ranges(np.arange(length))
-        return int(np.maximum(high - low, 0).sum() + (after - own).sum())
-
 
 class PackedPrompts(NamedTuple):
     """Prompts that occur once in a pack for several responses (prefix sharing in training).

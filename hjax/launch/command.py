@@ -4,13 +4,14 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NoReturn
 
 from absl import flags
 from ml_collections import ConfigDict
 
 from hjax.errors import ConfigError, exit_status
+from hjax.files import json_line
 from hjax.rules import Rule
 from hjax.settings.config_loading import check_config, config_names, load_config
 from hjax.user_input import user_path
@@ -107,6 +108,19 @@ def parse_flags(args: flags.FlagValues, arguments: Sequence[str]) -> None:
         raise ConfigError(f"{error}; see --help") from error
     if rest:
         raise ConfigError(f"unexpected argument {rest[0]!r}; flags are --name=value, see --help")
+
+
+def print_json(wanted: bool, value: Any) -> None:
+    """With ``--json`` one line of JSON as the last of the output."""
+    if wanted:
+        sys.stdout.flush()
+        print(json_line(value))
+
+
+def check_listed(args: flags.FlagValues, name: str, allowed: Collection[str]) -> None:
+    """Raise ConfigError unless a flag has one of the ``allowed`` values."""
+    if args[name].value not in allowed:
+        raise ConfigError(f"--{name}={args[name].value}: one of {', '.join(allowed)}")
 
 
 def status_on_ctrl_c(run: Callable[[], int]) -> int:

@@ -21,14 +21,20 @@ into the devices' memory is refused with the bytes missing.
 exit status: 0 it compiles and fits; 1 failed while compiling; 2 wrong input, or it does not fit
 """
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from hjax.dryrun.topologies import GPU_MEMORY, TPU_KINDS, prepare_environment
 from hjax.errors import ConfigError
-from hjax.files import cache_folder, json_line
-from hjax.launch.command import ROOFLINE_MESSAGE, define_flags, run_or_help, split_config_flag
+from hjax.files import cache_folder
+from hjax.launch.command import (
+    ROOFLINE_MESSAGE,
+    check_listed,
+    define_flags,
+    print_json,
+    run_or_help,
+    split_config_flag,
+)
 from hjax.launch.process_exit import run_and_exit
 from hjax.settings.config_loading import check_config, config_names, load_config
 from hjax.show.format import flop_count, size
@@ -66,8 +72,8 @@ def parse(arguments: Sequence[str]) -> tuple[Any, bool]:
         raise ConfigError(ROOFLINE_MESSAGE)
     if not args.topology:
         raise ConfigError("--topology= is missing; such as v5p:4x4x4, v5e:2x2 or h100:2x8")
-    if args.optimization and args.optimization not in LEVELS:
-        raise ConfigError(f"--optimization={args.optimization}: one of {', '.join(LEVELS)}")
+    if args.optimization:
+        check_listed(args, "optimization", LEVELS)
     cache = cache_folder("compile") if args.cache else None
     from hjax.dryrun.step import CompileRequest
 
@@ -81,9 +87,7 @@ def report(request: Any, description: dict[str, Any], as_json: bool, console: An
       ConfigError: it does not fit, with the bytes missing.
     """
     show(description, console)
-    if as_json:
-        sys.stdout.flush()
-        print(json_line(description))
+    print_json(as_json, description)
     if description["fits"]:
         return 0
     raise ConfigError(

@@ -59,7 +59,7 @@ from hjax.devices import DEVICES
 from hjax.errors import ConfigError
 from hjax.files import json_line, replace_file
 from hjax.kernels.verdict import known_or_assumed
-from hjax.launch.command import run_or_help
+from hjax.launch.command import print_json, run_or_help
 from hjax.launch.huge_pages import use_huge_pages
 from hjax.launch.plan_flags import PlanCommand, parse
 from hjax.launch.process_exit import run_and_exit
@@ -113,9 +113,7 @@ def _run(arguments: Sequence[str]) -> int:
             raise ConfigError(f"--output={request.output} is not a directory")
         written = _write(request, found, described)
         console.print(f"written: {', '.join(str(request.output / name) for name in written)}")
-    if request.json:
-        sys.stdout.flush()
-        print(json_line(described))
+    print_json(request.json, described)
     return 0
 
 
@@ -129,9 +127,7 @@ def _explain(workdir: Path, as_json: bool) -> int:
     console.print(seconds_table(found))
     learned = "the profile has learned it" if found["taught"] else found["untaught"]
     console.print(f"{summary(found)}; constants were {found['constants']}, {learned}")
-    if as_json:
-        sys.stdout.flush()
-        print(json_line(found))
+    print_json(as_json, found)
     return 0
 
 
@@ -178,9 +174,7 @@ def _calibrate(as_json: bool) -> int:
         },
         title=f"{len(devices)} x {devices[0].device_kind}",
     )
-    if as_json:
-        sys.stdout.flush()
-        print(json_line(content))
+    print_json(as_json, content)
     return 0
 
 

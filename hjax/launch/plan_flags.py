@@ -12,7 +12,13 @@ from ml_collections import ConfigDict
 from hjax.algorithms import Algorithm, get_algorithm
 from hjax.devices import device_of_kind
 from hjax.errors import ConfigError
-from hjax.launch.command import ROOFLINE_MESSAGE, define_flags, parse_flags, split_config_flag
+from hjax.launch.command import (
+    ROOFLINE_MESSAGE,
+    check_listed,
+    define_flags,
+    parse_flags,
+    split_config_flag,
+)
 from hjax.models.cost_inputs import Workload
 from hjax.planning import hardware
 from hjax.planning.constants import Constants
@@ -74,10 +80,8 @@ def parse(arguments: Sequence[str]) -> PlanCommand | None:
         config = check_config(load_config(name, rest, args))
     else:
         parse_flags(args, arguments)
-    if args.strategy not in STRATEGIES:
-        raise ConfigError(f"--strategy={args.strategy}: one of {', '.join(STRATEGIES)}")
-    if args.numerics not in NUMERICS:
-        raise ConfigError(f"--numerics={args.numerics}: one of {', '.join(NUMERICS)}")
+    check_listed(args, "strategy", STRATEGIES)
+    check_listed(args, "numerics", NUMERICS)
     if args.calibrate and not args.cluster:
         return None
     if args.compile and config is None:

@@ -28,13 +28,17 @@ import dataclasses
 import math
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hjax.errors import ConfigError
-from hjax.files import json_line
-from hjax.launch.command import define_flags, parse_flags, run_or_help
+from hjax.launch.command import (
+    check_listed,
+    define_flags,
+    parse_flags,
+    print_json,
+    run_or_help,
+)
 from hjax.launch.process_exit import run_and_exit
 from hjax.machine import simulated_devices
 from hjax.show.format import size
@@ -78,14 +82,12 @@ def parse(arguments: Sequence[str]) -> TransitionCommand:
     args = define_flags(train="", generate="", method="hybridflow", model="", json=False)
     define_flags(args, dtype="float32", topology="")
     parse_flags(args, arguments)
-    if args.dtype not in DTYPES:
-        raise ConfigError(f"--dtype={args.dtype}: one of {', '.join(DTYPES)}")
+    check_listed(args, "dtype", DTYPES)
     if args.dtype != "float32" and args.method != "hybridflow":
         raise ConfigError(
             f"--dtype={args.dtype} is of --method=hybridflow, the others keep float32"
         )
-    if args.method not in METHOD_NAMES:
-        raise ConfigError(f"--method={args.method}: one of {', '.join(METHOD_NAMES)}")
+    check_listed(args, "method", METHOD_NAMES)
     train = _sizes("train", args.train, "P,T,D", "1,4,2")
     generate = _sizes("generate", args.generate, "PG,TG", "1,2")
     if math.prod(train) > MAX_DEVICES:
@@ -137,9 +139,7 @@ def _run(command: TransitionCommand) -> int:
 
         found["rings"] = rings
         console.print(ring_table({command.topology: rings}))
-    if command.json:
-        sys.stdout.flush()
-        print(json_line({key: value for key, value in found.items() if key != "holdings"}))
+    print_json(command.json, {key: value for key, value in found.items() if key != "holdings"})
     return 0
 
 

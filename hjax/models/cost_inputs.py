@@ -322,6 +322,11 @@ class MeshSizes:
         return self.replicas * self.context * self.pipe * self.tensor
 
     @property
+    def generation_replicas(self) -> int:
+        """Copies of the weights under the generate layout."""
+        return self.devices // (self.generate_pipe * self.generate_tensor)
+
+    @property
     def replicas(self) -> int:
         """Into how many parts a training batch is split."""
         return self.data * self.fsdp * self.expert

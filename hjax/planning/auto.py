@@ -27,7 +27,6 @@ from hjax.planning.plan_types import Candidate, Cluster, PlannedSet
 from hjax.planning.problems import trace_dataflow
 from hjax.planning.profile import MeasuredOn, Profile, profile_path, read_profile, write_profile
 from hjax.planning.result import describe_result
-from hjax.planning.role_options import role_options
 from hjax.planning.search import MAX_SHOWN, PlanProblem, SearchResult
 from hjax.planning.search_space import SearchSpace
 from hjax.planning.strategies import search_strategy
@@ -429,16 +428,8 @@ def predict_run(problem: PlanProblem, roles: Any) -> Candidate:
         options = []
         for role in names:
             mesh = MeshSizes.of(roles.layouts[role].train, generates=role == "actor")
-            found = role_options(
-                place,
-                problem.models[role],
-                problem.dataflow,
-                role=role,
-                work=problem.work,
-                space=_restricted_to(problem.space, mesh),
-                offload=problem.offload.get(role, "none"),
-                every=True,
-            )
+            space = _restricted_to(problem.space, mesh)
+            found = problem.options(role, place, space=space, every=True)
             option = next((o for o in found if o.mesh == mesh), None)
             if option is None:
                 raise ConfigError(f"the cost model has no account of the {role}'s layout {mesh}")

@@ -15,7 +15,6 @@ from hjax.models.cost_inputs import FLOAT32, MASTERS, MIXED, Workload, model_cou
 from hjax.models.presets import planning_shape
 from hjax.models.remat import FULL, NONE
 from hjax.planning.constants import Constants
-from hjax.planning.hardware import parse_cluster as find_cluster
 from hjax.planning.plan_types import Cluster, Dataflow, PlannedCall
 from hjax.planning.search import PlanProblem
 from hjax.planning.search_space import OFFLOADS, SearchSpace
@@ -72,11 +71,8 @@ def find_algorithm(name: str) -> type[Algorithm]:
 
 
 NUMERICS = {"masters": MASTERS, "float32": FLOAT32, "mixed": MIXED}
-# The HybridFlow paper's experiments: the work of a step, and its number of updates.
-PAPER_WORK = Workload(prompt_length=1024, response_length=1024, sequences=1024)
-PAPER_UPDATES = 8
-# Search space of the paper's systems: tensor parallelism within a machine of 8, full or no
-# rematerialisation, batches of any size.
+# Search space of the HybridFlow paper's systems: tensor parallelism within a machine of 8, full or
+# no rematerialisation, batches of any size.
 PAPER_SPACE = SearchSpace(
     pipes=(1, 2, 4, 8, 16), tensors=(1, 2, 4, 8), contexts=(1,), remat=(NONE, FULL)
 )
@@ -134,36 +130,6 @@ def build_problem(
         NUMERICS[numerics],
         space,
         waits,
-    )
-
-
-def paper_problem(
-    algorithm: str, models: str | Mapping[str, str], gpus: int, constants: Constants | None = None
-) -> PlanProblem:
-    """One of the HybridFlow paper's experiments, on machines of 8 A100-80GB.
-
-    Its Safe-RLHF has one critic.
-
-    Args:
-      models: a published name for all roles, or by role.
-    """
-    found = find_algorithm(algorithm)
-    settings = found.default_config()
-    if algorithm == "safe_rlhf":
-        settings.pretraining_coef = 1.0
-    roles = found.needed_roles(settings)
-    names = dict.fromkeys(roles, models) if isinstance(models, str) else dict(models)
-    if "cost_critic" in roles:
-        names["cost_critic"] = "none"
-    return build_problem(
-        found,
-        settings,
-        names,
-        PAPER_WORK,
-        updates=PAPER_UPDATES,
-        cluster=find_cluster(f"{max(1, gpus // 8)}x{min(gpus, 8)}:a100-80g"),
-        constants=constants,
-        numerics="mixed",
     )
 
 

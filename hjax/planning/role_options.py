@@ -129,8 +129,8 @@ def batches_divide(
 def prompts_divide(mesh: MeshSizes, work: Workload) -> bool:
     """Whether the prompts of a step divide over the generating replicas, and in a pipeline over
     the micro-batches of each."""
-    replicas = mesh.devices // (mesh.generate_pipe * mesh.generate_tensor)
-    return round(work.sequences / work.samples) % (replicas * mesh.generate_pipe) == 0
+    parts = mesh.generation_replicas * mesh.generate_pipe
+    return round(work.sequences / work.samples) % parts == 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,7 +236,7 @@ class _RoleOnDevices:
     ) -> Iterator[tuple[int, list[DecodeBatch]]]:
         """(waves, for calls of each number of rows the batch that a replica decodes at a time)."""
         place, work = self.place, self.work
-        replicas = mesh.devices // (mesh.generate_pipe * mesh.generate_tensor)
+        replicas = mesh.generation_replicas
         local = {rows: math.ceil(rows / replicas) for rows in counted}
         prompts = round(work.sequences / work.samples)
         done = set()
@@ -285,7 +285,7 @@ def rollout_slots(option: RoleOption, work: Workload) -> int:
     if option.waves < 2:
         return 0
     mesh = option.mesh
-    replicas = mesh.devices // (mesh.generate_pipe * mesh.generate_tensor)
+    replicas = mesh.generation_replicas
     prompts = math.ceil(work.sequences / work.samples / replicas)
     return slot_groups(mesh, prompts, option.waves) * work.samples * replicas
 

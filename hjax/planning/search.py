@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -59,6 +59,11 @@ class PlanProblem:
     numerics: Numerics = Numerics()
     space: SearchSpace = SearchSpace()
     offload: Mapping[str, Offload | Literal["any"]] = dataclasses.field(default_factory=dict)
+
+    def options(self, role: str, place: DeviceSet, **changes: Any) -> list[RoleOption]:
+        """How a role may run there (``role_options``, with changes of its arguments)."""
+        usual = {"work": self.work, "space": self.space, "offload": self.offload.get(role, "none")}
+        return role_options(place, self.models[role], self.dataflow, role, **usual | changes)
 
     def place(self, pool: DevicePool, devices: int) -> DeviceSet:
         """So many devices of a pool, with this problem's constants and numerics."""
@@ -111,16 +116,7 @@ class RoleFronts:
         passes = problem.space.micro_batches.get(role)
         key = (problem.models[role], calls, offload, passes, pool, devices)
         if key not in self._fronts:
-            place, model = self.place(pool, devices), problem.models[role]
-            found = role_options(
-                place,
-                model,
-                problem.dataflow,
-                role=role,
-                work=problem.work,
-                space=problem.space,
-                offload=offload,
-            )
+            found = problem.options(role, self.place(pool, devices))
             points = cost_vectors(found, any(what != "none" for what in problem.offload.values()))
             kept = pareto_front(points)
             self._fronts[key] = _Front(points[kept], [(found[i],) for i in kept])

@@ -282,14 +282,8 @@ class MemoryCheck:
             return 0.0
         memory, slots = self._role(self._generates).memory, self._contexts[self._generates].slots
         at_once = min(work.sequences, slots) if slots > 0 else work.sequences
-        groups = at_once / work.samples / _replicas(memory)
+        groups = at_once / work.samples / memory.mesh.generation_replicas
         return memory.cache(groups, work.prompt_length + work.samples * work.response_length)
-
-
-def _replicas(memory: MemoryEstimate) -> int:
-    """Data-parallel replicas of the generate layout."""
-    mesh = memory.mesh
-    return mesh.devices // (mesh.generate_pipe * mesh.generate_tensor)
 
 
 def fit_slots(memory: MemoryEstimate, work: Workload, in_use: float, usable: float) -> SlotBudget:
@@ -301,7 +295,7 @@ def fit_slots(memory: MemoryEstimate, work: Workload, in_use: float, usable: flo
       in_use: bytes per device that are in use already.
       usable: bytes per device that programs may use.
     """
-    each, parts = memory.mesh.generate_pipe, _replicas(memory)
+    each, parts = memory.mesh.generate_pipe, memory.mesh.generation_replicas
     most = work.sequences // work.samples // parts
     usable -= in_use
 

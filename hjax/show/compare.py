@@ -4,6 +4,7 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 from hjax.config import flatten
@@ -19,7 +20,6 @@ from hjax.show.curves import (
     Row,
     chart_card,
     compiling_steps,
-    median,
     points_of,
     seconds_of,
     series_of,
@@ -147,7 +147,7 @@ def _results(runs: Sequence[RunSummary]) -> dict[str, Any]:
             if not values:
                 cells.append("–")
                 continue
-            value = median(values) if which == "median" else values[-1]
+            value = median_high(values) if which == "median" else values[-1]
             cells.append(value_text(value) + " s" * (key == "time/step"))
         times = seconds_of(run.metrics)
         cells.append(clock(max(times.values())) if times else "–")

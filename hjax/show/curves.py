@@ -204,11 +204,6 @@ def series_of(
     )
 
 
-def median(values: Sequence[float]) -> float:
-    """The median; of an even number of values the upper of the two middle ones."""
-    return sorted(values)[len(values) // 2]
-
-
 def chart_card(
     title: str,
     what: str,

@@ -79,18 +79,7 @@ def one_line(text: Any) -> str:
 
     Lists of token ids (where there is no tokenizer) are written as such.
     """
-    text = text if isinstance(text, str) else str(text)
-    shown = []
-    for character in text:
-        if character == "\n":
-            shown.append("⏎")
-        elif character == "\t":
-            shown.append(" ")
-        elif character.isprintable():
-            shown.append(character)
-        else:
-            shown.append("·")
-    return "".join(shown)
+    return printable(str(text).translate({ord("\n"): "⏎", ord("\t"): " "}))
 
 
 def printable(text: str) -> str:
@@ -130,10 +119,13 @@ def score_texts(sample: Mapping[str, Any]) -> list[str]:
     texts = []
     for key in ("reward", "advantage"):
         value = sample.get(key)
-        # Adding 0 turns a rounded -0.0 into 0.0.
-        shown = f"{round(value, 2) + 0.0:+.2f}" if value is not None else "  – "
-        texts.append(f"{key} {shown}")
+        texts.append(f"{key} {'  – ' if value is None else signed(value)}")
     return texts
+
+
+def signed(value: float) -> str:
+    """A score with its sign; adding 0 turns a rounded -0.0 into 0.0."""
+    return f"{round(value, 2) + 0.0:+.2f}"
 
 
 Row = Mapping[str, Any]

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import statistics
 import sys
 import threading
 import time
@@ -214,8 +215,8 @@ class DisplayState:
         The first step is left out, because it compiles.
         """
         rows = [*self.rows, *([metrics] if metrics else [])][1:][-9:]
-        times = sorted(r["time/step"] for r in rows if r.get("time/step") is not None)
-        return times[(len(times) - 1) // 2] * (self.total - self.done) if times else None
+        times = [r["time/step"] for r in rows if r.get("time/step") is not None]
+        return statistics.median_low(times) * (self.total - self.done) if times else None
 
     def phases(self) -> tuple[list[tuple[str, float]], list[tuple[str, float]]]:
         """Finished phases of this step (of the last one if there are none), and active phases."""

@@ -4,8 +4,7 @@ import contextlib
 import os
 import sys
 import time
-from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
@@ -17,7 +16,7 @@ _PLAIN_INTERVAL_SECONDS = 5.0
 _WIDE = 80  # columns needed for a bar and the remaining time
 
 
-class PartsDisplay:
+class PartsDisplay(contextlib.AbstractContextManager):
     """Shows a job's parts as they start; nothing before the first. Use it in a ``with``.
 
     Args:
@@ -34,15 +33,7 @@ class PartsDisplay:
         self._bar: Any = None
         self._started = self._last_line = 0.0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 

@@ -5,6 +5,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 from hjax.config import flatten
@@ -35,7 +36,6 @@ from hjax.show.curves import (
     calibration_cards,
     compiling_steps,
     curve_cards,
-    median,
     points_of,
 )
 from hjax.show.format import clock, count, duration, start_row
@@ -144,10 +144,10 @@ def _tiles(metrics: Sequence[Row]) -> list[Tile]:
         note = f"at most {value_text(max(kl))}"
         tiles.append(Tile("KL to the reference", value_text(kl[-1]), note))
     if seconds := values("time/step"):
-        note = f"median {duration(median(seconds))}"
+        note = f"median {duration(median_high(seconds))}"
         tiles.append(Tile("Time in steps", clock(sum(seconds)), note))
     if speed := values("throughput/tokens_per_second"):
-        tiles.append(Tile("Tokens per second", count(median(speed)), "median"))
+        tiles.append(Tile("Tokens per second", count(median_high(speed)), "median"))
     if peak := values("memory/peak_bytes"):
         tiles.append(Tile("Peak memory", f"{peak[-1] / 2**30:.2f} GiB"))
     return tiles
@@ -174,11 +174,15 @@ def _change(
     return Tile(name, text.format(last), f"from {text.format(first)}", sign + change, trend)
 
 
+def _timed_rows(metrics: Sequence[Row]) -> list[Row]:
+    """Rows of steps with a representative time: those that compile have none."""
+    compiling = set(compiling_steps(metrics))
+    return [r for r in metrics if r.get("time/step") is not None and r["step"] not in compiling]
+
+
 def _mean_step(metrics: Sequence[Row]) -> dict[str, Any] | None:
     """Mean seconds of a step's phases as a ``bar``, and a ``note`` on the steps counted."""
-    rows = [r for r in metrics if r.get("time/step") is not None]
-    compiling = set(compiling_steps(metrics))  # their time is not representative
-    rows = [r for r in rows if r["step"] not in compiling] or rows
+    rows = _timed_rows(metrics) or [r for r in metrics if r.get("time/step") is not None]
     if not rows:
         return None
     mean = {
@@ -259,8 +263,7 @@ def _sizes(sizes: Any) -> str:
 def _planned_rows(plan: Row, metrics: Sequence[Row]) -> list[tuple[str, str, str]]:
     """(stage, predicted seconds, measured seconds), if the run was planned."""
     expected = (plan.get("predicted") or {}).get("seconds")
-    compiling = set(compiling_steps(metrics))
-    rows = [r for r in metrics if r.get("time/step") is not None and r["step"] not in compiling]
+    rows = _timed_rows(metrics)
     if not expected or not rows:
         return []
     stages = (
@@ -272,7 +275,7 @@ def _planned_rows(plan: Row, metrics: Sequence[Row]) -> list[tuple[str, str, str
     found = []
     for name, seconds, key in stages:
         values = [r[key] for r in rows if r.get(key) is not None]
-        measured = f"{value_text(median(values))} s" if values else "–"
+        measured = f"{value_text(median_high(values))} s" if values else "–"
         found.append((name, f"{value_text(seconds)} s", measured))
     return found
 

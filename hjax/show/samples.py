@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hjax.show.charts import value_text
-from hjax.show.format import printable
+from hjax.show.format import printable, signed
 
 Row = Mapping[str, Any]
 # Prompts shown.
@@ -98,12 +98,8 @@ def histogram_bars(row: Row | None) -> dict[str, Any] | None:
 
 def sample_record(sample: Row) -> dict[str, Any]:
     """``prompt``, ``response``, ``scores`` as (name, text), and whether it was ``truncated``."""
-    scores = []
-    for key in ("reward", "cost", "advantage"):
-        if key in sample:
-            value = sample[key]
-            # Adding 0 turns a rounded -0.0 into 0.0.
-            scores.append((key, "unscored" if value is None else f"{round(value, 2) + 0.0:+.2f}"))
+    given = {key: sample[key] for key in ("reward", "cost", "advantage") if key in sample}
+    scores = [(key, "unscored" if x is None else signed(x)) for key, x in given.items()]
     return {
         "prompt": printable(str(sample["prompt"])),
         "response": printable(str(sample["response"])),
