@@ -121,9 +121,7 @@ def _labelled(
     )
 
 
-def _by_value(
-    alive: Sequence[Mapping[str, Any]], key: str, needed: bool
-) -> dict[str, list[int]]:
+def _by_value(alive: Sequence[Mapping[str, Any]], key: str, needed: bool) -> dict[str, list[int]]:
     """Indices of the hosts by their value of a label; hosts without the label are left out.
 
     Raises:

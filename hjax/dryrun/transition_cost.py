@@ -67,14 +67,14 @@ class TransitionCase:
     Attributes:
       source, target: by name, NamedSharding of the parameters split over all training shards.
       shapes: by name, jax.ShapeDtypeStruct.
-      others: source, target and shapes of the remaining parameters.
+      others: source, target and shapes of the remaining parameters, under these names.
       layouts: of both stages.
     """
 
     source: dict[str, Any]
     target: dict[str, Any]
     shapes: dict[str, Any]
-    others: tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
+    others: dict[str, dict[str, Any]]
     layouts: RoleLayouts
 
     @property
@@ -120,16 +120,14 @@ def lay_out(
     if not counted:
         raise ConfigError(f"no parameter of this model divides over {case.devices} devices")
 
-    def only(tree: Mapping[str, Any], wanted: bool) -> dict[str, Any]:
-        return {name: x for name, x in tree.items() if (name in counted) == wanted}
+    def only(wanted: bool) -> dict[str, Any]:
+        trees = {"source": before, "target": after, "shapes": shapes}
+        return {
+            key: {name: x for name, x in tree.items() if (name in counted) == wanted}
+            for key, tree in trees.items()
+        }
 
-    return TransitionCase(
-        source=only(before, True),
-        target=only(after, True),
-        shapes=only(shapes, True),
-        others=(only(before, False), only(after, False), only(shapes, False)),
-        layouts=layouts,
-    )
+    return TransitionCase(**only(True), others=only(False), layouts=layouts)
 
 
 def _fitted(layouts: RoleLayouts, leaves: Leaves) -> RoleLayouts:
@@ -194,7 +192,8 @@ def measure(
         "buckets": cost.buckets,
         "temporary_bytes": cost.temporary,
         "unsharded": {
-            name: math.prod(x.shape) * x.dtype.itemsize for name, x in setup.others[2].items()
+            name: math.prod(x.shape) * x.dtype.itemsize
+            for name, x in setup.others["shapes"].items()
         },
         "holdings": [
             [sorted(parts) for parts in holdings(layout.sharding("layers", "heads"), case)]
@@ -240,7 +239,7 @@ def describe(
     setup = lay_out(case, method, devices, model_leaves(model))
     bucket = max(1, min(BUCKET_BYTES, setup.model_bytes // case.generate_shards // 16))
     found = measure(case, method, setup, bucket, dtype)
-    others = Transition(*setup.others, bucket_bytes=bucket).cost()
+    others = Transition(**setup.others, bucket_bytes=bucket).cost()
     if method != "hybridflow":
         found["resharded"] = resharded(setup)
     return {"model": name, **found, "unsharded_received_bytes": others.received}

@@ -121,7 +121,15 @@ def _run(command: TransitionCommand) -> int:
     from hjax.dryrun.transition_cost import built_in, describe, describe_counted
     from hjax.dryrun.transition_groups import Table2Case
 
-    case = Table2Case(*command.train, *command.generate)
+    pipe, tensor, data = command.train
+    generate_pipe, generate_tensor = command.generate
+    case = Table2Case(
+        pipe=pipe,
+        tensor=tensor,
+        data=data,
+        generate_pipe=generate_pipe,
+        generate_tensor=generate_tensor,
+    )
     rings = _rings(case, command.topology) if command.topology else {}
     model = read_shape(command.model)[0] if command.model else built_in(case)
     name = command.model or "built-in"

@@ -381,7 +381,7 @@ class _ExpertRows:
     ) -> None:
         ends, at = jnp.cumsum(sizes), jnp.arange(count)
         self.weights, self.sizes, self.fill, self.kernels = weights, sizes, fill, kernels
-        self.weight_sums = ExpertWeights(*[None] * 3) if weight_sums is None else weight_sums
+        self.weight_sums = weight_sums or ExpertWeights(router=None, gate_up=None, down=None)
         self.inside = (at < ends[-1])[:, None] if fill.fraction < 1 else None
         last = weights.down.shape[0] - 1
         self.expert_of_row = jnp.minimum(jnp.sum(at[:, None] >= ends, axis=1), last)

@@ -258,7 +258,13 @@ def _time_interleaved(calls: Sequence[Callable[[], Future]]) -> list[_Taken]:
             call().result()
             seconds = time.perf_counter() - start
             found.append((seconds, min(1.0, (time.process_time() - used) / seconds / cores)))
-    return [_Taken(*(statistics.median(column) for column in zip(*found))) for found in taken]
+    return [
+        _Taken(
+            seconds=statistics.median(seconds for seconds, _ in found),
+            cores=statistics.median(cores for _, cores in found),
+        )
+        for found in taken
+    ]
 
 
 def _median_is_known(taken: Sequence[float]) -> bool:

@@ -154,7 +154,16 @@ def fit_correction(
     keys = [key for key in predicted if measured.get(key)]
     if not keys:
         raise ConfigError("nothing that was predicted was measured in this run")
-    calls = tuple(CallSeconds(*key, methods[key], predicted[key], measured[key]) for key in keys)
+    calls = tuple(
+        CallSeconds(
+            role=key[0],
+            stage=key[1],
+            methods=methods[key],
+            predicted=predicted[key],
+            measured=measured[key],
+        )
+        for key in keys
+    )
     parts = {
         name: part
         for name in TERMS

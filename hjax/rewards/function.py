@@ -127,7 +127,7 @@ class RewardFunction:
                 return self._in_process(isolated, reward_serialization.serialize(arguments), count)
             except reward_serialization.NotSerializable as error:
                 self._fall_back_to_thread(f"a call of it cannot be serialized ({error})")
-        return self._in_thread(arguments, count)
+        return self._in_thread(arguments)
 
     def _in_process(self, isolated: IsolatedProcess, request: bytes, count: int) -> RewardResult:
         try:
@@ -144,12 +144,15 @@ class RewardFunction:
         isolated.start()  # for the next call
         return uniform_result(outcome, count, problem)
 
-    def _in_thread(self, arguments: tuple[list, list, dict], count: int) -> RewardResult:
+    def _in_thread(self, arguments: tuple[list, list, dict]) -> RewardResult:
         done: list[RewardResult] = []
+        prompts, responses, columns = arguments
         seconds, function = self.timeout_seconds, self.function
 
         def work() -> None:
-            done.append(call_reward_function(function, *arguments, self.name, seconds))
+            done.append(
+                call_reward_function(function, prompts, responses, columns, self.name, seconds)
+            )
 
         label = f"hjax-reward-{next(_thread_numbers)}"
         thread = threading.Thread(target=work, name=label, daemon=True)
@@ -158,7 +161,7 @@ class RewardFunction:
         if done:
             return done[0]
         problem = f"{deadline_message(self.name, seconds)}; its thread {label} was left behind"
-        return uniform_result("timeout", count, problem)
+        return uniform_result("timeout", len(responses), problem)
 
     def _process(self) -> IsolatedProcess | None:
         """The isolated process of the function; None: it runs in a thread."""

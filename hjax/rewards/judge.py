@@ -128,15 +128,18 @@ class Judge:
         """
         rows = [{key: values[i] for key, values in columns.items()} for i in range(len(responses))]
         cases = list(zip(prompts, responses, rows, strict=True))
-        requests = [self._request(*case) for case in cases]
-        names = [self.request_key(*case) for case in cases]
+        requests = [self._request(prompt, response, row) for prompt, response, row in cases]
+        names = [self.request_key(prompt, response, row) for prompt, response, row in cases]
         semaphore = asyncio.Semaphore(self._at_once)
         key = os.environ.get(self._key_env, "")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         async with self._http.AsyncClient(timeout=self._timeout, headers=headers) as client:
             unique = dict(zip(names, requests, strict=True))
             errors: list[Exception] = []
-            calls = (self._answer(client, semaphore, errors, *each) for each in unique.items())
+            calls = (
+                self._answer(client, semaphore, errors, name=name, request=request)
+                for name, request in unique.items()
+            )
             answers = dict(zip(unique, await asyncio.gather(*calls), strict=True))
         if errors:
             raise errors[0]

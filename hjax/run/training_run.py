@@ -290,7 +290,7 @@ class TrainingRun:
             self._warm_start()
         for role, source in starts_from.items():
             landing = self.roles.landing(role, source)
-            weights = groups[source].weights(*(() if landing is None else (landing,)))
+            weights = groups[source].weights(landing)
             groups[role].take_weights(weights).result()
         saves = warmed and self.config.checkpoint.every
         if saves and not self.stop_requested:

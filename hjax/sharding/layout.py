@@ -125,8 +125,9 @@ class Layout:
     @property
     def kernel_sharding(self) -> KernelSharding:
         """The mesh axes by which kernels in ``shard_map`` split their arrays."""
-        names = ("batch", "length", "heads", "kv_heads", "vocab", "embed")
-        return KernelSharding(self.mesh, *(self.axes(name) for name in names))
+        names = ("length", "heads", "kv_heads", "vocab", "embed")
+        axes = {name: self.axes(name) for name in names}
+        return KernelSharding(self.mesh, rows=self.axes("batch"), **axes)
 
     @property
     def replicated(self) -> NamedSharding:

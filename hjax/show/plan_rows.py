@@ -21,6 +21,10 @@ class PlanTable(NamedTuple):
     rows: Sequence[Sequence[str]]
     figures: Sequence[str]
 
+    def shown(self, title: str = "") -> Any:
+        """The rich table, its numeric columns right-aligned."""
+        return rows_table(self.columns, self.rows, right=self.figures, title=title)
+
 
 def roles_of(plan: PlanRecord) -> list[str]:
     """All roles, set by set."""
@@ -167,17 +171,17 @@ def print_plan(plan: PlanRecord, console: Any) -> None:
     )
     for line in remarks(plan):
         console.print(Text(line, style="yellow"))
-    console.print(rows_table(*role_table(plan)))
+    console.print(role_table(plan).shown())
     console.print(_gantt(plan))
     console.print(_memory(plan))
     left = f"{plan['slower']} slower, {len(plan['impossible'])} do not fit"
     candidates = candidate_table(plan)
     rows = [*candidates.rows, ["", f"other placements: {left}", ""]]
-    console.print(rows_table(candidates.columns, rows, candidates.figures, "candidates"))
+    console.print(candidates._replace(rows=rows).shown("candidates"))
     if "compiled" in plan:
         memory = size(plan["compiled"]["memory_bytes"])
         title = f"compiled for {plan['compiled']['topology']}, devices of {memory}"
-        console.print(rows_table(*compiled_table(plan), title))
+        console.print(compiled_table(plan).shown(title))
     measured = plan["origins"]["seconds"].startswith("measured")
     origin = "measured" if measured else "assumed (docs/auto_mapping.md)"
     where = [text for text in plan["origins"]["hardware"] if text.startswith("measured")]
