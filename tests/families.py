@@ -140,9 +140,13 @@ def config(name, **more):
 
 def model(name, **more):
     """A tiny model of transformers, all of whose parameters are random."""
-    torch.manual_seed(0)
     asked = config(name, **more)
-    made = AutoModelForCausalLM.from_config(asked, attn_implementation="eager").eval()
+    torch.manual_seed(0)
+    return randomise(AutoModelForCausalLM.from_config(asked, attn_implementation="eager").eval())
+
+
+def randomise(made):
+    """A model of transformers with random parameters, norms around 1."""
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             noise = torch.randn(parameter.shape)

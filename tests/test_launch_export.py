@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 from families import logits, model
 from helpers import ONE_DEVICE, save_model, trainer_of
-from references import AutoModelForCausalLM, AutoTokenizer, safetensors_torch, torch
+from references import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    safetensors_torch,
+    torch,
+)
 
 import hjax
 from hjax.data.tasks import get_task
@@ -102,6 +108,28 @@ def test_a_run_is_exported_by_command_and_by_its_trainer(tmp_path):
         np.testing.assert_allclose(logits(theirs, TOKENS), trained.logits(TOKENS), atol=2e-5)
         ids = AutoTokenizer.from_pretrained(tmp_path / name).encode("312>")
         assert ids == tokenizer.encode("312>")
+
+
+def test_generation_config_comes_along_or_is_made(tmp_path):
+    """What that of the directory says stays, through a run too; from scratch it has the ids."""
+    tokenizer = get_task("sorting").tokenizer()
+    save_model(tmp_path / "start", tokenizer=tokenizer)
+    said = {"temperature": 0.6, "top_p": 0.95, "eos_token_id": [tokenizer.eos_id, 3]}
+    (tmp_path / "start" / "generation_config.json").write_text(json.dumps(said))
+    for name, changes in {"run": {"actor.path": str(tmp_path / "start")}, "scratch": {}}.items():
+        changes |= {"steps": 0, "warm_start.steps": 0}
+        with trainer_of("GRPO", changes | ONE_DEVICE, workdir=tmp_path / name) as trainer:
+            trainer.prepare()
+            trainer.export(tmp_path / f"{name} exported")
+    write_model = [f"--model={tmp_path}/start", f"--output={tmp_path}/start exported"]
+    assert main(write_model) == 0
+    for name in ("run/model", "run exported", "start exported"):
+        content = json.loads((tmp_path / name / "generation_config.json").read_text())
+        assert {key: content[key] for key in said} == said
+    file = tmp_path / "scratch exported" / "generation_config.json"
+    ids = json.loads(file.read_text())
+    assert ids["eos_token_id"] == tokenizer.eos_id
+    assert GenerationConfig.from_pretrained(file.parent).eos_token_id == tokenizer.eos_id
 
 
 NAMED = {"default": "{{ messages }}", "tool_use": "{{ tools }}", "a.b": "{{ documents }}"}

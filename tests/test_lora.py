@@ -22,7 +22,7 @@ from hjax.models.lora import TARGETS, Lora, targets_of
 from hjax.models.lora_compute import merge_adapters
 from hjax.models.parameters import decoder_network, scalar_network, to_host
 from hjax.models.peft_files import CONFIG, WEIGHTS, Adapter, save_adapter
-from hjax.models.weights import load_params
+from hjax.models.weights import base_model_path, load_params
 from hjax.sharding.layout import make_layouts
 
 TOKENS = np.array([[3, 4, 5, 6, 7, 8, 9], [10, 9, 11, 4, 3, 3, 5]])
@@ -289,7 +289,26 @@ BROKEN = {
     ),
     "ALoRA": (changed(alora_invocation_tokens=[1]), "with alora_invocation_tokens=[1] are not"),
     "biases": (changed(bias="all"), "adapters with bias='all' are not supported"),
-    "another start": (changed(init_lora_weights="pissa"), "init_lora_weights='pissa'"),
+    "another start": (changed(init_lora_weights="pissa_niter_4"), "='pissa_niter_4' changes the"),
+    "an unknown start": (changed(init_lora_weights="mine"), "init_lora_weights='mine' changes the"),
+    "whole modules": (
+        changed(modules_to_save=["lm_head", "score"]),
+        "modules_to_save=['lm_head', 'score'], whole",
+    ),
+    "an output table": (
+        tensors(
+            lambda x: x | {f"base_model.model.lm_head.lora_{p}.weight": x[FIRST] for p in "AB"}
+        ),
+        "'lm_head.lora_A.weight' adapts an embedding or output table",
+    ),
+    "an embedding": (
+        tensors(lambda x: x | {"base_model.model.model.embed_tokens.lora_embedding_A": x[FIRST]}),
+        "'model.embed_tokens.lora_embedding_A' adapts an embedding",
+    ),
+    "a quantized base": (
+        changed(base_model_name_or_path="unsloth/Qwen2.5-0.5B-unsloth-bnb-4bit"),
+        "/adapter,base=unsloth/Qwen2.5-0.5B",
+    ),
     "no base": (changed(base_model_name_or_path=None), "base_model_name_or_path is not named"),
     "not JSON": (lambda folder: (folder / CONFIG).write_text("{"), "not valid JSON"),
     "cut short": (cut_short, "not a readable safetensors file"),
@@ -359,6 +378,28 @@ def test_an_adapter_on_an_adapter_is_refused(sound, tmp_path):
     changed(base_model_name_or_path=str(sound / "adapter"))(tmp_path / "two")
     with pytest.raises(ConfigError, match="base_model_name_or_path is an adapter itself"):
         Adapter(tmp_path / "two")
+
+
+@pytest.mark.parametrize("start", [True, False, "Gaussian", "eva", "orthogonal", "mica"])
+def test_starts_that_leave_the_base_as_it_is_are_read(sound, tmp_path, start):
+    shutil.copytree(sound / "adapter", tmp_path / "adapter")
+    changed(init_lora_weights=start, eva_config={"rho": 2.0})(tmp_path / "adapter")
+    Adapter(tmp_path / "adapter")
+
+
+def test_adapters_are_given_another_base(sound, tmp_path):
+    """As those that learned beside quantized weights need: the float model instead."""
+    shutil.copytree(sound / "adapter", tmp_path / "adapter")
+    before = Adapter(sound / "adapter")
+    expected = hjax.load_model(sound / "adapter").logits(TOKENS)
+    changed(base_model_name_or_path="unsloth/nothing-bnb-4bit")(tmp_path / "adapter")
+    given = f"{tmp_path}/adapter,base={before.base}"
+    np.testing.assert_array_equal(hjax.load_model(given).logits(TOKENS), expected)
+    assert base_model_path(given) == before.base
+    with pytest.raises(ConfigError, match="no model directory 'nowhere'"):
+        hjax.load_model(f"{tmp_path}/adapter,base=nowhere")
+    with pytest.raises(ConfigError, match="no model directory"):
+        hjax.load_model(f"{before.base},base={before.base}")  # no adapters
 
 
 def test_a_share_is_kept_and_every_matrix_layer_token_and_update_has_its_own():

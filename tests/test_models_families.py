@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from families import GPT2, MODELS, SIZES, logits, model, scaled
 from helpers import tiny_config
-from references import CONFIG_MAPPING, AutoModelForCausalLM, modeling_llama
+from references import CONFIG_MAPPING, AutoModelForCausalLM, modeling_llama, torch
 from safetensors.numpy import load_file
 
 import hjax
@@ -372,8 +372,6 @@ def test_an_untied_output_table_stands_for_no_embedding(tmp_path):
 def test_the_index_says_what_is_read(tmp_path):
     """Names beside it alone, and every tensor of it is there; without one model.safetensors is all,
     whatever else stands beside it."""
-    import json
-
     from safetensors.numpy import save_file
 
     theirs = model("qwen2")
@@ -383,15 +381,89 @@ def test_the_index_says_what_is_read(tmp_path):
         hjax.load_model(tmp_path).logits(TOKENS), logits(theirs, TOKENS), rtol=2e-5, atol=2e-5
     )
     names = list(load_file(tmp_path / "model.safetensors"))
+    (tmp_path / "model.safetensors").rename(tmp_path / "whole.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     for weight_map, line in (
         ({"a": 3}, "shard 3; the name of a file beside the index"),
-        ({names[0]: "../model.safetensors"}, "shard '../model.safetensors'; the name of a file"),
-        (dict.fromkeys([*names, "b"], "model.safetensors"), "tensor 'b' of the index is not in"),
+        ({names[0]: "../whole.safetensors"}, "shard '../whole.safetensors'; the name of a file"),
+        (dict.fromkeys([*names, "b"], "whole.safetensors"), "tensor 'b' of the index is not in"),
     ):
         index.write_text(json.dumps({"weight_map": weight_map}))
         with pytest.raises(ConfigError, match=line):
             hjax.load_model(tmp_path)
+
+
+def test_a_single_file_beside_an_index_is_what_transformers_reads(tmp_path):
+    model("qwen2").save_pretrained(tmp_path, max_shard_size="20KB")
+    single = model("qwen2")
+    with torch.no_grad():
+        single.model.norm.weight.mul_(2)
+    single.save_pretrained(tmp_path / "single")
+    (tmp_path / "single" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    expected = logits(theirs, TOKENS)
+    np.testing.assert_allclose(expected, logits(single, TOKENS), atol=1e-6)
+    np.testing.assert_allclose(hjax.load_model(tmp_path).logits(TOKENS), expected, atol=5e-5)
+
+
+PREFIXED = {
+    "module.": lambda name: f"module.{name}",
+    "_orig_mod.": lambda name: f"_orig_mod.{name}",
+    "both wrappers": lambda name: f"_orig_mod.module.{name}",
+    "compiled layers": lambda name: name.replace(".self_attn", "._orig_mod.self_attn"),
+    "language_model.": lambda name: f"language_model.{name}",
+    "model.language_model.": lambda name: name.replace("model.", "model.language_model."),
+}
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory):
+    """A sound directory, and its tensors."""
+    folder = tmp_path_factory.mktemp("qwen2")
+    model("qwen2").save_pretrained(folder)
+    return folder, load_file(folder / "model.safetensors")
+
+
+def written(folder, path, tensors):
+    """A directory with other tensors."""
+    from safetensors.numpy import save_file
+
+    path.mkdir()
+    (path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+@pytest.mark.parametrize("prefix", PREFIXED)
+def test_known_prefixes_of_names_are_taken_off(prefix, qwen2, tmp_path):
+    folder, tensors = qwen2
+    renamed = {PREFIXED[prefix](name): x for name, x in tensors.items()}
+    assert not renamed.keys() & {"model.layers.0.self_attn.q_proj.weight"}
+    path = written(folder, tmp_path / "model", renamed)
+    _, params = load_weights(path)
+    _, expected = load_weights(folder)
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+
+
+def test_names_that_are_there_twice_or_have_an_unknown_prefix_are_refused(qwen2, tmp_path):
+    folder, tensors = qwen2
+    name = "model.layers.1.mlp.up_proj.weight"
+    twice = tensors | {f"module.{name}": tensors[name]}
+    with pytest.raises(ConfigError, match=f"tensor 'module.{name}' is not one of a qwen2 model"):
+        load_weights(written(folder, tmp_path / "twice", twice))
+    twice.pop(name)
+    twice[f"_orig_mod.{name}"] = tensors[name]
+    with pytest.raises(ConfigError, match=f"'(module|_orig_mod).{name}' is not one of a qwen2"):
+        load_weights(written(folder, tmp_path / "both", twice))
+    unknown = {f"policy.{n}": x for n, x in tensors.items()}
+    line = "'model.embed_tokens.weight' is missing; 'policy.model.embed_tokens.weight' is there"
+    with pytest.raises(ConfigError, match=line):
+        load_weights(written(folder, tmp_path / "unknown", unknown))
+    towers = {f"language_model.{n}": x for n, x in tensors.items()}
+    towers["vision_tower.patches.weight"] = np.zeros(2, np.float32)
+    with pytest.raises(ConfigError, match="tensor 'vision_tower.patches.weight' is not one of"):
+        load_weights(written(folder, tmp_path / "towers", towers))
 
 
 def test_learned_positions_have_an_end(tmp_path):

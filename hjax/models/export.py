@@ -1,6 +1,7 @@
 """Export of a model to a Hugging Face directory: weights, config, tokenizer, chat template."""
 
 import contextlib
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -13,8 +14,9 @@ import numpy as np
 from hjax.data.tokenizer import Tokenizer
 from hjax.data.tokenizer_files import CONVERTED, MORE_TEMPLATES, TEMPLATE, holds_tokenizer
 from hjax.errors import ConfigError
-from hjax.files import StrPath
+from hjax.files import StrPath, read_json
 from hjax.models.base_checkpoints import recorded_step
+from hjax.models.families.family import TOKEN_IDS
 from hjax.models.huggingface import has_score_head, read_config, save_weights, stored_dtypes
 from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import Network, Params
@@ -30,6 +32,7 @@ from hjax.models.weights import (
 from hjax.sharded_values import ArrayRegions
 from hjax.user_input import user_path
 
+GENERATION_CONFIG = "generation_config.json"
 # Patterns of files beside weights and config that are copied unchanged; additional chat templates
 # are too.
 COPIED_FILES = (
@@ -40,7 +43,7 @@ COPIED_FILES = (
     "merges.txt",
     *CONVERTED,
     TEMPLATE,
-    "generation_config.json",
+    GENERATION_CONFIG,
 )
 
 
@@ -143,13 +146,16 @@ def _write_model(
     save_weights(made, config, params, tokenizer, dtypes=dtypes)
     if beside is None and tokenizer is not None:
         tokenizer.save(made)
-    if beside is None:
-        return
-    for file in (each for pattern in COPIED_FILES for each in beside.glob(pattern)):
-        shutil.copyfile(file, made / file.name)
-    for file in sorted((beside / MORE_TEMPLATES).glob("*.jinja")):
-        (made / MORE_TEMPLATES).mkdir(exist_ok=True)
-        shutil.copyfile(file, made / MORE_TEMPLATES / file.name)
+    if beside is not None:
+        for file in (each for pattern in COPIED_FILES for each in beside.glob(pattern)):
+            shutil.copyfile(file, made / file.name)
+        for file in sorted((beside / MORE_TEMPLATES).glob("*.jinja")):
+            (made / MORE_TEMPLATES).mkdir(exist_ok=True)
+            shutil.copyfile(file, made / MORE_TEMPLATES / file.name)
+    if not (made / GENERATION_CONFIG).is_file():
+        config = read_json(made / "config.json")
+        ids = {key: config[key] for key in TOKEN_IDS if config[key] is not None}
+        (made / GENERATION_CONFIG).write_text(json.dumps(ids, indent=1) + "\n")
 
 
 def export_model(

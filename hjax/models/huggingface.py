@@ -6,6 +6,7 @@ Each ``ParameterSpec`` names the tensors that hold the parameter.
 import gc
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from hjax.errors import ConfigError
 from hjax.files import StrPath, replace_file
 from hjax.models.architecture import decoder_parameters, scalar_parameters
 from hjax.models.families import from_hf, to_hf
-from hjax.models.families.family import DTYPE_KEYS
+from hjax.models.families.family import DTYPE_KEYS, NO_DTYPE
 from hjax.models.model_config import ModelConfig
 from hjax.models.parameter_spec import ParameterSpec, TensorPart, parts
 from hjax.models.parameters import Params
@@ -36,6 +37,10 @@ _IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", SCORE_HEAD
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
 OUTPUT_TABLE = "lm_head.weight"
+# What torch's wrappers put into names, and what stands before a text model's names in files of
+# wrappers or of a model that sees images too.
+_WRAPPERS = re.compile(r"_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
+_PREFIX = re.compile(r"^(module\.)*((model\.)?language_model\.)?")
 
 
 def read_config(path: StrPath) -> ModelConfig:
@@ -46,7 +51,7 @@ def read_config(path: StrPath) -> ModelConfig:
       ConfigError: no such file, or a model this version does not support.
     """
     content = read_config_json(path)
-    if not any(map(content.get, DTYPE_KEYS)):
+    if all(content.get(key) in NO_DTYPE for key in DTYPE_KEYS):
         content |= {DTYPE_KEYS[0]: _dtype_of_files(Path(path))}
     return from_hf(content, str(Path(path) / "config.json"))
 
@@ -183,14 +188,14 @@ def check_headers(path: StrPath) -> None:
     """
     config, tensors = read_config(path), _Tensors(Path(path))
     declared = dict(decoder_parameters(config))
-    if SCORE_HEAD in tensors.files:  # a sequence classifier may have no output table
+    if SCORE_HEAD in tensors.names:  # a sequence classifier may have no output table
         declared.pop("unembedding", None)
     tensors.check(declared, config)
 
 
 def has_score_head(path: StrPath) -> bool:
     """Whether a directory's weights have a sequence classifier's head; reads headers only."""
-    return SCORE_HEAD in _Tensors(Path(path)).files
+    return SCORE_HEAD in _Tensors(Path(path)).names
 
 
 def save_weights(
@@ -288,7 +293,12 @@ def _all_finite(tensor: np.ndarray) -> bool:
 
 
 class _Tensors:
-    """The tensors of a directory's safetensors files, read one at a time."""
+    """The tensors of a directory's safetensors files, read one at a time.
+
+    Attributes:
+      files: by the tensor's name in it.
+      names: in files, by themselves and without known prefixes.
+    """
 
     def __init__(self, path: Path, adapter: Adapter | None = None):
         self.path, self._adapter = path, adapter
@@ -307,13 +317,17 @@ class _Tensors:
             raise ConfigError(
                 f"{path}: no *.safetensors files there; this version reads only those"
             )
+        self.names = {_PREFIX.sub("", _WRAPPERS.sub("", name)): name for name in self.files}
+        self.names |= {name: name for name in self.files}
 
     def _listed(self) -> list[Path]:
-        """The files that the index names, or all there are."""
+        """``model.safetensors`` alone, as in transformers, else the files that the index names, or
+        all there are: some models publish the same weights again under other names."""
         index, single = self.path / INDEX, self.path / SINGLE_FILE
+        if single.is_file():
+            return [single]
         if not index.is_file():
-            # Some models publish the same weights again under other names.
-            return [single] if single.is_file() else sorted(self.path.glob("*.safetensors"))
+            return sorted(self.path.glob("*.safetensors"))
         try:
             self._listing = dict(read_object(index)["weight_map"])
         except (KeyError, AttributeError, TypeError, ValueError) as error:
@@ -359,9 +373,10 @@ class _Tensors:
             )
 
     def name(self, part: TensorPart) -> str | None:
-        """The tensor's name in the files, which may lack the first component; None: missing."""
+        """The tensor's name in the files, which may lack the first component or have a known prefix
+        before it; None: missing."""
         names = (part.name, part.name.partition(".")[2], part.other)
-        return next((name for name in names if name in self.files), None)
+        return next((self.names[name] for name in names if name in self.names), None)
 
     def parameter(self, parameter: ParameterSpec, sharding: Any, dtype: Any) -> Any:
         """Load a parameter onto the devices of a sharding; a numpy array without one. Each tensor
@@ -419,7 +434,8 @@ class _Tensors:
         Raises:
           ConfigError: a tensor is missing, unexpected, or of another shape or dtype, by name.
         """
-        expected = {OUTPUT_TABLE}  # may be present though not loaded; see also ``check_tied``
+        # The output table may be present though not loaded; see also ``check_tied``.
+        expected = {self.names.get(OUTPUT_TABLE)}
         for parameter, _ in _specs_and_values(declared):
             for part in parts(parameter):
                 name = self.name(part)
@@ -427,7 +443,7 @@ class _Tensors:
                     self._check_form(name, part)
                     expected.add(name)
                 elif not parameter.optional:
-                    raise ConfigError(f"{self.path}: tensor {part.name!r} is missing")
+                    raise self._missing_error(part.name)
         unexpected = sorted(n for n in self.files if n not in expected and not n.endswith(_IGNORED))
         if unexpected:
             raise ConfigError(
@@ -435,17 +451,23 @@ class _Tensors:
                 "config.json describes it"
             )
 
+    def _missing_error(self, name: str) -> ConfigError:
+        there = next((x for x in self.files if x.endswith(f".{name}")), None)
+        hint = f"; {there!r} is there: give files of names without that prefix" if there else ""
+        return ConfigError(f"{self.path}: tensor {name!r} is missing{hint}")
+
     def check_tied(self, config: ModelConfig) -> None:
         """Check that an output table stored besides the tied embedding equals it.
 
         Raises:
           ConfigError: it differs.
         """
-        if OUTPUT_TABLE not in self.files or not config.tie_embeddings:
+        table = self.names.get(OUTPUT_TABLE)
+        if table is None or not config.tie_embeddings:
             return
         [embedding] = parts(decoder_parameters(config)["embedding"])
-        self._check_form(OUTPUT_TABLE, embedding)
-        if not np.array_equal(self.files[OUTPUT_TABLE].rows(OUTPUT_TABLE), self.read(embedding)):
+        self._check_form(table, embedding)
+        if not np.array_equal(self.files[table].rows(table), self.read(embedding)):
             raise ConfigError(
                 f"{self.path}: {OUTPUT_TABLE} differs from {embedding.name}, but config.json ties "
                 "them (tie_word_embeddings)"

@@ -35,13 +35,23 @@ _IGNORED_KEYS = frozenset(
     qalora_group_size use_dora target_parameters
     """.split()
 )
-# Values of init_lora_weights that change the base.
-_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "eva")
+# Values of init_lora_weights that leave the base as it is; others change its weights too.
+_BASE_KEEPING_INITS = ("none", "true", "false", "gaussian", "eva", "orthogonal", "mica")
+_HEADS = {"score", "classifier"}  # in modules_to_save of every sequence classifier
+_TABLES = re.compile(r"(^|\.)(lm_head|embed_tokens|wte|embed_out|embed_in)\.")
+_QUANTIZED_NAME = re.compile(r"(-unsloth)?-bnb-[48]bit$")
+_MERGE = "merge it with PEFT (merge_and_unload) and give the merged model"
+
+
+def split_base(path: StrPath) -> tuple[StrPath, str]:
+    """The directory and the base of ``DIRECTORY,base=MODEL``; the base is empty without one."""
+    directory, given, base = str(path).partition(",base=")
+    return (directory, base) if given and not Path(path).is_dir() else (path, "")
 
 
 def is_adapter(path: StrPath) -> bool:
-    """Whether a directory holds adapters and no model."""
-    directory = user_path(path, "model ")
+    """Whether a directory, with or without ``,base=MODEL``, holds adapters and no model."""
+    directory = user_path(split_base(path)[0], "model ")
     return (directory / CONFIG).is_file() and not (directory / "config.json").is_file()
 
 
@@ -50,21 +60,28 @@ class Adapter:
 
     Attributes:
       path: the directory.
-      base: directory or name of the base model.
+      base: directory or name of the base model: that of ``path,base=MODEL``, or of the config.
 
     Raises:
       ConfigError: missing, damaged or truncated files, or an unsupported kind, by name.
     """
 
     def __init__(self, path: StrPath):
-        self.path = user_path(path, "model ")
+        directory, given = split_base(path)
+        self.path = user_path(directory, "model ")
         self._config = self._read_config()
-        self.base = str(self._config.get("base_model_name_or_path") or "")
+        self.base = given or str(self._config.get("base_model_name_or_path") or "")
         if not self.base or is_adapter(self.base):
             what = "an adapter itself" if self.base else "not named"
             raise ConfigError(
                 f"{self.path / CONFIG}: base_model_name_or_path is {what}; give the model's "
-                "directory or name there"
+                f"directory or name there, or {self.path},base=MODEL"
+            )
+        if not given and _QUANTIZED_NAME.search(self.base) and not Path(self.base).is_dir():
+            raise ConfigError(
+                f"{self.path / CONFIG}: base_model_name_or_path is {self.base}, quantized weights; "
+                f"give the model that it was made of: {self.path},base="
+                f"{_QUANTIZED_NAME.sub('', self.base)}"
             )
         if not (self.path / WEIGHTS).is_file():
             raise ConfigError(
@@ -73,6 +90,11 @@ class Adapter:
         self.file = TensorFile(self.path / WEIGHTS)
         self.names = {name.removeprefix(_PREFIX): name for name in self.file.shapes}
         for name, full in self.names.items():
+            if _TABLES.search(name):
+                raise ConfigError(
+                    f"{self.path}: {name!r} adapts an embedding or output table; here matrices of "
+                    f"layers have adapters: {_MERGE}"
+                )
             if self.file.dtypes[full] not in DTYPES:
                 raise ConfigError(
                     f"{self.path}: {name} is of dtype {self.file.dtypes[full]}; supported: "
@@ -88,8 +110,18 @@ class Adapter:
         left = {key: x for key, x in config.items() if x and key not in _IGNORED_KEYS}
         if left.get("bias") == "none":
             del left["bias"]
-        if str(start := config.get("init_lora_weights")).startswith(_BASE_CHANGING_INITS):
-            left["init_lora_weights"] = start
+        start = config.get("init_lora_weights")
+        if str(start).lower() not in _BASE_KEEPING_INITS:
+            raise ConfigError(
+                f"{file}: init_lora_weights={start!r} changes the base's weights; convert to plain "
+                "LoRA (PEFT's save_pretrained with path_initial_model_for_weight_conversion)"
+            )
+        saved = config.get("modules_to_save") or []
+        if not isinstance(saved, list) or set(map(str, saved)) - _HEADS:
+            raise ConfigError(
+                f"{file}: modules_to_save={saved!r}, whole modules beside the adapters, is not "
+                f"supported: {_MERGE}"
+            )
         if left:
             shown = ", ".join(f"{key}={value!r}" for key, value in sorted(left.items()))
             raise ConfigError(f"{file}: adapters with {shown[:200]} are not supported")

@@ -189,6 +189,8 @@ SCALINGS: dict[str, type[RopeScaling]] = {
     form.kind: form
     for form in (LinearScaling, DynamicNTKScaling, YarnScaling, LongRopeScaling, Llama3Scaling)
 }
+_UNREAD = ("finetuned", "original_max_position_embeddings")  # of scalings without such a field
+_NEUTRAL_AT_1 = ("attn_factor", "extrapolation_factor", "factor")
 _OF_MODEL = "max_position_embeddings"  # a scaling's field that is a key of the model
 
 
@@ -276,21 +278,15 @@ def read_scaling(content: Mapping[str, Any], max_length: int, what: str) -> Rope
     content = {key: value for key, value in content.items() if value is not None}
     kind = content.pop("rope_type", content.pop("type", "default"))
     kind = {"su": "longrope"}.get(kind, kind)
-    if kind == "default":
-        if content:
-            raise ConfigError(f"{what}: rope_type 'default' knows no {', '.join(sorted(content))}")
-        return None
-    if kind not in SCALINGS:
+    if kind != "default" and kind not in SCALINGS:
         raise ConfigError(
             f"{what}: rope_type {kind!r} is not supported; supported: default, "
             f"{', '.join(SCALINGS)}"
         )
-    form = SCALINGS[kind]
-    by_key = {field.metadata["key"]: field for field in dataclasses.fields(form)}
+    form = SCALINGS.get(kind)
+    by_key = {field.metadata["key"]: field for field in dataclasses.fields(form)} if form else {}
     if kind in ("yarn", "llama3", "longrope"):
         content.setdefault("original_max_position_embeddings", max_length)
-    elif kind == "dynamic":  # some files have it, no forward reads it
-        content.pop("original_max_position_embeddings", None)
     if _OF_MODEL in by_key:
         content[_OF_MODEL] = max_length
     missing = [
@@ -299,9 +295,13 @@ def read_scaling(content: Mapping[str, Any], max_length: int, what: str) -> Rope
     ]  # fmt: skip
     if missing:
         raise ConfigError(f"{what}: rope_type {kind!r} needs {', '.join(missing)} too")
-    unknown = sorted(set(content) - set(by_key))
+    unread = {key for key, x in content.items() if x is False or key in _UNREAD}
+    unread |= {key for key in _NEUTRAL_AT_1 if content.get(key) == 1}
+    unknown = sorted(set(content) - set(by_key) - unread)
     if unknown:
         raise ConfigError(f"{what}: rope_type {kind!r} knows no {', '.join(unknown)}")
+    if form is None:
+        return None
     values = {}
     for key, field in by_key.items():
         if key in content:

@@ -42,6 +42,8 @@ def model_directory(path: StrPath) -> Path:
     Raises:
       ConfigError: no model there, or a name that can be neither found nor downloaded.
     """
+    if is_adapter(path):
+        return model_directory(Adapter(path).base)
     directory = user_path(path, "model ")
     if not directory.is_dir():
         if str(path).lower() in PRESETS:
@@ -56,8 +58,6 @@ def model_directory(path: StrPath) -> Path:
                 "config.json and *.safetensors, a name as owner/name, or an hjax workdir"
             )
         return _download(str(path))
-    if is_adapter(directory):
-        return model_directory(Adapter(directory).base)
     return directory / MODEL_DIRECTORY if is_workdir(directory) else directory
 
 

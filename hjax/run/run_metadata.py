@@ -3,6 +3,7 @@ versions, commits, hardware)."""
 
 import dataclasses
 import importlib.metadata
+import json
 import os
 import platform
 import shlex
@@ -18,10 +19,10 @@ from ml_collections import ConfigDict
 
 import hjax
 from hjax.errors import ConfigError
-from hjax.files import KERNELS, StrPath, replacing, saved_steps
+from hjax.files import KERNELS, StrPath, read_json, replace_file, replacing, saved_steps
 from hjax.machine import available_cores
 from hjax.models.base_checkpoints import RECORD, BaseCheckpoint, read_bases
-from hjax.models.export import export_adapters, export_weights
+from hjax.models.export import GENERATION_CONFIG, export_adapters, export_weights
 from hjax.models.huggingface import write_config
 from hjax.models.parameters import decoder_network
 from hjax.models.weights import MODEL_DIRECTORY, adapter_base, base_model_path, model_directory
@@ -29,6 +30,7 @@ from hjax.run.inputs import Inputs
 from hjax.run.placement import train_sizes
 from hjax.run.role_groups import RoleGroups
 from hjax.run.workdir import Workdir
+from hjax.user_input import read_object
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
@@ -110,18 +112,25 @@ def export_actor(
     )
 
 
-def write_model_files(workdir: Path, inputs: Inputs, scalar: bool = False) -> None:
-    """Write the model's config.json and tokenizer, so that ``load_model`` can read the workdir.
+def write_model_files(workdir: Path, inputs: Inputs, scalar: bool = False, start: str = "") -> None:
+    """Write the model's config.json and tokenizer, so that ``load_model`` can read the workdir, and
+    what the generation_config.json of the path that it starts from says.
 
     Args:
       workdir: of the run.
       inputs: the run's model config and tokenizer.
       scalar: whether the model has a scalar head.
+      start: path that the actor starts from; empty: from scratch.
     """
     directory = workdir / MODEL_DIRECTORY
     write_config(directory, inputs.model, inputs.tokenizer, scalar)
     if inputs.tokenizer is not None:
         inputs.tokenizer.save(directory)
+    source = model_directory(start) / GENERATION_CONFIG if start else None
+    if source is not None and source.is_file():
+        written = directory / GENERATION_CONFIG  # ids that end a response, where there are several
+        content = read_object(source) | (read_json(written) or {})
+        replace_file(written, json.dumps(content, indent=1) + "\n")
 
 
 def record_bases(workdir: Workdir, bases: Mapping[str, BaseCheckpoint]) -> list[str]:

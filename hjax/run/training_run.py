@@ -224,7 +224,8 @@ class TrainingRun:
             self.checkpoints = Checkpoints(self.workdir.checkpoints, self.config.checkpoint.keep)
             scalar = self.roles.table["actor"].scalar
             with self.workdir.writing("model"):
-                write_model_files(self.workdir.path, self.inputs, scalar)
+                start = self.config.actor.path
+                write_model_files(self.workdir.path, self.inputs, scalar, start)
             self.workdir.write_json("plan.json", plan_record(self.roles))
             if forms_of(self.backend.platform):
                 self.workdir.write_json(KERNELS, self.forms.record(self.backend.device_kind))

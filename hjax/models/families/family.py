@@ -25,6 +25,7 @@ Tensors = dict[str, tuple[StoredTensor, ...]]
 
 DTYPES = ("float32", "float16", "bfloat16")
 DTYPE_KEYS = ("dtype", "torch_dtype")  # of config.json; the second is the older spelling
+NO_DTYPE = (None, "", "auto")  # their values that name none: the dtype is that of the files
 FULL, SLIDING = "full_attention", "sliding_attention"  # layer_types
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -95,10 +96,7 @@ class Family:
           ConfigError: a key or value that this family does not support.
         """
         hf_config = CheckedConfig(content, what, self.defaults)
-        if hf_config.get("quantization_config"):
-            raise hf_config.error(
-                "quantized weights are not supported; give the float32, float16 or bfloat16 ones"
-            )
+        hf_config.refuse_quantized()
         check_classes(hf_config, self.architecture, self.classifier)
         ids = {key: hf_config.get(key) for key in TOKEN_IDS}
         for key, value in ids.items():
@@ -243,7 +241,7 @@ def expert_tensors(names: Mapping[str, str]) -> Tensors:
 def read_dtype(hf_config: CheckedConfig) -> str:
     """The dtype of the files, as config.json says."""
     found = [hf_config.get(key) for key in DTYPE_KEYS]
-    name = str(next(filter(None, found), "float32")).removeprefix("torch.")
+    name = str(next((x for x in found if x not in NO_DTYPE), "float32")).removeprefix("torch.")
     if name not in DTYPES:
         raise hf_config.error(f"dtype {name!r} is not supported; supported: {', '.join(DTYPES)}")
     return name

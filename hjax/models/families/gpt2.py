@@ -48,9 +48,8 @@ class GPT2(Family):
     }
     # For half precision, duplicates, or for other heads.
     unread = (
-        *("reorder_and_upcast_attn", "attn_pdrop", "n_ctx", "task_specific_params"),
-        *("summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
-        *("summary_type", "summary_use_proj"),
+        *("reorder_and_upcast_attn", "n_ctx", "summary_activation"),
+        *("summary_proj_to_labels", "summary_type", "summary_use_proj"),
     )
 
     def fields(self, hf_config: CheckedConfig) -> dict[str, Any]:
