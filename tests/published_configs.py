@@ -329,7 +329,7 @@ REFUSED: dict[str, tuple[Config, str]] = {
     ),
     "mlx-community/Llama-3.2-1B-Instruct-4bit": (
         LLAMA32 | {"quantization": {"group_size": 64, "bits": 4}},
-        "quantization .*: quantized weights",
+        "config.json: quantization: quantized weights",
     ),
     "a block drafter for Qwen3": (
         TAKEN["Qwen/Qwen3-4B-Instruct-2507"]

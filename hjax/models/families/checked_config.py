@@ -148,9 +148,10 @@ class CheckedConfig:
         for key in _QUANTIZED:
             if how := self.get(key):
                 method = how.get("quant_method", "") if isinstance(how, Mapping) else how
+                named = f"{key} {method}".rstrip()
                 raise self.error(
-                    f"{key} {method}: quantized weights are not supported; give the float32, "
-                    "float16 or bfloat16 ones (for adapters: ADAPTER,base=MODEL)"
+                    f"{named}: quantized weights are not supported; give the float32, float16 or "
+                    "bfloat16 ones (for adapters: ADAPTER,base=MODEL)"
                 )
 
     def finish(self) -> None:
