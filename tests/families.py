@@ -131,6 +131,8 @@ MODELS = {
     "gpt2 narrow": ("gpt2", {"n_inner": 24, "layer_norm_epsilon": 1e-3}),
     "gpt2 one head": ("gpt2", {"n_head": 1, "tie_word_embeddings": False}),
 }
+
+
 def config(name, **more):
     """transformers' configuration of a tiny model, as an instance of it has it."""
     family, changes = MODELS[name]

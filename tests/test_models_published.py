@@ -46,7 +46,8 @@ def test_what_changes_the_network_is_refused_in_one_line(name):
 )
 def test_logits_are_transformers_of_the_same_file(name, tmp_path):
     content = shrunk(TAKEN[name])
-    (tmp_path / "config.json").write_text(json.dumps(content))
+    theirs = {k: x for k, x in content.items() if x != "auto"}  # which transformers cannot read
+    (tmp_path / "config.json").write_text(json.dumps(theirs))
     asked = AutoConfig.from_pretrained(tmp_path)
     torch.manual_seed(0)
     theirs = AutoModelForCausalLM.from_config(
