@@ -188,7 +188,7 @@ def test_penalties_are_in_the_log_probs_sampled_and_not_in_the_policys(generator
 @pytest.mark.parametrize(
     "compute",
     [Compute(), pytest.param(Compute(unroll_layers=True), marks=pytest.mark.extended)],
-    ids=str,
+    ids=["scanned", "unrolled"],
 )
 def test_reported_log_probs_are_those_of_training(compute, network_and_params):
     network, params = network_and_params
