@@ -228,7 +228,9 @@ def describe_roles(
     devices = plan.devices_of_roles
     sizes = {role: _sizes(config, plan, role, table[role]) for role in devices}
     layouts = {
-        role: make_layouts(count, **sizes[role], what=f"layout.{role}")
+        role: make_layouts(
+            count, sizes[role]["train"], sizes[role].get("generate"), f"layout.{role}"
+        )
         for role, count in devices.items()
     }
     check_compatibility(config, algorithm, inputs, table, layouts, plan)

@@ -93,9 +93,11 @@ def _ring_difference(dtype: str) -> str:
 
 def _differs(found: Any, expected: Any, dtype: str) -> str:
     """How a tree of arrays differs from another, by the path of each."""
-    both = ({jax.tree_util.keystr(p): x for p, x in jax.tree.leaves_with_path(tree)}
-            for tree in (found, expected))  # fmt: skip
-    return find_difference(*both, dtype=dtype, factor=_ROUNDS)
+    ours, exact = (
+        {jax.tree_util.keystr(path): x for path, x in jax.tree.leaves_with_path(tree)}
+        for tree in (found, expected)
+    )
+    return find_difference(ours, exact, dtype=dtype, factor=_ROUNDS)
 
 
 def expert_ring_cases() -> list[Case]:
@@ -154,9 +156,9 @@ def _transition(axis: str, generate: dict[str, int]) -> str:
     network = decoder_network(_MODEL)
     params = network.create(3, layouts.train)
     exact = jax.tree.map(np.asarray, params)
-    shardings = (network.shardings(layout) for layout in (layouts.train, layouts.generate))
+    train, generate_shardings = (network.shardings(x) for x in (layouts.train, layouts.generate))
     dtypes = network.compute_dtypes(jnp.float32)
-    transition = Transition(*shardings, network.shapes, dtypes)
+    transition = Transition(train, generate_shardings, network.shapes, dtypes)
     held = transition.start(params)
     there = jax.tree.map(np.asarray, transition.to_generate(held))
     back = jax.tree.map(np.asarray, transition.to_train(held))

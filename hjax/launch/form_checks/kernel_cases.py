@@ -292,10 +292,12 @@ def decode_by_tpu_kernel(
     """A step by ``decode_tpu``, interpreted where there is no TPU, as layer 1 of two."""
     from hjax.kernels import decode_tpu
 
-    layers = jax.tree.map(lambda x: jnp.stack([jnp.zeros_like(x), x]), held)
+    prompt_k, prompt_v, own_k, own_v = jax.tree.map(
+        lambda x: jnp.stack([jnp.zeros_like(x), x]), list(held)
+    )
     out, _, _ = decode_tpu.decode(
-        q, k, v, *layers, layer=jnp.asarray(1, jnp.int32), seen=seen, scoring=scoring, sinks=sinks,
-        interpret=jax.default_backend() != "tpu",
+        q, k, v, prompt_k, prompt_v, own_k, own_v, layer=jnp.asarray(1, jnp.int32), seen=seen,
+        scoring=scoring, sinks=sinks, interpret=jax.default_backend() != "tpu",
     )  # fmt: skip
     return out
 

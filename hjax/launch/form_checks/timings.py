@@ -51,7 +51,8 @@ def seconds_of(timed: Timed) -> float:
     """The shortest of several repetitions, compilation left out."""
     step, state = timed
     state = jax.block_until_ready(step(state))
-    end, taken = time.perf_counter() + _SECONDS, []
+    end = time.perf_counter() + _SECONDS
+    taken: list[float] = []
     while len(taken) < 3 or time.perf_counter() < end:
         start = time.perf_counter()
         state = jax.block_until_ready(step(state))
@@ -187,8 +188,9 @@ def _decode_on_tpu(q: Any, new: Any, shared: Any, held: Any, seen: CacheMask) ->
 
     def step(held: Any) -> Any:
         layer = jnp.zeros((), jnp.int32)
+        own_k, own_v = held[:2]
         out, own_k, own_v = decode_tpu.decode(
-            q, new, new, shared[None], shared[None], *held[:2], layer=layer, seen=seen
+            q, new, new, shared[None], shared[None], own_k, own_v, layer=layer, seen=seen
         )
         return [own_k, own_v, out]
 
