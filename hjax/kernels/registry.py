@@ -95,8 +95,9 @@ def make_kernel_set(
 
         found = dataclasses.replace(written_out, rotate=backward.rotate, few_passes=True)
         if MEGABLOX in forms:
-            product, multiple = grouped_tpu.product, grouped_tpu.row_multiple
-            found = dataclasses.replace(found, grouped=product, row_multiple=multiple)
+            found = dataclasses.replace(
+                found, grouped=grouped_tpu.product, row_multiple=grouped_tpu.row_multiple
+            )
         if SPLASH in forms:  # its segments cannot say that a response sees its prompt
             found = dataclasses.replace(found, attention=splash.attend, packs_share=False)
         return found

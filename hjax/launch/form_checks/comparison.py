@@ -64,8 +64,8 @@ def find_difference(
             return f"{name}: {np.count_nonzero(~np.isfinite(one))} values are not finite"
         off = np.where(np.isnan(exact), 0.0, one - exact)
         exact = np.nan_to_num(exact)
-        largest = np.max(np.abs(off)) / max(np.max(np.abs(exact)), 1e-30)
-        norm = np.linalg.norm(off) / max(np.linalg.norm(exact), 1e-30)
+        largest = float(np.max(np.abs(off))) / max(float(np.max(np.abs(exact))), 1e-30)
+        norm = float(np.linalg.norm(off)) / max(float(np.linalg.norm(exact)), 1e-30)
         if largest > of_value or norm > of_norm:
             return f"{name} are off by {largest:.2g} of the largest, {norm:.2g} of the norm"
     return ""

@@ -141,7 +141,8 @@ def by_splash(*arguments: Any, **options: Any) -> jax.Array:
     """JAX's splash attention, interpreted where there is no TPU."""
     from hjax.kernels import splash
 
-    return splash.attend(*arguments, **options, interpret=jax.default_backend() != "tpu")
+    attend = functools.partial(splash.attend, interpret=jax.default_backend() != "tpu")
+    return attend(*arguments, **options)
 
 
 ROWS_OF_GROUPS = {
@@ -180,7 +181,8 @@ def by_megablox(*arguments: Any) -> jax.Array:
     """JAX's megablox kernels, interpreted where there is no TPU."""
     from hjax.kernels import grouped_tpu
 
-    return grouped_tpu.product(*arguments, interpret=jax.default_backend() != "tpu")
+    product = functools.partial(grouped_tpu.product, interpret=jax.default_backend() != "tpu")
+    return product(*arguments)
 
 
 def grouped_by_blocks(*arguments: Any) -> jax.Array:
