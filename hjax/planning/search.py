@@ -62,8 +62,9 @@ class PlanProblem:
 
     def options(self, role: str, place: DeviceSet, **changes: Any) -> list[RoleOption]:
         """How a role may run there (``role_options``, with changes of its arguments)."""
-        usual = {"work": self.work, "space": self.space, "offload": self.offload.get(role, "none")}
-        return role_options(place, self.models[role], self.dataflow, role, **usual | changes)
+        given: dict[str, Any] = {"work": self.work, "space": self.space}
+        given |= {"offload": self.offload.get(role, "none"), **changes}
+        return role_options(place, self.models[role], self.dataflow, role, **given)
 
     def place(self, pool: DevicePool, devices: int) -> DeviceSet:
         """So many devices of a pool, with this problem's constants and numerics."""
