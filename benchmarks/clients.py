@@ -63,7 +63,7 @@ def openai_calls(url: str, folder: pathlib.Path) -> Iterator[tuple[str, Callable
     """Calls of OpenAI's own client."""
     import openai
 
-    client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+    client: Any = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
 
     def create(**fields: Any) -> Any:
         fields = {"messages": MESSAGES, "max_tokens": 200} | fields
@@ -121,7 +121,7 @@ def openai_calls(url: str, folder: pathlib.Path) -> Iterator[tuple[str, Callable
 def litellm_calls(url: str, folder: pathlib.Path) -> Iterator[tuple[str, Callable[[], None]]]:
     """Calls of LiteLLM with its provider `openai`."""
     os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it is read from a web page
-    import litellm
+    import litellm  # type: ignore[import-not-found]
 
     about = {"model": f"openai/{NAME}", "api_base": url, "api_key": "none", "max_retries": 0}
 
@@ -152,8 +152,8 @@ def litellm_calls(url: str, folder: pathlib.Path) -> Iterator[tuple[str, Callabl
 def harness_calls(url: str, folder: pathlib.Path) -> Iterator[tuple[str, Callable[[], None]]]:
     """Runs of lm-evaluation-harness over a task of a local file."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder)}
-    import lm_eval
-    from lm_eval.tasks import TaskManager
+    import lm_eval  # type: ignore[import-not-found]
+    from lm_eval.tasks import TaskManager  # type: ignore[import-not-found]
 
     rows = [{"question": f"{i} + {i} =", "answer": f" {2 * i}"} for i in range(6)]
     data = folder / "sums.jsonl"

@@ -244,7 +244,7 @@ class _Groups(NamedTuple):
         above: rewards minus the group's lowest, so that equal rewards are exact zeros; 0 where
             unscored, and in groups of `constant` rewards that have a baseline.
         peers: bool [groups, samples, samples], [p, i, j]: sample j counts in the baseline of i.
-        count: of each sample's peers.
+        peer_count: of each sample's peers.
         mean: of its peers, over `above`.
     """
 
@@ -254,7 +254,7 @@ class _Groups(NamedTuple):
     highest: jax.Array
     above: jax.Array
     peers: jax.Array
-    count: jax.Array
+    peer_count: jax.Array
     mean: jax.Array
 
     @classmethod
@@ -275,9 +275,9 @@ class _Groups(NamedTuple):
         peers = jnp.broadcast_to(scored[:, None, :], (*above.shape, samples))
         if baseline == "others":
             peers = peers & ~jnp.eye(samples, dtype=bool)
-        count = jnp.sum(peers, axis=2)
-        mean = jnp.sum(masked(above[:, None, :], peers), axis=2) / jnp.maximum(count, 1)
-        return cls(grouped, scored, lowest, highest, above, peers, count, mean)
+        peer_count = jnp.sum(peers, axis=2)
+        mean = jnp.sum(masked(above[:, None, :], peers), axis=2) / jnp.maximum(peer_count, 1)
+        return cls(grouped, scored, lowest, highest, above, peers, peer_count, mean)
 
     def _lowest_of_each(self) -> jax.Array:
         return masked(jnp.broadcast_to(self.lowest, self.above.shape), self.scored)
@@ -297,7 +297,7 @@ class _Groups(NamedTuple):
         """Standard deviation of each sample's peers plus epsilon; 1 where they are `constant`."""
         differences = self.above[:, None, :] - self.mean[:, :, None]
         squares = jnp.sum(masked(differences**2, self.peers), axis=2)
-        std = jnp.sqrt(squares / jnp.maximum(self.count - 1 if unbiased else self.count, 1))
+        std = jnp.sqrt(squares / jnp.maximum(self.peer_count - 1 if unbiased else self.peer_count, 1))
         rewards = jnp.broadcast_to(self.rewards[:, None, :], self.peers.shape)
         return jnp.where(constant_where(rewards, self.peers, axis=2), 1.0, std + epsilon)
 

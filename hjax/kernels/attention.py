@@ -336,9 +336,8 @@ def _attend_sharded(
 ) -> jax.Array:
     """``attend`` over several devices; ``more`` are further arrays that the kernel takes."""
     inside = jax.sharding.get_abstract_mesh()
-    mesh, manual = sharding.mesh, set(inside.manual_axes) if not inside.empty else set()
-    if manual:
-        mesh = inside
+    manual = set() if inside.empty else set(inside.manual_axes)
+    mesh: Any = inside if manual else sharding.mesh
     length_shards = sharding.shard_count(sharding.length)
     length = q.shape[1]
     short = -length % (length_shards * LENGTH_MULTIPLE if length_shards > 1 else 1)

@@ -244,12 +244,13 @@ def attend_shared_prompt(
     past = int8_cache.scores("xkqd,xkpd->xkqp", together, prompt_k)
     past = past.reshape(groups, kv_heads, samples, per_kv, tokens, prompt)
     past = _hide(past, prompt_seen[:, None, :, None], scoring)
-    own = None
     if own_partial is None:
         assert own_seen is not None
         own = int8_cache.own_scores(q, own_k, axis)
         own = _hide(own, own_seen[:, None, :, None], scoring)
-    highest = own_partial[0] if own is None else own.max(-1)
+        highest = own.max(-1)
+    else:
+        own, highest = None, own_partial[0]
     top = jnp.maximum(past.max(-1, initial=MASKED), highest)[..., None]
     top = jax.lax.stop_gradient(top)
     if sinks is not None:
@@ -358,13 +359,15 @@ def attend_slots(
     """
     q = q * scoring.query_scale(q.shape[-1])
     kv_heads, per_kv, new = q.shape[1:4]
-    own = past = None
+    past = None
     if own_partial is None:
         own = int8_cache.own_scores(q, own_k, axis)
         seen = slots.own(own.shape[-1], scoring.window, new)[:, None, None]
         own = _hide(own, seen, scoring)
+        top = own.max(-1)
+    else:
+        own, top = None, own_partial[0]
     sink = None if sinks is None else sinks.astype(jnp.float32).reshape(kv_heads, per_kv, 1)
-    top = own_partial[0] if own is None else own.max(-1)
     together = _PromptGroups(slots, (kv_heads, per_kv, new))
     if prompt := int8_cache.shape(prompt_v)[2]:
         past = together.scores(q, prompt_k, prompt, scoring)

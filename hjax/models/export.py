@@ -153,8 +153,8 @@ def _write_model(
             (made / MORE_TEMPLATES).mkdir(exist_ok=True)
             shutil.copyfile(file, made / MORE_TEMPLATES / file.name)
     if not (made / GENERATION_CONFIG).is_file():
-        config = read_json(made / "config.json")
-        ids = {key: config[key] for key in TOKEN_IDS if config[key] is not None}
+        written = read_json(made / "config.json")
+        ids = {key: written[key] for key in TOKEN_IDS if written[key] is not None}
         (made / GENERATION_CONFIG).write_text(json.dumps(ids, indent=1) + "\n")
 
 

@@ -64,10 +64,10 @@ class RoleGroups:
       groups: worker group by role; the actor's is a ``RolloutPolicy`` with a separate rollout.
     """
 
-    table: dict[str, Role]
+    table: Mapping[str, Role]
     builds: dict[str, BuildWorker]
     plan: Plan
-    layouts: dict[str, RoleLayouts]
+    layouts: Mapping[str, RoleLayouts]
     models: dict[str, ModelConfig]
     starts_from: dict[str, str]
     shared_workers: dict[str, str] = dataclasses.field(default_factory=dict)
