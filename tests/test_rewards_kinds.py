@@ -178,6 +178,7 @@ def endpoint():
     app = Endpoint()
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
+        bound.listen()  # a request that comes before the server runs waits
         config = uvicorn.Config(app, lifespan="off", log_level="error", http="h11")
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
