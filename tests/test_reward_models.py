@@ -302,7 +302,12 @@ def test_a_reward_model_is_trained_resumed_exported_and_used(tmp_path):
             marks=pytest.mark.extended,
         ),
         ("ProcessRewardModel", {"data.packing": 16}, {"eval/accuracy", "eval/loss"}),
-        ("DPO", {}, {"eval/pair_accuracy", "eval/pair_loss", "eval/accuracy"}),
+        pytest.param(
+            "DPO",
+            {},
+            {"eval/pair_accuracy", "eval/pair_loss", "eval/accuracy"},
+            marks=pytest.mark.extended,
+        ),
     ],
 )
 def test_cost_and_process_models_and_pairs_of_dpo_are_evaluated(name, changes, keys):

@@ -195,6 +195,7 @@ def test_log_probs_are_those_of_the_draw_and_of_the_policy(model, service):
     assert np.mean(np.array(sampled) - policy) > 0.1  # of fewer tokens, each is likelier
 
 
+@pytest.mark.extended
 def test_a_request_that_is_cancelled_makes_room(model):
     service = GenerationService(model, slots=SLOTS)
     endless = Request((1, 2, 3), 120)

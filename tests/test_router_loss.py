@@ -230,6 +230,7 @@ def test_the_loss_is_the_same(name, saved):
     same(found, update(path, batch), more={"padding"})
 
 
+@pytest.mark.extended
 def test_a_step_is_the_sum_of_its_micro_batches_by_share_of_tokens(saved):
     """Of two passes each has a loss of its own, weighted by the tokens that it counts."""
     path, batch = saved("mixtral", num_hidden_layers=1), batch_of()

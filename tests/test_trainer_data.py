@@ -92,6 +92,7 @@ def test_what_token_ids_alone_cannot_do(changes, message, folder):
     assert not (folder / "run").exists()
 
 
+@pytest.mark.extended
 def test_verls_parquet_columns_reach_the_reward_function(folder):
     Tokenizer.characters("0123456789>").save(folder / "chat")
     (folder / "chat" / "chat_template.jinja").write_text(

@@ -297,7 +297,8 @@ class _Groups(NamedTuple):
         """Standard deviation of each sample's peers plus epsilon; 1 where they are `constant`."""
         differences = self.above[:, None, :] - self.mean[:, :, None]
         squares = jnp.sum(masked(differences**2, self.peers), axis=2)
-        std = jnp.sqrt(squares / jnp.maximum(self.peer_count - 1 if unbiased else self.peer_count, 1))
+        degrees = self.peer_count - 1 if unbiased else self.peer_count
+        std = jnp.sqrt(squares / jnp.maximum(degrees, 1))
         rewards = jnp.broadcast_to(self.rewards[:, None, :], self.peers.shape)
         return jnp.where(constant_where(rewards, self.peers, axis=2), 1.0, std + epsilon)
 
