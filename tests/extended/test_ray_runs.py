@@ -237,7 +237,7 @@ def test_weights_of_a_pool_s_own_go_by_one_program_of_its_world(tmp_path):
         passed = made.sent_bytes + made.fetched_bytes
         reference.take_weights(actor.weights()).result()
         after = actor.pool.executor.machine()
-        assert [each["names"] for each in after] == [["copies"]] * 2
+        assert [each["names"] for each in after] == [["cast_copies"]] * 2
         # That there is no result.
         assert sum(each["given_bytes"] for each in after) - before < 2000
         assert made.sent_bytes + made.fetched_bytes - passed < 5000
