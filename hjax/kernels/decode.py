@@ -246,8 +246,7 @@ def attend_shared_prompt(
     past = _hide(past, prompt_seen[:, None, :, None], scoring)
     if own_partial is None:
         assert own_seen is not None
-        own = int8_cache.own_scores(q, own_k, axis)
-        own = _hide(own, own_seen[:, None, :, None], scoring)
+        own = _hide(int8_cache.own_scores(q, own_k, axis), own_seen[:, None, :, None], scoring)
         highest = own.max(-1)
     else:
         own, highest = None, own_partial[0]
