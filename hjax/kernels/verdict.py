@@ -14,7 +14,7 @@ import dataclasses
 import importlib.metadata
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +104,13 @@ _PACKAGES = (
 
 def runtime_versions() -> dict[str, str]:
     """Versions of JAX and those of its plugins and of cuDNN that are installed."""
+    return installed_versions(_PACKAGES)
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Versions by name, of those packages that are installed."""
     found = {}
-    for name in _PACKAGES:
+    for name in packages:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

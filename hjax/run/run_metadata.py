@@ -2,7 +2,6 @@
 versions, commits, hardware)."""
 
 import dataclasses
-import importlib.metadata
 import json
 import os
 import platform
@@ -20,6 +19,7 @@ from ml_collections import ConfigDict
 import hjax
 from hjax.errors import ConfigError
 from hjax.files import KERNELS, StrPath, read_json, replace_file, replacing, saved_steps
+from hjax.kernels.verdict import installed_versions
 from hjax.machine import available_cores
 from hjax.models.base_checkpoints import RECORD, BaseCheckpoint, read_bases
 from hjax.models.export import GENERATION_CONFIG, export_adapters, export_weights
@@ -175,7 +175,11 @@ def start_record(devices: Sequence[Any], step: int) -> dict[str, Any]:
         "step": step,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": _command(),
-        "versions": {"hjax": hjax.__version__, "python": platform.python_version(), **_versions()},
+        "versions": {
+            "hjax": hjax.__version__,
+            "python": platform.python_version(),
+            **installed_versions(_PACKAGES),
+        },
         "commit": _commit(Path.cwd()),
         "hjax_commit": _commit(Path(hjax.__file__).resolve().parent),
         "devices": {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
@@ -189,16 +193,6 @@ def _command() -> str:
     """The command line, quoted for a shell; in a notebook that of its kernel."""
     words = sys.orig_argv
     return shlex.join([Path(words[0]).name, *words[1:]]) if words else ""
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _commit(folder: Path) -> str:
