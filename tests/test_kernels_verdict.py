@@ -11,8 +11,13 @@ from hjax.errors import DataError
 from hjax.kernels import blockwise, decode, grouped_blocks, splash, verdict
 from hjax.kernels.registry import make_kernel_set
 from hjax.kernels.verdict import FormVerdict, choose_forms, known_or_assumed
+from hjax.run import training_run
+from hjax.run.backends import LocalBackend
+from hjax.run.reporter import Reporter
+from hjax.run.role_groups import describe_roles
 from hjax.run.run_metadata import recorded_forms
 from hjax.run.workdir import Workdir
+from tests.helpers import ONE_DEVICE, computed, trainer_of
 
 TPU, GPU = "TPU v5 lite", "NVIDIA H100 80GB HBM3"
 
@@ -119,3 +124,48 @@ def test_forms_decide_kernels():
     assert decode.choose_form(tpu, 128, frozenset()) == decode.TILES
     assert decode.choose_form(gpu, 128) == decode.GPU_KERNEL
     assert decode.choose_form(gpu, 128, frozenset()) == decode.ROWS
+
+
+@pytest.mark.extended
+def test_runs_without_with_and_with_a_stale_verdict(tmp_path, monkeypatch):
+    # CPU devices by a TPU's name: the choice is the controller's, and so are line and record.
+    found = {}
+
+    def choose(platform, kind, recorded=None):
+        return choose_forms("tpu", kind, recorded)
+
+    def role_groups(*arguments, forms, **options):
+        found["forms"] = forms
+        return describe_roles(*arguments, forms=forms, **options)
+
+    kind = property(lambda backend: TPU, lambda backend, found: None)
+    monkeypatch.setattr(LocalBackend, "device_kind", kind, raising=False)
+    monkeypatch.setattr(training_run, "choose_forms", choose)
+    monkeypatch.setattr(training_run, "forms_of", lambda platform: verdict.forms_of("tpu"))
+    monkeypatch.setattr(training_run, "describe_roles", role_groups)
+    monkeypatch.setattr(Reporter, "message", lambda self, text: found["lines"].append(text))
+    own = {"decode=tpu kernel", "expert ring", "collective matmul"}
+
+    def run(name, steps=1):
+        found["lines"] = []
+        changes = ONE_DEVICE | {"steps": steps, "model.layers": 1}
+        with trainer_of("GRPO", changes, tmp_path / name) as trainer:
+            rows = trainer.run()
+        lines = [line for line in found["lines"] if line.startswith(("the verdict on", TPU))]
+        recorded = json.loads((tmp_path / name / "kernels.json").read_text())
+        assert set(recorded["forms"]) == found["forms"]
+        return found["forms"] & own, lines, [computed(row) for row in rows]
+
+    forms, lines, alone = run("without")
+    assert forms == set() and len(lines) == 1 and "is missing" in lines[0]
+    record(TPU, {"decode=tpu kernel": "right"}, jax="0.0.1")
+    forms, lines, _ = run("stale")
+    assert forms == set() and len(lines) == 1 and "has other versions" in lines[0]
+    record(TPU, {"decode=tpu kernel": "right", "expert ring": "wrong", "collective matmul": "hung"})
+    forms, lines, rows = run("with")
+    assert forms == {"decode=tpu kernel"} and len(lines) == 1
+    assert "expert ring was wrong, collective matmul was hung" in lines[0]
+    assert rows == alone  # a CPU computes with its own forms
+    # A resume keeps what its run began with.
+    forms, lines, _ = run("without", steps=2)
+    assert forms == set() and lines == []
