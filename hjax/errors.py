@@ -1,6 +1,7 @@
 """The kinds of errors a user meets; each message is one line that says what to do next."""
 
 import difflib
+import errno
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -88,6 +89,16 @@ def _user_frames(error: BaseException) -> TracebackType | None:
     return error.__traceback__
 
 
+def output_error(setting: str, error: OSError) -> ConfigError | RunError:
+    """The error for a path that cannot be written: wrong input, unless the disk is full.
+
+    Args:
+      setting: names the path.
+    """
+    kind = RunError if error.errno in (errno.ENOSPC, errno.EDQUOT) else ConfigError
+    return kind(f"{setting}: {error.strerror}")
+
+
 def safe_repr(value: object) -> str:
     """``repr`` of a value; its type if ``repr`` fails."""
     try:
@@ -123,7 +134,9 @@ def _print_error(error: Exception, status: int) -> int:
     text = one_line(error)
     if details := getattr(error, "details", ""):
         print(details, file=sys.stderr)
-    if not isinstance(error, (ConfigError, RunError)):
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        text = f"{error.filename}: {error.strerror}"
+    elif not isinstance(error, (ConfigError, RunError)):
         text = f"{type(error).__name__}: {text}"
     print(f"hjax: error: {text}", file=sys.stderr)
     return status

@@ -1,10 +1,12 @@
 """hjax's files: JSON without non-finite numbers, atomic replacement, one-line errors."""
 
 import contextlib
+import errno
 import json
 import math
 import os
 import secrets
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,50 @@ def cache_folder(*parts: str) -> Path:
     """The folder for files that can be made again: ``$XDG_CACHE_HOME/hjax`` or
     ``~/.cache/hjax``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").joinpath("hjax", *parts)
+
+
+_SPECIAL_FILES = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFBLK: "a device",
+    stat.S_IFCHR: "a device",
+}
+
+
+def special_file(path: StrPath) -> str:
+    """What is at a path, links followed, if it is neither a file nor a directory: "a FIFO", "a
+    socket", "a device", "a link to TARGET, which does not exist"; else, and if nothing is there, an
+    empty text."""
+    try:
+        return _SPECIAL_FILES.get(stat.S_IFMT(os.stat(path).st_mode), "")
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return "a loop of links"
+        if isinstance(error, FileNotFoundError) and os.path.islink(path):
+            return f"a link to {os.readlink(path)}, which does not exist"
+        return ""
+
+
+def open_regular(path: str, flags: int, mode: int = 0o666) -> int:
+    """An opener for ``open``: a FIFO is not waited for, and a device neither read nor written.
+
+    Raises:
+      OSError: the path has something else than a regular file.
+    """
+    if flags & os.O_ACCMODE != os.O_RDONLY and (found := special_file(path)):
+        raise OSError(errno.EINVAL, f"{found}, not a file", str(path))
+    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0), mode)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        found = special_file(path) or "a directory"
+        raise OSError(errno.EINVAL, f"{found}, not a file", str(path))
+    return descriptor
+
+
+def read_bytes(path: Path) -> bytes:
+    """The bytes of a regular file; raises OSError as ``open_regular`` does."""
+    with open(path, "rb", opener=open_regular) as file:
+        return file.read()
 
 
 def to_json(value: Any) -> Any:
@@ -64,7 +110,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """
     if not path.exists():
         return []
-    lines = path.read_bytes().split(b"\n")
+    lines = read_bytes(path).split(b"\n")
     # Text after the last newline is a line cut off by a kill.
     rows = []
     for number, line in enumerate(lines[:-1], 1):
@@ -93,7 +139,7 @@ def read_json(path: Path) -> Any:
       DataError: the file is not JSON.
     """
     try:
-        data = path.read_bytes()
+        data = read_bytes(path)
     except FileNotFoundError:
         return None
     try:
@@ -117,19 +163,54 @@ def replace_file(path: Path, content: str | bytes) -> None:
 def replacing(path: Path) -> Iterator[Path]:
     """An empty file to write into; it replaces ``path`` at the end of the block, synced to disk.
 
-    After an error ``path`` is unchanged. Permissions are those of any new file.
+    After an error ``path`` is unchanged. Permissions are those of any new file. If ``path`` is a
+    link, the file that it leads to is replaced.
+
+    Raises:
+      OSError: with the path as its file name: it cannot be written, or has no regular file.
     """
+    if found := special_file(path):
+        raise OSError(errno.EINVAL, f"{found}, not a file", str(path))
+    path = Path(os.path.realpath(path))
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_PART}")
     # The system applies the umask; reading it would change it for other threads.
     os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     try:
         yield part
-        with open(part, "rb") as file:
-            os.fsync(file.fileno())
+        sync_file(part)
         os.replace(part, path)
-    except BaseException:
+    except BaseException as error:
         part.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
+
+
+def replace_files(directory: Path, contents: Mapping[str, str]) -> None:
+    """Write or replace files, by name, in a directory, which is created. After an error the
+    directory, or the files that are new, are removed.
+
+    Raises:
+      OSError: with the file's name: it cannot be written.
+    """
+    is_new = not directory.exists()
+    new = [directory / name for name in contents if not (directory / name).exists()]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, content in contents.items():
+            replace_file(directory / name, content)
+    except OSError:
+        for path in new:
+            path.unlink(missing_ok=True)
+        if is_new and directory.is_dir():
+            directory.rmdir()
+        raise
+
+
+def sync_file(path: Path) -> None:
+    """Wait until a file's content is on the disk; raises OSError if it could not be written."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def remove_parts(directory: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hjax.errors import ConfigError, DataError, truncate
-from hjax.files import StrPath
+from hjax.files import StrPath, read_bytes, special_file
 
 _SHOWN = 80  # characters of a path in a message
 
@@ -19,14 +19,16 @@ def user_path(text: StrPath, setting: str) -> Path:
       setting: its name in messages: `--workdir=`, `data.path=`.
 
     Raises:
-      ConfigError: it cannot be looked up: `~` of nobody, too long, a loop of links, no permission.
+      ConfigError: it cannot be looked up (`~` of nobody, too long, a loop of links, no permission),
+        or is a link to nothing.
     """
     shown = truncate(os.fspath(text), _SHOWN)
     try:
         path = Path(text).expanduser()
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
-        pass
+        if path.is_symlink():
+            raise ConfigError(f"{setting}{shown}: {special_file(path)}") from None
     except RuntimeError:
         user = shown.partition("/")[0]
         raise ConfigError(f"{setting}{shown}: there is no user of the name in {user!r}") from None
@@ -70,10 +72,22 @@ def read_object(path: Path) -> dict[str, Any]:
     return content
 
 
+# Ends of the names of files that are read in a model's directory.
+_MODEL_FILES = (".json", ".jinja", ".model", ".safetensors", ".tiktoken", ".txt")
+
+
+def check_directory(path: Path) -> None:
+    """Raise DataError if a model's directory has something else in a file's place (a FIFO, a link
+    to nothing), which would count as a missing file or be waited for."""
+    for file in path.iterdir() if path.is_dir() else ():
+        if file.name.endswith(_MODEL_FILES) and (found := special_file(file)):
+            raise DataError(f"{file}: {found}, not a file")
+
+
 def read_file(path: Path) -> bytes:
     """The bytes of a file; raises DataError if it cannot be read."""
     try:
-        return path.read_bytes()
+        return read_bytes(path)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
 

@@ -38,6 +38,7 @@ from hjax.controller.messages import (
 )
 from hjax.controller.worker_host import CallResult, WorkerHost
 from hjax.errors import RunError
+from hjax.files import open_regular
 from hjax.machine import ensure_threads
 from hjax.sharded_values import ArrayRegions
 from hjax.user_code import provide_files
@@ -464,7 +465,7 @@ class _Notices(logging.Handler):
 def redirect(path: Path) -> None:
     """Redirect all output of this process to a file, that of libraries included."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    file = open_regular(str(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os.dup2(file, 1)

@@ -15,6 +15,7 @@ from typing import Any
 
 from hjax.data.invalid_rows import InvalidRows
 from hjax.errors import DataError, short_repr
+from hjax.files import special_file
 from hjax.user_input import parse_json, user_path
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
@@ -123,6 +124,8 @@ def _read_rows(path: Path, invalid: InvalidRows) -> list[tuple[str, dict[str, An
     if _kind(path) not in SUFFIXES:
         raise DataError(f"{path}: its name must end in {_NAMES}")
     if not path.is_file():
+        if found := special_file(path) or ("a directory" if path.is_dir() else ""):
+            raise DataError(f"{path}: {found}; data.path and data.eval_path name files")
         raise DataError(f"{path}: there is no such file; data.path and data.eval_path name files")
     read = {
         ".txt": _read_lines,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hjax.errors import DataError, short_repr
-from hjax.user_input import read_object, read_text, user_path
+from hjax.user_input import check_directory, read_object, read_text, user_path
 
 if TYPE_CHECKING:
     import tokenizers
@@ -74,6 +74,8 @@ def read_tokenizer_files(path: str | Path, model: Path | None = None) -> Tokeniz
     path = user_path(path, "tokenizer ")
     file = path if path.is_file() else path / JSON
     folder = file.parent
+    check_directory(folder)
+    check_directory(folder / MORE_TEMPLATES)
     config = _config(folder)
     if file.is_file() and file.suffix == ".json":
         backend = _read_backend(file)

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +22,7 @@ import numpy as np
 from hjax.dryrun.programs import AbstractWorkers, StepProgram, memory_of
 from hjax.dryrun.topologies import Topology, parse_memory_error
 from hjax.errors import DataError, RunError
+from hjax.files import replace_file
 from hjax.sharding.device_mesh import ring_table
 from hjax.sharding.interconnect import Interconnect, interconnect_of
 from hjax.user_input import read_object
@@ -121,9 +121,7 @@ def _cache_key(
 
 def _store(file: Path, found: Mapping[str, Any]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(f".{os.getpid()}")  # two commands may write at once
-    part.write_text(json.dumps(found))
-    part.replace(file)
+    replace_file(file, json.dumps(found))
 
 
 def _compile(

@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hjax.errors import ConfigError, RunError
-from hjax.files import json_line, read_json
+from hjax.files import json_line, open_regular, read_json
 from hjax.launch.command import run_or_help, status_on_ctrl_c
 from hjax.launch.process_exit import run_and_exit
 from hjax.launch.sampling_flags import (
@@ -216,9 +216,10 @@ def _writer(output: Path | None, grader: Grader) -> Callable[[Sequence[GradedRes
         if output is None:
             return
         try:
-            with output.open("a", encoding="utf-8", errors="replace") as file:
+            with open(output, "a", encoding="utf-8", errors="replace", opener=open_regular) as file:
                 file.writelines(json_line(_row(row, grader)) + "\n" for row in rows)
         except OSError as error:
+            output.unlink(missing_ok=True)  # some rows would look like all of them
             raise RunError(f"{output} could not be written: {error.strerror}") from error
 
     return write

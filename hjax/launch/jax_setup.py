@@ -10,8 +10,11 @@ import contextlib
 import importlib
 import math
 import os
+import sys
 import time
+import warnings
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -127,10 +130,32 @@ def _keep_compiled_programs(options: Any) -> None:
         folder = cache_folder("programs", f"jax-{jax.__version__}")
         drop_corrupt_entries(folder)
         options.update("jax_compilation_cache_dir", str(folder))
+        warnings.showwarning = _without_cache_warnings(folder, warnings.showwarning)
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         options.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES" not in os.environ:
         options.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+# Beginning of JAX's warning for each program that it cannot store.
+_UNSTORED = "Error writing persistent compilation cache entry"
+
+
+def _without_cache_warnings(folder: Path, show: Callable[..., None]) -> Callable[..., None]:
+    """Like ``show``, which prints a warning, but programs that cannot be stored are one line in
+    all; what is stored of them is removed."""
+    said: list[str] = []
+
+    def show_warning(message: Any, *where: Any, **more: Any) -> None:
+        if not str(message).startswith(_UNSTORED):
+            return show(message, *where, **more)
+        drop_corrupt_entries(folder)
+        if not said:
+            said.append(str(message).rpartition("] ")[2])
+            line = f"hjax: compiled programs cannot be stored in {folder}: {said[0]}"
+            print(line, file=sys.stderr)
+
+    return show_warning
 
 
 # Entries older than this file's modification time have been checked.
@@ -150,9 +175,10 @@ def drop_corrupt_entries(folder: Path) -> int:
     dropped = 0
     with contextlib.suppress(OSError):  # the folder is missing or not writable
         for entry in os.scandir(folder):
-            if not entry.name.endswith("-cache") or entry.stat().st_mtime < checked:
+            changed = entry.stat(follow_symlinks=False).st_mtime
+            if not entry.name.endswith("-cache") or changed < checked:
                 continue
-            if not _is_intact(Path(entry.path).read_bytes()):
+            if not os.path.isfile(entry.path) or not _is_intact(Path(entry.path).read_bytes()):
                 Path(entry.path).unlink(missing_ok=True)
                 dropped += 1
         marker.touch()

@@ -57,7 +57,7 @@ from typing import Any
 
 from hjax.devices import DEVICES
 from hjax.errors import ConfigError
-from hjax.files import json_line, replace_file
+from hjax.files import json_line, replace_files
 from hjax.kernels.verdict import known_or_assumed
 from hjax.launch.command import print_json, run_or_help
 from hjax.launch.huge_pages import use_huge_pages
@@ -134,7 +134,6 @@ def _explain(workdir: Path, as_json: bool) -> int:
 def _write(request: PlanCommand, found: SearchResult, described: dict[str, Any]) -> list[str]:
     """Write the plan, its page, the runners-up and the run's config; returns the file names."""
     assert request.output is not None
-    request.output.mkdir(parents=True, exist_ok=True)
     files = {"plan.json": json_line(described) + "\n", "plan.html": plan_page(described)}
     chosen = [list(group) for group in described["placement"]]
     others = [c for c in found.candidates if [list(s.roles) for s in c.sets] != chosen]
@@ -144,8 +143,7 @@ def _write(request: PlanCommand, found: SearchResult, described: dict[str, Any])
     if request.keys and not described["needs"]:
         title = f"{described['algorithm']} on {described['cluster']}, as planned."
         files["config.py"] = config_text(request.keys, title)
-    for name, text in files.items():
-        replace_file(request.output / name, text)
+    replace_files(request.output, files)
     return list(files)
 
 

@@ -11,6 +11,7 @@ import gc
 import inspect
 import json
 import logging
+import re
 import shutil
 import sys
 import threading
@@ -23,7 +24,7 @@ import jax
 import numpy as np
 
 from hjax.errors import DataError, RunError
-from hjax.files import read_json, replace_file, saved_steps, to_json
+from hjax.files import read_json, replace_file, saved_steps, special_file, to_json
 from hjax.models.checksums import verify_checksums, write_checksums
 from hjax.sharding.offload import HOST
 
@@ -48,7 +49,8 @@ class Checkpoints:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise RunError(f"{self.directory}: {error.strerror}; checkpoints go there") from error
+            found = special_file(self.directory) or error.strerror
+            raise RunError(f"{self.directory}: {found}; checkpoints go there") from error
         self.keep = keep
         for ending in (SAVING, REMOVING):  # left by a run that was killed
             for left in self.directory.glob(f".*{ending}"):
@@ -215,7 +217,7 @@ class Checkpoints:
             saving.rename(self.folder(step))
             for old in self._saved_steps()[: -self.keep]:
                 # Rename first: a half-deleted checkpoint must not keep its number.
-                shutil.rmtree(self.folder(old).rename(self.directory / f".{old}{REMOVING}"))
+                _remove(self.folder(old).rename(self.directory / f".{old}{REMOVING}"))
         except BaseException as error:
             shutil.rmtree(saving, ignore_errors=True)
             self._failed = step, error
@@ -416,10 +418,16 @@ def _not_abandoned_task(record: logging.LogRecord) -> bool:
     return "exception was never retrieved" not in record.getMessage()
 
 
+# As tensorstore writes what the system has answered.
+_SYSTEM_ERROR = re.compile(r"OS error \d+: (?:E[A-Z]+ )?([^\]]+)")
+
+
 def write_error(step: int, error: BaseException) -> RunError:
     """The one-line error for a checkpoint that cannot be written."""
+    of_system = _SYSTEM_ERROR.search(str(error))
+    reason = of_system[1] if of_system else _reason(error)
     return RunError(
-        f"checkpoint {step} could not be written: {_reason(error)}; once that is fixed, the same "
+        f"checkpoint {step} could not be written: {reason}; once that is fixed, the same "
         "command resumes from the previous checkpoint"
     )
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,8 +12,8 @@ import numpy as np
 
 from hjax.data.tokenizer import Tokenizer
 from hjax.data.tokenizer_files import CONVERTED, MORE_TEMPLATES, TEMPLATE, holds_tokenizer
-from hjax.errors import ConfigError
-from hjax.files import StrPath, read_json
+from hjax.errors import ConfigError, RunError
+from hjax.files import StrPath, read_json, special_file, sync_file
 from hjax.models.base_checkpoints import recorded_step
 from hjax.models.families.family import TOKEN_IDS
 from hjax.models.huggingface import has_score_head, read_config, save_weights, stored_dtypes
@@ -30,7 +29,7 @@ from hjax.models.weights import (
     model_directory,
 )
 from hjax.sharded_values import ArrayRegions
-from hjax.user_input import user_path
+from hjax.user_input import read_file, user_path
 
 GENERATION_CONFIG = "generation_config.json"
 # Patterns of files beside weights and config that are copied unchanged; additional chat templates
@@ -51,11 +50,13 @@ def check_output(output: StrPath) -> Path:
     """The directory to write, which must be new or empty.
 
     Raises:
-      ConfigError: it is not empty, or it is a file.
+      ConfigError: it is not empty, a mount point, which cannot be replaced, or no directory.
     """
     path = user_path(output, "output ")
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        kind = "is not empty" if path.is_dir() else "is a file"
+    if path.exists() and (not path.is_dir() or any(path.iterdir()) or path.is_mount()):
+        kind = f"is {special_file(path) or 'a file'}"
+        if path.is_dir():
+            kind = "is a mount point" if path.is_mount() else "is not empty"
         raise ConfigError(f"{path} {kind}; give a directory that is new or empty")
     return path
 
@@ -124,15 +125,26 @@ def export_adapters(
 
 @contextlib.contextmanager
 def _atomic_directory(output: StrPath) -> Iterator[Path]:
-    """A temporary directory that is renamed to ``output`` at the end."""
-    path = check_output(output)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-        made = Path(folder) / "model"
-        yield made
-        if path.exists():
-            path.rmdir()
-        made.rename(path)
+    """A temporary directory that is renamed to ``output``, or to where that links, at the end.
+
+    Raises:
+      ConfigError: as of ``check_output``.
+      RunError: it could not be written; nothing is left behind.
+    """
+    path = check_output(output).resolve()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+            made = Path(folder) / "model"
+            yield made
+            for file in made.rglob("*"):
+                if file.is_file():
+                    sync_file(file)
+            if path.exists():
+                path.rmdir()
+            made.rename(path)
+    except OSError as error:
+        raise RunError(f"{path} could not be written: {error.strerror or error}") from error
 
 
 def _write_model(
@@ -148,10 +160,10 @@ def _write_model(
         tokenizer.save(made)
     if beside is not None:
         for file in (each for pattern in COPIED_FILES for each in beside.glob(pattern)):
-            shutil.copyfile(file, made / file.name)
+            (made / file.name).write_bytes(read_file(file))
         for file in sorted((beside / MORE_TEMPLATES).glob("*.jinja")):
             (made / MORE_TEMPLATES).mkdir(exist_ok=True)
-            shutil.copyfile(file, made / MORE_TEMPLATES / file.name)
+            (made / MORE_TEMPLATES / file.name).write_bytes(read_file(file))
     if not (made / GENERATION_CONFIG).is_file():
         written = read_json(made / "config.json")
         ids = {key: written[key] for key in TOKEN_IDS if written[key] is not None}

@@ -29,7 +29,7 @@ from hjax.models.safetensors_files import DTYPES, TensorFile, create_file
 from hjax.models.sharded_loading import ParameterShards
 from hjax.progress import report_progress
 from hjax.sharded_values import ArrayRegions
-from hjax.user_input import read_object
+from hjax.user_input import check_directory, read_object
 
 # Tensors in files that are not decoder parameters: buffers, and a scalar head.
 SCORE_HEAD = "score.weight"
@@ -87,6 +87,7 @@ def read_config_json(path: StrPath) -> dict[str, Any]:
       ConfigError: no such file, or not a JSON object.
     """
     file = Path(path) / "config.json"
+    check_directory(Path(path))
     if not file.is_file():
         raise ConfigError(f"{path}: no config.json there; give a Hugging Face model directory")
     return read_object(file)
@@ -305,6 +306,7 @@ class _Tensors:
         self.files: dict[str, TensorFile] = {}
         self._read: set[str] = set()
         self._listing: dict[str, str] = {}
+        check_directory(path)
         for file in self._listed():
             reader = TensorFile(file)
             self.files |= dict.fromkeys(reader.shapes, reader)

@@ -20,7 +20,7 @@ from hjax.files import StrPath
 from hjax.models.lora import INNER, NESTED, Lora, layers_of
 from hjax.models.parameter_spec import ParameterKind, ParameterSpec, TensorPart, parts
 from hjax.models.safetensors_files import DTYPES, TensorFile, create_file
-from hjax.user_input import read_object, user_path
+from hjax.user_input import check_directory, read_object, user_path
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -83,6 +83,7 @@ class Adapter:
                 f"give the model that it was made of: {self.path},base="
                 f"{_QUANTIZED_NAME.sub('', self.base)}"
             )
+        check_directory(self.path)
         if not (self.path / WEIGHTS).is_file():
             raise ConfigError(
                 f"{self.path}: no {WEIGHTS} there; adapters are read from that file alone"

@@ -5,8 +5,10 @@ name), and the tensors' bytes. Rows are read into new memory, so that neither a 
 complete in memory nor a file mapped.
 """
 
+import errno
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hjax.errors import ConfigError
+from hjax.files import open_regular
 
 # Dtypes that parameters may be stored in, by their names in files.
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -50,7 +53,7 @@ class TensorFile:
 
     def _read_header(self) -> None:
         size = self.path.stat().st_size
-        with self.path.open("rb") as file:
+        with open(self.path, "rb", opener=open_regular) as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or not 0 < length <= min(size - 8, _LARGEST_HEADER):
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
@@ -66,6 +69,15 @@ class TensorFile:
                 wanted = math.prod(info["shape"]) * self.dtype(name).itemsize
                 if stop - start != wanted:
                     raise ValueError(f"{name!r} has {stop - start} bytes, its shape {wanted}")
+        end, before = 0, ""
+        for (start, stop), name in sorted((x["data_offsets"], n) for n, x in header.items()):
+            if start < end:
+                raise ValueError(f"{name!r} begins within the bytes of {before!r}")
+            if start > end:
+                raise ValueError(f"{start - end} bytes before {name!r} belong to no tensor")
+            end, before = stop, name
+        if 8 + length + end < size:
+            raise ValueError(f"its last {size - 8 - length - end} bytes belong to no tensor")
 
     def dtype(self, name: str) -> np.dtype:
         """The dtype of a tensor in ``DTYPES``."""
@@ -78,7 +90,7 @@ class TensorFile:
         row = whole[1:]
         count = (whole[0] if stop is None else stop) - start
         read = np.empty((count, *row), dtype)
-        with self.path.open("rb") as file:
+        with open(self.path, "rb", opener=open_regular) as file:
             file.seek(self._offsets[name] + start * math.prod(row) * dtype.itemsize)
             if file.readinto(read.view(np.uint8).reshape(-1).data) != read.nbytes:
                 raise ConfigError(f"{self.path}: {name} is cut short")
@@ -90,9 +102,15 @@ def create_file(
 ) -> dict[str, np.ndarray]:
     """Create a file; returns memory-mapped arrays by name, to write the values into.
 
+    The file's whole size is allocated on the disk before this returns: writing to a mapped page
+    that the disk has no room for would end the process.
+
     Args:
       path: of the new file.
       tensors: shapes and dtypes by name.
+
+    Raises:
+      OSError: with the file's name: the disk has no room for it.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -105,7 +123,12 @@ def create_file(
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + offset)
+        file.flush()
+        try:
+            _allocate(file.fileno(), 8 + len(text), offset)
+        except OSError as error:
+            error.filename = str(path)
+            raise
 
     def array(name: str) -> np.ndarray:
         shape, dtype = tensors[name]
@@ -113,3 +136,22 @@ def create_file(
         return np.memmap(path, jnp.dtype(dtype), "r+", offset=at, shape=shape)
 
     return {name: array(name) for name in tensors}
+
+
+_ZEROS = bytes(2**20)
+
+
+def _allocate(descriptor: int, start: int, size: int) -> None:
+    """Extend a file that ends at byte ``start`` by ``size`` bytes of zeros that have their room."""
+    if size == 0:
+        return
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(descriptor, start, size)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # of some file systems
+                raise
+    while size > 0:
+        written = os.pwrite(descriptor, _ZEROS[:size], start)
+        start, size = start + written, size - written

@@ -17,7 +17,7 @@ from typing import Any
 
 from hjax.config import AUTO, Config, flatten
 from hjax.config_aliases import WISHES, with_current_names
-from hjax.errors import ConfigError, DataError, RunError
+from hjax.errors import ConfigError, DataError, RunError, output_error
 from hjax.files import (
     CALIBRATION,
     HISTOGRAMS,
@@ -28,11 +28,13 @@ from hjax.files import (
     STARTS,
     WARM_START,
     StrPath,
+    open_regular,
     read_json,
     read_rows,
     remove_parts,
     replace_file,
     saved_steps,
+    special_file,
     to_json,
 )
 from hjax.models.base_checkpoints import RECORD as BASES
@@ -42,10 +44,10 @@ from hjax.settings.keys import default_config
 
 # Files of a run that --overwrite removes; `.lock` and `logs`, open in its processes, stay.
 MODEL, TENSORBOARD, LOCK = "model", "tensorboard", ".lock"
+RUN_FOLDERS = ("checkpoints", MODEL, TENSORBOARD, "skipped")
 RUN_FILES = (
     "config.json", "plan.json", BASES, "timeline.json", "report.html", METRICS, WARM_START, SAMPLES,
-    CALIBRATION, HISTOGRAMS, STARTS, LEFT_OUT, KERNELS,
-    "checkpoints", MODEL, TENSORBOARD, "skipped",
+    CALIBRATION, HISTOGRAMS, STARTS, LEFT_OUT, KERNELS, *RUN_FOLDERS,
 )  # fmt: skip
 # Config keys that may change on resume; a trailing dot means a section. Those of rewards,
 # checkpoints and the sampler's error are here because error messages advise to change them.
@@ -100,10 +102,19 @@ class Workdir:
         A run with another config that never took a step does not count: `open` replaces it.
 
         Raises:
-          ConfigError: a key differs that may not change on resume, named with both values.
+          ConfigError: a key differs that may not change on resume, named with both values; a file
+            has the kind of another (a link, a FIFO); or there are checkpoints without a run.
         """
+        self._check_files()
         old = self._read_config()
-        if old is None or self._overwrite:
+        if self._overwrite:
+            return False
+        if old is None:
+            if self._has_checkpoints():
+                raise ConfigError(
+                    f"{self.path} holds checkpoints without the config.json of their run; give "
+                    "another --workdir, or --overwrite to remove them"
+                )
             return False
         try:
             self._check_unchanged(old, to_json(config))
@@ -130,8 +141,11 @@ class Workdir:
           ConfigError: as ``check`` does.
           DataError: the record is damaged.
         """
-        goes_on = self.check(config) and self.checkpoints.is_dir()
-        return read_bases(self.path) if goes_on and saved_steps(self.checkpoints) else {}
+        goes_on = self.check(config) and self._has_checkpoints()
+        return read_bases(self.path) if goes_on else {}
+
+    def _has_checkpoints(self) -> bool:
+        return self.checkpoints.is_dir() and bool(saved_steps(self.checkpoints))
 
     def has_steps(self) -> bool:
         """Whether the directory holds a run that took a step."""
@@ -158,6 +172,7 @@ class Workdir:
         Raises:
           ConfigError: a key differs that may not change on resume (named with both values),
             another process is training here, or the path cannot be a directory.
+          RunError: the disk is full; files of a new run are removed.
         """
         resumed = self.check(config)
         new = to_json(config)
@@ -167,7 +182,7 @@ class Workdir:
             self._lock()
             remove_parts(self.path)
             remove_parts(self.path / MODEL)
-            if not resumed and before is not None and "config.json" in before:
+            if not resumed and before and ("config.json" in before or self._has_checkpoints()):
                 self._clear()
                 before = frozenset(os.listdir(self.path))
             if (old := self._read_config()) != new:
@@ -176,9 +191,11 @@ class Workdir:
             for name in (METRICS, WARM_START, SAMPLES, CALIBRATION, HISTOGRAMS, STARTS):
                 self._drop_partial_line(name)
         except (OSError, RunError) as error:
-            self.close()
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise ConfigError(f"--workdir={self.path}: {reason}") from error
+            self._fresh, self._existing = not resumed, before
+            self.discard()
+            cause = error if isinstance(error, OSError) else error.__cause__
+            assert isinstance(cause, OSError)  # as of ``writing``
+            raise output_error(f"--workdir={cause.filename or self.path}", cause) from error
         self._fresh, self._existing = not resumed, before
         return resumed
 
@@ -196,9 +213,28 @@ class Workdir:
             with contextlib.suppress(OSError):  # it holds other files now
                 self.path.rmdir()
 
+    def _check_files(self) -> None:
+        """Raise ConfigError if a name of a run's files is taken by something else, or by what
+        --overwrite would have to remove and may not: a link or a mounted file system."""
+        for name in (*RUN_FILES, LOCK):
+            path = self.path / name
+            where = f"--workdir={self.path}: its {name}"
+            if found := special_file(path):
+                raise ConfigError(f"{where} is {found}; remove it, or give another --workdir")
+            if path.exists() and path.is_dir() != (name in RUN_FOLDERS):
+                kinds = ("a folder", "a file") if path.is_dir() else ("a file", "a folder")
+                raise ConfigError(f"{where} is {kinds[0]}, not {kinds[1]}; remove it")
+            if self._overwrite and (path.is_symlink() or path.is_mount()):
+                kind = f"a link to {path.resolve()}" if path.is_symlink() else "a mount point"
+                raise ConfigError(
+                    f"{where} is {kind}, which --overwrite does not remove; remove it and what it "
+                    "holds, or give another --workdir"
+                )
+
     def _clear(self, names: Iterable[str] = RUN_FILES) -> None:
-        """Remove a run's files; other files stay."""
-        for name in names:
+        """Remove a run's files; other files stay. config.json goes last: until then the rest is
+        known to be a run's, should this be interrupted."""
+        for name in sorted(names, key=lambda name: name == "config.json"):
             path = self.path / name
             if path.is_dir():
                 shutil.rmtree(path)
@@ -217,7 +253,7 @@ class Workdir:
         if not rows:
             return
         text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-        with self.writing(name), open(self.path / name, "ab") as file:
+        with self.writing(name), open(self.path / name, "ab", opener=open_regular) as file:
             file.write(text.encode("utf-8", errors="replace"))
             file.flush()
             os.fsync(file.fileno())
@@ -314,7 +350,8 @@ class Workdir:
             found = read_json(file)
         except NotADirectoryError as error:
             raise ConfigError(f"--workdir={self.path}: not a directory") from error
-        if found is not None and not isinstance(found, dict):
+        is_run = isinstance(found, dict) and isinstance(found.get("algorithm"), dict)
+        if found is not None and not is_run:
             raise DataError(f"{file}: not the config of a run; use another --workdir")
         return found and with_current_names(found)
 

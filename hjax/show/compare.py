@@ -9,7 +9,7 @@ from typing import Any
 
 from hjax.config import flatten
 from hjax.config_aliases import with_current_names
-from hjax.errors import ConfigError
+from hjax.errors import ConfigError, output_error
 from hjax.files import METRICS, SAMPLES, STARTS, StrPath, read_json, read_rows, replace_file
 from hjax.show.charts import value_text
 from hjax.show.curves import (
@@ -75,6 +75,7 @@ def write_comparison(workdirs: Sequence[StrPath], output: StrPath) -> Path:
     Raises:
       ConfigError: fewer than two, more than there are colours, one twice, or no run in one.
       DataError: a damaged file.
+      RunError: the disk is full.
     """
     with from_files(", ".join(map(str, workdirs))):
         runs = read_runs(workdirs)
@@ -94,7 +95,7 @@ def write_comparison(workdirs: Sequence[StrPath], output: StrPath) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, page)
     except OSError as error:
-        raise ConfigError(f"--output={path}: {error.strerror}") from error
+        raise output_error(f"--output={path}", error) from error
     return path
 
 
