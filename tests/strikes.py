@@ -11,6 +11,7 @@ import dataclasses
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 from hjax.controller.messages import Call, Message
@@ -28,6 +29,9 @@ class Strike:
       rank: of the process in the pool.
       sent: the signal.
       after: seconds.
+      pending: whether the struck process's pool had yet to answer this call, and had answered all
+        before it, when the signal was sent.
+      waited: seconds since the call was sent.
     """
 
     call: str
@@ -36,17 +40,21 @@ class Strike:
     rank: int = 0
     sent: int = signal.SIGKILL
     after: float = 0.0
+    pending: bool = False
+    waited: float = 0.0
 
     def hit(self, executors: Sequence[RayExecutor]) -> None:
         """Strike, now or in a while."""
         [executor] = [e for e in executors if e.name.startswith(self.pool)]
-        pid = executor.pids()[self.rank]
+        pid, since = executor.pids()[self.rank], time.monotonic()
         if self.after:
-            threading.Timer(self.after, self._send, (pid,)).start()
+            threading.Timer(self.after, self._send, (pid, executor, since)).start()
         else:
-            self._send(pid)
+            self._send(pid, executor, since)
 
-    def _send(self, pid: int) -> None:
+    def _send(self, pid: int, executor: RayExecutor, since: float) -> None:
+        labels = [call.label for call in list(executor._waiting.values())]
+        self.pending, self.waited = labels[:1] == [self.call], time.monotonic() - since
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, self.sent)
 

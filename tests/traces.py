@@ -22,24 +22,25 @@ def segments(pids: Iterable[int]) -> set[str]:
     return found
 
 
-def sockets(pids: Iterable[int]) -> set[str]:
-    """Sockets on which processes listen for connections."""
+def sockets(pids: Iterable[int]) -> dict[str, str]:
+    """Sockets on which processes listen for connections, with their addresses."""
     held = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             for file in os.listdir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(OSError):
                     held.add(os.readlink(f"/proc/{pid}/fd/{file}"))
-    return {socket for socket in listening() if socket in held}
+    return {socket: address for socket, address in listening().items() if socket in held}
 
 
-def listening() -> set[str]:
-    """All sockets of this machine on which somebody listens."""
-    found = set()
+def listening() -> dict[str, str]:
+    """All sockets of this machine on which somebody listens, with their addresses, in the digits
+    of /proc/net/tcp and tcp6."""
+    found = {}
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
             for line in pathlib.Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
                 fields = line.split()
                 if fields[3] == LISTENS:
-                    found.add(f"socket:[{fields[9]}]")
+                    found[f"socket:[{fields[9]}]"] = fields[1].partition(":")[0]
     return found

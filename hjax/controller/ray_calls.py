@@ -10,13 +10,15 @@ import dataclasses
 import logging
 import os
 import secrets
+import shutil
 import signal
 import socket
-import sys
+import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,8 +48,6 @@ except ImportError as error:
         f"installed ({error}): pip install 'hjax[cluster]'"
     ) from error
 
-# A loopback address. Ray replaces 127.0.0.1 by an address that other machines reach.
-LOOPBACK = "127.0.0.9" if sys.platform == "linux" else "127.0.0.1"
 # An actor's process died; a remote call raised; the base class of both and of Ray's other errors.
 ActorDied = ray.exceptions.RayActorError
 TaskRaised = ray.exceptions.RayTaskError
@@ -55,9 +55,11 @@ RayFailed = ray.exceptions.RayError
 
 # The cluster
 
-# ``end_here`` leaves the cluster, and ends one that ``start_local_cluster`` started; ``nodes`` are
-# its hosts, each with ``Alive``, ``Resources``, ``Labels``, ``NodeID`` and more.
-end_here, connected, nodes = ray.shutdown, ray.is_initialized, ray.nodes
+# ``nodes`` are its hosts, each with ``Alive``, ``Resources``, ``Labels``, ``NodeID`` and more.
+connected, nodes = ray.is_initialized, ray.nodes
+_LOOPBACK = "127.0.0.1"
+# Beginning of the name of a local cluster's folder; the number of its process follows.
+_FOLDER = "hjax-ray-"
 _QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
 
 
@@ -75,7 +77,12 @@ def start_local_cluster(processes: int) -> None:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     # Ray would run its workers at low priority; here they do the work.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    with warnings.catch_warnings():
+    parent = _folder_of_clusters()
+    for left in parent.glob(f"{_FOLDER}*"):  # of a process that was killed
+        if os.path.isdir("/proc/self") and not process_state(int(left.name.split("-")[2])):
+            shutil.rmtree(left, ignore_errors=True)
+    folder = tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-", dir=parent)
+    with warnings.catch_warnings(), _bound_to_loopback():
         # After a restart of Ray JAX is loaded already; no child uses it.
         warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
         try:
@@ -84,11 +91,51 @@ def start_local_cluster(processes: int) -> None:
                     "local",
                     num_cpus=max(processes, available_cores()),
                     include_dashboard=False,
-                    _node_ip_address=LOOPBACK,
+                    _node_ip_address=_LOOPBACK,
+                    _temp_dir=folder,
+                    _system_config={"enable_metrics_collection": False},
                     **_QUIET,
                 )
         except Exception as error:
+            shutil.rmtree(folder, ignore_errors=True)
             raise RunError(f"Ray did not start on this machine: {first_line(error)}") from error
+
+
+def _folder_of_clusters() -> Path:
+    """Where folders of local clusters go. Paths of Ray's sockets in them have 107 characters at
+    most."""
+    parent = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    return Path("/tmp" if len(parent) > 30 and os.name == "posix" else parent)
+
+
+@contextlib.contextmanager
+def _bound_to_loopback() -> Iterator[None]:
+    """Ray's servers that start in the block listen on the loopback address alone.
+
+    Unless it believes that there are no clusters on this system Ray replaces that address by one
+    that other machines reach.
+    """
+    constants, name = ray._private.ray_constants, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+    before, variable = getattr(constants, "ENABLE_RAY_CLUSTER", True), os.environ.get(name)
+    constants.ENABLE_RAY_CLUSTER, os.environ[name] = False, "0"
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = before
+        if variable is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = variable
+
+
+def end_here() -> None:
+    """Leave the cluster; one that ``start_local_cluster`` started ends, and its folder goes."""
+    ray.shutdown()
+    for folder in _folder_of_clusters().glob(f"{_FOLDER}{os.getpid()}-*"):
+        until = time.monotonic() + 5
+        while folder.exists() and time.monotonic() < until:
+            shutil.rmtree(folder, ignore_errors=True)  # servers that end may be writing
+            time.sleep(0.05)
 
 
 def connect(address: str, processes: int) -> bool:
@@ -274,6 +321,8 @@ def _get_with_deadline(references: Any) -> Any:
 
 # Ray's server processes, without which nothing of it works.
 SERVER_NAMES = ("gcs_server", "raylet")
+# Children of the raylet, with which it ends, by the beginning of their names that the system keeps.
+AGENT_NAMES = {"ray::DashboardA": "dashboard agent", "ray::RuntimeEnv": "environment agent"}
 
 
 class RayServers:
@@ -291,6 +340,7 @@ class RayServers:
         self.node, self._head = whereabouts()
         found = {pid: process_name(pid) for pid in children(os.getpid())}
         self._here = {pid: name for pid, name in found.items() if name in SERVER_NAMES}
+        self._agents: dict[int, str] = {}
         self._descendants: list[int] = []
         self._silent_since: float | None = None
 
@@ -300,9 +350,11 @@ class RayServers:
         Args:
           seconds: without response after which it has failed.
         """
-        for pid, name in self._here.items():
+        for pid, name in {**self._agents, **self._here}.items():
             if process_state(pid) in ("", "Z", "X"):
                 return f"Ray's {name} (pid {pid} on this machine) died"
+        found = ((kin, process_name(kin)) for pid in self._here for kin in children(pid))
+        self._agents = {pid: AGENT_NAMES[name] for pid, name in found if name in AGENT_NAMES}
         self._descendants = [kin for pid in self._here for kin in descendants(pid)]
         stopped = [(pid, name) for pid, name in self._here.items() if process_state(pid) in "Tt"]
         if not stopped and (self._here or reachable(self._head)):

@@ -349,7 +349,7 @@ class RayCluster:
         self._disconnect()
 
     def _disconnect(self) -> None:
-        if self._started and ray_calls.connected():
+        if self._started:
             ray_calls.end_here()
 
 

@@ -219,7 +219,8 @@ def _writer(output: Path | None, grader: Grader) -> Callable[[Sequence[GradedRes
             with open(output, "a", encoding="utf-8", errors="replace", opener=open_regular) as file:
                 file.writelines(json_line(_row(row, grader)) + "\n" for row in rows)
         except OSError as error:
-            output.unlink(missing_ok=True)  # some rows would look like all of them
+            if output.is_file():  # some rows would look like all of them
+                output.unlink()
             raise RunError(f"{output} could not be written: {error.strerror}") from error
 
     return write

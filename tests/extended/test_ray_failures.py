@@ -194,6 +194,46 @@ def test_the_table(name, tmp_path, undisturbed):
     check(kind, tmp_path, undisturbed, *strikes)
 
 
+# Strikes that come within a program and not before or after it, for one process and for all of a
+# pool's.
+WITHIN = {
+    "actor 1, generate": ("actor.generate_sequences", 2, [1]),
+    "the actors' pool, generate": ("actor.generate_sequences", 2, [0, 1]),
+    "actor 1, update": ("actor.update_actor", 5, [1]),
+    "the actors' pool, update": ("actor.update_actor", 5, [0, 1]),
+}
+# Programs that take long enough to be hit.
+LONG = WORLD | {"model.layers": 4, "model.hidden_size": 128, "rollout.max_response_length": 64}
+RUNS["long"] = ("PPO", LONG)
+
+
+@pytest.fixture(scope="module")
+def long_run(cluster, tmp_path_factory):
+    """Rows and timeline of a run that was left alone."""
+    rows, _, trainer = train("long", tmp_path_factory.mktemp("long") / "run")
+    return rows, trainer.timeline
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", WITHIN)
+def test_a_kill_within_a_program_changes_no_number(name, tmp_path, long_run):
+    call, nth, ranks = WITHIN[name]
+    rows, timeline = long_run
+    for attempt in range(4):
+        # The call's shortest time: what is struck in its middle would have gone on.
+        spans = [s.end - s.start for s in timeline.spans() if s.method == call.split(".")[1]]
+        middle = min(spans) / 2
+        strikes = [Strike(call, nth, "actor", rank, after=middle) for rank in ranks]
+        found, _, trainer = train("long", tmp_path / f"run{attempt}", *strikes)
+        assert found == rows
+        timeline = trainer.timeline
+        if all(s.pending and middle / 2 < s.waited < 2 * middle for s in strikes):
+            assert trainer.restarts == 1
+            return
+    pytest.fail(f"no strike hit: {strikes}, the shortest took {2 * middle}")
+
+
 # Nothing decides beforehand which weights generate what, so a rollout can go on with fewer.
 ELASTIC = AHEAD | {
     "cluster.processes": 4,  # two of them generate
@@ -438,7 +478,7 @@ class Command:
             self.others |= set(descendants(self.process.pid))
             time.sleep(0.02)
         self.others |= set(descendants(self.process.pid))
-        self.ports |= sockets(self.others)
+        self.ports |= set(sockets(self.others))
         self.memory |= segments(self.others)
 
     def rows(self):
@@ -462,8 +502,8 @@ class Command:
             assert time.monotonic() < until, left
             time.sleep(0.1)
         # A process counts as gone while threads of it may still be closing what they had.
-        while self.ports & listening():
-            assert time.monotonic() < until, self.ports & listening()
+        while self.ports & set(listening()):
+            assert time.monotonic() < until, self.ports & set(listening())
             time.sleep(0.1)
         assert not [path for path in self.memory if os.path.exists(path)]
         return self.process.returncode, printed
@@ -505,6 +545,50 @@ def test_ray_itself_is_started_again(server, sent, tmp_path, alone):
     assert f"Ray's {server} (pid {pid} on this machine)" in printed
     assert command.rows() == alone
     assert "Traceback" not in printed and "(raylet)" not in printed
+
+
+@pytest.mark.parametrize("agent", ["ray::DashboardA", "ray::RuntimeEnv"])
+def test_a_killed_agent_of_ray_s_is_one_restart_and_leaves_no_folder(agent, tmp_path):
+    command = Command(tmp_path, steps=8)
+    command.wait_for(lambda command: command.rows())
+    [pid] = [p for p in descendants(command.process.pid) if process_name(p) == agent]
+    # Its folder, and that nobody else reaches what listens there.
+    kept = [path for path in folders() if f"-{command.process.pid}-" in path.name]
+    assert len(kept) == 1
+    loopback = ("0100007F", "0000000000000000FFFF00000100007F")
+    processes = [command.process.pid, *descendants(command.process.pid)]
+    held = sockets(processes)
+    assert len(held) > 4 and set(held.values()) <= set(loopback)
+    os.kill(pid, signal.SIGKILL)
+    status, printed = command.end()
+    assert status == 0, printed
+    assert [row["step"] for row in command.rows()] == list(range(1, 9))
+    assert printed.count("it is replaced (") == 1 and "(1 of at most" in printed, printed
+    assert "agent (pid" in printed and "Traceback" not in printed
+    assert not kept[0].exists()
+
+
+def folders():
+    """Of local clusters of Ray."""
+    return list(ray_calls._folder_of_clusters().glob("hjax-ray-*"))
+
+
+def test_a_killed_process_s_folder_goes_when_the_next_cluster_starts(monkeypatch):
+    monkeypatch.setattr(ray_calls.ray, "init", lambda *arguments, **options: None)
+    parent = ray_calls._folder_of_clusters()
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    left, own = (parent / f"hjax-ray-{pid}-test" for pid in (gone.pid, 1))
+    left.mkdir()
+    own.mkdir()
+    try:
+        ray_calls.start_local_cluster(1)
+        assert not left.exists() and own.exists()  # the first process of all is always there
+    finally:
+        own.rmdir()
+        for mine in parent.glob(f"hjax-ray-{os.getpid()}-*"):
+            if not any(mine.iterdir()):
+                mine.rmdir()
 
 
 @pytest.mark.slow
