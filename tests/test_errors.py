@@ -86,7 +86,19 @@ CASES = {
     ),
     "unknown algorithm key": ({"algorithm.clip": 1}, "config.algorithm.clip .*not a key of GRPO"),
     "wrong type": ({"steps": "many"}, "config.steps='many': expected a whole number"),
-    "out of range": ({"rollout.temperature": 0}, "config.rollout.temperature=0.*larger than 0"),
+    "out of range": ({"rollout.temperature": 0}, "config.rollout.temperature=0.*from 0.01 to 100"),
+    "too small a temperature": (
+        {"rollout.temperature": 1e-6},
+        "config.rollout.temperature=1e-06.*from 0.01 to 100",
+    ),
+    "a number that means nothing": (
+        {"algorithm.kl_coef": 1e38},
+        r"config.algorithm.kl_coef=1e\+38: must be 0, or from 1e-20 to 1e\+12 in magnitude",
+    ),
+    "a number so small that it is 0": (
+        {"actor.learning_rate": 1e-42},
+        "config.actor.learning_rate=1e-42: must be 0, or from 1e-20",
+    ),
     "minibatch": (
         {"algorithm.minibatch": 6},
         "minibatch=6 .* must divide .* it may be 2, 4, 8, 16",

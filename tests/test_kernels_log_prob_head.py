@@ -231,3 +231,21 @@ def test_what_does_not_fit_is_refused_when_traced():
     with pytest.raises(AssertionError, match="tensor.*splits the table's width"):
         head = LogProbHead(sharding=odd)
         jax.eval_shape(lambda *a: token_scores(*a, head), hidden, table, tokens)
+
+
+@pytest.mark.parametrize("temperature", [0.01, 100.0])
+@pytest.mark.parametrize("columns", [48, 20, 1])
+def test_entropy_and_log_probs_are_right_where_logits_are_large(columns, temperature):
+    hidden, table, tokens, _ = inputs()
+    head = LogProbHead(temperature=temperature, chunk_bytes=4 * ROWS * LENGTH * columns)
+    logprobs, entropy = token_scores(hidden, table, tokens, head)
+    # Logits of float32, as the head has them; the rest in float64.
+    logits = np.asarray(jnp.einsum("btd,vd->btv", hidden, table) / temperature, np.float64)
+    above = logits - logits.max(-1, keepdims=True)
+    exact = above - np.log(np.exp(above).sum(-1, keepdims=True))
+    expected = -(np.exp(exact) * exact).sum(-1)
+    assert np.abs(logits).max() > 500 or temperature > 1
+    assert np.all(entropy > -1e-7) and np.all(entropy < np.log(VOCAB) + 1e-4)
+    np.testing.assert_allclose(entropy, expected, atol=2e-5)
+    picked = np.take_along_axis(exact, np.asarray(tokens)[..., None], -1)[..., 0]
+    np.testing.assert_allclose(logprobs, picked, rtol=2e-6, atol=2e-5)

@@ -10,7 +10,7 @@ import pytest
 
 from hjax.errors import ConfigError, RunError
 from hjax.rewards.function import RewardFunction, check_unscored, load_function
-from hjax.rewards.reward_results import OUTCOMES, RewardResult
+from hjax.rewards.reward_results import OUTCOMES, RewardResult, parse_rewards
 
 
 def judge(function, count=2, timeout_seconds=5.0, **columns):
@@ -59,10 +59,18 @@ def test_numbers_of_every_kind_count():
 def test_odd_entries_leave_only_their_sequence_unscored():
     values = [1.0, None, float("nan"), "good", float("inf"), 1e39, {1.0}, 10**400]
     result = judge(lambda p, r, **c: values, count=8)
-    assert nonzero(result) == {"ok": 1, "none": 1, "nan": 4, "wrong_type": 2}
+    assert nonzero(result) == {"ok": 1, "none": 1, "nan": 2, "wrong_type": 4}
     np.testing.assert_array_equal(np.isnan(result.rewards), [False] + [True] * 7)
     assert "returned 'good' (str) for sequence 3; allowed: a number, None" in result.first_traceback
     assert result.unscored == 7 / 8
+
+
+@pytest.mark.parametrize("large", [1e38, -1e38, 1e8 + 1, 10**400, [1e6, 1e6], [0.0, -1e7]])
+def test_rewards_too_large_to_be_told_apart_are_refused_by_their_bound(large):
+    result = parse_rewards([large, 1e6, [-5e5, -5e5]], [2, 1, 2], "f")
+    assert result.row_outcomes == ("wrong_type", "ok", "ok")
+    assert result.rewards[1:].tolist() == [1e6, -1e6]
+    assert "for sequence 0; allowed: numbers from -1e+06 to 1e+06" in result.first_traceback
 
 
 # What a function returns for responses of 2, 1 and 3 tokens: the rewards, how they came out, those

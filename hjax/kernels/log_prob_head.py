@@ -243,9 +243,12 @@ def _scores(
         logits, new, _ = chunks.logits(part, number)
         logits = jnp.where(new, logits, -jnp.inf)
         higher = jnp.maximum(top, logits.max(-1))
-        old, now = jnp.exp(top - higher), jnp.exp(logits - higher[:, None])
+        below = logits - higher[:, None]
+        old, now = jnp.exp(top - higher), jnp.exp(below)
+        # Of differences to the largest logit: those of large logits would cancel in the entropy.
+        moved = weighted + jnp.where(total > 0, top - higher, 0.0) * total
+        weighted = moved * old + jnp.where(new, now * below, 0.0).sum(-1)
         total = total * old + now.sum(-1)
-        weighted = weighted * old + jnp.where(new, now * logits, 0.0).sum(-1)
         columns = first + chunks.start(number) + jnp.arange(chunks.width)
         if ids.ndim == 1:
             own = columns == ids[:, None]
@@ -269,18 +272,23 @@ def _scores(
     if split.vocab:
         highest = jax.lax.pmax(top, split.vocab)
         factor = jnp.exp(top - highest)
-        parts = total * factor, weighted * factor, picked
+        moved = weighted + (top - highest) * total
+        parts = total * factor, moved * factor, picked
         total, weighted, picked = (jax.lax.psum(x, split.vocab) for x in parts)
         top = highest
         if count:
             every = (jax.lax.all_gather(x, split.vocab, axis=1, tiled=True) for x in top_k)
             top_k = _merge_top_k(nothing, *every)
-    log_total, mean = top + jnp.log(total), weighted / total
+    log_total, mean = jnp.log(total), weighted / total
 
-    picked = picked - (log_total if ids.ndim == 1 else log_total[:, None])
-    results = [picked, log_total - mean, log_total, mean]
+    def log_probs(logits: jax.Array) -> jax.Array:
+        """Differences to the largest logit come first: large logits would lose the rest."""
+        return logits - top[:, None] - log_total[:, None]
+
+    picked = log_probs(picked[:, None])[:, 0] if ids.ndim == 1 else log_probs(picked)
+    results = [picked, log_total - mean, top + log_total, top + mean]
     if count:
-        results += [top_k[0] - log_total[:, None], top_k[1]]
+        results += [log_probs(top_k[0]), top_k[1]]
     return tuple(x.reshape(*shape, *x.shape[1:]) for x in results)
 
 

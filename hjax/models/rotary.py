@@ -311,8 +311,10 @@ def read_scaling(content: Mapping[str, Any], max_length: int, what: str) -> Rope
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number, and not a bool."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether it is a finite number, not a bool, that float32 can compute with."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return value == 0 or 1e-30 <= abs(value) <= 1e30
 
 
 def _checked_value(value: Any, kind: str, what: str) -> Any:

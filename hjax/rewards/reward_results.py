@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +17,9 @@ from hjax.errors import short_repr
 OUTCOMES = (
     "ok", "none", "nan", "exception", "timeout", "wrong_type", "wrong_length", "killed",
 )  # fmt: skip
+# The largest reward: float32 tells numbers up to it apart where they differ by 0.1, and groups of
+# rewards are told apart where they differ by a millionth of them.
+LARGEST_REWARD = 1e6
 # Names of other metrics `reward/...`, which named rewards cannot have.
 RESERVED_NAMES = ("mean", "std", "unscored", "drawn_mean", *OUTCOMES)
 
@@ -197,7 +201,8 @@ def _parse_entry(value: Any, length: int, which: str) -> _Entry:
         problem = f"{short_repr(value)} {which}, which raises {short_repr(error)}"
         return _Entry("wrong_type", problem=problem)
     if found.outcome == "wrong_type":
-        problem = f"{short_repr(value)} ({type(value).__name__}) {which}; allowed: a number, None"
+        allowed = found.problem or "a number, None"
+        problem = f"{short_repr(value)} ({type(value).__name__}) {which}; allowed: {allowed}"
         return found._replace(problem=problem)
     if found.outcome == "wrong_length" and values is not None:
         problem = (
@@ -222,17 +227,16 @@ def _parse_token_rewards(values: Sequence[Any], length: int) -> _Entry:
     each = [_parse_number(x) for x in values]
     for entry in each:
         if entry.outcome != "ok":
-            return _Entry("nan" if entry.outcome == "nan" else "wrong_type")
+            return entry if entry.outcome == "nan" else entry._replace(outcome="wrong_type")
     if len(values) != length:
         return _Entry("wrong_length")
     tokens = np.array([entry.reward for entry in each], np.float32)
-    with np.errstate(over="ignore"):
-        total = np.float32(sum(map(float, tokens)))
-    return _Entry("ok", total, tokens) if np.isfinite(total) else _Entry("nan")
+    total = _parse_number(sum(map(float, tokens)))
+    return total._replace(tokens=tokens) if total.outcome == "ok" else total
 
 
 def _parse_number(value: Any) -> _Entry:
-    """A number; infinity and overflow of float32 count as NaN."""
+    """A number; infinity counts as NaN, and one above ``LARGEST_REWARD`` is of the wrong type."""
     if value is None:
         return _Entry("none")
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
@@ -240,8 +244,12 @@ def _parse_number(value: Any) -> _Entry:
     if not isinstance(value, numbers.Real | np.bool_):
         return _Entry("wrong_type")
     try:
-        with np.errstate(over="ignore"):
-            reward = np.float32(float(value))
-    except OverflowError:
+        number = float(value)
+    except OverflowError:  # a whole number that no float has
+        number = 1e300
+    if not math.isfinite(number):
         return _Entry("nan")
-    return _Entry("ok", reward) if np.isfinite(reward) else _Entry("nan")
+    if abs(number) > LARGEST_REWARD:
+        bound = f"numbers from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}, None; scale the rewards"
+        return _Entry("wrong_type", problem=bound)
+    return _Entry("ok", np.float32(number))

@@ -392,7 +392,7 @@ KEYS: dict[str, Any] = {
             between(0, MAX_LENGTH),
         ),
         **OPTIONS,
-        "temperature": Key(1.0, "of sampling; evaluation is greedy", above(0)),
+        "temperature": Key(1.0, "of sampling; evaluation is greedy", between(0.01, 100.0)),
         "slots": Key(
             0,
             "sequences generated at a time (continuous batching): others start as these end, which "

@@ -109,7 +109,8 @@ class CheckedConfig:
         """
         value = self.get(key, default)
         if not is_number(value):
-            raise self.error(f"{key} is {value!r}; a finite number")
+            allowed = "a finite number, 0 or of magnitude 1e-30 to 1e30"
+            raise self.error(f"{key} is {value!r}; {allowed}")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:

@@ -259,6 +259,13 @@ def read_rope(hf_config: CheckedConfig, max_length: int, theta: float = 10000.0)
     return rope_of(both, hf_config, max_length, base or theta, share or 1.0)
 
 
+def check_theta(hf_config: CheckedConfig, theta: Any) -> float:
+    """A rope's base; ConfigError if it is none. The largest published one is 4.6e10."""
+    if not is_number(theta) or not 1 < theta <= 1e15:
+        raise hf_config.error(f"rope_theta is {theta!r}; a finite number above 1, at most 1e15")
+    return float(theta)
+
+
 def rope_of(
     parameters: Mapping[str, Any],
     hf_config: CheckedConfig,
@@ -275,12 +282,11 @@ def rope_of(
     left = dict(parameters)
     theta = left.pop("rope_theta", None) or theta
     share = left.pop("partial_rotary_factor", None) or share
-    if not is_number(theta) or theta <= 1:
-        raise hf_config.error(f"rope_theta is {theta!r}; a finite number above 1")
+    theta = check_theta(hf_config, theta)
     if not is_number(share) or not 0 < share <= 1 or (share != 1 and not partial):
         allowed = "a number above 0, at most 1" if partial else "1 for this family"
         raise hf_config.error(f"partial_rotary_factor is {share!r}; {allowed}")
-    return Rope(float(theta), read_scaling(left, max_length, hf_config.what), float(share))
+    return Rope(theta, read_scaling(left, max_length, hf_config.what), float(share))
 
 
 def write_rope(rope: Rope) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from hjax.models.families.family import (
     ConfigField,
     Family,
     Tensors,
+    check_theta,
     one,
     read_windows,
     write_windows,
@@ -57,7 +58,8 @@ class GptOss(Family):
     def ropes(self, hf_config: CheckedConfig, max_length: int) -> tuple[Rope, ...]:
         """YaRN by default."""
         if hf_config.get("rope_parameters") is None and hf_config.get("rope_scaling") is None:
-            return (Rope(hf_config.number("rope_theta", 150000.0), YARN),)
+            theta = hf_config.number("rope_theta", 150000.0)
+            return (Rope(check_theta(hf_config, theta), YARN),)
         return super().ropes(hf_config, max_length)
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
