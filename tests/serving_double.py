@@ -7,6 +7,7 @@ import contextlib
 import socket
 import threading
 import time
+import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -70,6 +71,32 @@ def answers(url: str) -> bool:
         return HTTP.get(f"{url}/health").status_code == 200
     except httpx.TransportError:
         return False
+
+
+def connected(url: str) -> socket.socket:
+    address = urllib.parse.urlsplit(url)
+    found = socket.create_connection((address.hostname, address.port), timeout=20)
+    return found
+
+
+def heard(connection: socket.socket, end: bytes) -> bytes:
+    """What the server says, up to a text."""
+    said = b""
+    while end not in said:
+        part = connection.recv(65536)
+        assert part, said
+        said += part
+    return said
+
+
+def closed(connection: socket.socket) -> bool:
+    """Whether the other side ends the connection; what it still says is read."""
+    try:
+        while connection.recv(65536):
+            pass
+    except ConnectionResetError:
+        return True
+    return True
 
 
 EOS = 257

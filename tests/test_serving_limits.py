@@ -6,13 +6,23 @@ import json
 import socket
 import threading
 import time
-import urllib.parse
 
 import httpx
 import openai
 import prometheus_client.parser
 import pytest
-from serving_double import EOS, HTTP, Scripted, answers, byte_tokenizer, served, wait_until
+from serving_double import (
+    EOS,
+    HTTP,
+    Scripted,
+    answers,
+    byte_tokenizer,
+    closed,
+    connected,
+    heard,
+    served,
+    wait_until,
+)
 
 from hjax.data.tokenizer import Tokenizer
 from hjax.serving.limits import ServerLimits
@@ -25,14 +35,8 @@ def endless(request):
     return b"words " * LONG
 
 
-def connected(url: str) -> socket.socket:
-    address = urllib.parse.urlsplit(url)
-    found = socket.create_connection((address.hostname, address.port), timeout=20)
-    return found
-
-
 def posted(body: bytes, path: str = "/v1/completions") -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 
@@ -48,26 +52,6 @@ def figures(url: str) -> dict[str, float]:
         for sample in family.samples:
             found[sample.name] = found.get(sample.name, 0) + sample.value
     return found
-
-
-def heard(connection: socket.socket, end: bytes) -> bytes:
-    """What the server says, up to a text."""
-    said = b""
-    while end not in said:
-        part = connection.recv(65536)
-        assert part, said
-        said += part
-    return said
-
-
-def closed(connection: socket.socket) -> bool:
-    """Whether the other side ends the connection; what it still says is read."""
-    try:
-        while connection.recv(65536):
-            pass
-    except ConnectionResetError:
-        return True
-    return True
 
 
 def test_bodies_that_are_too_large():
@@ -91,7 +75,7 @@ def test_a_body_that_does_not_come():
 
 
 def test_headers_that_do_not_come():
-    sent = [b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: x\r\n"]
+    sent = [b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: localhost\r\n"]
     with (
         served(Scripted(endless), ServerLimits(header_seconds=0.3)) as (url, _, _),
         contextlib.ExitStack() as stack,
@@ -107,7 +91,7 @@ def test_headers_that_do_not_come():
             assert client.get(f"{url}/health").json() == {"status": "ok"}
             time.sleep(0.4)
         used = stack.enter_context(connected(url))
-        used.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        used.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         heard(used, b'"ok"}')
         used.sendall(b"GET")
         assert closed(used)
@@ -121,7 +105,7 @@ def test_what_is_not_http():
         assert json.loads(said.partition(b"\r\n\r\n")[2])["error"]["message"]
         # After a request it is said too, behind that one's answer.
         with connected(url) as used:
-            used.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n\0\r\n\r\n")
+            used.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n\0\r\n\r\n")
             assert heard(used, b"}}").count(b"HTTP/1.1 ") == 2 and closed(used)
 
 
@@ -151,7 +135,7 @@ def test_of_a_text_that_is_much_too_long_the_beginning_is_read(path, field, monk
 def test_more_connections_than_are_taken():
     with served(Scripted(endless), ServerLimits(connections=2)) as (url, _, _):
         first, second = connected(url), connected(url)
-        first.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        first.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert heard(first, b'"ok"}').startswith(b"HTTP/1.1 200 ")
         with connected(url) as third:
             said = heard(third, b"}}")

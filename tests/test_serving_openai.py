@@ -481,7 +481,7 @@ def test_what_is_wrong_with_a_chat_is_named(url, fields, param):
         b"{",
         b"[]",
         b"\xff",
-        b"[" * 100_000,
+        b"[" * 60_000,
         b'{"n": NaN}',
         b'{"n": %s}' % (b"9" * 5000),
         b'{"prompt": "\xed\xa0\x80"}',
@@ -497,7 +497,7 @@ def test_a_body_that_is_no_object(url, body):
     assert answer.json()["error"]["message"].startswith("the body is")
 
 
-@pytest.mark.parametrize("depth", [300, 900, 5000, 100_000])
+@pytest.mark.parametrize("depth", [300, 900, 5000, 20_000])
 @pytest.mark.parametrize("field", ["prompt", "stop", "seed", "unknown", "tools"])
 def test_values_that_are_nested_deeply(url, field, depth):
     value = b'{"x":[' * depth + b"]}" * depth

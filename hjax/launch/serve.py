@@ -29,6 +29,8 @@ jetstream `grpc://`.
 with openai:
   --name=NAME           of the model for requests, instead of --model's
   --cors=ORIGIN,...     whose web pages may ask, as https://example.com, or * for all
+  --allowed_hosts=NAME,... names by which a server without a key may be asked, as example.com,
+                        beside --host and localhost; * for all
   --admin               POST /admin/reload reads the model's weights again, and answers go on with
                         the new ones
   --max_connections=N   at a time ({connections})
@@ -90,6 +92,7 @@ _USUAL = ServerLimits()
 _OPENAI = {
     "name": "",
     "cors": "",
+    "allowed_hosts": "",
     "admin": False,
     "max_connections": _USUAL.connections,
     "header_seconds": _USUAL.header_seconds,
@@ -114,6 +117,10 @@ _RULES: Mapping[str, Rule] = {
     "cors": Rule(
         "* or origins as https://example.com:8080, without a path, separated by commas",
         lambda text: bool(re.fullmatch(r"\*|(https?://[^/,\s]+(,(?!$)|$))*", text)),
+    ),
+    "allowed_hosts": Rule(
+        "* or names as example.com, without a port, separated by commas",
+        lambda text: bool(re.fullmatch(r"\*|([^:/,\s*]+(,(?!$)|$))*", text)),
     ),
 }
 
@@ -242,6 +249,7 @@ def _limits(args: Any) -> ServerLimits:
         header_seconds=args.header_seconds,
         idle_seconds=args.idle_seconds,
         origins=tuple(filter(None, args.cors.split(","))),
+        hosts=tuple(filter(None, [args.host, *args.allowed_hosts.split(",")])),
     )
 
 

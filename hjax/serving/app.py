@@ -1,6 +1,7 @@
 """The ASGI application: OpenAI's endpoints over a served model; authentication and disconnects."""
 
 import asyncio
+import functools
 import hmac
 import json
 import time
@@ -19,11 +20,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import hjax
+from hjax.serving.cross_site import CrossSiteCheck
 from hjax.serving.detokenizer import Delta
 from hjax.serving.fields import RequestFields, parse_object, validate_fields
 from hjax.serving.limits import ServerLimits
 from hjax.serving.prometheus import CONTENT_TYPE, PrometheusMetrics
 from hjax.serving.reload import WeightReload
+from hjax.serving.request_body import BodyReader
 from hjax.serving.request_errors import RequestRefused
 from hjax.serving.request_models import ParsedRequest, parse_chat, parse_completion
 from hjax.serving.response_models import ChatForm, CompletionForm, ResponseForm
@@ -34,7 +37,7 @@ Read = Callable[[Mapping[str, Any], ServedModel, ServerLimits], ParsedRequest]
 DAY = 24 * 60 * 60
 T = TypeVar("T")
 CLIENT_CLOSED = 499  # nginx's status for a client that disconnected
-# Load balancers call these without an API key.
+# Load balancers call these without an API key, and by names of their own.
 UNAUTHENTICATED_PATHS = ("/health",)
 
 
@@ -44,6 +47,7 @@ def make_app(
     key: str,
     on_failure: Callable[[str], None],
     reload: WeightReload | None = None,
+    address: str = "127.0.0.1",
 ) -> Starlette:
     """The ASGI application.
 
@@ -53,6 +57,7 @@ def make_app(
       key: the API key that requests must bring; "": none.
       on_failure: called with the reason when the engine fails.
       reload: reads the weights again on request; None: there is no such endpoint.
+      address: the IP address that the server listens on.
 
     Its ``state.draining`` set to true refuses new requests; ``state.running`` has the running ones.
     """
@@ -70,7 +75,10 @@ def make_app(
     if reload is not None:
         routes.append(Route("/admin/reload", paths.reload, methods=["POST"]))
     counted = frozenset(route.path for route in routes)
-    middleware = [Middleware(KeyMiddleware, metrics=metrics, paths=counted, key=key)]
+    check: Callable[[Scope], None] = CrossSiteCheck(address, limits).check
+    if key:  # no other site's page knows it
+        check = functools.partial(check_key, key.encode())
+    middleware = [Middleware(RequestMiddleware, metrics=metrics, paths=counted, check=check)]
     if limits.origins:  # outside, as a browser asks without the key first, and reads refusals too
         origins, methods = limits.origins, ("GET", "POST")
         cors = Middleware(
@@ -110,6 +118,7 @@ class _Endpoints:
         self._limits = limits
         self._metrics = metrics
         self._reload = reload
+        self._bodies = BodyReader(limits)
         self.watch = RequestWatch(metrics.first_token.observe, on_failure)
         self._began = int(time.time())
 
@@ -148,28 +157,30 @@ class _Endpoints:
 
     async def reload(self, request: Request) -> Response:
         assert self._reload is not None
-        body = await self._body(request)
-        parsed = validate_fields(_Reload, parse_object(body) if body else {})
+        self._check_draining(request)
+        async with self._bodies.read(request) as body:
+            given = parse_object(body, self._limits) if body else {}
+        parsed = validate_fields(_Reload, given)
         result = await asyncio.to_thread(self._reload, parsed.seconds)
         self._metrics.reloads.inc()
         return JSONResponse(result)
 
-    async def _body(self, request: Request) -> bytes:
+    def _check_draining(self, request: Request) -> None:
         if request.app.state.draining:
             raise RequestRefused("the server is being stopped", 503, retry_after=10)
-        return await read_body(request, self._limits)
 
     async def _answer(self, request: Request, read: Read, form: type[ResponseForm]) -> Response:
-        body = await self._body(request)
-
         def ask() -> ParsedRequest:
             try:
-                return read(parse_object(body), self._served, self._limits)
+                given = parse_object(body, self._limits)
+                return read(given, self._served, self._limits)
             except RecursionError:
                 raise RequestRefused("the body is nested too deeply") from None
 
-        # Encoding a long text takes long; the event loop has other clients.
-        parsed = await asyncio.to_thread(ask)
+        self._check_draining(request)
+        async with self._bodies.read(request) as body:
+            # Encoding a long text takes long; the event loop has other clients.
+            parsed = await asyncio.to_thread(ask)
         running = RunningRequest(self._served, parsed, self.watch)
         answer = form(self._served.name, parsed)
         if parsed.stream:
@@ -186,33 +197,6 @@ async def _full_response(running: RunningRequest, answer: ResponseForm) -> Respo
         found[index].append(delta)
     joined = [Delta.merged(each) for each in found]
     return JSONResponse(answer.whole(joined, running.usage()))
-
-
-async def read_body(request: Request, limits: ServerLimits) -> bytes:
-    """The body of a request, within the limits on size and time.
-
-    Raises:
-      RequestRefused: too large, or too late.
-      ClientDisconnect: the client did not finish it.
-    """
-    large = RequestRefused(
-        f"the body is larger than {limits.body_bytes} bytes, the server's limit", 413
-    )
-    declared = request.headers.get("content-length", "0")
-    if not declared.isdecimal() or int(declared) > limits.body_bytes:
-        raise large
-    body = bytearray()
-    try:
-        async with asyncio.timeout(limits.body_seconds):
-            async for part in request.stream():
-                body += part
-                if len(body) > limits.body_bytes:
-                    raise large
-    except TimeoutError:
-        raise RequestRefused(
-            f"the body was not there after {limits.body_seconds:g} s", 408
-        ) from None
-    return bytes(body)
 
 
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -295,21 +279,40 @@ async def _failed(request: Request, error: Exception) -> Response:
     return RequestRefused("the server failed; its log says why", 500).response()
 
 
-class KeyMiddleware:
-    """ASGI middleware: checks the API key and counts answers.
+def check_key(key: bytes, scope: Scope) -> None:
+    """Raise RequestRefused unless a request brings the API key."""
+    scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+    # Starlette decodes headers as Latin-1, so this gives the original bytes.
+    right = hmac.compare_digest(given.strip().encode("latin-1"), key)
+    if scheme.lower() != "bearer" or not right:
+        raise RequestRefused(
+            "the API key is missing or wrong: Authorization: Bearer KEY",
+            401,
+            code="invalid_api_key",
+        )
+
+
+class RequestMiddleware:
+    """ASGI middleware: checks who asks, and counts answers.
 
     Args:
       app: the application behind it.
       metrics: counts the answers.
       paths: that are counted under their names.
-      key: the API key that requests must bring; "": none.
+      check: raises RequestRefused for a request of somebody who may not ask.
     """
 
-    def __init__(self, app: ASGIApp, metrics: PrometheusMetrics, paths: frozenset[str], key: str):
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: PrometheusMetrics,
+        paths: frozenset[str],
+        check: Callable[[Scope], None],
+    ):
         self._app = app
         self._metrics = metrics
         self._paths = paths
-        self._key = key.encode()
+        self._check = check
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -324,7 +327,8 @@ class KeyMiddleware:
             await send(message)
 
         try:
-            self._check(scope)
+            if scope["path"] not in UNAUTHENTICATED_PATHS:
+                self._check(scope)
             await self._app(scope, receive, noted)
         except RequestRefused as refused:
             await refused.response()(scope, receive, noted)
@@ -334,16 +338,3 @@ class KeyMiddleware:
         finally:
             path = scope["path"] if scope["path"] in self._paths else "other"
             self._metrics.answered(path, status, time.monotonic() - start)
-
-    def _check(self, scope: Scope) -> None:
-        if not self._key or scope["path"] in UNAUTHENTICATED_PATHS:
-            return
-        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        # Starlette decodes headers as Latin-1, so this gives the original bytes.
-        right = hmac.compare_digest(given.strip().encode("latin-1"), self._key)
-        if scheme.lower() != "bearer" or not right:
-            raise RequestRefused(
-                "the API key is missing or wrong: Authorization: Bearer KEY",
-                401,
-                code="invalid_api_key",
-            )

@@ -1,11 +1,14 @@
 """A connection with timeouts: closed if its client sends no request or reads no answer."""
 
 import asyncio
+import sys
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from hjax.errors import truncate
+from hjax.serving.http_parser import HttpParser
 from hjax.serving.limits import ServerLimits
 from hjax.serving.request_errors import RequestRefused
 
@@ -24,6 +27,7 @@ class Connection(H11Protocol):
     def __init__(self, limits: ServerLimits, **given: Any):
         super().__init__(**given)
         self._limits = limits
+        self.conn = HttpParser(limits)
         self._header_timer: asyncio.TimerHandle | None = None
         self._read_timer: asyncio.TimerHandle | None = None
 
@@ -71,8 +75,10 @@ class Connection(H11Protocol):
         super().timeout_keep_alive_handler()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP."""
-        self._refuse(RequestRefused(msg))
+        """Answer what is not HTTP; called while its error is handled."""
+        error = sys.exception()
+        status = getattr(error, "error_status_hint", 400)
+        self._refuse(RequestRefused(f"HTTP: {truncate(str(error), 200)}", status))
 
     def _refuse(self, refused: RequestRefused) -> None:
         cycle = self.cycle

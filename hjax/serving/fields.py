@@ -7,11 +7,16 @@ from typing import Any, TypeVar
 import pydantic
 
 from hjax.errors import truncate
+from hjax.serving.limits import ServerLimits
 from hjax.serving.request_errors import RequestRefused
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
+def parse_object(body: bytes, limits: ServerLimits) -> dict[str, Any]:
     """The JSON object in a body.
+
+    Args:
+      body: as it was received.
+      limits: on the values in it.
 
     Raises:
       RequestRefused: something else.
@@ -20,6 +25,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     def constant(name: str) -> None:
         raise ValueError(f"{name} is not JSON")
 
+    _check_size(body, limits)
     try:
         # Given bytes, `json` would accept UTF-16 too, and lone surrogates.
         value = json.loads(body.decode("utf-8-sig"), parse_constant=constant)
@@ -32,10 +38,42 @@ def parse_object(body: bytes) -> dict[str, Any]:
     return value
 
 
+def _check_size(body: bytes, limits: ServerLimits) -> None:
+    """Refuse a JSON text with too many values, before any of them is made. Of a text that is not
+    JSON at least those before its first fault are counted."""
+    body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    strings = body.count(b'"') // 2
+    brackets, commas = _count_outside(body)
+    if strings <= limits.body_parts and _too_many(strings + brackets, commas, limits):
+        # Some of them may stand in strings.
+        brackets, commas = _count_outside(b"".join(body.split(b'"')[::2]))
+    if said := _too_many(strings + brackets, commas, limits):
+        raise RequestRefused(f"the body has {said}", 413)
+
+
+def _count_outside(body: bytes) -> tuple[int, int]:
+    return body.count(b"[") + body.count(b"{"), body.count(b",")
+
+
+def _too_many(parts: int, commas: int, limits: ServerLimits) -> str:
+    if parts > limits.body_parts:
+        return f"{parts} arrays, objects and strings: at most {limits.body_parts}"
+    values = parts + commas
+    return f"{values} values: at most {limits.body_values}" if values > limits.body_values else ""
+
+
 def _check_characters(value: Any) -> None:
     """Refuse lone surrogates (half characters): JSON can write them, but not encode them."""
+    left = [value]
     try:
-        json.dumps(value, ensure_ascii=False).encode()
+        while left:
+            match left.pop():
+                case str() as text:
+                    text.encode()
+                case list() as values:
+                    left += values
+                case dict() as fields:
+                    left += [*fields, *fields.values()]
     except UnicodeEncodeError as error:
         raise RequestRefused(f"the body is no text: {error.reason}") from None
 
@@ -96,4 +134,11 @@ def invalid_field(name: str, value: Any, wanted: str) -> RequestRefused:
 
 def as_json(value: Any, limit: int = 60) -> str:
     """A value as JSON, cut to a line's length."""
-    return truncate(json.dumps(value, ensure_ascii=False), limit)
+    text = ""
+    # With the check of cycles the encoder would keep what it has not come to.
+    encoder = json.JSONEncoder(ensure_ascii=False, check_circular=False)
+    for part in encoder.iterencode(value):
+        text += part
+        if len(text) > limit:
+            break
+    return truncate(text, limit)

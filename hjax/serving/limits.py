@@ -16,6 +16,11 @@ class ServerLimits:
 
     Attributes:
       body_bytes: of a request.
+      body_parts: arrays, objects and strings of a request's JSON, keys among them: each takes many
+        times its bytes once it is parsed.
+      body_values: parts and commas, so at least the numbers too.
+      chunks: of a body in chunks.
+      head_bytes: of a request's first line and headers.
       body_seconds: until a request's body has arrived.
       header_seconds: until a request's headers have arrived, from its first byte (for a
         connection's first request from the connection).
@@ -26,10 +31,16 @@ class ServerLimits:
       stops: stop strings of one request.
       origins: whose web pages' scripts may ask (CORS); `*`: all; none: browsers keep answers from
         them.
+      hosts: names that requests may have in Host, beside those of the loopback and the address;
+        `*`: all.
       drain_seconds: that requests have to finish when the server is stopped.
     """
 
     body_bytes: int = 8 * 2**20
+    body_parts: int = 2**16
+    body_values: int = 2**19
+    chunks: int = 2**14
+    head_bytes: int = 2**14
     body_seconds: float = 60.0
     header_seconds: float = 10.0
     idle_seconds: float = 60.0
@@ -37,6 +48,7 @@ class ServerLimits:
     choices: int = 128
     stops: int = 128
     origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
     drain_seconds: float = 10.0
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, create_model
@@ -180,13 +180,15 @@ def parse_completion(
       RequestRefused: a field that is wrong, or not supported.
     """
     fields = _validated(_Completion, body, served)
+    prompts = _prompt_list(fields.prompt)
+    _check_responses(len(prompts), fields.n, limits)  # before any of them is encoded
     if not fields.max_tokens and not fields.echo:
         raise invalid_field("max_tokens", 0, "a whole number, 1 or more; 0 with echo")
     return _parsed(
         fields,
         served,
         limits,
-        prompts=_prompts(fields.prompt, served, fields.max_tokens),
+        prompts=_prompts(prompts, served, fields.max_tokens),
         logprobs=fields.logprobs,
         echo=fields.echo,
         format=fields.text_format(),
@@ -200,6 +202,7 @@ def parse_chat(body: Mapping[str, Any], served: ServedModel, limits: ServerLimit
       RequestRefused: a field that is wrong, or not supported; a model without chat template.
     """
     fields = _validated(_Chat, body, served)
+    _check_responses(1, fields.n, limits)
     most = fields.max_completion_tokens
     older = most if fields.max_tokens is None else fields.max_tokens
     if most is not None and older != most:
@@ -251,12 +254,15 @@ def _parsed(
         skip_special=fields.skip_special_tokens,
         **rest,
     )
-    if (count := len(parsed.prompts)) * parsed.n > limits.choices:
-        said = f"{count} prompts with n={parsed.n}: at most {limits.choices} responses"
-        raise RequestRefused(said, param="n")
     if parsed.format is None:
         return parsed
     return dataclasses.replace(parsed, matchers=_matchers(parsed, parsed.format, served))
+
+
+def _check_responses(prompts: int, n: int, limits: ServerLimits) -> None:
+    if prompts * n > limits.choices:
+        said = f"{prompts} prompts with n={n}: at most {limits.choices} responses"
+        raise RequestRefused(said, param="n")
 
 
 def _matchers(
@@ -317,19 +323,26 @@ def _stop(given: Any, served: ServedModel, limits: ServerLimits) -> tuple[str, .
     return tuple(strings)
 
 
-def _prompts(given: Any, served: ServedModel, max_tokens: int) -> tuple[RequestPrompt, ...]:
+def _prompt_list(given: Any) -> list[Any]:
+    """The prompts: all strings, or all lists."""
     each = given if isinstance(given, list) else [given]
     if each and all(type(token) is int for token in each):
         each = [each]
-    texts = all(isinstance(prompt, str) for prompt in each)
-    if not each or not (texts or all(isinstance(prompt, list) for prompt in each)):
+    if not each or not any(all(isinstance(x, kind) for x in each) for kind in (str, list)):
         raise invalid_field(
             "prompt", given, "a string, strings, token ids, or lists of token ids; none empty"
         )
-    if not texts:
+    return each
+
+
+def _prompts(
+    each: Sequence[Any], served: ServedModel, max_tokens: int
+) -> tuple[RequestPrompt, ...]:
+    if not isinstance(each[0], str):
+        found = tuple(_prompt(served, ids, max_tokens) for ids in each)
         for ids in each:
             served.check_ids("prompt", ids)
-        return tuple(_prompt(served, ids, max_tokens) for ids in each)
+        return found
     tokenizer = served.text_tokenizer("prompt")
     try:
         for text in each:

@@ -48,7 +48,9 @@ class Server:
         self._served = served
         self._bound = bound
         self._limits = limits
-        self._app = make_app(served, limits, key, self._failed, reload)
+        self._app = make_app(
+            served, limits, key, self._failed, reload, address=bound.getsockname()[0]
+        )
         self.failure = ""
         config = uvicorn.Config(
             self._app,

@@ -1,0 +1,309 @@
+"""Requests made to cost much or to be read in two ways, and other sites' pages: each is refused
+with its reason before anything is made of it, and the server answers others as before."""
+
+import contextlib
+import json
+import re
+import time
+
+import pytest
+from serving_double import EOS, HTTP, Scripted, byte_tokenizer, closed, connected, heard, served
+
+from hjax.serving.cross_site import CrossSiteCheck
+from hjax.serving.limits import ServerLimits
+from hjax.serving.request_errors import RequestRefused
+
+BODY = b'{"prompt": "a"}'
+LENGTH = b"Content-Length: %d" % len(BODY)
+CHUNKED = b"Transfer-Encoding: chunked"
+CHUNKS = b"f\r\n%s\r\n0\r\n\r\n" % BODY
+
+
+@pytest.fixture(scope="module")
+def url():
+    service = Scripted(lambda request: [97, EOS])
+    limits = ServerLimits(hosts=("models.example",), origins=("https://page.example",))
+    with served(service, limits, tokenizer=byte_tokenizer(), reload=reload) as (url, _, _):
+        yield url
+
+
+def reload(seconds):
+    return {"reloaded": True}
+
+
+def sent(*headers, body=BODY, first=b"POST /v1/completions HTTP/1.1", host=b"Host: localhost"):
+    return b"\r\n".join([first, *filter(None, [host]), *headers, b"", body])
+
+
+def test_values_of_a_body_are_counted_before_they_are_made(url):
+    """At most 65,536 arrays, objects and strings, 524,288 values; not those within strings."""
+    many = {
+        "prompts": b'{"prompt": [%s]}' % b",".join([b'"a"'] * 2_000_000),
+        "empty prompts": b'{"prompt": [%s]}' % b",".join([b"[9]"] * 2_000_000),
+        "messages": b'{"messages": [%s]}' % b",".join([b'{"role":"user"}'] * 30_000),
+        "stops": b'{"prompt": "a", "stop": [%s]}' % b",".join([b'"a"'] * 65_600),
+        "keys": b"{%s}" % b",".join(b'"%d": 0' % i for i in range(70_000)),
+        "tools": b'{"tools": [%s]}' % b",".join([b"{}"] * 70_000),
+        "numbers": b'{"prompt": [%s]}' % b",".join([b"7"] * 530_000),
+        "escaped": b'{"prompt": [%s]}' % b",".join([rb'"\\"'] * 65_600),
+        "cut": b'{"prompt": [%s' % b",".join([b'"a"'] * 65_600),
+    }
+    for name, body in many.items():
+        began = time.monotonic()
+        answer = HTTP.post(f"{url}/v1/completions", content=body)
+        said = answer.json()["error"]["message"]
+        assert answer.status_code == 413 and time.monotonic() - began < 5, (name, said)
+        kind = "values: at most 524288" if name == "numbers" else "strings: at most 65536"
+        assert re.match(rf"the body has \d+ .*{kind}$", said), (name, said)
+
+
+@pytest.mark.parametrize("text", ['[{",' * 100_000, '"' * 70_000, "\\" * 70_001, '\\"[' * 70_000])
+def test_what_stands_in_a_string_is_not_counted(url, text):
+    answer = HTTP.post(f"{url}/v1/completions", json={"prompt": ["a"], "stop": ["b"], "user": text})
+    assert answer.status_code == 200, answer.text
+
+
+def test_prompts_are_counted_before_one_of_them_is_encoded(monkeypatch):
+    tokenizer = byte_tokenizer()
+
+    def refuse(*_, **__):
+        raise AssertionError("it was encoded")
+
+    monkeypatch.setattr(tokenizer, "encode", refuse)
+    with served(Scripted(lambda request: [EOS]), tokenizer=tokenizer) as (url, _, _):
+        for fields in ({"prompt": ["a"] * 129}, {"prompt": ["a"] * 65, "n": 2}):
+            answer = HTTP.post(f"{url}/v1/completions", json=fields)
+            assert answer.status_code == 400
+            assert "at most 128 responses" in answer.json()["error"]["message"]
+
+
+def test_large_bodies_wait_for_one_another_and_small_ones_do_not():
+    """Sixteen are received at a time; what a seventeenth sends is not read meanwhile."""
+    limits = ServerLimits(body_seconds=1.5, header_seconds=30)
+    service = Scripted(lambda request: [97, EOS])
+    large = b" " * 500_000 + BODY
+    head = sent(b"Content-Length: %d" % len(large), body=b"")
+    with served(service, limits, tokenizer=byte_tokenizer()) as (url, _, _):
+        with contextlib.ExitStack() as stack:
+            late, *slow = [stack.enter_context(connected(url)) for _ in range(17)]
+            late.sendall(head)
+            time.sleep(0.5)
+            for connection in slow:
+                connection.sendall(head + large[:100_000])
+            time.sleep(0.3)
+            late.sendall(large[:100_000])
+            assert HTTP.post(f"{url}/v1/completions", content=BODY).status_code == 200
+            said = heard(late, b"}}")
+            assert said.startswith(b"HTTP/1.1 503 ") and b"16 large bodies" in said
+            assert b"retry-after: 1" in said
+            for connection in slow:
+                assert heard(connection, b"}}").startswith(b"HTTP/1.1 408 ")
+        assert HTTP.post(f"{url}/v1/completions", content=large).status_code == 200
+
+
+REFUSED = {
+    "length beside chunks": (400, sent(LENGTH, CHUNKED, body=CHUNKS)),
+    "chunks beside length": (400, sent(CHUNKED, b"Content-Length: 0", body=CHUNKS)),
+    "two lengths": (400, sent(LENGTH, b"Content-Length: 3")),
+    "a list of lengths": (400, sent(LENGTH + b", 3")),
+    "a length with a plus": (400, sent(b"Content-Length: +15")),
+    "a negative length": (400, sent(b"Content-Length: -15")),
+    "a hexadecimal length": (400, sent(b"Content-Length: 0xf")),
+    "a length with a space": (400, sent(b"Content-Length: 1 5")),
+    "a length with an underscore": (400, sent(b"Content-Length: 1_5")),
+    "a length of other digits": (400, sent("Content-Length: １５".encode())),
+    "a length of 5000 digits": (400, sent(b"Content-Length: " + b"9" * 5000)),
+    "an empty length": (400, sent(b"Content-Length: ")),
+    "a space before the colon": (400, sent(b"Content-Length : 15")),
+    "gzip and chunked": (501, sent(b"Transfer-Encoding: gzip, chunked", body=CHUNKS)),
+    "chunked and gzip": (501, sent(b"Transfer-Encoding: chunked, gzip", body=CHUNKS)),
+    "chunked twice": (501, sent(b"Transfer-Encoding: chunked, chunked", body=CHUNKS)),
+    "two codings": (501, sent(CHUNKED, CHUNKED, body=CHUNKS)),
+    "an unknown coding": (501, sent(b"Transfer-Encoding: xchunked", body=CHUNKS)),
+    "identity": (501, sent(b"Transfer-Encoding: identity", body=CHUNKS)),
+    "a control character": (400, sent(b"Transfer-Encoding: \x0bchunked", body=CHUNKS)),
+    "a folded coding": (400, sent(b"Transfer-Encoding:\r\n chunked", body=CHUNKS)),
+    "a folded header": (400, sent(LENGTH, b"X: a\r\n\tb")),
+    "a bare line feed": (400, sent(LENGTH + b"\nX: y")),
+    "line feeds alone": (400, sent(LENGTH).replace(b"\r\n", b"\n")),
+    "a bare carriage return": (400, sent(LENGTH + b"\rX: y")),
+    "a zero byte": (400, sent(LENGTH, b"X: a\0b")),
+    "no colon": (400, sent(LENGTH, b"bad")),
+    "two hosts": (400, sent(b"Host: localhost", LENGTH)),
+    "no host": (400, sent(LENGTH, host=b"")),
+    "an empty line first": (400, b"\r\n" + sent(LENGTH)),
+    "HTTP/0.9": (400, b"GET /health\r\n\r\n"),
+    "a chunk's size with a plus": (400, sent(CHUNKED, body=b"+f\r\n%s\r\n0\r\n\r\n" % BODY)),
+    "a chunk's size with 0x": (400, sent(CHUNKED, body=b"0xf\r\n%s\r\n0\r\n\r\n" % BODY)),
+    "a chunk's size and a line feed": (400, sent(CHUNKED, body=b"f\n%s\r\n0\r\n\r\n" % BODY)),
+    "a chunk's end": (400, sent(CHUNKED, body=b"f\r\n%sxx0\r\n\r\n" % BODY)),
+    "a bad trailer": (400, sent(CHUNKED, body=b"f\r\n%s\r\n0\r\nbad\r\n\r\n" % BODY)),
+    "an endless trailer": (431, sent(CHUNKED, body=CHUNKS[:-2] + b"X: " + b"y" * 400_000)),
+    "large headers": (431, sent(LENGTH, b"X: " + b"y" * 20_000)),
+    "many headers": (431, sent(LENGTH, *[b"a: b"] * 5000)),
+    "many small chunks": (413, sent(CHUNKED, body=b"1\r\n \r\n" * 16_385 + CHUNKS)),
+    "many extended chunks": (413, sent(CHUNKED, body=b"1;a=b\r\n \r\n" * 16_385 + CHUNKS)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attack", REFUSED)
+def test_http_that_could_be_read_in_two_ways_closes_the_connection(url, attack):
+    status, data = REFUSED[attack]
+    with connected(url) as connection:
+        try:
+            connection.sendall(data + b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        except ConnectionError:
+            pass  # it is closed already; the answer is there
+        said = b""
+        while part := received(connection):
+            said += part
+    assert said.count(b"HTTP/1.1 ") == 1, said
+    assert said.startswith(b"HTTP/1.1 %d " % status) and b"connection: close" in said, said
+    assert json.loads(said.partition(b"\r\n\r\n")[2])["error"]["message"].startswith("HTTP: ")
+
+
+def received(connection):
+    try:
+        return connection.recv(65536)
+    except ConnectionResetError:
+        return b""
+
+
+ALLOWED = {
+    "a length": sent(LENGTH),
+    "the same length twice": sent(LENGTH, LENGTH),
+    "chunks": sent(CHUNKED, body=CHUNKS),
+    "chunks in capitals": sent(CHUNKED.upper(), body=CHUNKS),
+    "a chunk with an extension": sent(CHUNKED, body=CHUNKS.replace(b"f\r", b"f;a=b\r")),
+    "a trailer": sent(CHUNKED, body=CHUNKS[:-2] + b"Content-Length: 99\r\n\r\n"),
+    "ten thousand chunks": sent(CHUNKED, body=b"1\r\n \r\n" * 10_000 + CHUNKS),
+}
+
+
+@pytest.mark.parametrize("way", ALLOWED)
+def test_a_connection_goes_on_after_http_that_is_clear(url, way):
+    with connected(url) as connection:
+        connection.sendall(ALLOWED[way] + b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        said = heard(connection, b'{"version"')
+        assert said.count(b"HTTP/1.1 200 ") == 2, said
+
+
+def test_http_10_needs_no_host(url):
+    with connected(url) as connection:
+        connection.sendall(b"GET /version HTTP/1.0\r\n\r\n")
+        assert heard(connection, b'{"version"').startswith(b"HTTP/1.1 200 ") and closed(connection)
+
+
+RELOAD, ASK, MODELS = ("POST", "/admin/reload"), ("POST", "/v1/completions"), ("GET", "/v1/models")
+FORM = {"Content-Type": "application/x-www-form-urlencoded"}  # as curl -d sends it
+TEXT = {"Content-Type": "text/plain"}  # as a page may send it without asking first
+
+
+@pytest.mark.parametrize("request_line", [RELOAD, ASK, MODELS])
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1", "127.0.0.1:{port}", "localhost:{port}", "LOCALHOST", "[::1]:9", "localhost.",
+     "127.3.2.1", "a.localhost", "models.example:99", "Models.Example"],
+)  # fmt: skip
+def test_names_of_a_server(url, request_line, host):
+    assert asked(url, request_line, {"Host": host.format(port=url.rpartition(":")[2])} | FORM) == ""
+
+
+@pytest.mark.parametrize("request_line", [RELOAD, ASK, MODELS])
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "evil.example:{port}", "localhost.evil.example", "127.0.0.1.evil.example",
+     "evil.example@localhost", "localhost:1@evil.example", "10.0.0.1", "0.0.0.0", "[::]", "[",
+     "a b", "2130706433", "notmodels.example"],
+)  # fmt: skip
+def test_names_that_resolve_to_a_server_but_are_not_its_own(url, request_line, host):
+    host = host.format(port=url.rpartition(":")[2])
+    said = asked(url, request_line, {"Host": host, "Sec-Fetch-Site": "same-origin"} | TEXT)
+    assert said.startswith(f"Host: {host} is no name of this server; start it with --allowed_hosts")
+    assert "--api_key_env" in said
+    assert HTTP.get(f"{url}/health", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("request_line", [RELOAD, ASK])
+@pytest.mark.parametrize(
+    "headers",
+    [{"Origin": "https://evil.example"}, {"Origin": "null"}, {"Origin": "https://page.example.evil"},
+     {"Origin": "http://page.example"}, {"Origin": "http://localhost:1"}, {"Origin": ""},
+     {"Origin": "file://"}, {"Origin": "http://[", "Sec-Fetch-Site": "same-site"},
+     {"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"},
+     {"Origin": "https://evil.example", "Sec-Fetch-Site": "cross-site"}],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", [TEXT, FORM, {"Content-Type": "application/json"}, {}])
+def test_a_foreign_page_changes_nothing(url, request_line, headers, kind):
+    said = asked(url, request_line, headers | kind)
+    assert "is another site; start the server with --cors=ORIGIN or --api_key_env=NAME" in said
+    assert asked(url, MODELS, headers) == ""  # whose answer the browser keeps from it
+
+
+@pytest.mark.parametrize("request_line", [RELOAD, ASK])
+@pytest.mark.parametrize(
+    "headers",
+    [{}, {"Origin": "https://page.example"}, {"Origin": "{url}"},
+     {"Origin": "https://page.example", "Sec-Fetch-Site": "cross-site"},
+     {"Origin": "https://behind.a.proxy", "Sec-Fetch-Site": "same-origin"},
+     {"Sec-Fetch-Site": "none"}],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", [TEXT, FORM, {"Content-Type": "application/json"}, {}])
+def test_command_lines_libraries_and_own_pages_may_ask(url, request_line, headers, kind):
+    headers = {name: value.format(url=url) for name, value in headers.items()}
+    assert asked(url, request_line, headers | kind) == ""
+
+
+def asked(url, request_line, headers):
+    """The reason for which it is forbidden; "" if it is answered."""
+    method, path = request_line
+    content = b"{}" if path == "/admin/reload" else BODY
+    content = content if method == "POST" else None
+    answer = HTTP.request(method, url + path, content=content, headers=headers)
+    if answer.status_code == 200:
+        return ""
+    error = answer.json()["error"]
+    assert answer.status_code == 403, error
+    assert (
+        error["code"] in ("host_not_allowed", "origin_not_allowed") and "\n" not in error["message"]
+    )
+    return error["message"]
+
+
+def test_a_server_with_a_key_asks_for_that_alone():
+    """A proxy passes on names and origins of its own; no other site's page knows the key."""
+    service = Scripted(lambda request: [97, EOS])
+    headers = {"Host": "public.example", "Origin": "https://ui.example"}
+    with served(service, key="k", tokenizer=byte_tokenizer(), reload=reload) as (url, _, _):
+        for path in ("/v1/completions", "/admin/reload"):
+            content = b"" if path == "/admin/reload" else BODY
+            key = {"Authorization": "Bearer k"}
+            assert HTTP.post(url + path, content=content, headers=headers | key).status_code == 200
+            assert HTTP.post(url + path, content=content, headers=headers).status_code == 401
+
+
+def test_all_pages_may_ask_but_not_reload():
+    service = Scripted(lambda request: [97, EOS])
+    limits = ServerLimits(origins=("*",), hosts=("*",))
+    with served(service, limits, tokenizer=byte_tokenizer(), reload=reload) as (url, _, _):
+        headers = {"Host": "any.example", "Origin": "https://any.page"}
+        assert asked(url, ASK, headers) == ""
+        assert "https://any.page is another site" in asked(url, RELOAD, headers)
+        assert asked(url, RELOAD, {"Host": "any.example"}) == ""
+
+
+@pytest.mark.parametrize(
+    "address, host, admin",
+    [("0.0.0.0", "public.example", False), ("0.0.0.0", "10.1.2.3:80", True),
+     ("0.0.0.0", "localhost", True), ("::", "[fd00::1]", True), ("::", "10.1.2.3", True),
+     ("10.1.2.3", "10.1.2.3", True), ("10.1.2.3", "10.1.2.4", False),
+     ("fe80::1%eth0", "[fe80::1]", True)],
+)  # fmt: skip
+def test_a_server_on_other_addresses_is_called_by_any_name_but_not_to_reload(address, host, admin):
+    check = CrossSiteCheck(address, ServerLimits()).check
+    scope = {"type": "http", "method": "POST", "headers": [(b"host", host.encode())]}
+    check(scope | {"path": "/v1/completions"})
+    if admin:
+        return check(scope | {"path": "/admin/reload"})
+    with pytest.raises(RequestRefused, match="no name of this server"):
+        check(scope | {"path": "/admin/reload"})
