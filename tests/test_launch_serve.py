@@ -181,6 +181,9 @@ def test_help(capsys):
         (["--model={model}", "--protocol=openai", "--cors=a.example"], "--cors=a.example: must be"),
         (["--model={model}", "--protocol=openai", "--cors=http://a/"], "without a path"),
         (["--model={model}", "--protocol=openai", "--cors=*,http://a"], "--cors=.*: must be"),
+        (["--model={model}", "--protocol=openai", "--allowed_hosts=a:80"], "without a port"),
+        (["--model={model}", "--protocol=openai", "--allowed_hosts=a,*"], "--allowed_hosts=.*: "),
+        (["--model={model}", "--protocol=jetstream", "--allowed_hosts=a"], ".* only openai has it"),
         (["--model={model}", "--protocol=openai", "--max_queue=0"], "--max_queue=0: must be"),
         (["--model={model}", "--protocol=openai", "--idle_seconds=0"], "--idle_seconds=0.0: must"),
         (["--model={model}", "--protocol=openai", "--api_key_env=HJAX_NONE"], "HJAX_NONE"),
@@ -260,7 +263,15 @@ def test_trained_weights_tell_their_story(test_data):
             assert stopped.finish_reason == "stop"
 
 
-@pytest.mark.slow
+@pytest.mark.extended
+def test_a_server_is_called_by_its_own_names_and_those_that_it_is_given(model):
+    flags = ["--host=localhost", "--allowed_hosts=models.example"]
+    with serving(model, *flags, environment={}) as (url, _):
+        hosts = ["models.example", "localhost:1", "127.0.0.1", "evil.example"]
+        found = [HTTP.get(f"{url}/version", headers={"Host": host}).status_code for host in hosts]
+    assert found == [200, 200, 200, 403]
+
+
 @pytest.mark.slow
 def test_the_readmes_line_serves_a_run(tmp_path):
     """As it stands there but for the port, and a public client asks what the run's model knows."""
