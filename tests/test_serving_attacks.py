@@ -1,6 +1,7 @@
 """Requests made to cost much or to be read in two ways, and other sites' pages: each is refused
 with its reason before anything is made of it, and the server answers others as before."""
 
+import concurrent.futures
 import contextlib
 import json
 import re
@@ -268,6 +269,81 @@ def asked(url, request_line, headers):
         error["code"] in ("host_not_allowed", "origin_not_allowed") and "\n" not in error["message"]
     )
     return error["message"]
+
+
+SCHEMA, GRAMMAR, REGEX = (f"guided_{kind}" for kind in ("json", "grammar", "regex"))
+RULES = "\n".join(f'r{i}: "a" r{i + 1} | "b"' for i in range(4000))
+FIELDS_400 = {f"p{i}": {"type": "string"} for i in range(400)}
+PATTERNS = [{"type": "string", "pattern": f".*{i}.*"} for i in range(300)]
+# A field, its value, what it is refused for, further fields.
+COSTLY = {
+    "text of 5 MB": (REGEX, "a" * 5_000_000, "5000000 characters: at most 131072", {}),
+    "schema of 5 MB": (SCHEMA, {"enum": ["b" * 5_000_000]}, "characters: at most 131072", {}),
+    "rules that nest 4000 deep": (GRAMMAR, f"start: r0\n{RULES}\nr4000: \"c\"", "too deeply", {}),
+    "schemas that nest deep": (SCHEMA, {"x": json.loads('{"x":' * 500 + "1" + "}" * 500)},
+                               "recursion limit", {}),
+    "300 patterns at once": (SCHEMA, {"allOf": PATTERNS}, "takes more than (0.8 s|64 MiB)", {}),
+    "a multiple of 1000003": (SCHEMA, {"type": "integer", "multipleOf": 1000003}, "takes more", {}),
+    "patterns and not others": (GRAMMAR, "start: T\nT: /.*a.{12}/ & /.*b.{11}/ & ~/.*c.{13}.*/",
+                                "takes more than (0.8 s|64 MiB)", {}),
+    "a schema for each response": (SCHEMA, {"type": "object", "properties": FIELDS_400},
+                                   "for each of 128 responses: at most", {"n": 128}),
+    "parentheses": (REGEX, "(" * 20_000 + "a" + ")" * 20_000, "nested parentheses", {}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def constrained():
+    """Its limits are low, as each costs as much time as it may."""
+    pytest.importorskip("llguidance")
+    service = Scripted(lambda request: [97, EOS])
+    limits = ServerLimits(constraint_seconds=0.8, constraint_bytes=2**26)
+    with served(service, limits, tokenizer=byte_tokenizer()) as (url, _, _):
+        yield url
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_constraints_that_cost_much_are_refused_by_name(constrained, name):
+    field, value, why, more = COSTLY[name]
+    began = time.monotonic()
+    answer = HTTP.post(f"{constrained}/v1/completions", json={"prompt": "a", field: value} | more)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == field, error
+    assert re.search(why, error["message"]) and "\n" not in error["message"], error
+    assert time.monotonic() - began < 20
+    # The server is there, and takes others.
+    answer = HTTP.post(f"{constrained}/v1/completions", json={"prompt": "a", REGEX: "a"})
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [(REGEX, "a{1,100000}"), (REGEX, "((a{1,100}){1,100}){1,100}"), (REGEX, ".*a?.{2000}|a"),
+     (SCHEMA, {"type": "array", "minItems": 100_000}),
+     (GRAMMAR, "start: s\ns: s s s | s s | /a/ |"),
+     ("guided_choice", ["a", *(f"{i:05d}" for i in range(10_000))])],
+)  # fmt: skip
+def test_constraints_that_only_look_costly_are_taken(constrained, field, value):
+    answer = HTTP.post(f"{constrained}/v1/completions", json={"prompt": "a", field: value})
+    assert answer.status_code == 200, answer.text
+
+
+def test_what_a_constraint_costs_others(constrained, monkeypatch):
+    """Requests without one, and with one that is known, are answered while another is tried."""
+    known, unknown = {"prompt": "a", REGEX: "[ab]"}, {"prompt": "a", REGEX: "[abc]"}
+    url = f"{constrained}/v1/completions"
+    assert HTTP.post(url, json=known).status_code == 200
+    costly = {"prompt": "a", SCHEMA: {"type": "integer", "multipleOf": 1000033}}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        late = [pool.submit(HTTP.post, url, json=costly | {"seed": seed}) for seed in range(2)]
+        time.sleep(0.1)
+        began = time.monotonic()
+        for fields in (known, {"prompt": "a"}):
+            assert HTTP.post(url, json=fields).status_code == 200
+        quick, slow = time.monotonic() - began, pool.submit(HTTP.post, url, json=unknown)
+        assert [each.result().status_code for each in late] == [400] * 2
+        assert slow.result().status_code == 200
+    assert quick < time.monotonic() - began
 
 
 def test_a_server_with_a_key_asks_for_that_alone():

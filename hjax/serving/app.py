@@ -20,6 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import hjax
+from hjax.serving.constraint_trial import ConstraintTrial
 from hjax.serving.cross_site import CrossSiteCheck
 from hjax.serving.detokenizer import Delta
 from hjax.serving.fields import RequestFields, parse_object, validate_fields
@@ -28,7 +29,7 @@ from hjax.serving.prometheus import CONTENT_TYPE, PrometheusMetrics
 from hjax.serving.reload import WeightReload
 from hjax.serving.request_body import BodyReader
 from hjax.serving.request_errors import RequestRefused
-from hjax.serving.request_models import ParsedRequest, parse_chat, parse_completion
+from hjax.serving.request_models import ParsedRequest, parse_chat, parse_completion, with_matchers
 from hjax.serving.response_models import ChatForm, CompletionForm, ResponseForm
 from hjax.serving.served_model import ServedModel
 from hjax.serving.streaming import RequestWatch, RunningRequest
@@ -119,6 +120,9 @@ class _Endpoints:
         self._metrics = metrics
         self._reload = reload
         self._bodies = BodyReader(limits)
+        self._trial = None
+        if served.tokenizer is not None:
+            self._trial = ConstraintTrial(served.tokenizer, served.vocab_size, limits)
         self.watch = RequestWatch(metrics.first_token.observe, on_failure)
         self._began = int(time.time())
 
@@ -170,17 +174,11 @@ class _Endpoints:
             raise RequestRefused("the server is being stopped", 503, retry_after=10)
 
     async def _answer(self, request: Request, read: Read, form: type[ResponseForm]) -> Response:
-        def ask() -> ParsedRequest:
-            try:
-                given = parse_object(body, self._limits)
-                return read(given, self._served, self._limits)
-            except RecursionError:
-                raise RequestRefused("the body is nested too deeply") from None
-
-        self._check_draining(request)
-        async with self._bodies.read(request) as body:
-            # Encoding a long text takes long; the event loop has other clients.
-            parsed = await asyncio.to_thread(ask)
+        parsed = await self._parsed(request, read)
+        if parsed.format is not None:
+            if self._trial is not None:
+                await self._trial.check(parsed.format, len(parsed.prompts) * parsed.n)
+            parsed = await asyncio.to_thread(with_matchers, parsed, self._served)
         running = RunningRequest(self._served, parsed, self.watch)
         answer = form(self._served.name, parsed)
         if parsed.stream:
@@ -189,6 +187,18 @@ class _Endpoints:
             return await cancel_on_disconnect(request.receive, _full_response(running, answer))
         finally:
             running.cancel()
+
+    async def _parsed(self, request: Request, read: Read) -> ParsedRequest:
+        def ask() -> ParsedRequest:
+            try:
+                return read(parse_object(body, self._limits), self._served, self._limits)
+            except RecursionError:
+                raise RequestRefused("the body is nested too deeply") from None
+
+        self._check_draining(request)
+        async with self._bodies.read(request) as body:
+            # Encoding a long text takes long; the event loop has other clients.
+            return await asyncio.to_thread(ask)
 
 
 async def _full_response(running: RunningRequest, answer: ResponseForm) -> Response:

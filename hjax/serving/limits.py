@@ -28,6 +28,9 @@ class ServerLimits:
         leave output unread before it is cut off.
       connections: at a time.
       choices: responses of one request, over all its prompts.
+      constraint_seconds: processor time of one request's constraints, over all its responses: to
+        compile each, and to match a few tokens.
+      constraint_bytes: memory of them.
       stops: stop strings of one request.
       origins: whose web pages' scripts may ask (CORS); `*`: all; none: browsers keep answers from
         them.
@@ -46,6 +49,8 @@ class ServerLimits:
     idle_seconds: float = 60.0
     connections: int = 1024
     choices: int = 128
+    constraint_seconds: float = 5.0
+    constraint_bytes: int = 2**29
     stops: int = 128
     origins: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()

@@ -76,7 +76,7 @@ class ParsedRequest:
       echo: whether the prompt's text comes first.
       calls: tool calls that are looked for in the answer; None: none.
       format: that each response's text must have; None: any.
-      matchers: of each response, made of its format; none without.
+      matchers: of each response, made of its format; none without, or before ``with_matchers``.
     """
 
     prompts: tuple[RequestPrompt, ...]
@@ -243,7 +243,7 @@ def _parsed(
     fields: _Common, served: ServedModel, limits: ServerLimits, **rest: Any
 ) -> ParsedRequest:
     """The parsed request, with the fields that both have."""
-    parsed = ParsedRequest(
+    return ParsedRequest(
         n=fields.n,
         options=_options(fields, served, rest["logprobs"] or 0),
         seed=_seed(fields.seed),
@@ -254,9 +254,6 @@ def _parsed(
         skip_special=fields.skip_special_tokens,
         **rest,
     )
-    if parsed.format is None:
-        return parsed
-    return dataclasses.replace(parsed, matchers=_matchers(parsed, parsed.format, served))
 
 
 def _check_responses(prompts: int, n: int, limits: ServerLimits) -> None:
@@ -265,22 +262,20 @@ def _check_responses(prompts: int, n: int, limits: ServerLimits) -> None:
         raise RequestRefused(said, param="n")
 
 
-def _matchers(
-    parsed: ParsedRequest, format: TextFormat, served: ServedModel
-) -> tuple[ConstraintMatcher | None, ...]:
-    """Compiled here, where nobody waits for this thread. If one constraint was made of several, the
-    error names the one that is invalid."""
-    requests = parsed.requests()
+def with_matchers(parsed: ParsedRequest, served: ServedModel) -> ParsedRequest:
+    """The request with the matchers of its responses, compiled where nobody waits for this thread.
+
+    Raises:
+      RequestRefused: a format that is invalid, or that the sampling options leave nothing of.
+    """
+    if parsed.format is None:
+        return parsed
     try:
-        return tuple(map(served.service.prepare, requests))
+        matchers = tuple(map(served.service.prepare, parsed.requests()))
     except ConfigError as error:
-        refused = RequestRefused(f"{format.field}: {error}", param=format.field)
-    for name, part in format.parts:
-        try:
-            served.service.prepare(dataclasses.replace(requests[0], constraint=part))
-        except ConfigError as error:
-            raise RequestRefused(f"{name}: {error}", param=name) from None
-    raise refused
+        field = parsed.format.field
+        raise RequestRefused(f"{field}: {error}", param=field) from None
+    return dataclasses.replace(parsed, matchers=matchers)
 
 
 def _seed(given: int | None) -> int:
