@@ -1,6 +1,7 @@
 """Requests made to cost much or to be read in two ways, and other sites' pages: each is refused
 with its reason before anything is made of it, and the server answers others as before."""
 
+import asyncio
 import concurrent.futures
 import contextlib
 import json
@@ -10,9 +11,13 @@ import time
 import pytest
 from serving_double import EOS, HTTP, Scripted, byte_tokenizer, closed, connected, heard, served
 
+from hjax.rollout.requests import ResponseChunk
 from hjax.serving.cross_site import CrossSiteCheck
 from hjax.serving.limits import ServerLimits
 from hjax.serving.request_errors import RequestRefused
+from hjax.serving.request_models import parse_completion
+from hjax.serving.served_model import ServedModel
+from hjax.serving.streaming import RequestWatch, RunningRequest
 
 BODY = b'{"prompt": "a"}'
 LENGTH = b"Content-Length: %d" % len(BODY)
@@ -100,6 +105,70 @@ def test_large_bodies_wait_for_one_another_and_small_ones_do_not():
             for connection in slow:
                 assert heard(connection, b"}}").startswith(b"HTTP/1.1 408 ")
         assert HTTP.post(f"{url}/v1/completions", content=large).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"model": "m" * 1_000_000}, {"u" * 1_000_000: 1}, {"stop_token_ids": ["x" * 1_000_000]},
+     {"prompt": [[["x" * 1_000_000]]]}, {"temperature": "t" * 1_000_000}, {"n": 10**4000}],
+)  # fmt: skip
+def test_what_a_client_sends_is_not_sent_back_whole(url, fields):
+    answer = HTTP.post(f"{url}/v1/completions", json={"prompt": "a"} | fields)
+    error = answer.json()["error"]
+    assert answer.status_code in (400, 404) and len(answer.content) < 2500, answer.status_code
+    assert len(error["message"]) > 60 and [*error] == ["message", "type", "param", "code"]
+
+
+@pytest.mark.parametrize(
+    "path, fields, allowed",
+    [("chat/completions", {"logprobs": True, "top_logprobs": 20, "n": 50}, False),
+     ("chat/completions", {"logprobs": True, "top_logprobs": 20, "n": 49}, True),
+     ("completions", {"logprobs": 5, "n": 128, "max_tokens": 4000}, True)],
+)  # fmt: skip
+def test_log_probs_of_an_answer_are_counted_before_they_are_drawn(url, path, fields, allowed):
+    """4,194,304 at most. Of 4096 tokens the prompt has 20, so 49 responses have 4076 * 49 * 21."""
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    answer = HTTP.post(
+        f"{url}/v1/{path}", json=(chat if "chat" in path else {"prompt": "a"}) | fields
+    )
+    if allowed:
+        assert answer.status_code == 200, answer.text
+        return
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "logprobs", error
+    assert "at most 4194304; give a smaller max_tokens or n" in error["message"]
+
+
+def test_an_engine_that_is_faster_than_its_client_leaves_the_others_their_turns():
+    """All of an answer waits in memory; between its pieces another task has as many turns."""
+    pieces, turns = 200, 0
+
+    class Ready(Scripted):
+        def submit(self, request, on_piece, matcher=None):
+            for i in range(pieces):
+                on_piece(ResponseChunk((97,), (-1.0,), finish="length" if i == pieces - 1 else ""))
+
+    async def take():
+        nonlocal turns
+        served_model = ServedModel("ready", Ready(None), byte_tokenizer(), 260, (EOS,))
+        parsed = parse_completion(
+            {"prompt": "a", "max_tokens": pieces}, served_model, ServerLimits()
+        )
+        running = RunningRequest(served_model, parsed, RequestWatch(lambda _: None, print))
+        await asyncio.sleep(0)  # the pieces arrive
+
+        async def other():
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.ensure_future(other())
+        text = "".join([delta.text async for _, delta in running.deltas()])
+        task.cancel()
+        return text
+
+    assert asyncio.run(take()) == "a" * pieces and turns >= pieces
 
 
 REFUSED = {

@@ -31,6 +31,7 @@ class ServerLimits:
       constraint_seconds: processor time of one request's constraints, over all its responses: to
         compile each, and to match a few tokens.
       constraint_bytes: memory of them.
+      log_probs: of one request, over all its responses: a token's own and its top ones each.
       stops: stop strings of one request.
       origins: whose web pages' scripts may ask (CORS); `*`: all; none: browsers keep answers from
         them.
@@ -51,6 +52,7 @@ class ServerLimits:
     choices: int = 128
     constraint_seconds: float = 5.0
     constraint_bytes: int = 2**29
+    log_probs: int = 2**22
     stops: int = 128
     origins: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()

@@ -6,12 +6,14 @@ from typing import Any, Self
 
 from starlette.responses import JSONResponse
 
-from hjax.errors import ConfigError
+from hjax.errors import ConfigError, truncate
 from hjax.rollout.sampling_params import SamplingParams
 
 # Sampling options by their field names in requests.
 _FIELDS = {field.name: field.name for field in dataclasses.fields(SamplingParams)}
 _FIELDS |= {"stop": "stop_token_ids", "max_tokens": "max_tokens"}
+# Characters of a message.
+_LONGEST = 1000
 _KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
 
@@ -35,9 +37,9 @@ class RequestRefused(Exception):
         retry_after: int | None = None,
     ):
         super().__init__(message)
-        self.message = message
+        self.message = truncate(message, _LONGEST)  # it may quote what the client sent
         self.status = status
-        self.param = param
+        self.param = None if param is None else truncate(param, _LONGEST)
         self.code = code
         self.retry_after = retry_after
 

@@ -243,7 +243,7 @@ def _parsed(
     fields: _Common, served: ServedModel, limits: ServerLimits, **rest: Any
 ) -> ParsedRequest:
     """The parsed request, with the fields that both have."""
-    return ParsedRequest(
+    parsed = ParsedRequest(
         n=fields.n,
         options=_options(fields, served, rest["logprobs"] or 0),
         seed=_seed(fields.seed),
@@ -254,6 +254,13 @@ def _parsed(
         skip_special=fields.skip_special_tokens,
         **rest,
     )
+    if parsed.logprobs is not None:
+        # Memory for them is taken as they are drawn, some hundred bytes for each.
+        tokens = sum(len(each.tokens) * parsed.echo + each.max_tokens for each in parsed.prompts)
+        if (count := tokens * parsed.n * (1 + parsed.logprobs)) > limits.log_probs:
+            said = f"{count} log-probs: at most {limits.log_probs}; give a smaller max_tokens or n"
+            raise RequestRefused(f"logprobs: up to {said}", param="logprobs")
+    return parsed
 
 
 def _check_responses(prompts: int, n: int, limits: ServerLimits) -> None:

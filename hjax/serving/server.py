@@ -59,6 +59,7 @@ class Server:
             lifespan="off",
             loop="asyncio",
             log_config=None,
+            log_level="error",  # no line for each request that is no HTTP
             access_log=False,
             backlog=BACKLOG,
             timeout_keep_alive=int(limits.idle_seconds),

@@ -90,6 +90,8 @@ class RunningRequest:
         going, waiting = len(self.choices), True
         while going:
             index, piece = await self._arrived.get()
+            # Nothing above waits if the engine is faster than this; others must have their turn.
+            await asyncio.sleep(0)
             choice = self.choices[index]
             if choice.finish:  # by a stop string; this was drawn before it was cancelled
                 continue

@@ -646,7 +646,7 @@ def stories(folder, weights):
     return Model(folder, 512, 60, 2)
 
 
-def run(model, folder, count, clients):
+def run(model, folder, count, clients, *flags):
     """A server's process, its soak, and that it had nothing to complain of."""
     log = folder / "stderr"
     with open(log, "w") as errors:
@@ -654,7 +654,7 @@ def run(model, folder, count, clients):
             # Fewer files than connections: it is to see to that.
             ["sh", "-c", 'ulimit -Sn 64; exec "$@"', "sh", sys.executable, "-m",
              "hjax.launch.serve", f"--model={model.path}", "--protocol=openai", "--port=0",
-             f"--slots={model.slots}", *FLAGS],
+             f"--slots={model.slots}", *FLAGS, *flags],
             stdout=subprocess.PIPE, stderr=errors, text=True,
             env=os.environ | {"HJAX_TEST_KEY": KEY, "JAX_LOG_COMPILES": "1"},
         )  # fmt: skip
@@ -683,4 +683,6 @@ def test_a_server_among_bad_clients(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_server_among_very_many_bad_clients(tmp_path, test_data):
-    run(stories(tmp_path / "model", test_data / "weights"), tmp_path, 5000, 48)
+    """All programs are compiled before, so that what grows would be the requests'."""
+    model = stories(tmp_path / "model", test_data / "weights")
+    run(model, tmp_path, 5000, 48, "--warm_up")
