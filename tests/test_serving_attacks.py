@@ -18,6 +18,7 @@ from hjax.serving.request_errors import RequestRefused
 from hjax.serving.request_models import parse_completion
 from hjax.serving.served_model import ServedModel
 from hjax.serving.streaming import RequestWatch, RunningRequest
+from hjax.serving.tool_calls import TAGGED, AllowedCalls, read_calls
 
 BODY = b'{"prompt": "a"}'
 LENGTH = b"Content-Length: %d" % len(BODY)
@@ -169,6 +170,26 @@ def test_an_engine_that_is_faster_than_its_client_leaves_the_others_their_turns(
         return text
 
     assert asyncio.run(take()) == "a" * pieces and turns >= pieces
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<tool_call>" + " " * 50_000, "<tool_call>{" + "\n" * 50_000,
+     " " * 50_000 + "<tool_call>",
+     "<tool_call>" * 20_000, "</tool_call>" * 20_000, "<tool_call>" + "{" * 50_000],
+)  # fmt: skip
+def test_a_text_that_is_no_call_after_all_is_read_once(text):
+    """Its length may not count twice: the text of an answer is a model's."""
+    began = time.monotonic()
+    assert read_calls(text, AllowedCalls(TAGGED, ("f",))) == ()
+    assert time.monotonic() - began < 1
+
+
+def test_a_functions_name_is_short(url):
+    tool = {"type": "function", "function": {"name": "f" * 257}}
+    chat = {"messages": [{"role": "user", "content": "a"}], "tools": [tool]}
+    error = HTTP.post(f"{url}/v1/chat/completions", json=chat).json()["error"]
+    assert error["param"] == "tools[0].function.name" and "256 characters" in error["message"]
 
 
 REFUSED = {

@@ -107,17 +107,15 @@ def read_calls(text: str, calls: AllowedCalls) -> tuple[CallPart, ...]:
     if not form.begin:
         call = _read(text.strip(), form)
         return () if call is None or call[0] not in calls.names else (CallPart.first(0, *call),)
+    *blocks, after = text.split(form.end)
     found: list[CallPart] = []
-    tagged = re.compile(rf"\s*{form.begin}\s*(.*?)\s*{form.end}\s*", re.DOTALL)
-    at = 0
-    while at < len(text):
-        block = tagged.match(text, at)
-        call = _read(block[1], form) if block else None
-        if block is None or call is None:
+    for block in blocks:
+        before, tag, inside = block.partition(form.begin)
+        call = _read(inside.strip(), form) if tag and not before.strip() else None
+        if call is None:
             return ()
         found.append(CallPart.first(len(found), *call))
-        at = block.end()
-    return tuple(found)
+    return () if after.strip() else tuple(found)
 
 
 def _read(text: str, form: CallForm) -> tuple[str, str] | None:

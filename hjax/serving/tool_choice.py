@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, FailFast
+from pydantic import AfterValidator, FailFast, Field
 
 from hjax.errors import ConfigError
 from hjax.rollout.constrained_decoding import JSON_WHITESPACE
@@ -33,7 +33,7 @@ class ToolFunction(RequestFields, extra="ignore"):
       strict: whether the schema is enforced even if the call is not forced.
     """
 
-    name: str
+    name: str = Field(max_length=256)  # an answer's text is searched for it as it comes
     parameters: Annotated[dict[str, Any], AfterValidator(lambda x: x or _NO_ARGUMENTS)] = (
         _NO_ARGUMENTS
     )
