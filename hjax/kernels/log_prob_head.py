@@ -260,14 +260,7 @@ def _scores(
             top_k = _merge_top_k(top_k, logits, jnp.broadcast_to(columns, logits.shape))
         return higher, total, weighted, picked, top_k
 
-    tokens_here = ids.shape[:1]
-    zero = jnp.zeros(tokens_here, jnp.float32)
-    lowest = jnp.full(tokens_here, -jnp.inf, jnp.float32)
-    nothing: Any = None
-    if count:
-        shape_most = *tokens_here, count
-        nothing = jnp.full(shape_most, -jnp.inf), jnp.zeros(shape_most, jnp.int32)
-    begin = lowest, zero, zero, jnp.zeros(ids.shape, jnp.float32), nothing
+    begin = _before_any_logit(ids, count)
     top, total, weighted, picked, top_k = chunks.scan(step, begin)
     if split.vocab:
         highest = jax.lax.pmax(top, split.vocab)
@@ -278,7 +271,7 @@ def _scores(
         top = highest
         if count:
             every = (jax.lax.all_gather(x, split.vocab, axis=1, tiled=True) for x in top_k)
-            top_k = _merge_top_k(nothing, *every)
+            top_k = _merge_top_k(begin[-1], *every)
     log_total, mean = jnp.log(total), weighted / total
 
     def log_probs(logits: jax.Array) -> jax.Array:
@@ -290,6 +283,17 @@ def _scores(
     if count:
         results += [log_probs(top_k[0]), top_k[1]]
     return tuple(x.reshape(*shape, *x.shape[1:]) for x in results)
+
+
+def _before_any_logit(ids: jax.Array, count: int) -> tuple[Any, ...]:
+    """The largest logit, sums, log-probs of ``ids`` and ``count`` most probable tokens of none."""
+    zero = jnp.zeros(ids.shape[:1], jnp.float32)
+    lowest = jnp.full(ids.shape[:1], -jnp.inf, jnp.float32)
+    nothing: Any = None
+    if count:
+        shape_most = ids.shape[0], count
+        nothing = jnp.full(shape_most, -jnp.inf), jnp.zeros(shape_most, jnp.int32)
+    return lowest, zero, zero, jnp.zeros(ids.shape, jnp.float32), nothing
 
 
 def _merge_top_k(before: Any, logits: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
