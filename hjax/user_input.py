@@ -39,25 +39,34 @@ def user_path(text: StrPath, setting: str) -> Path:
     return path
 
 
-def parse_json(data: bytes, where: str = "") -> Any:
+def parse_json(data: bytes, where: str = "", unique_keys: bool = False) -> Any:
     """The value of JSON text in UTF-8.
 
     Args:
       data: of a file or a line, with or without a byte order mark.
       where: its name in messages; empty: the caller adds it.
+      unique_keys: whether an object with the same key twice is refused; else its last value counts.
 
     Raises:
       DataError: it is not UTF-8, not JSON, or too deeply nested.
     """
     named = f"{where}: " if where else ""
+    hook = _unique if unique_keys else None
     try:
-        return json.loads(data.decode("utf-8-sig"))
+        return json.loads(data.decode("utf-8-sig"), object_pairs_hook=hook)
     except UnicodeDecodeError as error:
         raise DataError(f"{named}not UTF-8 (byte {error.start}: {error.reason})") from None
     except ValueError as error:
         raise DataError(f"{named}not valid JSON ({error})") from None
     except RecursionError:
         raise DataError(f"{named}not usable JSON (too deeply nested)") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key comes twice in an object")
+    return found
 
 
 def read_object(path: Path) -> dict[str, Any]:

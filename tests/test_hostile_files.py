@@ -8,7 +8,7 @@ import time
 import pytest
 from helpers import save_model
 
-from hjax.data import chat_templates
+from hjax.data import chat_templates, limited_process
 from hjax.data.dataset import Dataset, PromptSampler
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, exit_status
@@ -209,10 +209,10 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_chat_templates_without_end(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(chat_templates, "SECONDS", 0.5)
+    monkeypatch.setattr(limited_process, "SECONDS", 0.5)
     template, says = TEMPLATES[name]
     if name == "output":
-        monkeypatch.setattr(chat_templates, "SECONDS", 20.0)
+        monkeypatch.setattr(limited_process, "SECONDS", 20.0)
     Tokenizer.characters("ab").save(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(template)
     tokenizer = Tokenizer.load(tmp_path)

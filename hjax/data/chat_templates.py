@@ -11,11 +11,10 @@ import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hjax.data.limited_process import CHARACTERS, LimitedProcess, json_answers, limit_memory
 from hjax.errors import DataError
-from hjax.isolated_process import DeadlineExceeded, IsolatedProcess, ProcessDied, TaskFailed
 
-# Deadline and output limit of one rendering; memory limit of the process.
-SECONDS, CHARACTERS, MEMORY_BYTES = 10.0, 16 * 2**20, 2**30
+MEMORY_BYTES = 2**30
 
 
 def render(template: str, values: Mapping[str, Any]) -> str:
@@ -33,37 +32,20 @@ def render(template: str, values: Mapping[str, Any]) -> str:
         request = pickle.dumps(dict(values))
     except Exception as error:
         raise DataError(f"cannot be given this ({type(error).__name__}: {error})") from None
-    try:
-        said = json.loads(_renderer(template).call(request, SECONDS))
-    except DeadlineExceeded:
-        raise DataError(f"takes longer than {SECONDS:g} s") from None
-    except (ProcessDied, TaskFailed) as error:
-        raise DataError(f"could not be rendered ({error})") from None
-    if "error" in said:
-        raise DataError(f"refuses this: {' '.join(said['error'].split())[:500]}")
-    return said["text"]
+    return _renderer(template).ask(request)
 
 
 @functools.lru_cache(maxsize=16)
-def _renderer(template: str) -> IsolatedProcess:
-    return IsolatedProcess("hjax.data.chat_templates:render_handler", template.encode())
+def _renderer(template: str) -> LimitedProcess:
+    entry = "hjax.data.chat_templates:render_handler"
+    return LimitedProcess(entry, template.encode(), MEMORY_BYTES)
 
 
 def render_handler(template_bytes: bytes) -> Callable[[bytes], bytes]:
     """Return the isolated process's request handler: pickled values in, JSON out."""
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    limit_memory(MEMORY_BYTES)
     source = template_bytes.decode()
-
-    def answer(request: bytes) -> bytes:
-        try:
-            text = _limited(_compiled(source), pickle.loads(request))
-            return json.dumps({"text": text}).encode()
-        except Exception as error:  # Jinja's own, and whatever its filters raise
-            return json.dumps({"error": str(error) or type(error).__name__}).encode()
-
-    return answer
+    return json_answers(lambda request: _limited(_compiled(source), pickle.loads(request)))
 
 
 def _limited(template: Any, values: Mapping[str, Any]) -> str:

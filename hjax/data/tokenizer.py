@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hjax.data.chat_templates import render
+from hjax.data.limited_process import ComputationFailed
 from hjax.data.token_bytes import TokenBytes
+from hjax.data.tokenizer_backend import TokenizerBackend
 from hjax.data.tokenizer_files import (
     DEFAULT,
     MORE_TEMPLATES,
@@ -24,6 +26,8 @@ from hjax.files import replace_file
 
 if TYPE_CHECKING:
     import tokenizers
+
+T = TypeVar("T")
 
 # Usual names of special tokens, for a tokenizer whose files name none.
 _USUAL_NAMES = {
@@ -42,8 +46,8 @@ _CLEANED = (
     *((f" {end}", end) for end in ("n't", "'m", "'s", "'ve", "'re")),
 )
 
-# Characters from which on a text is encoded with the GIL released.
-LONG_TEXT = 4096
+# Highest id that is taken: four times the largest vocabulary that is published.
+HIGHEST_ID = 2**22
 
 
 class Tokenizer:
@@ -62,29 +66,37 @@ class Tokenizer:
 
     def __init__(
         self,
-        backend: tokenizers.Tokenizer,
+        backend: TokenizerBackend | tokenizers.Tokenizer,
         config: dict[str, Any],
         *,
         name: str,
         chat_templates: Mapping[str, str] = {},
         extra_eos_ids: Sequence[int] = (),
     ):
+        if not isinstance(backend, TokenizerBackend):
+            backend = TokenizerBackend.from_library(backend)
         self._backend = backend
+        self._library = backend.library
         self._config = config
         self.name = name
         self.chat_template = chat_templates.get(DEFAULT)
         self.chat_templates = {k: v for k, v in chat_templates.items() if k != DEFAULT}
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocab_size = self._check_ids()
         self.bos_id = self._special_id("bos_token")
         self.eos_id = self._special_id("eos_token")
         self.pad_id = self._special_id("pad_token")
         self._extra_eos_ids = tuple(extra_eos_ids)
         self._rows = self.vocab_size
-        self._prefix = self._added_prefix()
+        self._prefix = self._within_limits("a text", backend.added_prefix)
+        if any(i >= self.vocab_size for i in self._prefix):
+            raise DataError(
+                f"tokenizer {name}: its post-processor adds the ids {short_repr(self._prefix)}, "
+                f"and the highest of its tokens is {self.vocab_size - 1}"
+            )
         # As in transformers, which leaves BPE alone: there the spaces are the text's own.
         corrupts = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
         self._cleans = bool(config.get("clean_up_tokenization_spaces")) and (
-            type(backend.model).__name__ != "BPE" or bool(config.get(corrupts))
+            type(self._library.model).__name__ != "BPE" or bool(config.get(corrupts))
         )
 
     @classmethod
@@ -152,9 +164,11 @@ class Tokenizer:
         without an unknown token.
         """
         try:
-            ids = self._ids(text)
+            ids = self._within_limits(text, self._backend.encode, text)
+        except ComputationFailed:
+            raise
         except Exception as error:  # WordLevel without an unknown token
-            known = self._backend.get_vocab(with_added_tokens=True)
+            known = self._library.get_vocab(with_added_tokens=True)
             missing = next((c for c in text if c not in known), None)
             if missing is None:
                 raise DataError(
@@ -165,23 +179,25 @@ class Tokenizer:
                 f"not in its vocabulary of {self.vocab_size} tokens; change the text or tokenizer"
             ) from None
         if ids and max(ids) >= self._rows:
-            token = self._backend.id_to_token(max(ids))
+            token = self._library.id_to_token(max(ids))
             raise DataError(
                 f"tokenizer {self.name}: {short_repr(text, 80)} has the token {token!r}, id "
                 f"{max(ids)}, and the model's embedding {self._rows} rows; leave it out"
             )
         return [*self._prefix, *ids] if add_special else ids
 
-    def _ids(self, text: str) -> list[int]:
-        if len(text) < LONG_TEXT:
-            return self._backend.encode(text, add_special_tokens=False).ids
-        # `encode` holds the GIL: megabytes of text would block other threads for many seconds.
-        [found] = self._backend.encode_batch_fast([text], add_special_tokens=False)
-        return found.ids
+    def _within_limits(self, given: Any, compute: Callable[..., T], *arguments: Any) -> T:
+        """The result; of a limit that was exceeded the error names this tokenizer."""
+        try:
+            return compute(*arguments)
+        except ComputationFailed as error:
+            shown = short_repr(given, 80)
+            raise ComputationFailed(f"tokenizer {self.name}: given {shown}, it {error}") from None
 
     def decode(self, tokens: Sequence[int], skip_special: bool = True) -> str:
         """Text of token ids (ints or an integer array), by default without special tokens."""
-        text = self._backend.decode([int(t) for t in tokens], skip_special_tokens=skip_special)
+        ids = [int(t) for t in tokens]
+        text = self._within_limits(ids, self._backend.decode, ids, skip_special)
         for spaced, cleaned in _CLEANED if self._cleans else ():
             text = text.replace(spaced, cleaned)
         return text
@@ -249,7 +265,7 @@ class Tokenizer:
     @functools.cached_property
     def turn_ends(self) -> TurnEnds:
         """Where the chat template ends the assistant's turn; empty without a template."""
-        added = self._backend.get_added_tokens_decoder().values()
+        added = self._library.get_added_tokens_decoder().values()
         return find_turn_ends(self.chat, [token.content for token in added])
 
     @functools.cached_property
@@ -257,7 +273,7 @@ class Tokenizer:
         """Every id that ends a response, `eos_id` first: the tokenizer's, those of the chat
         template's `turn_ends`, and those that `generation_config.json` or `config.json` beside it
         add."""
-        turns = (self._backend.token_to_id(token) for token in self.turn_ends.tokens)
+        turns = (self._library.token_to_id(token) for token in self.turn_ends.tokens)
         ids = (self.eos_id, *turns, *self._extra_eos_ids)
         return tuple(dict.fromkeys(i for i in ids if i is not None))
 
@@ -277,11 +293,14 @@ class Tokenizer:
                 f"tokenizer {self.name}: clean_up_tokenization_spaces changes what its tokens "
                 "decode to; set it to false in tokenizer_config.json"
             )
-        added = self._backend.get_added_tokens_decoder()
+        added = self._library.get_added_tokens_decoder()
         special = {i for i, token in added.items() if token.special}
-        spelled = self._backend.get_vocab(with_added_tokens=True)
+        spelled = self._library.get_vocab(with_added_tokens=True)
         tokens = {i: token for token, i in spelled.items() if i not in special}
-        decoder = json.loads(self._backend.to_str())["decoder"]
+        try:
+            decoder = self._backend.decoder
+        except DataError as error:
+            raise DataError(f"tokenizer {self.name}: {error}") from None
         return TokenBytes.from_decoder(decoder, tokens, self.name)
 
     def check_fits(self, vocab_size: int, what: str | Path) -> None:
@@ -290,10 +309,10 @@ class Tokenizer:
         Special tokens but BOS and EOS may (Gemma 3's image token, a pad token that a config adds):
         `encode` then refuses a text that has one.
         """
-        added = self._backend.get_added_tokens_decoder()
+        added = self._library.get_added_tokens_decoder()
         needed = {self.bos_id, self.eos_id}
         spare = {i for i, token in added.items() if token.special and i not in needed}
-        ids = self._backend.get_vocab(with_added_tokens=True).values()
+        ids = self._library.get_vocab(with_added_tokens=True).values()
         if max(i for i in ids if i not in spare) >= vocab_size:
             raise ConfigError(
                 f"{what}: its tokenizer has ids up to {self.vocab_size - 1}, its embedding "
@@ -305,7 +324,7 @@ class Tokenizer:
         """Write tokenizer.json, tokenizer_config.json and the chat templates; where several ids end
         a response, also generation_config.json with them."""
         (directory := Path(directory)).mkdir(parents=True, exist_ok=True)
-        replace_file(directory / "tokenizer.json", self._backend.to_str(pretty=True))
+        replace_file(directory / "tokenizer.json", self._backend.to_json())
         config = {k: v for k, v in self._config.items() if k != "chat_template"}
         text = json.dumps(config, indent=1, ensure_ascii=False)
         replace_file(directory / "tokenizer_config.json", text + "\n")
@@ -322,12 +341,24 @@ class Tokenizer:
 
     def same_vocabulary(self, other: Tokenizer) -> bool:
         """Whether both map every token to the same id, so that ids can be shared."""
-        return self._backend.get_vocab(with_added_tokens=True) == other._backend.get_vocab(
+        return self._library.get_vocab(with_added_tokens=True) == other._library.get_vocab(
             with_added_tokens=True
         )
 
     def __repr__(self) -> str:
         return f"Tokenizer({self.name!r}, vocab_size={self.vocab_size})"
+
+    def _check_ids(self) -> int:
+        """The highest id + 1; DataError for ids that are none."""
+        ids = self._library.get_vocab(with_added_tokens=True).values()
+        if not ids or max(ids) > HIGHEST_ID or len(set(ids)) < len(ids):
+            problem = (
+                "it has no token" if not ids
+                else f"its highest id is {max(ids)}, at most {HIGHEST_ID}" if max(ids) > HIGHEST_ID
+                else f"{len(ids) - len(set(ids))} of its tokens have the id of another"
+            )  # fmt: skip
+            raise DataError(f"tokenizer {self.name}: {problem}")
+        return max(ids) + 1
 
     def _special_id(self, key: str) -> int | None:
         text = content(self._config.get(key))
@@ -338,21 +369,5 @@ class Tokenizer:
             )
         named = not _USUAL_NAMES.keys().isdisjoint(self._config)
         candidates = ((text,) if text else ()) if named else _USUAL_NAMES[key]
-        ids = (self._backend.token_to_id(candidate) for candidate in candidates)
+        ids = (self._library.token_to_id(candidate) for candidate in candidates)
         return next((i for i in ids if i is not None), None)
-
-    def _added_prefix(self) -> list[int]:
-        """Ids that `encode` prepends (BOS); what a post-processor appends is ignored."""
-        # By id: the library gives them in another order each time.
-        vocabulary = self._backend.get_vocab(with_added_tokens=False)
-        added = self._backend.get_added_tokens_decoder().keys()
-        for probe in ("a", *sorted(vocabulary, key=vocabulary.__getitem__)):
-            try:
-                plain = self._backend.encode(probe, add_special_tokens=False).ids
-            except Exception:  # the probe is outside the alphabet
-                continue
-            if plain and added.isdisjoint(plain):  # BOS itself says nothing of what is prepended
-                full = self._backend.encode(probe, add_special_tokens=True).ids
-                starts = range(len(full) - len(plain) + 1)
-                return full[: next(i for i in starts if full[i : i + len(plain)] == plain)]
-        return []

@@ -15,8 +15,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hjax.data.tokenizer_backend import TokenizerBackend
 from hjax.errors import DataError, short_repr
-from hjax.user_input import check_directory, read_object, read_text, user_path
+from hjax.user_input import (
+    check_directory,
+    parse_json,
+    read_file,
+    read_object,
+    read_text,
+    user_path,
+)
 
 if TYPE_CHECKING:
     import tokenizers
@@ -27,6 +35,8 @@ CONVERTED = ("*.model", "*.tiktoken", "tekken.json", "vocab.json", "vocab.txt")
 # Files of the default chat template and of further ones (folder of NAME.jinja); the default's name.
 TEMPLATE, MORE_TEMPLATES, DEFAULT = "chat_template.jinja", "additional_chat_templates", "default"
 
+# Largest tokenizer.json, and most characters of the tokens that the files beside it add.
+FILE_BYTES, ADDED_CHARACTERS = 256 * 2**20, 2**20
 # A line of a tiktoken vocabulary: the token's bytes in base64, and its rank.
 _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 # Fields of an added token in a file.
@@ -49,7 +59,7 @@ class TokenizerFiles:
       name: of the directory, or of a json file.
     """
 
-    backend: tokenizers.Tokenizer
+    backend: TokenizerBackend
     config: dict[str, Any]
     templates: dict[str, str]
     eos_ids: list[int]
@@ -78,15 +88,12 @@ def read_tokenizer_files(path: str | Path, model: Path | None = None) -> Tokeniz
     check_directory(folder / MORE_TEMPLATES)
     config = _config(folder)
     if file.is_file() and file.suffix == ".json":
-        backend = _read_backend(file)
-        _add_tokens(backend, config, folder)
-        backend = _with_prefix_space(backend, config)
+        backend = _read_backend(file, config)
+        _add_tokens(backend.library, config, folder)
     else:
-        backend, specials = _convert(path)
+        library, specials = _convert(path)
+        backend = TokenizerBackend.from_library(library)
         config |= specials
-    # The file's padding and truncation settings would silently change what `encode` returns.
-    backend.no_padding()
-    backend.no_truncation()
     return TokenizerFiles(
         backend=backend,
         config=config,
@@ -130,14 +137,21 @@ def _typed(value: Any) -> Any:
     return {**value, **typed} if isinstance(value, dict) and "content" in value else value
 
 
-def _read_backend(file: Path) -> tokenizers.Tokenizer:
-    import tokenizers
-
+def _read_backend(file: Path, config: Mapping[str, Any]) -> TokenizerBackend:
+    if file.stat().st_size > FILE_BYTES:
+        raise DataError(f"tokenizer {file}: larger than {FILE_BYTES} bytes, which none is")
+    data = read_file(file)
     try:
-        return tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises plain Exception
-        reason = str(error).splitlines()[0]
-        raise DataError(f"tokenizer {file}: not a readable tokenizer.json ({reason})") from None
+        content = parse_json(data, unique_keys=True)
+        if not isinstance(content, dict):
+            raise DataError(f"it must be a JSON object, not {type(content).__name__}")
+        changed = _with_prefix_space(content, config)
+        text = data.decode("utf-8-sig") if changed == content else json.dumps(changed)
+        return TokenizerBackend.from_json(text, changed)
+    except RecursionError:
+        raise DataError(f"tokenizer {file}: too deeply nested") from None
+    except DataError as error:
+        raise type(error)(f"tokenizer {file}: not a readable tokenizer.json ({error})") from None
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], folder: Path) -> None:
@@ -165,6 +179,8 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], folder: P
             wanted.append(token)
     for token in wanted:
         token.special = token.special or token.content in named.values()
+    if sum(len(token.content) for token in wanted) > ADDED_CHARACTERS:
+        raise DataError(f"{where}: the added tokens have more than {ADDED_CHARACTERS} characters")
     backend.add_tokens(wanted)
     own = {token.content for token in held.values()}
     for i, token in sorted(numbered.items()):
@@ -212,37 +228,35 @@ def _added_token(value: Any, file: Path, special: bool = True) -> tokenizers.Add
     return tokenizers.AddedToken(fields["content"], **flags)
 
 
-def _with_prefix_space(
-    backend: tokenizers.Tokenizer, config: Mapping[str, Any]
-) -> tokenizers.Tokenizer:
-    """The tokenizer that puts a space before a text, or none, where `add_prefix_space` says which.
+def _with_prefix_space(content: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """A tokenizer.json that puts a space before a text, or none, where `add_prefix_space` says
+    which.
 
     As in transformers, the generic class leaves that to tokenizer.json.
     """
-    import tokenizers
-
     adds, kind = config.get("add_prefix_space"), config.get("tokenizer_class")
     if not isinstance(adds, bool) or str(kind).removesuffix("Fast") in ("None", *_GENERIC):
-        return backend
+        return content
     scheme = "never" if not adds else "always" if config.get("legacy") else "first"
-    parts = {name: getattr(backend, name) for name in ("normalizer", "pre_tokenizer", "decoder")}
-    said = {name: json.loads(part.__getstate__()) for name, part in parts.items() if part}
-    changed = {name: _prefix_scheme(part, scheme) for name, part in said.items()}
-    if changed == said:
-        return backend
-    return tokenizers.Tokenizer.from_str(json.dumps(json.loads(backend.to_str()) | changed))
+    names = ("normalizer", "pre_tokenizer", "decoder")
+    return content | {name: _prefix_scheme(content.get(name), scheme) for name in names}
 
 
-def _prefix_scheme(part: dict[str, Any], scheme: str) -> dict[str, Any] | None:
+def _prefix_scheme(part: Any, scheme: str) -> Any:
     """A part of a tokenizer.json with a leading space by `scheme`; None: it is left out."""
-    kind, adds = part["type"], scheme != "never"
+    if not isinstance(part, dict):
+        return part
+    kind, adds = part.get("type"), scheme != "never"
     if kind == "Sequence":
-        [steps] = [key for key, value in part.items() if isinstance(value, list)]
-        return {**part, steps: [s for s in (_prefix_scheme(s, scheme) for s in part[steps]) if s]}
+        steps = {key: value for key, value in part.items() if isinstance(value, list)}
+        made = {key: [_prefix_scheme(step, scheme) for step in steps[key]] for key in steps}
+        return {**part, **{key: [s for s in made[key] if s is not None] for key in made}}
     if kind == "ByteLevel":
         return {**part, "add_prefix_space": adds}
-    if kind == "Metaspace" and (part["prepend_scheme"] != "never") != adds:
-        return {**part, "prepend_scheme": scheme}
+    # Older files have `add_prefix_space` there.
+    older = "always" if part.get("add_prefix_space", True) else "never"
+    if kind == "Metaspace" and (part.get("prepend_scheme", older) != "never") != adds:
+        return {**part, "add_prefix_space": adds, "prepend_scheme": scheme}
     # SentencePiece-like ones put the space in front, and drop the first one of what they decode.
     first = kind == "Prepend" or (kind, part.get("start")) == ("Strip", 1)
     return None if first and not adds else part
