@@ -11,10 +11,8 @@ import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hjax.data.limited_process import CHARACTERS, LimitedProcess, json_answers, limit_memory
+from hjax.data.limited_process import CHARACTERS, LimitedProcess
 from hjax.errors import DataError
-
-MEMORY_BYTES = 2**30
 
 
 def render(template: str, values: Mapping[str, Any]) -> str:
@@ -37,15 +35,13 @@ def render(template: str, values: Mapping[str, Any]) -> str:
 
 @functools.lru_cache(maxsize=16)
 def _renderer(template: str) -> LimitedProcess:
-    entry = "hjax.data.chat_templates:render_handler"
-    return LimitedProcess(entry, template.encode(), MEMORY_BYTES)
+    entry = "hjax.data.chat_templates:make_renderer"
+    return LimitedProcess(entry, template.encode())
 
 
-def render_handler(template_bytes: bytes) -> Callable[[bytes], bytes]:
-    """Return the isolated process's request handler: pickled values in, JSON out."""
-    limit_memory(MEMORY_BYTES)
-    source = template_bytes.decode()
-    return json_answers(lambda request: _limited(_compiled(source), pickle.loads(request)))
+def make_renderer(template: bytes) -> Callable[[bytes], str]:
+    """Return the isolated process's function of pickled values: the text."""
+    return lambda values: _limited(_compiled(template.decode()), pickle.loads(values))
 
 
 def _limited(template: Any, values: Mapping[str, Any]) -> str:

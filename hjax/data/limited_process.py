@@ -1,14 +1,18 @@
 """An isolated process with limits, in which untrusted files are run: chat templates, tokenizers."""
 
+import importlib
 import json
+import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from hjax.errors import DataError
 from hjax.isolated_process import DeadlineExceeded, IsolatedProcess, ProcessDied, TaskFailed
 
-# Deadlines of its start and of one request, and the most characters of a text that it makes.
-START_SECONDS, SECONDS, CHARACTERS = 60.0, 10.0, 16 * 2**20
+# Deadlines of its start and of one request, its memory, and the characters of a text it makes.
+START_SECONDS, SECONDS = 60.0, 10.0
+MEMORY_BYTES, CHARACTERS = 2**30, 16 * 2**20
+_ENTRY = "hjax.data.limited_process:limited_handler"
 
 
 class ComputationFailed(DataError):
@@ -19,22 +23,15 @@ class LimitedProcess:
     """A process that answers requests about one untrusted file.
 
     Args:
-      entry: ``module:name`` of a function that is called there with ``setup``. It calls
-        ``limit_memory``, and returns ``json_answers`` of a function.
+      entry: ``module:name`` of a function that is called there with ``setup``, and returns a
+        function of a request (bytes) whose value is one of JSON.
       setup: for ``entry``.
-      memory_bytes: the limit that it sets, for messages.
       environment: variables to set there.
     """
 
-    def __init__(
-        self,
-        entry: str,
-        setup: bytes,
-        memory_bytes: int,
-        environment: Mapping[str, str] | None = None,
-    ):
-        self._process = IsolatedProcess(entry, setup, environment, START_SECONDS)
-        self._memory = f"{memory_bytes / 2**30:g} GiB"
+    def __init__(self, entry: str, setup: bytes, environment: Mapping[str, str] | None = None):
+        given = pickle.dumps((entry, setup, MEMORY_BYTES))
+        self._process = IsolatedProcess(_ENTRY, given, environment, START_SECONDS)
 
     def ask(self, request: bytes) -> Any:
         """The answer to a request.
@@ -50,7 +47,7 @@ class LimitedProcess:
             raise ComputationFailed(f"takes longer than {SECONDS:g} s") from None
         except ProcessDied as error:
             raise ComputationFailed(
-                f"crashes ({error}), or needs more than {self._memory} of memory"
+                f"crashes ({error}), or needs more than {MEMORY_BYTES / 2**30:g} GiB of memory"
             ) from None
         except TaskFailed as error:
             raise ComputationFailed(f"fails ({_in_line(str(error))})") from None
@@ -60,15 +57,14 @@ class LimitedProcess:
         return said["answer"]
 
 
-def limit_memory(memory_bytes: int) -> None:
-    """Limit the memory of this process."""
+def limited_handler(given: bytes) -> Callable[[bytes], bytes]:
+    """Limit the memory of this process, and return its request handler."""
     import resource  # Windows has none
 
+    entry, setup, memory_bytes = pickle.loads(given)
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-
-
-def json_answers(compute: Callable[[bytes], Any]) -> Callable[[bytes], bytes]:
-    """The process's request handler: the JSON of what ``compute`` returns, or why it does not."""
+    module, _, name = entry.partition(":")
+    compute = getattr(importlib.import_module(module), name)(setup)
 
     def answer(request: bytes) -> bytes:
         try:

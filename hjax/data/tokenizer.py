@@ -178,13 +178,13 @@ class Tokenizer:
                 f"tokenizer {self.name}: the character {missing!r} of {short_repr(text, 80)} is "
                 f"not in its vocabulary of {self.vocab_size} tokens; change the text or tokenizer"
             ) from None
-        if ids and max(ids) >= self._rows:
+        if self._rows < self.vocab_size and ids and max(ids) >= self._rows:
             token = self._library.id_to_token(max(ids))
             raise DataError(
                 f"tokenizer {self.name}: {short_repr(text, 80)} has the token {token!r}, id "
                 f"{max(ids)}, and the model's embedding {self._rows} rows; leave it out"
             )
-        return [*self._prefix, *ids] if add_special else ids
+        return [*self._prefix, *ids] if add_special and self._prefix else ids
 
     def _within_limits(self, given: Any, compute: Callable[..., T], *arguments: Any) -> T:
         """The result; of a limit that was exceeded the error names this tokenizer."""
@@ -201,6 +201,11 @@ class Tokenizer:
         for spaced, cleaned in _CLEANED if self._cleans else ():
             text = text.replace(spaced, cleaned)
         return text
+
+    @property
+    def decodes_here(self) -> bool:
+        """Whether it decodes in this process: a decoder that may take long does not."""
+        return self._backend.decodes_here
 
     def decode_response(
         self,

@@ -11,24 +11,19 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from hjax.data.limited_process import (
-    CHARACTERS,
-    ComputationFailed,
-    LimitedProcess,
-    json_answers,
-    limit_memory,
-)
+from hjax.data.limited_process import CHARACTERS, ComputationFailed, LimitedProcess
 from hjax.data.tokenizer_inspection import proven_costs
 from hjax.errors import DataError
 
 if TYPE_CHECKING:
     import tokenizers
 
-MEMORY_BYTES = 2 * 2**30
-# Most tokens of one text.
-TOKENS = 4 * 2**20
+T = TypeVar("T")
+
+# Most tokens of one text, and growth of all tokens' texts by a decoder.
+TOKENS, MOST_GROWTH = 4 * 2**20, 8
 # Characters from which on a text is encoded with the GIL released.
 LONG_TEXT = 4096
 # Without threads of its own, which would need address space, and backtraces.
@@ -83,9 +78,11 @@ class TokenizerBackend:
             _start_process(text).ask(b"{}")
             text = json.dumps({**content, **dict.fromkeys(parts)})
         try:
-            library = tokenizers.Tokenizer.from_str(text)
-        except BaseException as error:
-            raise DataError(_reason(error)) from None
+            library = without_panics(tokenizers.Tokenizer.from_str, text)
+        except DataError:
+            raise
+        except Exception as error:  # the library raises plain Exception
+            raise DataError(" ".join(str(error).split())) from None
         # The file's padding and truncation settings would silently change what `encode` returns.
         library.no_padding()
         library.no_truncation()
@@ -100,8 +97,8 @@ class TokenizerBackend:
 
     @property
     def decoder(self) -> dict[str, Any] | None:
-        """The JSON of the decoder; DataError if it is not harmless."""
-        if self._costs["decoder"] is None:
+        """The JSON of the decoder; DataError if it may write much more than the tokens."""
+        if (self._costs["decoder"] or MOST_GROWTH + 1) > MOST_GROWTH:
             raise DataError("its decoder is not known to be harmless; constraints need one that is")
         decoder = self.library.decoder
         return None if decoder is None else json.loads(decoder.__getstate__())
@@ -120,20 +117,20 @@ class TokenizerBackend:
         """
         if len(text) > self._most_characters:
             return self._process.ask(json.dumps({"encode": text}).encode())
-        return _unpanicked(_encode, self.library, text)
+        return without_panics(_encode, self.library, text)
 
     def decode(self, tokens: Sequence[int], skip_special: bool) -> str:
         """Text of token ids; raises as ``encode`` does."""
         if len(tokens) > self._most_tokens:
             request = {"decode": tokens, "skip_special": skip_special}
             return self._process.ask(json.dumps(request).encode())
-        return _unpanicked(self.library.decode, tokens, skip_special)
+        return without_panics(self.library.decode, tokens, skip_special)
 
     def added_prefix(self) -> list[int]:
         """Ids that the post-processor puts before a text (BOS); what it appends is ignored."""
         if not self._most_characters:
             return self._process.ask(b'{"prefix": true}')
-        return _unpanicked(_added_prefix, self.library)
+        return without_panics(_added_prefix, self.library)
 
     @functools.cached_property
     def _most_characters(self) -> int:
@@ -158,13 +155,12 @@ class TokenizerBackend:
 
 
 def _start_process(text: str) -> LimitedProcess:
-    entry = "hjax.data.tokenizer_backend:tokenizer_handler"
-    return LimitedProcess(entry, text.encode(), MEMORY_BYTES, _ENVIRONMENT)
+    entry = "hjax.data.tokenizer_backend:make_tokenizer"
+    return LimitedProcess(entry, text.encode(), _ENVIRONMENT)
 
 
-def tokenizer_handler(text: bytes) -> Callable[[bytes], bytes]:
-    """Return the isolated process's request handler for a tokenizer.json: JSON in and out."""
-    limit_memory(MEMORY_BYTES)
+def make_tokenizer(text: bytes) -> Callable[[bytes], Any]:
+    """Return the isolated process's function of a request in JSON, for a tokenizer.json."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where a panic prints
     import tokenizers
 
@@ -181,7 +177,7 @@ def tokenizer_handler(text: bytes) -> Callable[[bytes], bytes]:
             return _limited(text, CHARACTERS, "characters of text")
         return _added_prefix(library) if "prefix" in given else None
 
-    return json_answers(compute)
+    return compute
 
 
 def _encode_limited(library: tokenizers.Tokenizer, text: str) -> list[int]:
@@ -222,17 +218,11 @@ def _added_prefix(library: tokenizers.Tokenizer) -> list[int]:
     return []
 
 
-def _unpanicked(compute: Callable[..., Any], *arguments: Any) -> Any:
-    """The result; a panic of the library, which is no ``Exception``, becomes an error."""
+def without_panics(compute: Callable[..., T], *arguments: Any) -> T:
+    """The result; a panic of the library, which is no ``Exception``, becomes ComputationFailed."""
     try:
         return compute(*arguments)
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise ComputationFailed(f"crashes ({_reason(error)})") from None
-
-
-def _reason(error: BaseException) -> str:
-    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-        raise error
-    return " ".join(str(error).split())[:500]
+        raise ComputationFailed(f"crashes ({' '.join(str(error).split())[:500]})") from None

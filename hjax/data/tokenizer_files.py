@@ -7,6 +7,7 @@ transformers, which the extra `tokenizers` installs with the two libraries.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import operator
@@ -15,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hjax.data.tokenizer_backend import TokenizerBackend
+from hjax.data.tokenizer_backend import TokenizerBackend, without_panics
 from hjax.errors import DataError, short_repr
 from hjax.user_input import (
     check_directory,
@@ -289,9 +290,12 @@ def _convert(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     import transformers
 
     try:
-        theirs: Any = transformers.AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
+        read = functools.partial(
+            transformers.AutoTokenizer.from_pretrained,
+            local_files_only=True,
+            trust_remote_code=False,
         )
+        theirs: Any = without_panics(read, folder)
         backend = theirs.backend_tokenizer
     except Exception as error:  # transformers raises many kinds
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

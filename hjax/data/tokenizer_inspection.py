@@ -74,11 +74,11 @@ _PUBLISHED = {
 }
 # Published ones that need quadratic time: Command R7B, DeepSeek Coder V2, SentencePiece's spaces.
 _QUADRATIC = {r"\d{1,3}(?=(?:\d{3})*\b)", r"\s+$", r"\A +| +\z"}
-# Their cost, as if they multiplied a text: it keeps texts to 8192 characters.
-_QUADRATIC_COST = 2048
+# Their cost, as if they multiplied a text: it keeps texts to 16 thousand characters.
+_QUADRATIC_COST = 1024
 # A simple one: branches of characters and classes of which the first may be optional, and the last
 # repeated. Where a branch fails it has read no more than its own length.
-_ATOM = r"(?:\\[pP]\{\^?\w+\}|\\[sSdDwWrntA]|\\[^\w\s]|\[(?:\\.|[^\[\]\\])+\]|[^\\\[\](){}|*+?^$])"
+_ATOM = r"(?:\\[pP]\{\^?\w+\}|\\[sSdDwWrntAz]|\\[^\w\s]|\[(?:\\.|[^\[\]\\])+\]|[^\\\[\](){}|*+?^$])"
 _BRANCH = rf"(?:{_ATOM}\?)?{_ATOM}*(?:{_ATOM}(?:[*+?]|\{{\d(?:,\d?)?\}}))?"
 _SIMPLE = re.compile(rf"{_BRANCH}(?:\|{_BRANCH})*", re.DOTALL)
 

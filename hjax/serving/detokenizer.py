@@ -98,16 +98,17 @@ class Choice:
         self._min_tokens = parsed.options.min_tokens
         self._before: Sequence[int] = prompt.tokens[-1:]
         self._top = parsed.logprobs or 0
+        self._echoed = prompt if parsed.echo else None
         self._echo = ""
-        if parsed.echo and tokenizer is not None:
-            text = prompt.text
-            if text is None:
-                text = tokenizer.decode(prompt.tokens, self._skip_special)
-            self._echo = text
-        self._length = len(self._echo)
+        self._length = 0
 
     def begin(self) -> Delta:
         """What precedes any token: the echoed prompt, unless it is scored first."""
+        if self._echoed is not None and self._tokenizer is not None:
+            text = self._echoed.text
+            if text is None:
+                text = self._tokenizer.decode(self._echoed.tokens, self._skip_special)
+            self._echo, self._length = text, len(text)
         return Delta("" if self._prompt is not None else self._echo)
 
     def add(self, piece: ResponseChunk) -> Delta:

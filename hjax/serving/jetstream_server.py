@@ -11,12 +11,13 @@ import dataclasses
 import hmac
 import itertools
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
 from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 
+from hjax.data.limited_process import ComputationFailed
 from hjax.data.response_text import ResponseText
 from hjax.errors import ConfigError, RunError
 from hjax.rollout.language_model import LanguageModel
@@ -80,6 +81,8 @@ class Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
                 tuple(tokens), request.max_tokens, self._sampling, self._seed, next(self._numbers)
             )
             ticket = self._service.submit(asked, hand_over)
+        except ComputationFailed as error:
+            await context.abort(grpc.StatusCode.INTERNAL, str(error))
         except ConfigError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except QueueFull as error:
@@ -99,11 +102,13 @@ class Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
                         self._failed(finish)
                     await context.abort(grpc.StatusCode.UNAVAILABLE, finish)
                 ids = [token for token in piece.tokens if token not in self._sampling.stop]
-                said = "" if text is None else "".join(map(text.feed, ids))
-                said += text.close() if finish and text is not None else ""
+                # In a thread, as a tokenizer's decoder may take long.
+                said = "" if text is None else await asyncio.to_thread(_feed, text, ids, finish)
                 yield jetstream_pb2.DecodeResponse(
                     stream_content=_Content(samples=[_Content.Sample(text=said, token_ids=ids)])
                 )
+        except ComputationFailed as error:
+            await context.abort(grpc.StatusCode.INTERNAL, str(error))
         finally:
             ticket.cancel()
 
@@ -119,6 +124,11 @@ class Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
         if self._tokenizer is None:
             raise ConfigError("text_content: this model has no tokenizer; give token_content")
         return self._tokenizer.encode(request.text_content.text)
+
+
+def _feed(text: ResponseText, tokens: Sequence[int], finish: str) -> str:
+    """The text that tokens add."""
+    return "".join(map(text.feed, tokens)) + (text.close() if finish else "")
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from starlette.responses import JSONResponse
 
+from hjax.data.limited_process import ComputationFailed
 from hjax.errors import ConfigError, truncate
 from hjax.rollout.sampling_params import SamplingParams
 
@@ -49,6 +50,12 @@ class RequestRefused(Exception):
         text = " ".join(str(error).split())
         name = re.split(r"[ =:]", text, maxsplit=1)[0]
         return cls(text, param=_FIELDS.get(name))
+
+    @classmethod
+    def of_field(cls, field: str, error: Exception) -> Self:
+        """The refusal of a field's value; a tokenizer that fails is the server's own error."""
+        status = 500 if isinstance(error, ComputationFailed) else 400
+        return cls(f"{field}: {error}", status, param=field)
 
     def body(self) -> dict[str, Any]:
         """The error as OpenAI's clients read it."""

@@ -280,8 +280,7 @@ def with_matchers(parsed: ParsedRequest, served: ServedModel) -> ParsedRequest:
     try:
         matchers = tuple(map(served.service.prepare, parsed.requests()))
     except ConfigError as error:
-        field = parsed.format.field
-        raise RequestRefused(f"{field}: {error}", param=field) from None
+        raise RequestRefused.of_field(parsed.format.field, error) from None
     return dataclasses.replace(parsed, matchers=matchers)
 
 
@@ -351,7 +350,7 @@ def _prompts(
             _check_length(served, tokenizer, text, "prompt")
         return tuple(_prompt(served, tokenizer.encode(text), max_tokens, text) for text in each)
     except DataError as error:
-        raise RequestRefused(f"prompt: {error}", param="prompt") from None
+        raise RequestRefused.of_field("prompt", error) from None
 
 
 def _render(
@@ -379,7 +378,7 @@ def _render(
         _check_length(served, tokenizer, text, "messages")
         return text, tokenizer.encode(text, add_special=False)
     except (ValueError, ArithmeticError) as error:  # DataError, or what a template's filters raise
-        raise RequestRefused(f"messages: {error}", param="messages") from None
+        raise RequestRefused.of_field("messages", error) from None
 
 
 def _effort(effort: str | None, template: str, name: str) -> dict[str, Any]:

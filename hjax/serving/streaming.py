@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from hjax.data.limited_process import ComputationFailed
 from hjax.errors import ConfigError, RunError
 from hjax.rollout.requests import QueueFull, RequestHandle, ResponseChunk
 from hjax.serving.detokenizer import ENGINE_FAILED, Choice, Delta
@@ -51,6 +52,9 @@ class RunningRequest:
 
     def __init__(self, served: ServedModel, parsed: ParsedRequest, watch: RequestWatch):
         self.parsed = parsed
+        tokenizer = served.tokenizer
+        # Decoding that may take long waits in a thread: the event loop has other clients.
+        self._decodes_here = tokenizer is None or tokenizer.decodes_here
         self._began = time.monotonic()
         self._watch = watch
         self._loop = asyncio.get_running_loop()
@@ -83,10 +87,10 @@ class RunningRequest:
         """What is new, with the response's index, until all have ended.
 
         Raises:
-          RequestRefused: the engine failed.
+          RequestRefused: the engine or the tokenizer failed.
         """
         for index, choice in enumerate(self.choices):
-            yield index, choice.begin()
+            yield index, await self._decoded(choice.begin)
         going, waiting = len(self.choices), True
         while going:
             index, piece = await self._arrived.get()
@@ -100,12 +104,20 @@ class RunningRequest:
                 self._watch.first_token(time.monotonic() - self._began)
             if piece.finish.startswith(ENGINE_FAILED):
                 self._watch.on_failure(piece.finish.removeprefix(ENGINE_FAILED))
-            delta = choice.add(piece)
+            delta = await self._decoded(choice.add, piece)
             if choice.finish:
                 going -= 1
                 if not piece.finish:
                     self._handles[index].cancel()
             yield index, delta
+
+    async def _decoded(self, decode: Callable[..., Delta], *piece: ResponseChunk) -> Delta:
+        try:
+            if self._decodes_here:
+                return decode(*piece)
+            return await asyncio.to_thread(decode, *piece)
+        except ComputationFailed as error:
+            raise RequestRefused(str(error), 500) from None
 
     def cancel(self) -> None:
         """Cancel in the engine what has not ended; the request is over."""
