@@ -67,7 +67,7 @@ def bpe(vocabulary, merges=(), **fields):
     return {"type": "BPE", "vocab": vocabulary, "merges": list(merges), **fields}
 
 
-MEMORY = "or needs more than 0.5 GiB of memory"
+MEMORY = "or needs more than 0.3125 GiB of memory"
 # What loading says of a file.
 REFUSED = {
     "a letter that becomes 60^5": (
@@ -151,7 +151,7 @@ HARMLESS = {
 
 @pytest.fixture(autouse=True)
 def little_memory(monkeypatch):
-    monkeypatch.setattr(limited_process, "MEMORY_BYTES", 2**29)
+    monkeypatch.setattr(limited_process, "MEMORY_BYTES", 5 * 2**26)
 
 
 def written(folder, parts):
@@ -195,9 +195,8 @@ def test_files_that_fail_at_a_text(name, tmp_path, monkeypatch):
     assert isinstance(error, ComputationFailed)
     assert tokenizer.encode("a")[:1] == [0]  # the next text is none the worse
     tokenizer.save(tmp_path / "saved")
-    assert json.loads((tmp_path / "saved" / "tokenizer.json").read_text())["model"]["type"] == (
-        parts.get("model", PLAIN["model"])["type"]
-    )
+    saved = json.loads((tmp_path / "saved" / "tokenizer.json").read_text())
+    assert all(saved[part] == content for part, content in parts.items() if part != "model")
 
 
 @pytest.mark.parametrize("name", HARMLESS)

@@ -327,8 +327,7 @@ def _eos_ids(folder: Path, model: Path | None) -> list[int]:
         for one in several:
             if not isinstance(one, int) or isinstance(one, bool) or one < 0:
                 raise DataError(
-                    f"{file}: eos_token_id is {short_repr(ids, 80)}; a token id, "
-                    "or a list of them"
+                    f"{file}: eos_token_id is {short_repr(ids, 80)}; a token id, or a list of them"
                 )
         found += several
     return found
