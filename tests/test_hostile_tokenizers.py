@@ -143,7 +143,7 @@ HARMLESS = {
         "truncation": {"direction": "Right", "max_length": 1, "strategy": "LongestFirst",
                        "stride": 5}},
     "an empty added token": {"added_tokens": added("")},
-    "an added token of megabytes": {"added_tokens": added("x" * 2**21)},
+    "an added token of a megabyte": {"added_tokens": added("x" * (2**20 + 1))},
     "an added token's id": {"added_tokens": added("x", 4_000_000_000)},
     "nested, and not too deeply": {"normalizer": nested(40)},
 }  # fmt: skip
@@ -152,6 +152,7 @@ HARMLESS = {
 @pytest.fixture(autouse=True)
 def little_memory(monkeypatch):
     monkeypatch.setattr(limited_process, "MEMORY_BYTES", 5 * 2**26)
+    monkeypatch.setattr(limited_process, "SECONDS", 120.0)  # a busy machine fills it slowly
 
 
 def written(folder, parts):
@@ -168,7 +169,7 @@ def one_line(work, *says):
         work()
     text = str(caught.value)
     assert "\n" not in text and len(text) < 900 and all(s in text for s in says), text
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 120
     return caught.value
 
 
