@@ -10,6 +10,7 @@ import functools
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Most tokens of one text, and growth of all tokens' texts by a decoder.
-TOKENS, MOST_GROWTH = 4 * 2**20, 8
+# Most tokens of one text, and the growth of a text up to which its length does not matter (Unicode's
+# NFC and the names of its bytes are 15).
+TOKENS, MOST_GROWTH = 4 * 2**20, 16
 # Characters from which on a text is encoded with the GIL released.
 LONG_TEXT = 4096
 # Without threads of its own, which would need address space, and backtraces.
@@ -134,10 +136,10 @@ class TokenizerBackend:
 
     @functools.cached_property
     def _most_characters(self) -> int:
-        """Length of the texts that are encoded in this process."""
+        """Length of the texts that are encoded in this process: any where they grow little."""
         parts = ("normalizer", "pre_tokenizer", "post_processor", "model")
-        costs = [self._costs[name] or CHARACTERS + 1 for name in parts]
-        return CHARACTERS // math.prod(costs)
+        cost = math.prod(self._costs[name] or CHARACTERS + 1 for name in parts)
+        return sys.maxsize if cost <= MOST_GROWTH else CHARACTERS // cost
 
     @functools.cached_property
     def _most_tokens(self) -> int:
