@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Most tokens of one text, and the growth of a text up to which its length does not matter (Unicode's
-# NFC and the names of its bytes are 15).
+# Most tokens of one text, and the growth up to which a text's length does not matter: NFC and names
+# for bytes are 15.
 TOKENS, MOST_GROWTH = 4 * 2**20, 16
 # Characters from which on a text is encoded with the GIL released.
 LONG_TEXT = 4096
