@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import json
 import re
+import socket
 import time
 
 import pytest
@@ -416,6 +417,29 @@ def test_constraints_that_cost_much_are_refused_by_name(constrained, name):
 def test_constraints_that_only_look_costly_are_taken(constrained, field, value):
     answer = HTTP.post(f"{constrained}/v1/completions", json={"prompt": "a", field: value})
     assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [(SCHEMA, {"$ref": "{address}/x.json"}), (SCHEMA, {"$schema": "{address}/x", "type": "string"}),
+     (SCHEMA, {"$id": "{address}/x", "$ref": "y"}), (SCHEMA, {"$ref": "file:///etc/hostname"}),
+     (GRAMMAR, 'start: %json {{"$ref": "{address}/x"}}'),
+     (GRAMMAR, "%import /etc/hostname\nstart: X"),
+     (SCHEMA, {"$ref": "#"}), (GRAMMAR, 'start: a\na: b*\nb: a* | ""')],
+)  # fmt: skip
+def test_nothing_that_a_constraint_names_is_fetched(constrained, field, value):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        if isinstance(value, dict):
+            value = {key: each.format(address=address) for key, each in value.items()}
+        else:
+            value = value.format(address=address) if "{{" in value else value
+        answer = HTTP.post(f"{constrained}/v1/completions", json={"prompt": "a", field: value})
+        server.settimeout(0.05)
+        with pytest.raises(TimeoutError):
+            server.accept()
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == field, error
 
 
 def test_what_a_constraint_costs_others(constrained, monkeypatch):
