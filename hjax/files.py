@@ -5,6 +5,7 @@ import errno
 import json
 import math
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from hjax.errors import DataError
 
 StrPath = str | os.PathLike[str]
 
+CONTROLLER = "controller.json"  # in a checkpoint, the controller's state
 # Files of rows in a run's workdir.
 METRICS = "metrics.jsonl"
 WARM_START = "warm_start.jsonl"
@@ -56,6 +58,20 @@ def special_file(path: StrPath) -> str:
         if isinstance(error, FileNotFoundError) and os.path.islink(path):
             return f"a link to {os.readlink(path)}, which does not exist"
         return ""
+
+
+def mount_points(path: StrPath) -> list[str]:
+    """Mount points at a path and below it; of bind mounts too, which ``Path.is_mount`` does not
+    find where they are of the same file system."""
+    root = os.path.realpath(path)
+    try:
+        lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
+    except OSError:  # another system than Linux
+        return [root] if os.path.ismount(root) else []
+    # The fifth field, with spaces and other such bytes in octal.
+    octal = re.compile(rb"\\([0-7]{3})")
+    found = (octal.sub(lambda x: bytes([int(x[1], 8)]), line.split(b" ")[4]) for line in lines)
+    return [at for at in map(os.fsdecode, found) if f"{at}/".startswith(f"{root}/")]
 
 
 def open_regular(path: str, flags: int, mode: int = 0o666) -> int:

@@ -5,6 +5,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
@@ -50,8 +52,8 @@ def finite() -> Rule:
 
 
 def below_one() -> Rule:
-    """A decay rate: from 0 to just below 1."""
-    return Rule("from 0 to below 1", lambda x: 0 <= x < 1)
+    """A decay rate: from 0 to just below 1, also as float32."""
+    return Rule("from 0 to below 1, at most 0.9999999", lambda x: 0 <= x and np.float32(x) < 1)
 
 
 def number_or_auto() -> Rule:

@@ -99,6 +99,10 @@ CASES = {
         {"actor.learning_rate": 1e-42},
         "config.actor.learning_rate=1e-42: must be 0, or from 1e-20",
     ),
+    "a decay that is 1 as float32": (
+        {"actor.beta1": 0.999999999},
+        "config.actor.beta1=0.999999999: must be from 0 to below 1, at most 0.9999999",
+    ),
     "minibatch": (
         {"algorithm.minibatch": 6},
         "minibatch=6 .* must divide .* it may be 2, 4, 8, 16",

@@ -15,7 +15,7 @@ import pytest
 from hjax import isolated_process
 from hjax.machine import descendants
 from hjax.rewards.function import RewardFunction, load_function
-from hjax.rewards.reward_results import RewardResult
+from hjax.rewards.reward_results import RewardResult, parse_rewards
 from hjax.rewards.reward_serialization import from_bytes, to_bytes
 
 SECONDS = 0.2
@@ -384,3 +384,17 @@ def test_it_ends_with_whoever_started_it(folder):
         time.sleep(0.5)
         started.kill()
     assert all(gone(pid) for pid in [keeper, *below])
+
+
+def test_named_rewards_whose_sum_is_too_large_are_refused():
+    result = parse_rewards({"a": [6e5, 1.0], "b": [6e5, None]}, [1, 1], "f")
+    assert result.row_outcomes == ("wrong_type",) * 2 and np.isnan(result.rewards).all()
+    assert "whose sum for a sequence is too large; allowed: numbers from" in result.first_traceback
+    result = parse_rewards({"a": [1e6, 1.0], "b": [-1e6, None]}, [1, 1], "f")
+    assert result.rewards.tolist() == [0.0, 1.0]
+
+
+def test_masked_entries_of_an_array_have_no_reward():
+    result = parse_rewards(np.ma.array([1.0, 7.0, 3], mask=[0, 1, 0]), [1, 1, 1], "f")
+    assert result.row_outcomes == ("ok", "none", "ok")
+    assert parse_rewards([np.ma.masked, 2], [1, 1], "f").row_outcomes == ("none", "ok")

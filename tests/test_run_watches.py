@@ -39,6 +39,8 @@ NAN = float("nan")
         ([[NAN, NAN], [0, 1]], 0.0),
         ([[NAN, 1], [0, 1]], 0.5),
         ([[NAN, NAN]], 0.0),
+        ([[1e6, 1e6 - 1], [1e6, 1e6 - 2]], 0.5),  # advantages of the first are 0
+        ([[1e-7, 3e-7], [1e-5, 3e-5]], 0.5),
     ],
 )
 def test_share_of_equal_groups(groups, share):

@@ -212,10 +212,76 @@ def test_overwrite_interrupted_in_the_middle_begins_again(tmp_path, monkeypatch)
         patch.setattr("hjax.run.workdir.shutil.rmtree", interrupted)
         with pytest.raises(KeyboardInterrupt):
             Workdir(workdir, overwrite=True).open(config)
-    assert (workdir / "config.json").exists() and (workdir / "checkpoints" / "1").exists()
+    # Nothing of it is left that a resume would take, and it is still known to be a run's.
+    assert (workdir / "config.json").exists() and not (workdir / "checkpoints").exists()
     again = Workdir(workdir, overwrite=True)
-    assert not again.open(config) and not (workdir / "checkpoints").exists()
+    assert not again.open(config)
+    assert {path.name for path in workdir.iterdir()} == {"config.json", ".lock"}
     again.close()
+
+
+FOREIGN = ("model/config.json", "report.html", "metrics.jsonl", "tensorboard/a", "checkpoints/5/a")
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_files_that_are_of_no_run_are_neither_replaced_nor_removed(name, overwrite, tmp_path):
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("mine")
+    before = tree(tmp_path)
+    with pytest.raises(ConfigError, match=f"its {name.partition('/')[0]} is not of a run"):
+        Workdir(tmp_path, overwrite=overwrite).open(tiny_config("GRPO"))
+    assert tree(tmp_path) == before
+
+
+def test_other_files_and_empty_folders_are_no_hindrance(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "model").mkdir()
+    workdir = Workdir(tmp_path)
+    assert not workdir.open(tiny_config("GRPO"))
+    workdir.discard()
+    assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "model"}
+
+
+@pytest.mark.parametrize("within", ["checkpoints", "checkpoints/1", "checkpoints/7", "model/x"])
+def test_a_run_within_folders_of_another_is_refused(within, tmp_path):
+    made_up_run(tmp_path / "run", tiny_config("GRPO"))
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    before = tree(tmp_path)
+    for run in ("run", "link"):
+        with pytest.raises(ConfigError, match=f"within {within.partition('/')[0]}/ of the run"):
+            Workdir(tmp_path / run / within).open(tiny_config("GRPO"))
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("at", ["checkpoints", "checkpoints/1", "model"])
+def test_overwrite_removes_nothing_of_a_bound_or_nested_mount(at, tmp_path):
+    workdir, elsewhere = tmp_path / "a run", tmp_path / "elsewhere"
+    made_up_run(workdir, tiny_config("GRPO"))
+    elsewhere.mkdir()
+    (elsewhere / "kept").write_text("mine")
+    bind = ["mount", "--bind", str(elsewhere), str(workdir / at)]
+    if os.getuid() or subprocess.run(bind, capture_output=True).returncode:
+        pytest.skip("a file system cannot be mounted here")
+    try:
+        before = tree(tmp_path)
+        with pytest.raises(ConfigError, match="mount point, which --overwrite does not remove"):
+            Workdir(workdir, overwrite=True).open(tiny_config("GRPO"))
+        assert tree(tmp_path) == before
+    finally:
+        subprocess.run(["umount", "-l", str(workdir / at)], check=True)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_workdir_that_cannot_be_written_is_named(overwrite, tmp_path):
+    with disk(tmp_path / "disk", 2**20) as mounted:
+        (mounted / "run").mkdir()
+        if overwrite:
+            made_up_run(mounted / "run", tiny_config("GRPO"))
+        subprocess.run(["mount", "-o", "remount,ro", str(mounted)], check=True)
+        with pytest.raises(ConfigError, match=r"run/\.lock: Read-only file system"):
+            Workdir(mounted / "run", overwrite=overwrite).open(tiny_config("GRPO"))
 
 
 @pytest.mark.extended
@@ -400,6 +466,20 @@ def offsets(**at):
         (offsets(a=(4, 16)), "4 bytes before 'a' belong to no tensor"),
         (lambda header, body: (header, body + b"more"), "its last 4 bytes belong to no tensor"),
         (lambda header, body: ({"a": header["a"]}, body), "its last 8 bytes belong to no tensor"),
+        *(
+            (lambda header, body, s=shape: (header | {"a": header["a"] | {"shape": s}}, body), says)
+            for shape, says in {
+                (4.0,): "'a' has offsets and shape 0, 16, 4.0; whole numbers of 0 or more",
+                (4, True): "0, 16, 4, True; whole numbers of 0 or more",
+                (-2, -2): "0, 16, -2, -2; whole numbers of 0 or more",
+                (10**4000,) * 300: "whole numbers of 0 or more",  # minutes to multiply
+                (2**62, 4): "'a' has a shape that no array has",
+            }.items()
+        ),
+        (
+            lambda header, body: (header | {"a": header["a"] | {"data_offsets": [0.0, 16]}}, body),
+            "'a' has offsets and shape 0.0, 16, 4; whole numbers of 0 or more",
+        ),
     ],
 )
 def test_bytes_of_two_tensors_and_of_none_are_refused_as_the_library_does(change, says, tmp_path):
@@ -411,6 +491,17 @@ def test_bytes_of_two_tensors_and_of_none_are_refused_as_the_library_does(change
         TensorFile(path)
     with pytest.raises(Exception, match="header|metadata|offset"), safe_open(path, "np"):
         pass
+
+
+@pytest.mark.parametrize("repeated", ["a", "dtype", "shape"])
+def test_a_key_that_a_header_has_twice_is_refused(repeated, tmp_path):
+    entry = '{"dtype": "F32", "dtype2": "F16", "shape": [2], "shape2": [4], "data_offsets": [0, 8]}'
+    entry = entry.replace(f"{repeated}2", repeated)
+    text = f'{{"a": {entry}, "{"a" if repeated == "a" else "__metadata__"}": {entry}}}'.encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    with pytest.raises(ConfigError, match=f"'{repeated}' is there twice"):
+        TensorFile(path)
 
 
 def test_empty_tensors_share_no_bytes(tmp_path):

@@ -24,11 +24,10 @@ import jax
 import numpy as np
 
 from hjax.errors import DataError, RunError
-from hjax.files import read_json, replace_file, saved_steps, special_file, to_json
+from hjax.files import CONTROLLER, read_json, replace_file, saved_steps, special_file, to_json
 from hjax.models.checksums import verify_checksums, write_checksums
 from hjax.sharding.offload import HOST
 
-CONTROLLER = "controller.json"
 # Suffixes of folders that are not, or no longer, checkpoints.
 SAVING, REMOVING, DAMAGED = ".saving", ".removing", ".damaged"
 

@@ -13,7 +13,7 @@ import numpy as np
 from hjax.data.tokenizer import Tokenizer
 from hjax.data.tokenizer_files import CONVERTED, MORE_TEMPLATES, TEMPLATE, holds_tokenizer
 from hjax.errors import ConfigError, RunError
-from hjax.files import StrPath, read_json, special_file, sync_file
+from hjax.files import StrPath, mount_points, read_json, special_file, sync_file
 from hjax.models.base_checkpoints import recorded_step
 from hjax.models.families.family import TOKEN_IDS
 from hjax.models.huggingface import has_score_head, read_config, save_weights, stored_dtypes
@@ -53,10 +53,11 @@ def check_output(output: StrPath) -> Path:
       ConfigError: it is not empty, a mount point, which cannot be replaced, or no directory.
     """
     path = user_path(output, "output ")
-    if path.exists() and (not path.is_dir() or any(path.iterdir()) or path.is_mount()):
+    mounted = path.is_dir() and mount_points(path)
+    if path.exists() and (not path.is_dir() or any(path.iterdir()) or mounted):
         kind = f"is {special_file(path) or 'a file'}"
         if path.is_dir():
-            kind = "is a mount point" if path.is_mount() else "is not empty"
+            kind = "is a mount point" if mounted else "is not empty"
         raise ConfigError(f"{path} {kind}; give a directory that is new or empty")
     return path
 
@@ -134,7 +135,7 @@ def _atomic_directory(output: StrPath) -> Iterator[Path]:
     path = check_output(output).resolve()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        with tempfile.TemporaryDirectory(prefix=f".{path.name[:50]}.", dir=path.parent) as folder:
             made = Path(folder) / "model"
             yield made
             for file in made.rglob("*"):

@@ -16,13 +16,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from hjax.errors import ConfigError
+from hjax.errors import ConfigError, truncate
 from hjax.files import open_regular
 
 # Dtypes that parameters may be stored in, by their names in files.
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LARGEST_HEADER = 100 * 2**20  # the library's limit
+_MOST_SIZES = 2 + 32  # offsets and dimensions of a tensor
 
 
 class TensorFile:
@@ -57,10 +58,11 @@ class TensorFile:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or not 0 < length <= min(size - 8, _LARGEST_HEADER):
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
-            header = json.loads(file.read(length))
+            header = json.loads(file.read(length), object_pairs_hook=_without_repeats)
         header.pop("__metadata__", None)
         for name, info in header.items():
             start, stop = info["data_offsets"]
+            _check_sizes(name, [start, stop, *info["shape"]])
             if not 0 <= start <= stop or 8 + length + stop > size:
                 raise ValueError(f"{name!r} ends at byte {8 + length + stop} of {size}")
             self.shapes[name], self.dtypes[name] = tuple(info["shape"]), info["dtype"]
@@ -95,6 +97,27 @@ class TensorFile:
             if file.readinto(read.view(np.uint8).reshape(-1).data) != read.nbytes:
                 raise ConfigError(f"{self.path}: {name} is cut short")
         return read.reshape((count, *row) if shape else ())
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; ValueError if it has a key twice, of which readers take different ones."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name!r} is there twice")
+        found[name] = value
+    return found
+
+
+def _check_sizes(name: str, sizes: list[Any]) -> None:
+    """Raise ValueError unless these are whole numbers that an array can have: floats of the same
+    value and true and false compare equal to them, and products of larger ones take for ever."""
+    if len(sizes) > _MOST_SIZES or any(type(x) is not int or not 0 <= x < 2**63 for x in sizes):
+        shown = truncate(", ".join(str(x)[:20] for x in sizes[:_MOST_SIZES]), 60)
+        allowed = f"whole numbers of 0 or more, at most {_MOST_SIZES - 2} dimensions"
+        raise ValueError(f"{name!r} has offsets and shape {shown}; {allowed}")
+    if math.prod(max(x, 1) for x in sizes[2:]) >= 2**60:
+        raise ValueError(f"{name!r} has a shape that no array has")
 
 
 def create_file(

@@ -20,6 +20,7 @@ OUTCOMES = (
 # The largest reward: float32 tells numbers up to it apart where they differ by 0.1, and groups of
 # rewards are told apart where they differ by a millionth of them.
 LARGEST_REWARD = 1e6
+_BOUND = f"numbers from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}, None; scale the rewards"
 # Names of other metrics `reward/...`, which named rewards cannot have.
 RESERVED_NAMES = ("mean", "std", "unscored", "drawn_mean", *OUTCOMES)
 
@@ -118,7 +119,11 @@ def parse_rewards(returned: Any, lengths: Sequence[int], name: str) -> RewardRes
     if not results:
         problem = f"reward function {name} returned an empty dict; at least one list is needed"
         return uniform_result("wrong_type", count, problem)
-    return _summed(results, lengths)
+    summed = _summed(results, lengths)
+    if np.any(np.abs(summed.rewards) > LARGEST_REWARD):
+        problem = f"reward function {name} returned rewards whose sum for a sequence is too large"
+        return uniform_result("wrong_type", count, f"{problem}; allowed: {_BOUND}")
+    return summed
 
 
 def _summed(results: Mapping[str, RewardResult], lengths: Sequence[int]) -> RewardResult:
@@ -155,7 +160,7 @@ def _parse_list(returned: Any, lengths: Sequence[int], prefix: str) -> RewardRes
     count = len(lengths)
     try:
         if hasattr(returned, "__array__") and np.ndim(returned) > 0:  # numpy, jax, torch
-            returned = np.asarray(returned)
+            returned = np.asanyarray(returned)  # a masked one says what has no reward
         elif not isinstance(returned, list | tuple):
             kind = type(returned).__name__
             problem = (
@@ -218,7 +223,7 @@ def _as_token_rewards(value: Any) -> list[Any] | None:
     if isinstance(value, list | tuple):
         return list(value)
     if hasattr(value, "__array__") and np.ndim(value) == 1:
-        return list(np.asarray(value))
+        return list(np.asanyarray(value))
     return None
 
 
@@ -237,7 +242,7 @@ def _parse_token_rewards(values: Sequence[Any], length: int) -> _Entry:
 
 def _parse_number(value: Any) -> _Entry:
     """A number; infinity counts as NaN, and one above ``LARGEST_REWARD`` is of the wrong type."""
-    if value is None:
+    if value is None or value is np.ma.masked:
         return _Entry("none")
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()  # a numpy, jax or torch scalar
@@ -250,6 +255,5 @@ def _parse_number(value: Any) -> _Entry:
     if not math.isfinite(number):
         return _Entry("nan")
     if abs(number) > LARGEST_REWARD:
-        bound = f"numbers from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}, None; scale the rewards"
-        return _Entry("wrong_type", problem=bound)
+        return _Entry("wrong_type", problem=_BOUND)
     return _Entry("ok", np.float32(number))

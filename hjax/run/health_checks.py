@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
+from hjax.algorithms.masks import constant
 from hjax.controller import BuildWorker
 from hjax.data.dataset import Dataset
 from hjax.errors import RunError
@@ -130,15 +131,17 @@ class EqualGroupsCheck:
             return None
         self._active = False
         return (
-            f"in {share:.0%} of the groups all {self._samples} rewards are equal (their mean is "
-            f"{metrics.get('reward/mean', math.nan):.3g}): they teach nothing. Where that is not "
-            "the end of learning, take prompts nearer to what the model can do, a reward with "
-            "parts, more rollout.samples, or algorithm.resample, which draws them anew"
+            f"in {share:.0%} of the groups all {self._samples} rewards are equal up to a millionth "
+            f"(their mean is {metrics.get('reward/mean', math.nan):.3g}): they teach nothing. "
+            "Where that is not the end of learning, take prompts nearer to what the model can do, "
+            "a reward with parts, more rollout.samples, or algorithm.resample, which draws them "
+            "anew"
         )
 
 
 def equal_groups(rewards: Any, samples: int) -> float:
-    """Fraction of groups whose scored rewards are all equal, among groups with any.
+    """Fraction of groups whose scored rewards are all equal, or ``constant``, among groups with
+    any.
 
     Args:
       rewards: [groups * samples], NaN where unscored.
@@ -151,7 +154,7 @@ def equal_groups(rewards: Any, samples: int) -> float:
     table = table[~np.isnan(table).all(axis=1)]
     if not len(table):
         return 0.0
-    return float(np.mean(np.nanmax(table, axis=1) == np.nanmin(table, axis=1)))
+    return float(np.mean(constant(np.nanmin(table, axis=1), np.nanmax(table, axis=1))))
 
 
 class RunawayCheck:

@@ -20,6 +20,7 @@ from hjax.config_aliases import WISHES, with_current_names
 from hjax.errors import ConfigError, DataError, RunError, output_error
 from hjax.files import (
     CALIBRATION,
+    CONTROLLER,
     HISTOGRAMS,
     KERNELS,
     LEFT_OUT,
@@ -28,6 +29,7 @@ from hjax.files import (
     STARTS,
     WARM_START,
     StrPath,
+    mount_points,
     open_regular,
     read_json,
     read_rows,
@@ -49,6 +51,10 @@ RUN_FILES = (
     "config.json", "plan.json", BASES, "timeline.json", "report.html", METRICS, WARM_START, SAMPLES,
     CALIBRATION, HISTOGRAMS, STARTS, LEFT_OUT, KERNELS, *RUN_FOLDERS,
 )  # fmt: skip
+# Suffix of folders that --overwrite is removing.
+_REMOVING = ".removing"
+# What every run has, beside folders.
+_OF_A_RUN = ("config.json", LOCK)
 # Config keys that may change on resume; a trailing dot means a section. Those of rewards,
 # checkpoints and the sampler's error are here because error messages advise to change them.
 CHANGEABLE = (
@@ -107,14 +113,9 @@ class Workdir:
         """
         self._check_files()
         old = self._read_config()
-        if self._overwrite:
-            return False
         if old is None:
-            if self._has_checkpoints():
-                raise ConfigError(
-                    f"{self.path} holds checkpoints without the config.json of their run; give "
-                    "another --workdir, or --overwrite to remove them"
-                )
+            self._check_no_other_files()
+        if self._overwrite or old is None:
             return False
         try:
             self._check_unchanged(old, to_json(config))
@@ -143,6 +144,27 @@ class Workdir:
         """
         goes_on = self.check(config) and self._has_checkpoints()
         return read_bases(self.path) if goes_on else {}
+
+    def _check_no_other_files(self) -> None:
+        """Raise ConfigError if a directory without a run's config.json has files or folders that a
+        run would replace; --overwrite may remove them if there is a checkpoint of a run."""
+        if self._has_checkpoints() and all(
+            (self.checkpoints / str(step) / CONTROLLER).exists()
+            for step in saved_steps(self.checkpoints)
+        ):
+            if self._overwrite:
+                return
+            raise ConfigError(
+                f"{self.path} holds checkpoints without the config.json of their run; give "
+                "another --workdir, or --overwrite to remove them"
+            )
+        for name in sorted({*RUN_FILES} - {"plan.json"}):
+            path = self.path / name
+            if any(path.iterdir()) if path.is_dir() else path.exists():
+                raise ConfigError(
+                    f"--workdir={self.path}: its {name} is not of a run, and a run would replace "
+                    "it; move it, or give another --workdir"
+                )
 
     def _has_checkpoints(self) -> bool:
         return self.checkpoints.is_dir() and bool(saved_steps(self.checkpoints))
@@ -182,6 +204,8 @@ class Workdir:
             self._lock()
             remove_parts(self.path)
             remove_parts(self.path / MODEL)
+            for left in self.path.glob(f".*{_REMOVING}"):
+                shutil.rmtree(left, ignore_errors=True)
             if not resumed and before and ("config.json" in before or self._has_checkpoints()):
                 self._clear()
                 before = frozenset(os.listdir(self.path))
@@ -215,7 +239,16 @@ class Workdir:
 
     def _check_files(self) -> None:
         """Raise ConfigError if a name of a run's files is taken by something else, or by what
-        --overwrite would have to remove and may not: a link or a mounted file system."""
+        --overwrite would have to remove and may not: a link or a mounted file system. So is one for
+        a directory within another run, which would be removed with its checkpoints."""
+        own = Path(os.path.realpath(self.path))
+        for folder in (own, *own.parents):
+            outer = folder.parent
+            if folder.name in RUN_FOLDERS and all((outer / x).exists() for x in _OF_A_RUN):
+                raise ConfigError(
+                    f"--workdir={self.path} is within {folder.name}/ of the run {outer}, which may "
+                    "be removed; give another --workdir"
+                )
         for name in (*RUN_FILES, LOCK):
             path = self.path / name
             where = f"--workdir={self.path}: its {name}"
@@ -224,22 +257,29 @@ class Workdir:
             if path.exists() and path.is_dir() != (name in RUN_FOLDERS):
                 kinds = ("a folder", "a file") if path.is_dir() else ("a file", "a folder")
                 raise ConfigError(f"{where} is {kinds[0]}, not {kinds[1]}; remove it")
-            if self._overwrite and (path.is_symlink() or path.is_mount()):
-                kind = f"a link to {path.resolve()}" if path.is_symlink() else "a mount point"
+            mounted = mount_points(path) if self._overwrite and path.exists() else ()
+            if self._overwrite and (path.is_symlink() or mounted):
+                kind = "a mount point" if str(path.resolve()) in mounted else "above a mount point"
+                kind = f"a link to {path.resolve()}" if path.is_symlink() else kind
                 raise ConfigError(
                     f"{where} is {kind}, which --overwrite does not remove; remove it and what it "
                     "holds, or give another --workdir"
                 )
 
     def _clear(self, names: Iterable[str] = RUN_FILES) -> None:
-        """Remove a run's files; other files stay. config.json goes last: until then the rest is
-        known to be a run's, should this be interrupted."""
-        for name in sorted(names, key=lambda name: name == "config.json"):
+        """Remove a run's files; other files stay. Should this be interrupted: folders go at once,
+        checkpoints before all else, so that nothing is resumed; config.json goes last: until then
+        the rest is known to be a run's."""
+        for name in sorted(names, key=lambda name: (name == "config.json", name != "checkpoints")):
             path = self.path / name
             if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+                removed = path.rename(path.with_name(f".{name}{_REMOVING}"))
+                try:
+                    shutil.rmtree(removed)
+                except OSError as error:  # which names the file alone
+                    raise OSError(error.errno, error.strerror, str(removed)) from error
+            elif path.exists():
+                path.unlink()
 
     def append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append rows to a `.jsonl` file and sync it to disk. Non-finite values become null.
