@@ -139,7 +139,9 @@ def save_tokenizer(folder, template):
     """A tokenizer of bytes and of the special tokens in the template, for both libraries."""
     pattern = r"<[|｜][^<>|｜ ]*[|｜]>|<(?:start|end)_of_turn>|\[/?[A-Z_]{3,}\]"
     made = byte_tokenizer(template)
-    made._backend.add_special_tokens([BOS, EOS, *sorted(set(re.findall(pattern, template)))])
+    made._backend.library.add_special_tokens(
+        [BOS, EOS, *sorted(set(re.findall(pattern, template)))]
+    )
     made._config |= {"bos_token": BOS, "eos_token": EOS}
     if "<｜end▁of▁sentence｜>" in template:
         made._config["eos_token"] = "<｜end▁of▁sentence｜>"

@@ -165,15 +165,15 @@ def _check_ranges(config: ConfigDict) -> None:
     rules = {key: definition.rule for key, definition in flatten(KEYS).items()}
     own = get_algorithm(config.algorithm.name).all_keys()
     rules |= {f"algorithm.{name}": key.rule for name, key in own.items()}
+    for key, rule in rules.items():
+        # A user's `default_config` may omit keys of its base class.
+        if rule is not None and key in values and not rule.holds(values[key]):
+            raise ConfigError(f"config.{key}={safe_repr(values[key])}: must be {rule.text}")
     for key, value in values.items():
         if isinstance(value, float) and value != 0 and not 1e-20 <= abs(value) <= 1e12:
             raise ConfigError(
                 f"config.{key}={value!r}: must be 0, or from 1e-20 to 1e+12 in magnitude"
             )
-    for key, rule in rules.items():
-        # A user's `default_config` may omit keys of its base class.
-        if rule is not None and key in values and not rule.holds(values[key]):
-            raise ConfigError(f"config.{key}={safe_repr(values[key])}: must be {rule.text}")
     for text in config.rollout.stop:
         if not isinstance(text, str) or not text:
             said = safe_repr(text)
