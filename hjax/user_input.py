@@ -8,6 +8,7 @@ from typing import Any
 from hjax.errors import ConfigError, DataError, truncate
 from hjax.files import StrPath, read_bytes, special_file
 
+_LARGEST_FILE = 2**30  # bytes of a file that is read whole
 _SHOWN = 80  # characters of a path in a message
 
 
@@ -87,15 +88,20 @@ _MODEL_FILES = (".json", ".jinja", ".model", ".safetensors", ".tiktoken", ".txt"
 
 def check_directory(path: Path) -> None:
     """Raise DataError if a model's directory has something else in a file's place (a FIFO, a link
-    to nothing), which would count as a missing file or be waited for."""
+    to nothing, a directory), which would count as a missing file or be waited for."""
     for file in path.iterdir() if path.is_dir() else ():
-        if file.name.endswith(_MODEL_FILES) and (found := special_file(file)):
+        if not file.name.endswith(_MODEL_FILES):
+            continue
+        if found := special_file(file) or ("a directory" if file.is_dir() else ""):
             raise DataError(f"{file}: {found}, not a file")
 
 
 def read_file(path: Path) -> bytes:
-    """The bytes of a file; raises DataError if it cannot be read."""
+    """The bytes of a file; raises DataError if it cannot be read, or is larger than a file of
+    settings, a template or a tokenizer."""
     try:
+        if (size := path.stat().st_size) > _LARGEST_FILE:
+            raise DataError(f"{path}: {size} bytes; at most {_LARGEST_FILE}")
         return read_bytes(path)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error

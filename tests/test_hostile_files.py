@@ -5,8 +5,10 @@ import os
 import struct
 import time
 
+import numpy as np
 import pytest
 from helpers import save_model
+from safetensors.numpy import save_file
 
 from hjax.data import chat_templates, limited_process
 from hjax.data.dataset import Dataset, PromptSampler
@@ -117,6 +119,43 @@ def test_what_is_no_json_object(name, tmp_path):
     one_line(lambda: Tokenizer.load(tmp_path))
     (tmp_path / "tokenizer.json").write_bytes(content)
     one_line(lambda: Tokenizer.load(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("lora_alpha", float("nan"), "lora_alpha is nan; a number of 0 to 1e6"),
+        ("lora_alpha", 10**400, "a number of 0 to 1e6"),
+        ("lora_alpha", "8", "lora_alpha is '8'; a number"),
+        ("r", [2], "r is [2]; a number"),
+        ("use_rslora", "no", "use_rslora is 'no'; true or false"),
+        ("alpha_pattern", 4, "alpha_pattern is 4; numbers of 0 to 1e6 by name"),
+        ("rank_pattern", {"q_proj": "x"}, "numbers of 0 to 1e6 by name"),
+        ("alpha_pattern", {"([a-z._0-9]*)*!": 4}, "; a name, or an expression"),
+        ("alpha_pattern", {"[": 4}, "; a name, or an expression"),
+        ("target_parameters", {"x": 1}, "; a list of names"),
+    ],
+)
+def test_values_of_an_adapters_config(key, value, says, tmp_path):
+    config = {"peft_type": "LORA", "init_lora_weights": True, "base_model_name_or_path": "a/b"}
+    kept = {"r": 2, "lora_alpha": 4, "alpha_pattern": {r".*layers\.0\..*q_proj": 8, "a|b": 1.5}}
+    tensors = {"base_model.model.m.lora_A.weight": np.ones((2, 3), np.float32)}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | kept))
+    adapter = Adapter(tmp_path)
+    assert adapter.scaling("model.layers.0.self_attn.q_proj", 2) == 4.0
+    assert adapter.scaling("model.layers.1.self_attn.q_proj", 2) == 2.0
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | kept | {key: value}))
+    one_line(lambda: Adapter(tmp_path), says)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (0, 3), (1, 2, 3)])
+def test_shapes_that_no_adapter_has(shape, tmp_path):
+    config = {"peft_type": "LORA", "init_lora_weights": True, "base_model_name_or_path": "a/b"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    tensors = {"base_model.model.m.lora_A.weight": np.ones(shape, np.float32)}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    one_line(lambda: Adapter(tmp_path), "m.lora_A.weight has shape", "which no adapter has")
 
 
 def test_rows_of_a_run_without_a_step(tmp_path):

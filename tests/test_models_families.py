@@ -320,6 +320,20 @@ REFUSED = [
     ("llama", {"rope_parameters": {"rope_theta": -1}}, "rope_theta is -1; a finite number above 1"),
     ("llama", {"rope_parameters": {"rope_theta": 1e308}}, r"rope_theta is 1e\+308; .*at most 1e15"),
     ("gpt_oss", {"rope_parameters": None, "rope_theta": 1e20}, r"rope_theta is 1e\+20; .*at most"),
+    ("llama", {"num_attention_heads": 2**31 - 1}, "kv_heads=2 does not divide heads"),
+    *(
+        ("llama", {"rope_parameters": {"rope_type": kind, "factor": 2.0, **keys}}, says)
+        for kind, keys, says in (
+            ("linear", {"factor": 1e30}, r"rope factor is 1e\+30; from 1e-6 to 1e6"),
+            ("yarn", {"attention_factor": 1e-30}, "attention_factor is 1e-30; from 1e-6 to 1e6"),
+            (
+                "yarn",
+                {"original_max_position_embeddings": 2**62},
+                f"original_max_position_embeddings is {2**62}; a whole number from 2 to 2147483647",
+            ),
+            ("yarn", {"original_max_position_embeddings": 1}, "a whole number from 2 to"),
+        )
+    ),
     ("llama", {"rms_norm_eps": 1e300}, r"rms_norm_eps is 1e\+300; .*1e-30 to 1e30"),
     ("qwen3", {"rope_parameters": {"rope_theta": "1e4"}}, "rope_theta is '1e4'"),
     ("mixtral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; 1 for this family"),

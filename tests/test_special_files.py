@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import hjax
-from hjax.errors import ConfigError, RunError
+from hjax.errors import ConfigError, DataError, RunError
 from hjax.launch import __main__ as launch
 from hjax.launch import compare, evaluate, export, plan
 from hjax.launch.jax_setup import drop_corrupt_entries
@@ -23,6 +23,7 @@ from hjax.models.checkpoint import Checkpoints
 from hjax.models.export import export_model
 from hjax.models.safetensors_files import TensorFile
 from hjax.run.workdir import RUN_FOLDERS, Workdir
+from hjax.user_input import check_directory, read_object
 
 SPECIAL = {
     "fifo": "a FIFO",
@@ -305,6 +306,45 @@ def test_a_checkpoint_that_is_a_link_is_let_go_with_what_it_leads_to_kept(tmp_pa
     checkpoints.save(2, lambda saving: [], {"step": 2})
     checkpoints.wait()
     assert [p.name for p in folder.iterdir()] == ["2"] and (elsewhere / "controller.json").exists()
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_a_checkpoints_files_that_are_something_else_are_refused(kind, run, tmp_path, capsys):
+    # Without checksums, as those of earlier versions, too: its reader would wait for a FIFO.
+    for name in ("actor.params/manifest.ocdbt", "actor.params/_METADATA", "checksums.json"):
+        folder = tmp_path / name.replace("/", " ")
+        shutil.copytree(run, folder)
+        put(kind, folder / "checkpoints" / "1" / name, tmp_path)
+        (folder / "checkpoints" / "1" / "checksums.json").unlink() if "actor" in name else None
+        status = export.main([f"--model={folder}", f"--output={tmp_path}/out"])
+        refused(capsys, status, 2, name, SPECIAL[kind])
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("content", ["fifo", "{}", "[]", '{"actor": 1}', '{"actor": {}}'])
+def test_a_workdir_whose_config_is_none_is_refused_in_one_line(content, run, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    put(content, folder / "config.json", tmp_path)
+    if content != "fifo":
+        (folder / "config.json").write_text(content)
+    status = export.main([f"--model={folder}", f"--output={tmp_path}/out"])
+    refused(capsys, status, 2, "run/config.json: ")
+
+
+def test_a_file_that_only_claims_to_be_large_is_not_read(tmp_path):
+    with open(tmp_path / "config.json", "wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(DataError, match=f"config.json: {2**40} bytes; at most {2**30}"):
+        read_object(tmp_path / "config.json")
+
+
+def test_a_folder_in_the_place_of_a_models_file_is_refused(tmp_path):
+    (tmp_path / "tokenizer.json").mkdir()
+    with pytest.raises(DataError, match="tokenizer.json: a directory, not a file"):
+        check_directory(tmp_path)
 
 
 MODEL_FILES = ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json")

@@ -79,9 +79,15 @@ def start_local_cluster(processes: int) -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")
     parent = _folder_of_clusters()
     for left in parent.glob(f"{_FOLDER}*"):  # of a process that was killed
-        if os.path.isdir("/proc/self") and not process_state(int(left.name.split("-")[2])):
+        pid = left.name.split("-")[2]
+        if os.path.isdir("/proc/self") and pid.isdecimal() and not process_state(int(pid)):
             shutil.rmtree(left, ignore_errors=True)
-    folder = tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-", dir=parent)
+    try:
+        folder = tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-", dir=parent)
+    except OSError as error:
+        raise RunError(
+            f"Ray's folder cannot be made in {parent} ({error.strerror}); set RAY_TMPDIR"
+        ) from error
     with warnings.catch_warnings(), _bound_to_loopback():
         # After a restart of Ray JAX is loaded already; no child uses it.
         warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)

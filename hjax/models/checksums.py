@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hjax.errors import DataError
-from hjax.files import read_json, replace_file
+from hjax.files import read_json, replace_file, special_file
 
 CHECKSUMS = "checksums.json"
 _READ_BYTES, _THREADS = 1 << 20, 8  # bytes per read; items hashed at a time
@@ -37,9 +37,13 @@ def verify_checksums(folder: Path, names: Iterable[str] | None = None) -> bool:
       whether it has checksums; checkpoints of earlier versions have none.
 
     Raises:
-      DataError: it is of another step, or an item is missing or differs from what was saved.
+      DataError: it is of another step, an item is missing or differs from what was saved, or
+        something else than a file is in a file's place, which its reader would wait for.
       OSError: it cannot be read.
     """
+    for path in folder.rglob("*"):
+        if found := special_file(path):
+            raise DataError(f"{path.relative_to(folder)} is {found}, not a file")
     saved = read_checksums(folder)
     if not saved:
         return False

@@ -104,7 +104,7 @@ class ModelConfig:
             if getattr(self, field) < 1:
                 raise ConfigError(f"model.{field}={getattr(self, field)}: 1 or more")
         if self.heads % self.kv_heads:
-            divisors = [str(k) for k in range(1, self.heads + 1) if self.heads % k == 0]
+            divisors = [str(k) for k in range(1, min(self.heads, 1024) + 1) if self.heads % k == 0]
             raise ConfigError(
                 f"model.kv_heads={self.kv_heads} does not divide heads={self.heads}; "
                 f"it may be {', '.join(divisors)}"

@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from hjax.errors import ConfigError
+from hjax.errors import ConfigError, short_repr
 from hjax.files import StrPath
 from hjax.models.lora import INNER, NESTED, Lora, layers_of
 from hjax.models.parameter_spec import ParameterKind, ParameterSpec, TensorPart, parts
+from hjax.models.rotary import is_number
 from hjax.models.safetensors_files import DTYPES, TensorFile, create_file
 from hjax.user_input import check_directory, read_object, user_path
 
@@ -101,6 +102,9 @@ class Adapter:
                     f"{self.path}: {name} is of dtype {self.file.dtypes[full]}; supported: "
                     f"{', '.join(DTYPES.values())}"
                 )
+            shape = self.file.shapes[full]
+            if 0 in shape or len(shape) != (1 if name.endswith(_M) else 2):
+                raise ConfigError(f"{self.path}: {name} has shape {shape}, which no adapter has")
 
     def _read_config(self) -> dict[str, Any]:
         file = self.path / CONFIG
@@ -126,6 +130,7 @@ class Adapter:
         if left:
             shown = ", ".join(f"{key}={value!r}" for key, value in sorted(left.items()))
             raise ConfigError(f"{file}: adapters with {shown[:200]} are not supported")
+        _check_values(config, file)
         return config
 
     def tensor(self, name: str) -> np.ndarray:
@@ -180,9 +185,12 @@ class Adapter:
         fits = (shape[::-1] if part.inputs_first else shape) == tensor.shape
         if not fits or a.shape[0] != b.shape[1]:
             raise self._wrong_base_error(module, a, b, tensor)
-        addition = b.astype(np.float32) @ a.astype(np.float32)
-        addition *= self.scaling(module, a.shape[0])
-        both = tensor.astype(np.float32) + (addition.T if part.inputs_first else addition)
+        with np.errstate(over="ignore", invalid="ignore"):
+            addition = b.astype(np.float32) @ a.astype(np.float32)
+            addition *= self.scaling(module, a.shape[0])
+            both = tensor.astype(np.float32) + (addition.T if part.inputs_first else addition)
+        if not np.isfinite(both).all():
+            raise ConfigError(f"{self.path}: {module} is not finite with its adapter merged")
         if self.dora:
             over = 0 if part.inputs_first else 1
             both *= np.expand_dims(self.tensor(module + _M), over) / np.linalg.norm(
@@ -328,6 +336,48 @@ class Adapter:
                         f"{self.path}: {name!r} is of matrices too that are not among "
                         f"{lora.key}.targets; name them there"
                     )
+
+
+# What a pattern of modules may be: expressions that take time with a name's length alone.
+_PATTERN = re.compile(r"[^*+{}]*((?<!\))[*+][^*+{}]*){0,4}")
+
+
+def _check_values(config: Mapping[str, Any], file: Path) -> None:
+    """Check the numbers, flags and patterns of an ``adapter_config.json``.
+
+    Raises:
+      ConfigError: one is something else, by its key.
+    """
+
+    def is_size(value: Any) -> bool:
+        return is_number(value) and 0 <= value <= 1e6
+
+    for key in ("r", "lora_alpha", "lora_dropout"):
+        if not is_size(value := config.get(key, 0)):
+            raise ConfigError(f"{file}: {key} is {short_repr(value)}; a number of 0 to 1e6")
+    for key in ("use_rslora", "use_dora"):
+        if not isinstance(value := config.get(key) or False, bool):
+            raise ConfigError(f"{file}: {key} is {short_repr(value)}; true or false")
+    if not _is_list_of_text(value := config.get("target_parameters") or []):
+        raise ConfigError(f"{file}: target_parameters is {short_repr(value)}; a list of names")
+    for key in ("rank_pattern", "alpha_pattern"):
+        value = config.get(key) or {}
+        if not isinstance(value, Mapping) or not all(map(is_size, value.values())):
+            raise ConfigError(f"{file}: {key} is {short_repr(value)}; numbers of 0 to 1e6 by name")
+        for pattern in value:
+            try:
+                usable = len(pattern) < 1000 and _PATTERN.fullmatch(pattern) and re.compile(pattern)
+            except re.error:
+                usable = None
+            if not usable:
+                raise ConfigError(
+                    f"{file}: {key} has the pattern {short_repr(pattern)}; a name, or an "
+                    "expression with at most four * or +, none after a group"
+                )
+
+
+def _is_list_of_text(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(x, str) for x in value)
 
 
 # A matrix's adapter: part and values of A, part and values of B.

@@ -326,12 +326,14 @@ def _checked_value(value: Any, kind: str, what: str) -> Any:
     least = "0 or more" if "mscale" in what else "above 0"
     if not all(is_number(x) and (x > 0 or (x == 0 and "mscale" in what)) for x in every):
         raise ConfigError(f"{what} is {value!r}; finite and {least}")
+    if kind.startswith("int"):
+        if value != int(value) or not 2 <= value < 2**31:
+            raise ConfigError(f"{what} is {value!r}; a whole number from 2 to {2**31 - 1}")
+        return int(value)
+    if any(x and not 1e-6 <= x <= 1e6 for x in every):
+        raise ConfigError(f"{what} is {value!r}; from 1e-6 to 1e6")
     if kind.startswith("tuple"):
         return tuple(float(x) for x in every)
-    if kind.startswith("int"):
-        if value != int(value):
-            raise ConfigError(f"{what} is {value!r}; a whole number")
-        return int(value)
     return float(value)
 
 

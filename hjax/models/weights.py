@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from hjax.data.tokenizer_files import CONVERTED
-from hjax.errors import ConfigError
-from hjax.files import StrPath, read_json, saved_steps
+from hjax.errors import ConfigError, DataError
+from hjax.files import StrPath, saved_steps
 from hjax.models import huggingface
 from hjax.models.base_checkpoints import recorded_step
 from hjax.models.lora import Lora, layers_of, with_layers
@@ -300,7 +300,7 @@ def load_actor_checkpoint(
 
 def actor_path(path: StrPath) -> str:
     """Path of the base that a workdir's actor started from; empty: from scratch."""
-    start = str(_settings(path)["path"])
+    start = _settings(path)["path"]
     return base_model_path(start) if start else ""
 
 
@@ -319,6 +319,9 @@ def base_model_path(path: StrPath) -> str:
 
 
 def _settings(path: StrPath) -> dict[str, Any]:
-    """The section ``actor`` of a workdir's config."""
-    found: dict[str, Any] = read_json(Path(path) / "config.json")["actor"]
+    """The section ``actor`` of a workdir's config; DataError if there is none."""
+    file = Path(path) / "config.json"
+    found = read_object(file).get("actor")
+    if not isinstance(found, dict) or not isinstance(found.get("path"), str):
+        raise DataError(f"{file}: not the config of a run: it has no actor with a path")
     return found

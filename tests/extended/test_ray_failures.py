@@ -578,14 +578,19 @@ def test_a_killed_process_s_folder_goes_when_the_next_cluster_starts(monkeypatch
     parent = ray_calls._folder_of_clusters()
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    left, own = (parent / f"hjax-ray-{pid}-test" for pid in (gone.pid, 1))
-    left.mkdir()
-    own.mkdir()
+    left, own, other = (parent / f"hjax-ray-{pid}-test" for pid in (gone.pid, 1, "x"))
+    for folder in (left, own, other):
+        folder.mkdir()
     try:
         ray_calls.start_local_cluster(1)
-        assert not left.exists() and own.exists()  # the first process of all is always there
+        # The first process of all is always there.
+        assert not left.exists() and own.exists() and other.exists()
+        monkeypatch.setenv("RAY_TMPDIR", "/nowhere")
+        with pytest.raises(RunError, match=r"folder cannot be made in /nowhere \(No such file"):
+            ray_calls.start_local_cluster(1)
     finally:
         own.rmdir()
+        other.rmdir()
         for mine in parent.glob(f"hjax-ray-{os.getpid()}-*"):
             if not any(mine.iterdir()):
                 mine.rmdir()
