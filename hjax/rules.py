@@ -53,7 +53,7 @@ def finite() -> Rule:
 
 def below_one() -> Rule:
     """A decay rate: from 0 to just below 1, also as float32."""
-    return Rule("from 0 to below 1, at most 0.9999999", lambda x: 0 <= x and np.float32(x) < 1)
+    return Rule("from 0 to below 1, at most 0.9999999", lambda x: bool(0 <= np.float32(x) < 1))
 
 
 def number_or_auto() -> Rule:

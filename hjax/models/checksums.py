@@ -42,8 +42,8 @@ def verify_checksums(folder: Path, names: Iterable[str] | None = None) -> bool:
       OSError: it cannot be read.
     """
     for path in folder.rglob("*"):
-        if found := special_file(path):
-            raise DataError(f"{path.relative_to(folder)} is {found}, not a file")
+        if special := special_file(path):
+            raise DataError(f"{path.relative_to(folder)} is {special}, not a file")
     saved = read_checksums(folder)
     if not saved:
         return False
