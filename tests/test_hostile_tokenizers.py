@@ -173,7 +173,18 @@ def one_line(work, *says):
     return caught.value
 
 
-@pytest.mark.parametrize("name", REFUSED)
+# Those that end at a limit of time or memory after seconds.
+LATE = (
+    "a hundred long prefixes", "quadratic time", "a quadratic word", "the text ten thousand times",
+)  # fmt: skip
+
+
+def marked(names):
+    """Those that take seconds are extended."""
+    return [pytest.param(n, marks=[pytest.mark.extended] * (n in LATE), id=n) for n in names]
+
+
+@pytest.mark.parametrize("name", marked(REFUSED))
 def test_files_that_are_refused(name, tmp_path, capfd):
     parts, says = REFUSED[name]
     folder = written(tmp_path / "mine", parts)
@@ -183,7 +194,7 @@ def test_files_that_are_refused(name, tmp_path, capfd):
     assert said.count("\n") == 1 and len(said) < 900
 
 
-@pytest.mark.parametrize("name", FAILING)
+@pytest.mark.parametrize("name", marked(FAILING))
 def test_files_that_fail_at_a_text(name, tmp_path, monkeypatch):
     parts, given, says = FAILING[name]
     if "takes longer" in says:

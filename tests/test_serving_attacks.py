@@ -442,6 +442,7 @@ def test_nothing_that_a_constraint_names_is_fetched(constrained, field, value):
     assert answer.status_code == 400 and error["param"] == field, error
 
 
+@pytest.mark.extended
 def test_what_a_constraint_costs_others(constrained, monkeypatch):
     """Requests without one, and with one that is known, are answered while another is tried."""
     known, unknown = {"prompt": "a", REGEX: "[ab]"}, {"prompt": "a", REGEX: "[abc]"}
