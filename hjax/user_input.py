@@ -52,7 +52,7 @@ def parse_json(data: bytes, where: str = "", unique_keys: bool = False) -> Any:
       DataError: it is not UTF-8, not JSON, or too deeply nested.
     """
     named = f"{where}: " if where else ""
-    hook = _unique if unique_keys else None
+    hook = object_with_unique_keys if unique_keys else None
     try:
         return json.loads(data.decode("utf-8-sig"), object_pairs_hook=hook)
     except UnicodeDecodeError as error:
@@ -63,10 +63,14 @@ def parse_json(data: bytes, where: str = "", unique_keys: bool = False) -> Any:
         raise DataError(f"{named}not usable JSON (too deeply nested)") from None
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key comes twice in an object")
+def object_with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, as an ``object_pairs_hook``; ValueError if it has a key twice: of those readers
+    take different ones."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"a key comes twice in an object: {truncate(name, _SHOWN)!r}")
+        found[name] = value
     return found
 
 

@@ -540,7 +540,7 @@ def test_a_key_that_a_header_has_twice_is_refused(repeated, tmp_path):
     text = f'{{"a": {entry}, "{"a" if repeated == "a" else "__metadata__"}": {entry}}}'.encode()
     path = tmp_path / "model.safetensors"
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
-    with pytest.raises(ConfigError, match=f"'{repeated}' is there twice"):
+    with pytest.raises(ConfigError, match=f"a key comes twice in an object: '{repeated}'"):
         TensorFile(path)
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from hjax.errors import ConfigError, truncate
 from hjax.files import open_regular
+from hjax.user_input import object_with_unique_keys
 
 # Dtypes that parameters may be stored in, by their names in files.
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -58,7 +59,7 @@ class TensorFile:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or not 0 < length <= min(size - 8, _LARGEST_HEADER):
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
-            header = json.loads(file.read(length), object_pairs_hook=_without_repeats)
+            header = json.loads(file.read(length), object_pairs_hook=object_with_unique_keys)
         header.pop("__metadata__", None)
         for name, info in header.items():
             start, stop = info["data_offsets"]
@@ -97,16 +98,6 @@ class TensorFile:
             if file.readinto(read.view(np.uint8).reshape(-1).data) != read.nbytes:
                 raise ConfigError(f"{self.path}: {name} is cut short")
         return read.reshape((count, *row) if shape else ())
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; ValueError if it has a key twice, of which readers take different ones."""
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"{name!r} is there twice")
-        found[name] = value
-    return found
 
 
 def _check_sizes(name: str, sizes: list[Any]) -> None:
