@@ -64,8 +64,11 @@ def parse_json(data: bytes, where: str = "", unique_keys: bool = False) -> Any:
 
 
 def object_with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, as an ``object_pairs_hook``; ValueError if it has a key twice: of those readers
-    take different ones."""
+    """A JSON object, as an ``object_pairs_hook``.
+
+    Raises:
+      ValueError: a key comes twice; readers take different ones of its values.
+    """
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
