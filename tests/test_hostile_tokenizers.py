@@ -77,7 +77,7 @@ REFUSED = {
                                 )}, MEMORY),
     "no regular expression": ({"normalizer": replace("((", "b", "Regex")}, "unmatched parenthesis"),
     "nested too deeply": (
-        '{"normalizer": ' + '{"type": "Sequence", "normalizers": [' * 3000 + "]}" * 3000 + "}",
+        '{"normalizer": ' + '{"type": "Sequence", "normalizers": [' * 10**5 + "]}" * 10**5 + "}",
         "too deeply nested"),
     "deep for the library": ({"normalizer": nested(100)}, "recursion limit exceeded"),
     "a size of 8 GiB": (

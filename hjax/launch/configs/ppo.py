@@ -15,7 +15,7 @@ def get_config() -> ConfigDict:
     """The config of `--config=ppo.py`."""
     config = base.get_config()
     config.algorithm.name = "PPO"
-    config.steps = 300
+    config.steps = 400
 
     config.data.task = "sorting"
     config.data.task_options.length = 5

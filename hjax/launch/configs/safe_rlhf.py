@@ -16,7 +16,7 @@ def get_config() -> ConfigDict:
     """The config of `--config=safe_rlhf.py`."""
     config = base.get_config()
     config.algorithm.name = "SafeRLHF"
-    config.steps = 120
+    config.steps = 300
 
     config.data.task = "harvest"
     config.data.task_options.length = 8
