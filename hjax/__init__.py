@@ -17,6 +17,9 @@ if TYPE_CHECKING:  # what type checkers and editors see of the table below
     from hjax import errors as errors
     from hjax import rules as rules
     from hjax import workers as workers
+    from hjax.environments.environment import Environment as Environment
+    from hjax.environments.environment import Observation as Observation
+    from hjax.environments.environment import Step as Step
     from hjax.planning.auto import plan_run as plan
     from hjax.roles import Role as Role
     from hjax.rollout.language_model import load_model as load_model
@@ -28,8 +31,11 @@ if TYPE_CHECKING:  # what type checkers and editors see of the table below
 
 # Public name -> (module, attribute in it; "" is the module itself).
 _LAZY = {
+    "Environment": ("hjax.environments.environment", "Environment"),
     "Key": ("hjax.rules", "Key"),
+    "Observation": ("hjax.environments.environment", "Observation"),
     "Role": ("hjax.roles", "Role"),
+    "Step": ("hjax.environments.environment", "Step"),
     "Trainer": ("hjax.run.trainer", "Trainer"),
     "algorithms": ("hjax.algorithms", ""),
     "controller": ("hjax.controller", ""),
@@ -44,8 +50,11 @@ _LAZY = {
 }
 
 __all__ = [
+    "Environment",
     "Key",
+    "Observation",
     "Role",
+    "Step",
     "Trainer",
     "__version__",
     "algorithms",

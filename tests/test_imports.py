@@ -33,7 +33,7 @@ FLOORS = [
     "serving",
     "launch",
 ]
-BESIDE = ["data", "rewards"]
+BESIDE = ["data", "environments", "rewards"]
 # Files that stand beside the rooms, below them all.
 GROUND = [
     "config",

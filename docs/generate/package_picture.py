@@ -45,6 +45,7 @@ BANDS: tuple[tuple[str, Mapping[int, tuple[str, str, str]]], ...] = (
         {
             0: ("controller", "device pools, calls,", "futures, Ray"),
             1: ("algorithms", "the dataflow of a step,", "advantages, losses"),
+            3: ("environments", "what agents play, and", "its processes"),
         },
     ),
     (
@@ -67,7 +68,7 @@ BANDS: tuple[tuple[str, Mapping[int, tuple[str, str, str]]], ...] = (
     ),
 )
 # They have no place in the order: they import none of it, whoever needs them may import them.
-BESIDE = ("rewards", "data")
+BESIDE = ("rewards", "environments", "data")
 
 WIDTH, HEIGHT = 192, 84  # of a box
 LEFT, TOP = 140, 16  # where the boxes begin
