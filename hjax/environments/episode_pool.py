@@ -1,0 +1,283 @@
+"""Episodes in processes of their own: many at a time, each call under a deadline.
+
+A process that is late or dies is killed and replaced. Only the episode whose call it was is lost;
+the others of that process are played again from their seed and actions, in which nobody sees them.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import json
+import pickle
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from hjax.environments.environment import Environment
+from hjax.environments.episode_server import load_environment
+from hjax.errors import ConfigError, one_line
+from hjax.isolated_process import DeadlineExceeded, IsolatedProcess, ProcessDied, TaskFailed
+from hjax.user_code import file_and_name, imported
+
+# Why an episode may leave baseline and loss: the environment's faults.
+FAULTS = ("timeout", "exception", "killed")
+# The run occupies the accelerators, so JAX in an environment's process uses the CPU.
+_ENVIRONMENT = {"JAX_PLATFORMS": "cpu"}
+
+
+@dataclasses.dataclass(frozen=True)
+class EpisodeAnswer:
+    """What an environment answered to a reset or a step, or its fault.
+
+    Attributes:
+      observation: text that the policy sees next; ``stop``: strings that end its next turn.
+      anchor: 16 bytes that are equal for equal states; None: no state to compare.
+      reward, done, valid, fresh, metrics: as in ``Step``; after a reset as if nothing had happened.
+      fault: one of ``FAULTS``; empty: none.
+      text: of a fault, what happened.
+      seconds: that the environment took; 0 where it gave none.
+    """
+
+    observation: str = ""
+    stop: tuple[str, ...] = ()
+    anchor: bytes | None = None
+    reward: float = 0.0
+    done: bool = False
+    valid: bool = True
+    fresh: bool = False
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    fault: str = ""
+    text: str = ""
+    seconds: float = 0.0
+
+
+AnswerFuture = concurrent.futures.Future[EpisodeAnswer]
+
+
+@dataclasses.dataclass
+class _Episode:
+    """An episode's inputs so far, from which it can be played again, and the digest of each answer.
+
+    ``process_number``: of the process in which its environment lives, counted by its host.
+    """
+
+    host: _EpisodeHost
+    task: Mapping[str, Any]
+    seed: int
+    actions: list[str] = dataclasses.field(default_factory=list)
+    digests: list[bytes] = dataclasses.field(default_factory=list)
+    process_number: int = -1
+    lost: str = ""
+
+
+class EpisodePool:
+    """Plays episodes of one environment in several processes.
+
+    Calls return at once; those of one process run one after another. Errors of the environment are
+    answers. It ends with ``close``, and with this process.
+
+    Args:
+      environment: a class in a file, or its name: ``path.py:Class``, or ``module:Class`` of hjax.
+      options: arguments of its constructor.
+      processes: how many; episodes are shared out over them.
+      step_seconds: deadline of each call.
+      memory_bytes: limit of each process's data; 0: none.
+
+    Raises:
+      ConfigError: a class that another process cannot import, or a number out of its range.
+    """
+
+    def __init__(
+        self,
+        environment: str | type[Environment],
+        options: Mapping[str, Any] | None = None,
+        *,
+        processes: int = 1,
+        step_seconds: float = 60.0,
+        memory_bytes: int = 0,
+    ):
+        if processes < 1 or step_seconds <= 0:
+            raise ConfigError(
+                f"environment.processes={processes}, environment.step_seconds={step_seconds:g}: "
+                "1 or more, and above 0"
+            )
+        setup = pickle.dumps(
+            {
+                "spec": _importable(environment),
+                "options": dict(options or {}),
+                "files": imported(),
+                "memory_bytes": memory_bytes,
+            }
+        )
+        self._hosts = [_EpisodeHost(setup, step_seconds) for _ in range(processes)]
+        self._episodes: dict[int, _Episode] = {}
+        self._lock = threading.Lock()
+
+    def reset(self, episode: int, task: Mapping[str, Any], seed: int) -> AnswerFuture:
+        """Begin an episode; ``episode`` is a number that no open one has.
+
+        The future fails with ConfigError if the environment cannot be loaded.
+        """
+        with self._lock:
+            if episode in self._episodes:
+                raise ConfigError(f"episode {episode} is open already")
+            host = min(self._hosts, key=lambda each: each.open_episodes)
+            host.open_episodes += 1
+            self._episodes[episode] = _Episode(host, dict(task), seed)
+        return self._submit(episode, None)
+
+    def step(self, episode: int, action: str) -> AnswerFuture:
+        """Play a turn of an open episode."""
+        return self._submit(episode, action)
+
+    def end(self, episode: int) -> None:
+        """Close an episode's environment, without waiting; does nothing if it is not open."""
+        with self._lock:
+            found = self._episodes.pop(episode, None)
+            if found is None:
+                return
+            found.host.open_episodes -= 1
+        found.host.submit(found.host.close_episode, episode, found)
+
+    def close(self) -> None:
+        """End all processes. Calls in progress are not waited for."""
+        for host in self._hosts:
+            host.shut_down()
+
+    def __enter__(self) -> EpisodePool:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def pids(self) -> list[int]:
+        """Process ids of the supervisors of those processes that run."""
+        return [pid for host in self._hosts if (pid := host.process.pid()) is not None]
+
+    def _submit(self, episode: int, action: str | None) -> AnswerFuture:
+        with self._lock:
+            found = self._episodes.get(episode)
+        if found is None:
+            raise ConfigError(f"episode {episode} is not open")
+        return found.host.submit(found.host.play, episode, found, action)
+
+
+class _EpisodeHost:
+    """One process, and the thread that calls it."""
+
+    def __init__(self, setup: bytes, step_seconds: float):
+        self.process = IsolatedProcess(
+            "hjax.environments.episode_server:serve", setup, _ENVIRONMENT
+        )
+        self.process.start()
+        self.open_episodes = 0
+        self._seconds = step_seconds
+        self._process_number = 0
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "hjax-environment")
+
+    def submit(self, call: Any, *arguments: Any) -> Any:
+        """Call a method of this object in its thread; returns the future."""
+        return self._thread.submit(call, *arguments)
+
+    def shut_down(self) -> None:
+        """End the process and the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self.process.close()
+
+    def play(self, number: int, episode: _Episode, action: str | None) -> EpisodeAnswer:
+        """Reset (``action`` None) or step, after playing the episode again where its process was
+        replaced."""
+        if episode.lost:
+            return EpisodeAnswer(fault=episode.lost, text="the episode has ended by a fault")
+        if action is not None and episode.process_number != self._process_number:
+            if (fault := self._play_again(number, episode)) is not None:
+                episode.lost = fault.fault
+                return fault
+        answer = self._call(number, episode, action)
+        if answer.fault:
+            episode.lost = answer.fault
+        else:
+            if action is not None:
+                episode.actions.append(action)
+            episode.digests.append(_digest(answer))
+        return answer
+
+    def close_episode(self, number: int, episode: _Episode) -> None:
+        """Close its environment, if its process still has it."""
+        if episode.process_number == self._process_number:
+            self._request("close", number)
+
+    def _play_again(self, number: int, episode: _Episode) -> EpisodeAnswer | None:
+        """Play an episode up to where it was; returns a fault if that fails."""
+        for action, digest in zip([None, *episode.actions], episode.digests, strict=True):
+            answer = self._call(number, episode, action)
+            if answer.fault:
+                return answer
+            if _digest(answer) != digest:
+                text = (
+                    "its process was lost through another episode, and played again with the same "
+                    "seed and actions it gave something else"
+                )
+                return EpisodeAnswer(fault="killed", text=text)
+        return None
+
+    def _call(self, number: int, episode: _Episode, action: str | None) -> EpisodeAnswer:
+        if action is not None:
+            return self._request("step", number, action)
+        answer = self._request("reset", number, episode.task, episode.seed)
+        episode.process_number = self._process_number
+        return answer
+
+    def _request(self, call: str, number: int, *arguments: Any) -> EpisodeAnswer:
+        try:
+            found = self.process.call(pickle.dumps((call, number, arguments)), self._seconds)
+        except DeadlineExceeded:
+            self._process_number += 1
+            text = f"{call} took longer than {self._seconds:g} s; its process was ended"
+            return EpisodeAnswer(fault="timeout", text=text)
+        except ProcessDied as error:
+            self._process_number += 1
+            return EpisodeAnswer(fault="killed", text=f"{call}: {error}")
+        except TaskFailed as error:
+            if error.at_start:
+                raise ConfigError(one_line(error)) from error
+            return EpisodeAnswer(fault="exception", text=f"{call}: {error}")
+        return self._read(found)
+
+    def _read(self, found: bytes) -> EpisodeAnswer:
+        """An answer from its bytes, which may be anything."""
+        try:
+            fields = json.loads(found)
+            if fields.pop("restart", False):
+                self.process.close()
+                self._process_number += 1
+            if "anchor" in fields and fields["anchor"] is not None:
+                fields["anchor"] = bytes.fromhex(fields["anchor"])
+            if "stop" in fields:
+                fields["stop"] = tuple(fields["stop"])
+            return EpisodeAnswer(**fields)
+        except (ValueError, TypeError, AttributeError):
+            return EpisodeAnswer(fault="killed", text="its process answered something unreadable")
+
+
+def _importable(environment: str | type[Environment]) -> str:
+    """A name by which another process can import the class; checks that it is one."""
+    if isinstance(environment, str):
+        environment = load_environment(environment)
+    if environment.__module__.startswith("hjax."):
+        return f"{environment.__module__}:{environment.__qualname__}"
+    where = file_and_name(environment)
+    if where is None:
+        raise ConfigError(
+            f"environment {environment.__qualname__} cannot be imported by another process; put it "
+            "into a file and name it path.py:Class"
+        )
+    return ":".join(where)
+
+
+def _digest(answer: EpisodeAnswer) -> bytes:
+    """Of what an environment answered, except how long that took."""
+    told = dataclasses.replace(answer, seconds=0.0)
+    return hashlib.blake2b(repr(told).encode(errors="surrogatepass"), digest_size=16).digest()
