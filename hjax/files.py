@@ -8,13 +8,13 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hjax.errors import DataError
+from hjax.errors import DataError, RunError
 
 StrPath = str | os.PathLike[str]
 
@@ -116,6 +116,21 @@ def to_json(value: Any) -> Any:
 def json_line(value: Any) -> str:
     """One line of JSON; non-finite numbers become null."""
     return json.dumps(to_json(value), ensure_ascii=False)
+
+
+def append_rows(path: Path, rows: Sequence[Any]) -> None:
+    """Append rows to a new `.jsonl` file of a command's.
+
+    Raises:
+      RunError: it cannot be written; what there is of it is removed, as it would look whole.
+    """
+    try:
+        with open(path, "a", encoding="utf-8", errors="replace", opener=open_regular) as file:
+            file.writelines(json_line(row) + "\n" for row in rows)
+    except OSError as error:
+        if path.is_file():
+            path.unlink()
+        raise RunError(f"{path} could not be written: {error.strerror}") from error
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

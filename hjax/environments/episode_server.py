@@ -12,7 +12,7 @@ import pickle
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hjax.environments.environment import Environment, Observation, Step, anchor_digest
 from hjax.errors import ConfigError, DataError, short_repr, truncate
@@ -40,7 +40,7 @@ def load_environment(spec: str) -> type[Environment]:
     if not inspect.isclass(found) or lacking:
         what = f"has no {', '.join(lacking)}" if inspect.isclass(found) else "is no class"
         raise ConfigError(f"{_KEY}={spec!r}: it {what}; subclass hjax.Environment")
-    return found
+    return cast(type[Environment], found)
 
 
 def serve(setup: bytes) -> Callable[[bytes], bytes]:

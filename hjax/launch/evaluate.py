@@ -14,6 +14,15 @@ questions.
   --task=NAME           held-out prompts and verifier of a built-in task, with its options as
                         --task=sorting:length=4, or else those of the workdir's run:
                         {tasks}
+  --environment=PATH.py:NAME  an environment of yours, which plays with each row of --data
+                        (docs/agents.md); some tasks have one: then there is an episode of many
+                        turns for each question
+  --max_turns=N         turns of an episode ({turns}; of a task what it needs)
+  --turn_tokens=N       length limit of a turn, in tokens (what the model's positions leave; of a
+                        task what it needs); --max_new_tokens is that of all that follows the first
+                        observation
+  --step_seconds=60     deadline of each call of the environment
+  --processes=N         processes of environments (one per core, at most 8)
   --samples=1           answers per question; k = 1, 2, 4, ... up to it
   --limit=N             only the first N questions (of a task {task_prompts} where it is not given)
   --instruction=TEXT    a line added to every question
@@ -41,9 +50,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hjax.errors import ConfigError, RunError
-from hjax.files import json_line, open_regular, read_json
+from hjax.errors import ConfigError
+from hjax.files import append_rows, json_line, read_json
 from hjax.launch.command import run_or_help, status_on_ctrl_c
+from hjax.launch.episodes import MAX_TURNS, play_and_report
 from hjax.launch.process_exit import run_and_exit
 from hjax.launch.sampling_flags import (
     ModelInfo,
@@ -76,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sampling = sampling_help(
             "logits are divided by it; 0 is greedy (0; 1 with several samples)"
         )
-        sizes = {"task_prompts": TASK_PROMPTS, "length": LENGTH}
+        sizes = {"task_prompts": TASK_PROMPTS, "length": LENGTH, "turns": MAX_TURNS}
         return str(__doc__).format(sampling=sampling, tasks=", ".join(TASKS), **sizes)
 
     return status_on_ctrl_c(lambda: run_or_help(arguments, text, _run))
@@ -89,12 +99,22 @@ def parse(arguments: Sequence[str]) -> Any:
       ConfigError: a wrong flag or value.
     """
     rules = {"samples": at_least(1), "limit": at_least(0), "timeout_seconds": above(0)}
-    texts = dict(data="", reward="", task="", instruction="", output="")
-    args = read_flags(arguments, rules, samples=1, limit=0, timeout_seconds=60.0, **texts)
+    rules |= dict.fromkeys(("max_turns", "turn_tokens", "processes"), at_least(0))
+    rules["step_seconds"] = above(0)
+    texts = dict(data="", reward="", task="", instruction="", output="", environment="")
+    numbers = dict(samples=1, limit=0, max_turns=0, turn_tokens=0, processes=0)
+    args = read_flags(
+        arguments, rules, timeout_seconds=60.0, step_seconds=60.0, **numbers, **texts
+    )
     if bool(args.data) == bool(args.task):
-        raise ConfigError("give --data=FILE with --reward=GRADER, or --task=NAME; see --help")
-    if args.data and not args.reward:
+        raise ConfigError(
+            "give --data=FILE with --reward=GRADER or --environment=PATH.py:NAME, or --task=NAME; "
+            "see --help"
+        )
+    if args.data and not args.reward and not args.environment:
         raise ConfigError("--reward is missing: path.py:name, or math; see --help")
+    if args.environment and args.reward:
+        raise ConfigError("--environment rewards its episodes itself; leave --reward out")
     if args.samples > 1 and args.temperature == 0:
         raise ConfigError(
             f"--temperature=0 gives the same answer {args.samples} times; set it above 0, or leave "
@@ -108,10 +128,15 @@ def _run(arguments: Sequence[str]) -> int:
     output = _new_file(args.output) if args.output else None
     data = existing_file("data", args.data) if args.data else None
     task = _task(args.task, args.model) if args.task else None
-    grader = _grader(args, task)
+    plays = bool(args.environment or (task is not None and task.environment))
+    _check_flags_of_environments(args, plays)
+    grader = None if plays else _grader(args, task)
     info = ModelInfo.read(args.model)
     options = generate_options(args, info, temperature=0.0 if args.samples == 1 else 1.0)
     questions = _questions(args, data, task, info)
+    if grader is None:
+        play_and_report(args, info, task, questions, options, output)
+        return 0
     if grader.check is not None:
         grader.check(questions.columns)
     from hjax.run.batched_generation import length_limit
@@ -122,6 +147,16 @@ def _run(arguments: Sequence[str]) -> int:
     graded = _generate_and_grade(args, info, questions, grader, options, output)
     _report(args, task, grader, graded, options, time.monotonic() - start)
     return 0
+
+
+def _check_flags_of_environments(args: Any, plays: bool) -> None:
+    """Refuse flags that would have no effect."""
+    if plays and (args.reward or args.instruction):
+        flag = "reward" if args.reward else "instruction"
+        raise ConfigError(f"--{flag} is for answers, and --task={args.task} is an environment's")
+    for flag in ("max_turns", "turn_tokens", "processes"):
+        if not plays and args[flag]:
+            raise ConfigError(f"--{flag}={args[flag]} is for an environment, and here is none")
 
 
 def _new_file(name: str) -> Path:
@@ -213,15 +248,8 @@ def _writer(output: Path | None, grader: Grader) -> Callable[[Sequence[GradedRes
     """A function that appends rows to the output file, if there is one."""
 
     def write(rows: Sequence[GradedResponse]) -> None:
-        if output is None:
-            return
-        try:
-            with open(output, "a", encoding="utf-8", errors="replace", opener=open_regular) as file:
-                file.writelines(json_line(_row(row, grader)) + "\n" for row in rows)
-        except OSError as error:
-            if output.is_file():  # some rows would look like all of them
-                output.unlink()
-            raise RunError(f"{output} could not be written: {error.strerror}") from error
+        if output is not None:
+            append_rows(output, [_row(row, grader) for row in rows])
 
     return write
 

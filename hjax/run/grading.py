@@ -122,9 +122,12 @@ def _grade(
 
 
 def estimate_metrics(
-    graded: Sequence[GradedResponse], samples: int, grader: Grader
+    graded: Sequence[GradedResponse], samples: int, grader: Grader | None
 ) -> dict[str, Estimate]:
     """Metrics of the graded samples, averaged over questions (`hjax.rewards.estimators`).
+
+    Args:
+      grader: None: an environment has rewarded them.
 
     Returns:
       ``reward``; if correctness is known, ``accuracy`` and ``pass@k`` for k = 1, 2, 4, ... up to
@@ -147,7 +150,7 @@ def estimate_metrics(
     for k in powers_of_two(samples):
         passed = [pass_at_k(sum(of_one), len(of_one), k) for of_one in right]
         found[f"pass@{k}"] = mean_over_questions(passed)
-    if grader.answers is not None:
+    if grader is not None and grader.answers is not None:
         answers = [[graded[i].answer for i in rows] for rows in known]
         for k in powers_of_two(samples):
             votes = [majority_at_k(said, of_one, k) for said, of_one in zip(answers, right)]
@@ -155,9 +158,11 @@ def estimate_metrics(
     return found
 
 
-def _correctness(graded: Sequence[GradedResponse], grader: Grader) -> list[bool | None] | None:
+def _correctness(
+    graded: Sequence[GradedResponse], grader: Grader | None
+) -> list[bool | None] | None:
     """Which samples are right; None if correctness is not known for any."""
-    if grader.correct is not None:
+    if grader is not None and grader.correct is not None:
         right = [row.right for row in graded]
         return None if all(verdict is None for verdict in right) else right
     if any(row.reward not in (None, 0.0, 1.0) for row in graded):

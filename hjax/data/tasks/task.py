@@ -45,6 +45,8 @@ class Task:
 
     name: ClassVar[str] = ""
     has_cost: ClassVar[bool] = False
+    # ``module:Class`` of the environment that plays a record's episode; empty: one response answers.
+    environment: ClassVar[str] = ""
 
     partial: float = option(0.0, 0.0, 1.0, excluded=True)
 

@@ -1,0 +1,297 @@
+"""Playing episodes: turns of the policy, answers of the environment, and the rows they make.
+
+A policy draws the turns of many episodes at once while the environments of others answer. With
+``as_ready`` off, which episodes draw together follows from the episodes alone, so that a run whose
+environments are slower one day than another draws the same.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hjax.environments.environment import anchor_digest
+from hjax.environments.episode_pool import AnswerFuture, EpisodeAnswer, EpisodePool
+from hjax.environments.episode_text import ObservationEncoder
+from hjax.errors import DataError
+
+# How an episode may end beside the environment's faults.
+DONE, MAX_TURNS, CONTEXT = "done", "max_turns", "context"
+
+
+@dataclasses.dataclass(frozen=True)
+class EpisodeLimits:
+    """How long episodes may be.
+
+    Attributes:
+      turns: of the policy in an episode.
+      turn_tokens: of one turn; 0: as many as the row has room for.
+      prompt_tokens: of a row's first observation.
+      response_tokens: of all that follows it in the row, observations included.
+      row_tokens: of both together; 0: no further limit.
+    """
+
+    turns: int
+    turn_tokens: int
+    prompt_tokens: int
+    response_tokens: int
+    row_tokens: int = 0
+
+    def room(self, row: EpisodeRow) -> int:
+        """Tokens that a row may still have."""
+        room = self.response_tokens - len(row.response)
+        if self.row_tokens:
+            room = min(room, self.row_tokens - len(row.prompt) - len(row.response))
+        return room
+
+
+@dataclasses.dataclass
+class Turn:
+    """A turn of the policy, and what followed.
+
+    Attributes:
+      tokens: ids that the policy drew.
+      logprobs: by name, of each of them: entries of a rollout such as ``logprobs``.
+      text: of the tokens, as the environment got it.
+      observation: ids that follow them in the row, drawn by nobody; empty after the last turn.
+      observed: text of the observation.
+      reward, valid, metrics: of the environment's answer.
+      anchor: of the state in which the turn was taken; None: no state to compare.
+      seconds: that the environment took.
+    """
+
+    tokens: list[int]
+    logprobs: Mapping[str, Sequence[float]]
+    text: str
+    observation: list[int] = dataclasses.field(default_factory=list)
+    observed: str = ""
+    reward: float = 0.0
+    valid: bool = True
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    anchor: bytes | None = None
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass
+class EpisodeRow:
+    """A row of the batch: an observation as the prompt, then turns and observations.
+
+    Attributes:
+      prompt: ids of the first observation; ``text``: its text.
+    """
+
+    prompt: list[int]
+    text: str
+    turns: list[Turn] = dataclasses.field(default_factory=list)
+
+    @property
+    def response(self) -> list[int]:
+        """Ids after the prompt: of turns and observations."""
+        return [i for turn in self.turns for i in (*turn.tokens, *turn.observation)]
+
+
+@dataclasses.dataclass
+class Episode:
+    """An episode.
+
+    Attributes:
+      number: of the sequence in its batch, which seeds what the policy draws.
+      group: number of the task and seed that it shares with others it is compared with.
+      task, seed: what it is reset with.
+      rows: one, or several where observations replaced the history.
+      stop_reason: ``done``, ``max_turns``, ``context`` (the next turn has no room), or a fault of
+        the environment's: ``timeout``, ``exception``, ``killed``; empty while it is played.
+      fault: of a fault, what happened.
+    """
+
+    number: int
+    group: int
+    task: Mapping[str, Any]
+    seed: int
+    rows: list[EpisodeRow] = dataclasses.field(default_factory=list)
+    stop_reason: str = ""
+    fault: str = ""
+
+    @property
+    def turns(self) -> list[Turn]:
+        """All turns, in order."""
+        return [turn for row in self.rows for turn in row.turns]
+
+    @property
+    def total_reward(self) -> float:
+        """The sum of its turns' rewards; NaN after a fault, which nobody scores."""
+        return float("nan") if self.fault else float(sum(turn.reward for turn in self.turns))
+
+
+@dataclasses.dataclass(frozen=True)
+class TurnRequest:
+    """What the policy is to continue.
+
+    Attributes:
+      episode: its number; ``turn``: how many it has had.
+      prompt: ids of the row's prompt.
+      response: ids after it, so far.
+      max_tokens: of the turn.
+      stop: strings that end it.
+    """
+
+    episode: int
+    turn: int
+    prompt: Sequence[int]
+    response: Sequence[int]
+    max_tokens: int
+    stop: Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class DrawnTurn:
+    """A turn that was drawn; ``ended``: by a stop token or string, not by its length."""
+
+    tokens: list[int]
+    logprobs: Mapping[str, Sequence[float]]
+    ended: bool
+
+
+# Draws a turn for each request.
+DrawTurns = Callable[[Sequence[TurnRequest]], Sequence[DrawnTurn]]
+
+
+class EpisodePlayer:
+    """Plays episodes with a pool of environments.
+
+    Args:
+      pool: of the environments.
+      encoder: of their observations.
+      limits: of each episode.
+      draw: the policy.
+      cohorts: into how many parts the episodes are divided, which take turns: while one draws, the
+        environments of the others answer.
+      as_ready: whether those draw next whose environments have answered, instead of whole cohorts.
+      progress: called with (episodes that have ended, all of them) after each draw.
+    """
+
+    def __init__(
+        self,
+        pool: EpisodePool,
+        encoder: ObservationEncoder,
+        limits: EpisodeLimits,
+        draw: DrawTurns,
+        *,
+        cohorts: int = 2,
+        as_ready: bool = False,
+        progress: Callable[[int, int], None] = lambda ended, all: None,
+    ):
+        self._pool, self._encoder, self.limits, self._draw = pool, encoder, limits, draw
+        self._cohorts, self._as_ready, self._progress = cohorts, as_ready, progress
+        self._answers: dict[int, AnswerFuture] = {}  # by episode, that are awaited
+        self._before: dict[int, EpisodeAnswer] = {}  # the answer that an episode acts on
+        self._ended: dict[int, bool] = {}  # whether an episode's last turn has ended
+
+    def play(self, episodes: Sequence[Episode]) -> None:
+        """Play new episodes to their ends; they are changed in place.
+
+        Raises:
+          ConfigError: the environment cannot be loaded.
+        """
+        try:
+            for episode in episodes:
+                self._answers[episode.number] = self._pool.reset(
+                    episode.number, episode.task, episode.seed
+                )
+            size = max(-(-len(episodes) // max(self._cohorts, 1)), 1)
+            cohorts = [list(episodes[i : i + size]) for i in range(0, len(episodes), size)]
+            while any(cohorts):
+                for i, cohort in enumerate(cohorts):
+                    self._play_turn(self._ready(cohort))
+                    cohorts[i] = [each for each in cohort if not each.stop_reason]
+                    self._progress(len(episodes) - sum(map(len, cohorts)), len(episodes))
+        finally:
+            for episode in episodes:
+                self._pool.end(episode.number)
+            self._answers.clear()
+            self._before.clear()
+
+    def _ready(self, cohort: list[Episode]) -> list[Episode]:
+        """The live episodes of a cohort whose environments have answered; waits for all of them, or
+        where ``as_ready`` for one."""
+        waits = [self._answers[each.number] for each in cohort]
+        when = concurrent.futures.FIRST_COMPLETED if self._as_ready else "ALL_COMPLETED"
+        concurrent.futures.wait(waits, return_when=when)
+        ready = [each for each in cohort if self._answers[each.number].done()]
+        for each in ready:
+            self._take_answer(each, self._answers.pop(each.number).result())
+        return [each for each in ready if not each.stop_reason]
+
+    def _take_answer(self, episode: Episode, answer: EpisodeAnswer) -> None:
+        """Record an environment's answer; ends the episode where it is over."""
+        if answer.fault:
+            episode.stop_reason, episode.fault = answer.fault, answer.text
+            return
+        turn = episode.turns[-1] if episode.rows else None
+        if turn is not None:
+            turn.reward, turn.valid = answer.reward, answer.valid
+            turn.metrics, turn.seconds = answer.metrics, answer.seconds
+            turn.observed = answer.observation
+        if answer.done or (turn is not None and len(episode.turns) >= self.limits.turns):
+            episode.stop_reason = DONE if answer.done else MAX_TURNS
+        elif not self._observe(episode, answer, turn):
+            episode.stop_reason = CONTEXT
+        self._before[episode.number] = answer
+
+    def _observe(self, episode: Episode, answer: EpisodeAnswer, turn: Turn | None) -> bool:
+        """Add an observation to the episode's row, or begin a row with it; False: it has no room
+        for another turn."""
+        limits, encoder = self.limits, self._encoder
+        if turn is None or answer.fresh:
+            new = EpisodeRow(encoder.begin(answer.observation), answer.observation)
+            fits = len(new.prompt) <= limits.prompt_tokens and limits.room(new) > 0
+            if turn is None and not fits:
+                raise DataError(
+                    f"the first observation of an episode has {len(new.prompt)} tokens, and "
+                    f"{limits.prompt_tokens} are allowed (rollout.max_prompt_length, or the "
+                    "model's positions): allow more, or let the environment say less"
+                )
+            episode.rows += [new] if fits else []
+            return fits
+        row = episode.rows[-1]
+        ended = self._ended[episode.number]
+        ids = encoder.continuation(row.text, turn.tokens, ended, answer.observation)
+        if len(ids) >= limits.room(row):
+            return False
+        turn.observation = ids
+        return True
+
+    def _play_turn(self, episodes: list[Episode]) -> None:
+        """Draw a turn for each, and give it to its environment."""
+        if not episodes:
+            return
+        requests = [self._request(each) for each in episodes]
+        for episode, drawn in zip(episodes, self._draw(requests), strict=True):
+            row, before = episode.rows[-1], self._before[episode.number]
+            seen = [*row.prompt, *row.response]
+            text = self._encoder.tokenizer.decode_response(seen, drawn.tokens)
+            row.turns.append(Turn(drawn.tokens, drawn.logprobs, text, anchor=before.anchor))
+            self._ended[episode.number] = drawn.ended
+            self._answers[episode.number] = self._pool.step(episode.number, text)
+
+    def _request(self, episode: Episode) -> TurnRequest:
+        row, limits = episode.rows[-1], self.limits
+        room = limits.room(row)
+        return TurnRequest(
+            episode=episode.number,
+            turn=len(episode.turns),
+            prompt=row.prompt,
+            response=row.response,
+            max_tokens=min(limits.turn_tokens or room, room),
+            stop=self._before[episode.number].stop,
+        )
+
+
+def episode_seed(seed: int, step: int, group: int) -> int:
+    """The seed of a group's environments in a step of a run, 0 to 2**32 - 1."""
+    digest = anchor_digest([seed, step, group])
+    return int(np.frombuffer(digest, "<u4")[0])

@@ -1,0 +1,199 @@
+"""Playing environments from the command line: what ``evaluate`` does where there is one."""
+
+from __future__ import annotations
+
+import collections
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hjax.errors import ConfigError, DataError
+from hjax.files import append_rows, json_line
+from hjax.launch.sampling_flags import ModelInfo, all_options
+
+if TYPE_CHECKING:
+    from hjax.data.dataset import Dataset
+    from hjax.data.tasks import Task
+    from hjax.environments.episode import Episode, EpisodeLimits
+    from hjax.environments.episode_pool import EpisodePool
+
+# Turns of an episode where neither the task nor a flag says how many.
+MAX_TURNS = 20
+
+
+def play_and_report(
+    args: Any,
+    info: ModelInfo,
+    task: Task | None,
+    questions: Dataset,
+    options: dict[str, Any],
+    output: Path | None,
+) -> None:
+    """Play ``args.samples`` episodes of each question's environment, and print the results.
+
+    Args:
+      args: the flags of ``hjax.launch.evaluate``.
+      task: the built-in task, or None for the rows of a file.
+      options: of sampling, with the stops.
+      output: a file for a row per episode.
+
+    Raises:
+      ConfigError: no tokenizer, a template that cannot continue a chat, or an environment that
+        cannot be loaded.
+    """
+    from hjax.environments.episode_text import ObservationEncoder
+    from hjax.run.episode_evaluation import ServicePolicy, play_questions
+    from hjax.show.progress_bar import PartsDisplay
+
+    if info.tokenizer is None:
+        raise ConfigError(f"an environment speaks text, and {info.path} has no tokenizer")
+    try:
+        encoder = ObservationEncoder(info.tokenizer, chat=args.chat)
+    except DataError as error:
+        raise ConfigError(str(error)) from error
+    limits = _limits(args, info, task)
+    start = time.monotonic()
+    with _pool(args, task) as pool:
+        model = info.load(args, args.copies)
+        sampling = {name: value for name, value in options.items() if name != "stop"}
+        policy = ServicePolicy(
+            model, slots=args.batch, seed=args.seed, stop=options["stop"], options=sampling
+        )
+        try:
+            with PartsDisplay("playing", sys.stderr.isatty(), sys.stderr) as progress:
+                played = play_questions(
+                    policy,
+                    pool,
+                    encoder,
+                    limits,
+                    questions,
+                    samples=args.samples,
+                    seed=args.seed,
+                    at_a_time=2 * args.batch,
+                    progress=progress,
+                    write=lambda some: _write(output, some, args.samples),
+                )
+        finally:
+            policy.close()
+    _report(args, task, played, options, limits, time.monotonic() - start)
+
+
+def _pool(args: Any, task: Task | None) -> EpisodePool:
+    from hjax.environments.episode_pool import EpisodePool
+
+    environment = args.environment or (task.environment if task is not None else "")
+    return EpisodePool(
+        environment,
+        processes=args.processes or min(os.cpu_count() or 1, 8),
+        step_seconds=args.step_seconds,
+    )
+
+
+def _limits(args: Any, info: ModelInfo, task: Task | None) -> EpisodeLimits:
+    from hjax.environments.episode import EpisodeLimits
+
+    known = task is not None and bool(task.environment)
+    positions = info.config.max_length
+    return EpisodeLimits(
+        turns=args.max_turns or (task.max_turns if known and task is not None else MAX_TURNS),
+        turn_tokens=args.turn_tokens or (task.turn_length if known and task is not None else 0),
+        prompt_tokens=positions - 1,
+        response_tokens=args.max_new_tokens or positions,
+        row_tokens=positions,
+    )
+
+
+def episode_record(episode: Episode, samples: int) -> dict[str, Any]:
+    """An episode for a file of rows: what was seen, done and rewarded in each turn."""
+    turns = [
+        {
+            "action": turn.text,
+            "observation": turn.observed,
+            "reward": turn.reward,
+            "valid": turn.valid,
+            "tokens": len(turn.tokens),
+            **({"metrics": dict(turn.metrics)} if turn.metrics else {}),
+        }
+        for turn in episode.turns
+    ]
+    return {
+        "question": episode.number // samples,
+        "sample": episode.number % samples,
+        "seed": episode.seed,
+        "prompt": episode.rows[0].text if episode.rows else "",
+        "turns": turns,
+        "reward": None if episode.fault else episode.total_reward,
+        "stop_reason": episode.stop_reason,
+        **({"fault": episode.fault} if episode.fault else {}),
+    }
+
+
+def _write(output: Path | None, episodes: Sequence[Episode], samples: int) -> None:
+    if output is not None:
+        append_rows(output, [episode_record(each, samples) for each in episodes])
+
+
+def episode_means(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Means over episodes: turns, the share of each stop reason, the share of invalid actions, and
+    the environment's own metrics (their sums over an episode's turns)."""
+    count = len(episodes)
+    means = {"turns": sum(len(each.turns) for each in episodes) / count}
+    reasons = collections.Counter(each.stop_reason for each in episodes)
+    means |= {f"stop_{name}": number / count for name, number in sorted(reasons.items())}
+    turns = [turn for each in episodes for turn in each.turns]
+    if turns:
+        means["invalid_actions"] = sum(not turn.valid for turn in turns) / len(turns)
+    sums = collections.Counter[str]()
+    for turn in turns:
+        sums.update(turn.metrics)
+    return means | {name: value / count for name, value in sorted(sums.items())}
+
+
+def _report(
+    args: Any,
+    task: Task | None,
+    played: Sequence[Episode],
+    options: dict[str, Any],
+    limits: EpisodeLimits,
+    seconds: float,
+) -> None:
+    import dataclasses
+
+    from hjax.run.episode_evaluation import as_graded
+    from hjax.run.grading import estimate_metrics, estimates_json
+    from hjax.show.answers import print_measures
+    from hjax.show.format import duration
+    from hjax.show.tables import wide_console
+
+    graded = [as_graded(episode, args.samples) for episode in played]
+    found, means = estimate_metrics(graded, args.samples, None), episode_means(played)
+    tokens, questions = sum(row.tokens for row in graded), len(graded) // args.samples
+    if args.json:
+        source: dict[str, Any] = {"data": args.data}
+        if task is not None:
+            source = {"task": task.name, "task_options": dataclasses.asdict(task)}
+        result = {
+            "model": args.model,
+            **source,
+            "environment": args.environment or (task.environment if task is not None else ""),
+            "questions": questions,
+            "samples": args.samples,
+            **all_options(options),
+            "max_turns": limits.turns,
+            "turn_tokens": limits.turn_tokens,
+            "seed": args.seed,
+            **estimates_json(found),
+            "episodes": means,
+            "tokens": tokens,
+            "seconds": seconds,
+        }
+        print(json_line(result))
+        return
+    each = "one episode each" if args.samples == 1 else f"{args.samples} episodes each"
+    print(f"{args.data or args.task}: {questions} tasks, {each}, at most {limits.turns} turns")
+    print_measures(wide_console(), found)
+    print(", ".join(f"{name} {value:.3g}" for name, value in means.items()))
+    print(f"{tokens:,} tokens drawn in {duration(seconds)}")
