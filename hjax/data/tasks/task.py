@@ -47,8 +47,8 @@ class Task:
     """A family of prompts with a verifier and demonstrations.
 
     A subclass is a frozen dataclass. Its fields are the task's options, each made by `option` or
-    `choice`. It defines `alphabet`, `size`, `record`, `demonstration` and `is_correct`; one that is
-    played over several turns see `EnvironmentTask`.
+    `choice`. It defines `alphabet`, `size`, `record`, `demonstration` and `is_correct`.
+    `EnvironmentTask` is the base of those that are played over several turns.
 
     Attributes:
       environment: the class that plays its episodes, as `module:Class`; empty: one response answers
