@@ -142,6 +142,21 @@ def test_two_processes_do_not_share_a_workdir(workdir):
     Workdir(workdir.path).open(default_config())
 
 
+def test_a_directory_in_use_is_known_without_taking_it(workdir):
+    code = "import sys; from hjax.run.workdir import Workdir; from hjax.errors import ConfigError\n"
+    code += "try: Workdir(sys.argv[1]).check_unlocked()\n"
+    code += "except ConfigError as error: print(error)\n"
+    command = [sys.executable, "-c", code, str(workdir.path)]
+    for _ in range(2):  # a look does not release what another holds
+        workdir.check_unlocked()
+        said = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+        assert "another process is training here" in said
+    workdir.close()
+    assert subprocess.run(command, capture_output=True, text=True, timeout=120).stdout == ""
+    workdir.check_unlocked()
+    Workdir(workdir.path).open(default_config())
+
+
 def test_nor_do_two_of_one_process(workdir):
     for _ in range(2):  # a refused one does not give the lock up
         with pytest.raises(ConfigError, match=r"another Trainer .* close\(\) it first"):

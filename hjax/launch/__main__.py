@@ -182,6 +182,8 @@ def _run(command: TrainCommand, signals: Signals) -> int:
         if resumes and workdir.finished(config.steps) and not forced:
             _say_finished(workdir, config, command)
             return 0
+        if config.steps and not command.dry_run:
+            workdir.check_unlocked()
 
     if command.debug:
         config.display.enabled = False  # the debugger has the terminal

@@ -423,6 +423,15 @@ class Workdir:
             reason = error.strerror or error
             raise RunError(f"{self.path / name} could not be written: {reason}") from error
 
+    def check_unlocked(self) -> None:
+        """Raise ConfigError if the directory is being trained in; before a slow start."""
+        if self._unlock is None and (self.path / LOCK).is_file():
+            with contextlib.suppress(OSError):  # `open` names it
+                self._lock()
+            if self._unlock is not None:
+                self._unlock()
+                self._unlock = None
+
     def _lock(self) -> None:
         if self._unlock is not None:
             return
