@@ -423,15 +423,6 @@ class Workdir:
             reason = error.strerror or error
             raise RunError(f"{self.path / name} could not be written: {reason}") from error
 
-    def check_unlocked(self) -> None:
-        """Raise ConfigError if the directory is being trained in; before a slow start."""
-        if self._unlock is None and (self.path / LOCK).is_file():
-            with contextlib.suppress(OSError):  # `open` names it
-                self._lock()
-            if self._unlock is not None:
-                self._unlock()
-                self._unlock = None
-
     def _lock(self) -> None:
         if self._unlock is not None:
             return
@@ -469,6 +460,15 @@ class Workdir:
             if content and not content.endswith(b"\n"):
                 file.truncate(content.rfind(b"\n") + 1)
                 os.fsync(file.fileno())
+
+
+def check_unlocked(path: StrPath) -> None:
+    """Raise ConfigError if a run trains in a directory; for a command, before its slow start."""
+    workdir = Workdir(path)
+    if (workdir.path / LOCK).is_file():
+        with contextlib.suppress(OSError):  # `open` names it
+            workdir._lock()
+        workdir.close()
 
 
 def _recorded(old: Mapping[str, Any]) -> dict[str, Any]:
