@@ -21,7 +21,8 @@ FAMILY = "gymnasium"
 @dataclasses.dataclass(frozen=True)
 class GymnasiumTask(EnvironmentTask, PackageTask):
     """Episodes of an environment of gymnasium, see
-    `hjax.environments.gymnasium_adapter.GymnasiumEnvironment`.
+    `hjax.environments.gymnasium_adapter.GymnasiumEnvironment`. `gymnasium:MODULE:NAME` imports the
+    module, which registers the environment, in each process.
 
     A row is a seed, from which the initial state follows; seeds are not shared by the splits, but
     rows may show the same prompt, the first observation. Columns: `gymnasium`, `settings`, `seed`
