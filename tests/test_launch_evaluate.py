@@ -20,7 +20,7 @@ from hjax.rollout.language_model import Completion
 from hjax.run.grading import estimate_metrics, sample_and_grade
 
 TOKENIZER = Tokenizer.characters("0123456789+=>")
-REWARDS = '''
+REWARDS = """
 def last_is_even(prompts, responses, **columns):
     return [float(r[-1:] in list("02468")) for r in responses]
 
@@ -54,7 +54,7 @@ def half(prompts, responses, **columns):
 
 def three(prompts, responses, columns):
     return []
-'''
+"""
 QUESTIONS = [{"prompt": f"{i}+{i}=", "id": i, "answer": str(2 * i)} for i in range(4)]
 
 
@@ -137,8 +137,10 @@ def test_samples_are_counted_by_listing_all_subsets(said, tmp_path):
         assert row["reward"] == float(row["response"][-1:] in list("02468"))
         assert row["answer"] == (row["response"][-1:] or None)
     assert found["temperature"] == 1.0
-    assert found["accuracy"] == found["reward"] == over(
-        [statistics.fmean(r["reward"] for r in rows) for rows in questions]
+    assert (
+        found["accuracy"]
+        == found["reward"]
+        == over([statistics.fmean(r["reward"] for r in rows) for rows in questions])
     )
 
     def mean_over_subsets(value, rows, k):
@@ -371,8 +373,8 @@ MATH = [*DATA, "--reward=math"]
 WRONG = {
     "no model": (["--data=q.jsonl", "--reward=math"], "--model is missing"),
     "another model": (["--model=no", *MATH[1:]], "no model directory 'no'"),
-    "no data": (["--model=model"], "give --data=FILE with --reward=GRADER, or --task"),
-    "both": ([*MATH, "--task=sorting"], "give --data=FILE with --reward=GRADER, or --task"),
+    "no data": (["--model=model"], "--reward=GRADER or --environment=PATH.py:NAME, or --task"),
+    "both": ([*MATH, "--task=sorting"], "--reward=GRADER or --environment=PATH.py:NAME, or --task"),
     "no file": ([MATH[0], "--data=x.jsonl", MATH[2]], "--data=x.jsonl: there is no such file"),
     "no reward": (DATA, "--reward is missing: path.py:name, or math"),
     "another reward": ([*DATA, "--reward=maths"], "--reward=maths: it must be path.py:name, or"),
