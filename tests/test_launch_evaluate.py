@@ -452,8 +452,16 @@ def test_an_environment_is_played(said, folder, tmp_path):
     assert found["tokens"] == sum(turn["tokens"] for turn in turns)
     assert all(1 <= turn["tokens"] <= 3 for turn in turns)
     assert {row["prompt"] for row in rows} == {"0+0=", "1+1=", "2+2=", ""}
-    again = said(*flags[:-3], "--max_turns=2", "--seed=3", "--batch=5")  # other waves, the same
-    assert again["episodes"] == means and again["tokens"] == found["tokens"]
+
+
+@pytest.mark.extended
+def test_episodes_do_not_depend_on_who_plays_beside(said, folder):
+    (folder / "plays.py").write_text(PLAYS)
+    flags = ["--model=model", "--data=q.jsonl", "--environment=plays.py:Add", "--samples=2"]
+    flags += ["--turn_tokens=3", "--seed=3", "--max_turns=2"]
+    first, *others = (said(*flags, *more) for more in (["--batch=3"], ["--batch=5"], ["--batch=1"]))
+    for other in others:
+        assert other["episodes"] == first["episodes"] and other["tokens"] == first["tokens"]
 
 
 @pytest.mark.parametrize("flags, line", [

@@ -73,7 +73,7 @@ def test_text_of_models_is_escaped(run):
 
 
 # Ends whatever stands around it, and is no template's business either.
-EVIL = """</script></title></style>"'><evil evil="yes" onload=e()>{{ 7 * 1999 }}{% evil %}&lt;\x1b"""
+EVIL = """</script></title></style>"'><evil evil="yes" onload=e()>{{7*1999}}{% evil %}&lt;\x1b"""
 
 
 def test_no_text_of_a_run_becomes_markup(run):
