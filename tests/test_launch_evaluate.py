@@ -434,7 +434,7 @@ def test_an_environment_is_played(said, folder, tmp_path):
     (folder / "plays.py").write_text(PLAYS)
     output = tmp_path / "episodes.jsonl"
     flags = ["--model=model", "--data=q.jsonl", "--environment=plays.py:Add", "--samples=2"]
-    flags += ["--turn_tokens=3", "--batch=3", f"--output={output}", "--seed=3", "--processes=1"]
+    flags += ["--turn_tokens=3", "--batch=1", f"--output={output}", "--seed=3", "--processes=1"]
     found = said(*flags, "--max_turns=2")
     rows = read_rows(tmp_path, "episodes.jsonl")
     # One turn, two, three of which the last is not played, and one that cannot begin.
