@@ -106,7 +106,7 @@ def _pulled(state: SokobanState, rng: np.random.Generator, most_moves: int) -> S
             (box, move)
             for box in sorted(state.boxes)
             for move in PUSHES.values()
-            if (near := neighbor_cell(box, move)) in steps and neighbor_cell(near, move) in steps
+            if (to := neighbor_cell(box, move)) in steps and neighbor_cell(to, move) in steps
         ]
         if not pulls:
             break
