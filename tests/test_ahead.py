@@ -50,6 +50,7 @@ def one_step_off():
     return run("GRPO", {"eval.every": 2})
 
 
+@pytest.mark.extended
 def test_a_batch_is_generated_with_exactly_the_version_that_is_its_turn(one_step_off):
     rows, versions, _ = one_step_off
     assert versions == [[0], [0], [1], [2], [3], [4]]
@@ -239,6 +240,7 @@ def test_what_is_too_old_is_dropped_and_counted():
     assert queue.take(4) is None and len(queue.batches) == 1  # not generated yet
 
 
+@pytest.mark.extended
 def test_a_run_goes_on_with_the_next_where_a_batch_was_dropped():
     with trainer_of("GRPO", AHEAD | {"steps": 4}) as trainer:
         trainer.step()

@@ -108,6 +108,7 @@ def stepped(tmp_path_factory):
         yield trainer, trainer.step()
 
 
+@pytest.mark.extended
 def test_prompts_of_two_calls_are_never_taken_for_one_another(stepped):
     trainer, _ = stepped
     actor = trainer.roles.groups["actor"]

@@ -382,6 +382,7 @@ def test_a_fault_leaves_the_others(pool):
     assert play(pool, script)[0].stop_reason == "done"
 
 
+@pytest.mark.extended
 def test_who_draws_together_does_not_depend_on_time(file):
     texts = [["a$"] * i + ["end$"] for i in (0, 3, 1, 2, 4)]
     waves = []

@@ -176,6 +176,7 @@ def one_line(work, *says):
 # Those that end at a limit of time or memory after seconds.
 LATE = (
     "a hundred long prefixes", "quadratic time", "a quadratic word", "the text ten thousand times",
+    "bytes of bytes of bytes", "an accent that becomes 60^5", "a known factor, a long text",
 )  # fmt: skip
 
 

@@ -256,6 +256,7 @@ def test_a_chat_with_an_instruction(said, tmp_path):
     assert row["prompt"] == "0+0=\n1=>"
 
 
+@pytest.mark.extended
 def test_a_run_is_evaluated_as_it_evaluates_itself(said, tmp_path):
     workdir = tmp_path / "run"
     changes = {"steps": 1, "checkpoint.every": 1, "eval.every": 1}

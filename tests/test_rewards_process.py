@@ -220,7 +220,16 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
+# Of several that hang or end alike, one is tested every day.
+ALIKE = (
+    "hung_pool", "hung_thread_of_a_loop", "swallows", "hanging_value", "exiting_value", "leaves",
+    "ends_its_group",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.extended] * (n in ALIKE)) for n in BAD]
+)
 def test_a_call_that_goes_wrong_is_one_outcome_and_leaves_nothing(name, made):
     outcome, says = BAD[name]
     function = made(name)
@@ -237,7 +246,13 @@ def test_a_call_that_goes_wrong_is_one_outcome_and_leaves_nothing(name, made):
     assert all(gone(pid) for pid in left) and threading.active_count() <= threads
 
 
-@pytest.mark.parametrize("response, outcome", [("hang", "timeout"), ("leave", "killed")])
+HANG = pytest.mark.extended
+
+
+@pytest.mark.parametrize(
+    "response, outcome",
+    [pytest.param("hang", "timeout", marks=HANG), ("leave", "killed")],
+)
 def test_after_one_call_has_failed_the_next_is_answered(response, outcome, made):
     function = made("as_asked", 2.0)
     assert judge(function, response).row_outcomes == (outcome,)
@@ -280,7 +295,7 @@ def test_a_fork_and_another_folder_are_the_processes_own(made):
     assert one.row_outcomes == ("ok",) * 3 and (one.rewards == two.rewards).all()
 
 
-@pytest.mark.parametrize("response", ["hang", "leave"])
+@pytest.mark.parametrize("response", [pytest.param("hang", marks=HANG), "leave"])
 def test_processes_that_it_started_end_with_it(response, made, folder):
     (folder / "pids").unlink(missing_ok=True)
     function = made("leaves_processes", 2.0)

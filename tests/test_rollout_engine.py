@@ -249,16 +249,11 @@ SLOW = {
 }  # fmt: skip
 
 
-FIRST = ("stages",)
-
-
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "case",
     [
-        *(
-            pytest.param(case, marks=[pytest.mark.extended] * (name not in FIRST))
-            for name, case in CASES.items()
-        ),
+        *CASES.values(),
         *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW.values()),
     ],
     ids=[*CASES, *SLOW],

@@ -174,6 +174,7 @@ def test_the_reward_function_can_be_changed_between_steps(critic_free):
     assert trainer.step()["reward/mean"] == 7.0
 
 
+@pytest.mark.extended
 def test_files_of_a_workdir(tmp_path):
     changes = {
         "steps": 4, "eval.every": 2, "checkpoint.every": 2, "warm_start.steps": 2,

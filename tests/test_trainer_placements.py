@@ -61,7 +61,7 @@ def colocated(files):
     [
         pytest.param({"placement": "split"}, marks=pytest.mark.slow),
         pytest.param({"placement": "standalone"}, marks=pytest.mark.extended),
-        {"placement": "plan.json"},
+        pytest.param({"placement": "plan.json"}, marks=pytest.mark.extended),
         pytest.param(
             {"layout.actor.train.tensor": 2, "layout.actor.generate.tensor": 1},
             marks=pytest.mark.slow,

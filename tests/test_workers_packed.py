@@ -319,6 +319,7 @@ def test_padding_is_what_it_says(batch):
     assert -(-tokens // 26) <= round(packs) <= 1.5 * tokens / 26
 
 
+@pytest.mark.extended
 def test_a_batch_chooses_packs_where_they_are_worth_it(batch):
     """Full rows are computed as padded ones, bit for bit; of many lengths two programs compile."""
     full = batch | {"response_mask": np.ones((ROWS, LENGTH), bool)}
