@@ -10,7 +10,12 @@ those in hjax/launch/configs that have something to learn by (`LEARNS`). After e
 RESULTS.md and the curves in `--pages` are written of all runs that the workdir has; without
 `--pages` nothing is. `--pages` keeps what its tables need of each run in runs.jsonl, so that one
 machine goes on where another was left: a run that stands there counts as one of the workdir's.
-Runs of other code stand in a table of their own.
+Runs of other code stand in a table of their own, unless
+
+    python benchmarks/learning.py --repeat=10 --seeds=100-104 [--configs=...] [--workdir=...]
+
+has found that today's code takes the same first steps, bit for bit (all metrics but times, of each
+config's first kept seed); then they count as today's, and RESULTS.md says so.
 
 Prints one JSON line: for every config and seed where its measures start and end, and the seconds of
 the whole command (start and compilation included) and of the processor. Exit status 1: some run
@@ -21,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -40,6 +46,7 @@ import machine
 import hjax
 from hjax.config import flatten
 from hjax.files import read_json, read_rows, replace_file, to_json
+from hjax.launch.jax_setup import prepare_jax
 from hjax.settings.config_checks import complete_config, resolve_sizes
 from hjax.settings.config_loading import config_names, load_config
 from hjax.show.charts import ChartSeries, svg_file
@@ -250,6 +257,54 @@ def train(config: str, seed: int, folder: pathlib.Path) -> Run:
     return Run(read_rows(folder / "metrics.jsonl"), facts)
 
 
+# Sections of metrics that no two runs have alike.
+OF_MACHINE = ("time", "throughput", "memory", "compile")
+
+
+def repeat(config: str, seeds: Sequence[int], workdir: pathlib.Path, steps: int) -> str:
+    """Have a config's runs of other code count as today's if today's code begins as they did.
+
+    Sets JAX's options as the command does, so one config in a process.
+
+    Args:
+      steps: that are taken again, of the first kept seed.
+
+    Returns:
+      what was found, a line.
+    """
+    of_code: dict[str, list[pathlib.Path]] = {}
+    for seed in seeds:
+        folder = workdir / f"{config}-{seed}"
+        facts = read_json(folder / DONE)
+        if facts and not is_current(facts, config, seed):
+            if facts["settings"] == settings(config, seed):
+                of_code.setdefault(facts["code"], []).append(folder)
+    found = []
+    if of_code:
+        prepare_jax(load_config(config))
+    for code, folders in of_code.items():
+        kept_cores = (read_json(folders[0] / DONE) or {})["cores"]
+        if kept_cores != machine.cores():
+            found.append(f"code {code}: ran on {kept_cores} cores, and here are {machine.cores()}")
+            continue
+        seed = int(folders[0].name.rpartition("-")[2])
+        with contextlib.closing(hjax.Trainer(load_config(config, {"seed": seed}))) as trainer:
+            rows = [to_json(trainer.step()) for _ in range(steps)]
+        for mine, kept in zip(rows, read_rows(folders[0] / "metrics.jsonl"), strict=False):
+            names = {k for k in (*mine, *kept) if k.partition("/")[0] not in OF_MACHINE}
+            other = sorted(k for k in names if mine.get(k) != kept.get(k))
+            if other:
+                found.append(f"code {code}: step {kept['step']} differs in {', '.join(other)}")
+                break
+        else:
+            for folder in folders:
+                facts = read_json(folder / DONE) or {}
+                facts |= {"code": code_hash(), "repeated_steps": steps}
+                (folder / DONE).write_text(json.dumps(facts, indent=1))
+            found.append(f"code {code}: the same {steps} steps, so {len(folders)} runs are today's")
+    return f"{config}.py: {'; '.join(found) or 'no runs of other code'}"
+
+
 def table(runs: Runs) -> list[str]:
     """A row per config and measure, in Markdown."""
     lines = [
@@ -315,6 +370,7 @@ def page(runs: Runs, earlier: Runs, command: str) -> str:
     def said(name: str) -> str:
         return ", ".join(sorted({str(f[name]) for f in facts if f[name] is not None}))
 
+    repeated = [f["repeated_steps"] for f in facts if f.get("repeated_steps")]
     busy = [f["other_cores"] for f in facts if f["other_cores"] is not None]
     lines = [
         "# Everything learns",
@@ -330,7 +386,13 @@ def page(runs: Runs, earlier: Runs, command: str) -> str:
         )
         + f"; code of algorithms, workers and rollout: {code_hash()}. A run "
         "that has ended is kept: the command goes on where it was left, and the column of seeds "
-        "says how far that is.",
+        "says how far that is."
+        + (
+            f" Of {len(repeated)} runs of earlier code today's took the same first "
+            f"{min(repeated)} steps, bit for bit, one seed of each config."
+            if repeated
+            else ""
+        ),
         "",
         "Every run is `python -m hjax.launch --config=<config>`, its seed set. Start is the model "
         "as its warm start leaves it, for one task, model and number of warm-up steps the same in "
@@ -379,9 +441,17 @@ def main() -> None:
     parser.add_argument("--workdir", type=pathlib.Path, default=pathlib.Path("runs/learning"))
     parser.add_argument("--pages", type=pathlib.Path, help="where RESULTS.md and curves go")
     parser.add_argument("--kept", action="store_true", help="run nothing, write what is there")
+    parser.add_argument("--repeat", type=int, metavar="STEPS", help="see above; runs nothing else")
     args = parser.parse_args()
     shipped = [name.removesuffix(".py") for name in config_names()]
     configs = args.configs.split(",") if args.configs else [c for c in shipped if measures(c)]
+    if args.repeat and len(configs) == 1:
+        print(repeat(configs[0], seeds_of(args.seeds), args.workdir, args.repeat))
+        return
+    if args.repeat:
+        for config in configs:
+            subprocess.run([sys.executable, *sys.argv, f"--configs={config}"], check=True)
+        return
     command = f"python benchmarks/learning.py --seeds={args.seeds}"
     runs, earlier = kept_in(args.pages)
     for seed in seeds_of(args.seeds):  # all configs once before any twice

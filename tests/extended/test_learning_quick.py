@@ -147,3 +147,40 @@ def test_a_run_that_does_not_learn_is_named(command, monkeypatch):
         command("--configs=grpo", "--seeds=1")
     with pytest.raises(ConfigError, match="no such file"):
         command("--configs=grop", "--seeds=1")
+
+
+def test_runs_that_todays_code_repeats_count_as_todays(command, monkeypatch, tmp_path):
+    command("--configs=sft", "--seeds=2")
+    old, folder = learning.code_hash(), tmp_path / "runs"
+    monkeypatch.setattr(learning, "code_hash", lambda: "other")
+    monkeypatch.setattr(learning, "prepare_jax", lambda config: "")
+    steps = iter([0.25, 0.5, 0.25, 0.5625])
+
+    class Trainer:
+        def __init__(self, config):
+            assert config.seed == 0 and config.algorithm.name == "SFT"
+            self.steps = 0
+
+        def step(self):
+            self.steps += 1
+            return {"step": self.steps, "eval/accuracy": next(steps), "time/step": 7.0}
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(learning.hjax, "Trainer", Trainer)
+    monkeypatch.setattr(learning.machine, "cores", lambda: 1)
+    assert "ran on 2 cores, and here are 1" in learning.repeat("sft", range(2), folder, 2)
+    monkeypatch.setattr(learning.machine, "cores", lambda: 2)
+    said = learning.repeat("sft", range(2), folder, 2)
+    assert said == f"sft.py: code {old}: the same 2 steps, so 2 runs are today's"
+    facts = json.loads((folder / "sft-1" / learning.DONE).read_text())
+    assert facts["code"] == "other" and facts["repeated_steps"] == 2
+    assert learning.repeat("sft", range(2), folder, 2) == "sft.py: no runs of other code"
+    command("--configs=sft", "--seeds=2")
+    page = (tmp_path / "pages" / "RESULTS.md").read_text()
+    assert "Of 2 runs of earlier code today's took the same first 2 steps" in page
+    monkeypatch.setattr(learning, "code_hash", lambda: "third")
+    said = learning.repeat("sft", range(2), folder, 2)
+    assert said == "sft.py: code other: step 2 differs in eval/accuracy"
+    assert json.loads((folder / "sft-0" / learning.DONE).read_text())["code"] == "other"
