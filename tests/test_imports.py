@@ -36,6 +36,7 @@ FLOORS = [
 BESIDE = ["data", "environments", "rewards"]
 # Files that stand beside the rooms, below them all.
 GROUND = [
+    "batches",
     "config",
     "config_aliases",
     "devices",

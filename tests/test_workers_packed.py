@@ -134,6 +134,9 @@ def padded(batch):
     return of
 
 
+CHOSEN_PACKS = {"packing": 0, "choose_packing": True}
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -153,8 +156,43 @@ def test_every_loss_has_the_same_value_and_gradient(name, batch, padded):
     same(update(start(kind, loss, stage, packing=26), batch), padded(name))
 
 
+def with_observations(batch):
+    """The batch with tokens between the policy's that it did not draw: at the beginning of a row,
+    at its end, in the middle, and all of a row."""
+    rng = np.random.default_rng(2)
+    mask = batch["response_mask"].copy()
+    lengths = mask.sum(axis=1).astype(np.int32)
+    mask &= rng.random(mask.shape) < 0.6
+    mask[0, 0], mask[1, lengths[1] - 1], mask[7], mask[8] = False, False, True, False
+    return batch | {"response_mask": mask, "response_lengths": lengths}
+
+
+OBSERVED = {
+    "everything": {"packing": 26}, "sequence ratio": CHOSEN_PACKS, "value": {"packing": 40},
+    "clipped": {"packing": 64, "blocks": True}, "supervised": {"packing": 26},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(n, marks=[pytest.mark.extended] * (n != "everything")) for n in OBSERVED
+])  # fmt: skip
+def test_observations_are_read_and_not_learned(name, batch, monkeypatch):
+    """Packed and padded alike; and other tokens in their place change what the policy predicts."""
+    kind, loss, stage = LOSSES[name]
+    options = dict(OBSERVED[name])
+    if options.pop("blocks", False):
+        monkeypatch.setattr("hjax.models.attention_strategies.DENSE_LENGTH", 0)
+    seen = with_observations(batch)
+    alone = {key: x for key, x in seen.items() if key != "prompt_id"}
+    plain = update(start(kind, loss, stage, samples=SAMPLES), alone)
+    same(update(start(kind, loss, stage, **options), seen), plain)
+    other = alone | {"responses": np.where(seen["response_mask"], seen["responses"], 1)}
+    changed = update(start(kind, loss, stage, samples=SAMPLES), other)[0]
+    assert changed["loss"] != pytest.approx(plain[0]["loss"], rel=1e-4)
+
+
 # Packs where a batch is worth them, of which a pass may be as small as it likes.
-CHOSEN = {"packing": 0, "choose_packing": True}
+CHOSEN = CHOSEN_PACKS
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ from hjax.algorithms.advantages import overlong_penalty
 from hjax.algorithms.kl import AdaptiveEntropy, AdaptiveKL, FixedKL
 from hjax.algorithms.prediction_calibration import Predictions
 from hjax.algorithms.spec import AlgorithmSpec
+from hjax.batches import response_lengths
 from hjax.controller import Future, join
 from hjax.controller.messages import MiniBatch
 from hjax.errors import ConfigError
@@ -228,7 +229,7 @@ class Algorithm(AlgorithmSpec):
             scores = np.clip(scores, -config.reward_clip, config.reward_clip)
         if config.overlong_buffer:
             limit = self.max_response_length
-            lengths = np.asarray(batch["response_mask"], bool).sum(axis=1)
+            lengths = np.asarray(response_lengths(batch))
             penalty = overlong_penalty(lengths, limit, config.overlong_buffer * limit)
             scores = scores + np.float32(config.overlong_penalty) * np.asarray(penalty)
         return scores

@@ -14,6 +14,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms.masks import constant
+from hjax.batches import response_lengths
 from hjax.controller import BuildWorker
 from hjax.data.dataset import Dataset
 from hjax.errors import RunError
@@ -245,7 +246,7 @@ class SlowGenerationCheck:
         self._steps += 1
         if self._warned or spent is None or self._steps <= 2 or "response_mask" not in batch:
             return None
-        lengths = np.sum(batch["response_mask"], axis=1)
+        lengths = response_lengths(batch)
         passes = float(lengths.max()) if len(lengths) else 0.0
         if self._slots > 0:
             passes = max(passes, float(lengths.sum()) / self._slots)

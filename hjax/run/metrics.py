@@ -10,6 +10,7 @@ import numpy as np
 from hjax.algorithms import Algorithm, Batch
 from hjax.algorithms.algorithm import reference_kl
 from hjax.algorithms.losses import explained_variance
+from hjax.batches import response_lengths
 from hjax.controller import join
 from hjax.errors import RunError
 
@@ -136,7 +137,7 @@ def batch_metrics(batch: Batch, kl_coefficient: float) -> dict[str, float]:
             "reward/unscored": 1.0 - scored.size / max(rewards.size, 1),
         }
     metrics |= {
-        "response/length_mean": float(mask.sum(axis=1).mean()),
+        "response/length_mean": float(np.mean(response_lengths(batch))),
         "response/truncated": float(np.mean(batch["truncated"])),
     }
     for name, values in batch.get("named_rewards", {}).items():

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
+from hjax.batches import response_lengths
 from hjax.controller import join
 from hjax.files import HISTOGRAMS, METRICS, SAMPLES, WARM_START
 from hjax.run.health_checks import HealthChecks, SamplerCheck, TruncationWarning
@@ -192,7 +193,7 @@ def histogram_row(batch: Mapping[str, Any], step: int) -> dict[str, Any]:
         if key in batch:
             found[name] = histogram(batch[key])
     if "response_mask" in batch:
-        found["length"] = histogram(np.asarray(batch["response_mask"]).sum(axis=1))
+        found["length"] = histogram(np.asarray(response_lengths(batch)))
     return {"step": step} | {name: said for name, said in found.items() if said is not None}
 
 
@@ -219,7 +220,7 @@ def sample_row(batch: Mapping[str, Any], row: int, step: int, kind: str) -> dict
         sample |= {"prompt": batch["prompt_text"][row], "response": batch["response_text"][row]}
     else:
         prompt = np.asarray(batch["prompts"][row])[np.asarray(batch["prompt_mask"][row], bool)]
-        response = np.asarray(batch["responses"][row])[mask]
+        response = np.asarray(batch["responses"][row])[: int(response_lengths(batch)[row])]
         sample |= {"prompt": str(prompt.tolist()), "response": str(response.tolist())}
     if "rewards" in batch:
         sample["reward"] = float(batch["rewards"][row])

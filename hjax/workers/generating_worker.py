@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hjax.batches import response_lengths, response_places
 from hjax.kernels.int8_cache import element_bytes
 from hjax.models.parameters import Params
 from hjax.rewards.concurrent_rewards import ConcurrentScorer, PendingReward, PromptResponses
@@ -233,7 +234,7 @@ class GeneratingWorker(ModelWorker):
         if tokenizer is None:
             return {key: value for key, value in rollout.items() if key != "prompt_text"}
         prompts = without_padding(rollout["prompts"], rollout["prompt_mask"])
-        responses = without_padding(rollout["responses"], rollout["response_mask"])
+        responses = without_padding(rollout["responses"], response_places(rollout))
         prompt_text = rollout.get("prompt_text") or [tokenizer.decode(p) for p in prompts]
         response_text = [
             tokenizer.decode_response(prompt, response)
@@ -263,7 +264,7 @@ class GeneratingWorker(ModelWorker):
 def trim(rollout: Mapping[str, Any]) -> dict[str, Any]:
     """Cut response arrays to the length bucket of the longest response; other entries stay."""
     limit = rollout["responses"].shape[1]
-    longest = int(to_numpy(rollout["response_mask"]).sum(axis=1).max(initial=1))
+    longest = int(to_numpy(response_lengths(rollout)).max(initial=1))
     length = bucket_length(longest, limit)
     prompt = ("prompts", "prompt_mask")
     return {

@@ -45,7 +45,7 @@ class Task:
 
     name: ClassVar[str] = ""
     has_cost: ClassVar[bool] = False
-    # ``module:Class`` of the environment that plays a record's episode; empty: one response answers.
+    # ``module:Class`` of the environment that plays a record; empty: a response answers it.
     environment: ClassVar[str] = ""
 
     partial: float = option(0.0, 0.0, 1.0, excluded=True)
