@@ -229,7 +229,7 @@ class Algorithm(AlgorithmSpec):
             scores = np.clip(scores, -config.reward_clip, config.reward_clip)
         if config.overlong_buffer:
             limit = self.max_response_length
-            lengths = np.asarray(response_lengths(batch))
+            lengths: Any = response_lengths(batch)
             penalty = overlong_penalty(lengths, limit, config.overlong_buffer * limit)
             scores = scores + np.float32(config.overlong_penalty) * np.asarray(penalty)
         return scores
