@@ -157,46 +157,73 @@ class ContinuousBatcher:
             return
         assert self.prefixes is not None
         if self._uncached(handle) > PREFILL_CHUNK:  # unless another request cached it meanwhile
-            prompts, params, limit = [handle.request.prompt], self.params, self.max_tokens
-            there = self.prefixes.prefill_chunk(params, prompts, PREFILL_CHUNK, limit)
+            prompts: list[Sequence[int] | None] = [None] * self._engine.parts
+            prompts[handle.part] = handle.request.prompt
+            there = self.prefixes.prefill_chunk(
+                self.params, prompts, PREFILL_CHUNK, self.max_tokens
+            )
             handle.unchunked = not there
             handle.prefilled_tokens += 0 if handle.unchunked else PREFILL_CHUNK
         handle.chunking = self._uncached(handle) > PREFILL_CHUNK and not handle.unchunked
 
     def _uncached(self, handle: RequestHandle) -> int:
-        """Number of uncached tokens of its prompt; the cached prefix is acquired."""
+        """Number of uncached tokens of its prompt; the cached prefix of its part is acquired."""
         prompt = handle.request.prompt
         if self.prefixes is not None:
             self._release_prefix(handle)
-            handle.cached_prefix = self.prefixes.match(prompt)
+            handle.cached_prefix = self.prefixes.match(prompt, handle.part)
         return len(prompt) - handle.cached_prefix.tokens
+
+    def _choose_part(self, handle: RequestHandle, free: np.ndarray) -> int:
+        """Of the parts with free rows the one that has most of the prompt, or most free rows."""
+        open_parts = np.flatnonzero(free).tolist()
+        if len(open_parts) == 1:
+            return int(open_parts[0])
+        known = [0] * len(free)
+        for part in open_parts if self.prefixes is not None else ():
+            assert self.prefixes is not None
+            found = self.prefixes.match(handle.request.prompt, part)
+            known[part] = found.tokens
+            self.prefixes.release(found, part)
+        return int(max(open_parts, key=lambda part: (known[part], free[part], -part)))
 
     def _release_prefix(self, handle: RequestHandle) -> None:
         """Release its cached prefix."""
         if self.prefixes is not None:
-            self.prefixes.release(handle.cached_prefix)
+            self.prefixes.release(handle.cached_prefix, handle.part)
             handle.cached_prefix = CachedPrefix()
 
-    def _next_waiting(self, count: int) -> list[RequestHandle]:
-        """Up to ``count`` waiting requests, in order of arrival, their cached prefixes acquired.
+    def _next_waiting(self, free: np.ndarray) -> list[RequestHandle]:
+        """Waiting requests that may enter, in order of arrival, each with the part that it enters
+        and its cached prefix there acquired.
 
         Of several whose prompts continue alike, one enters now and the others once that is cached.
+
+        Args:
+          free: int [parts], how many may enter each.
         """
         entering: list[RequestHandle] = []
         goes_on: set[tuple] = set()
+        free = free.copy()
         for handle in self.waiting:
-            if len(entering) == count:
+            if not free.any():
                 break
             if handle.chunking or handle.needs_scores:
+                continue
+            if not handle.prefilled_tokens:  # else its part has the chunks
+                self._release_prefix(handle)
+                handle.part = self._choose_part(handle, free)
+            elif not free[handle.part]:
                 continue
             if self.prefixes is not None:
                 rest, known = self._uncached(handle), handle.cached_prefix.tokens
                 handle.chunking = rest > PREFILL_CHUNK and not handle.unchunked
-                ahead = handle.cached_prefix, handle.request.prompt[known : known + BLOCK]
+                ahead = handle.part, handle.cached_prefix, handle.request.prompt[known:][:BLOCK]
                 later = rest > BLOCK and ahead in goes_on
                 if handle.chunking or later:
                     continue
                 goes_on.add(ahead)
+            free[handle.part] -= 1
             entering.append(handle)
         self.waiting = [handle for handle in self.waiting if handle not in entering]
         return entering
@@ -204,19 +231,14 @@ class ContinuousBatcher:
     def _admit(self) -> None:
         """Admit waiting requests."""
         table, buckets, prefixes = self._table, self.buckets, self.prefixes
-        taken, rows = table.live.sum(axis=1), buckets.rows
-
-        def room(rows: int, each: int) -> int:
-            """How many may enter a state of ``rows`` rows, at most ``each`` per part."""
-            return int(np.clip(rows - taken, 0, each).sum())
-
-        entering = self._next_waiting(room(rows[-1], buckets.prefill_batches[-1]))
+        taken, batches = table.live.sum(axis=1), buckets.prefill_batches
+        entering = self._next_waiting(np.clip(buckets.rows[-1] - taken, 0, batches[-1]))
         if not entering:
             return
-        count = len(entering)
-        each = next(n for n in buckets.prefill_batches if room(rows[-1], n) >= count)
+        more = np.bincount([handle.part for handle in entering], minlength=len(taken))
+        each = next(n for n in batches if n >= more.max())
         longest = max(len(handle.request.prompt) for handle in entering)
-        self._ensure_size(longest, next(n for n in rows if room(n, each) >= count))
+        self._ensure_size(longest, next(n for n in buckets.rows if n >= (taken + more).max()))
         entries, where = self._assign_rows(entering, each)
         columns = 0 if prefixes is None else cached_columns(longest, self.max_tokens)
         tokens = [
@@ -242,8 +264,10 @@ class ContinuousBatcher:
 
     def _store_prefixes(self, sequences: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Store what rows have computed in the prefix cache."""
+        rows = self._table.sequence_ids.shape[1]
         if self.prefixes is not None and sequences:
-            self.prefixes.store(self._table.state, sequences)
+            placed = [(*divmod(row, rows), tokens) for row, tokens in sequences]
+            self.prefixes.store(self._table.state, placed)
 
     def _ensure_size(self, tokens: int, rows: int) -> None:
         """Have a state with at least ``rows`` rows per part, in which prompts of ``tokens`` tokens
@@ -269,16 +293,17 @@ class ContinuousBatcher:
     def _assign_rows(
         self, entering: list[RequestHandle], each: int
     ) -> tuple[list[RequestHandle | None], np.ndarray]:
-        """Assign rows to requests that enter, taking the parts in turn. Returns the request of each
-        entry, and its row within its part; a padding entry has a row beyond the last."""
-        table, free = self._table, self._table.free_groups()
-        seats = [(part, f[i]) for i in range(each) for part, f in enumerate(free) if i < len(f)]
+        """Assign rows of their parts to requests that enter. Returns the request of each entry, and
+        its row within its part; a padding entry has a row beyond the last."""
+        table = self._table
+        free = [iter(groups) for groups in table.free_groups()]
         entries: list[RequestHandle | None] = [None] * (len(free) * each)
         where = np.full(len(entries), table.sequence_ids.shape[1], np.int32)
         used = [part * each for part in range(len(free))]
-        for handle, (part, row) in zip(entering, seats):
+        for handle in entering:
             self._last_id += 1
             self.running[self._last_id] = handle
+            part, row = handle.part, next(free[handle.part])
             table.assign(part, row, np.array([self._last_id]), len(handle.request.prompt))
             entries[used[part]], where[used[part]] = handle, row
             used[part] += 1

@@ -92,6 +92,7 @@ class RequestHandle:
         self.prefilled_tokens = 0  # of the prompt, in chunks
         self.chunking = False  # whether its prompt is prefilled in chunks before it enters
         self.unchunked = False  # whether its prompt is prefilled whole, however long
+        self.part = 0  # data-parallel part that it enters, and whose cache has its prefix
         self.scores: PromptLogProbs | None = None  # of its prompt, until they are delivered
 
     @property

@@ -17,7 +17,7 @@ from hjax.rollout.batcher import ContinuousBatcher
 from hjax.rollout.constrained_decoding import ConstraintCompiler, ConstraintMatcher
 from hjax.rollout.engine import Engine
 from hjax.rollout.precompile import Precompilation
-from hjax.rollout.prefix_cache import affordable_tokens, why_no_prefix_cache
+from hjax.rollout.prefix_cache import affordable_tokens, why_no_blocks
 from hjax.rollout.requests import QueueFull, Request, RequestHandle, ResponseChunk
 from hjax.rollout.row_sampling import RowSampling
 
@@ -82,7 +82,7 @@ class GenerationService:
         parts = self._engine.parts
         self.slots = -(-self.slots // parts) * parts
         self.max_queue, self.max_tokens = max_queue, context or most
-        reason = why_no_prefix_cache(self._engine)
+        reason = why_no_blocks(self._engine)
         if prefix_tokens is None:
             most = max(PREFIX_TOKENS, self.max_tokens)
             prefix_tokens = 0 if reason else affordable_tokens(self._engine, most)
