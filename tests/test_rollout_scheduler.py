@@ -264,7 +264,7 @@ def test_requests_find_what_earlier_ones_and_their_answers_left(chunk, parts, mo
     monkeypatch.setattr(PrefixCache, "_write", write)
     monkeypatch.setattr(batcher, "PREFILL_CHUNK", chunk)
     engine, draw = Engine(parts, number=number_of), random.Random(1)
-    service = serving(monkeypatch, engine, slots=6 if parts > 1 else 4, prefix_tokens=4096)
+    service = serving(monkeypatch, engine, slots=4 if parts == 1 else 6 * parts, prefix_tokens=4096)
     system = draw.choices(range(1, 64), k=5 * BLOCK)
     talks = [(*system, *draw.choices(range(1, 64), k=draw.randint(1, 40))) for _ in range(6)]
     before = [0] * 6

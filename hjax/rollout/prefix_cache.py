@@ -143,7 +143,8 @@ class PrefixCache:
                 return int8_cache.map_arrays(one, own, blocks, axis=axis)
 
             k = written(self.blocks.k, cache.k, cache.key_axis)
-            self.blocks = CacheBlocks(k, written(self.blocks.v, cache.v, cache_axis.ROWS))
+            v = written(self.blocks.v, cache.v, cache_axis.ROWS)
+            self.blocks = CacheBlocks(k, v, self.blocks.parts)
 
     def precompile_store(self, state: SlotState) -> None:
         """Compile what ``store`` calls for such a state; nothing is stored."""
