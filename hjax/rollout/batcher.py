@@ -193,27 +193,28 @@ class ContinuousBatcher:
             self.prefixes.release(handle.cached_prefix, handle.part)
             handle.cached_prefix = CachedPrefix()
 
-    def _next_waiting(self, free: np.ndarray) -> list[RequestHandle]:
+    def _next_waiting(self, free: np.ndarray, most: int) -> list[RequestHandle]:
         """Waiting requests that may enter, in order of arrival, each with the part that it enters
         and its cached prefix there acquired.
 
         Of several whose prompts continue alike, one enters now and the others once that is cached.
 
         Args:
-          free: int [parts], how many may enter each.
+          free: int [parts], free rows of each.
+          most: requests that may enter a part now.
         """
         entering: list[RequestHandle] = []
         goes_on: set[tuple] = set()
-        free = free.copy()
+        free, quota = free.copy(), np.minimum(free, most)
         for handle in self.waiting:
-            if not free.any():
+            if not quota.any():
                 break
             if handle.chunking or handle.needs_scores:
                 continue
             if not handle.prefilled_tokens:  # else its part has the chunks
                 self._release_prefix(handle)
                 handle.part = self._choose_part(handle, free)
-            elif not free[handle.part]:
+            if not quota[handle.part]:
                 continue
             if self.prefixes is not None:
                 rest, known = self._uncached(handle), handle.cached_prefix.tokens
@@ -224,6 +225,7 @@ class ContinuousBatcher:
                     continue
                 goes_on.add(ahead)
             free[handle.part] -= 1
+            quota[handle.part] -= 1
             entering.append(handle)
         self.waiting = [handle for handle in self.waiting if handle not in entering]
         return entering
@@ -232,7 +234,7 @@ class ContinuousBatcher:
         """Admit waiting requests."""
         table, buckets, prefixes = self._table, self.buckets, self.prefixes
         taken, batches = table.live.sum(axis=1), buckets.prefill_batches
-        entering = self._next_waiting(np.clip(buckets.rows[-1] - taken, 0, batches[-1]))
+        entering = self._next_waiting(buckets.rows[-1] - taken, batches[-1])
         if not entering:
             return
         more = np.bincount([handle.part for handle in entering], minlength=len(taken))
