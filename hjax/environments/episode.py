@@ -135,6 +135,7 @@ class TurnRequest:
       episode: its number; ``turn``: how many it has had.
       prompt: ids of the row's prompt.
       response: ids after it, so far.
+      first_draw: tokens that the episode has had after its rows' prompts.
       max_tokens: of the turn.
       stop: strings that end it.
     """
@@ -143,8 +144,9 @@ class TurnRequest:
     turn: int
     prompt: Sequence[int]
     response: Sequence[int]
+    first_draw: int
     max_tokens: int
-    stop: Sequence[str]
+    stop: Sequence[str] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,6 +288,7 @@ class EpisodePlayer:
             turn=len(episode.turns),
             prompt=row.prompt,
             response=row.response,
+            first_draw=sum(len(each.response) for each in episode.rows),
             max_tokens=min(limits.turn_tokens or room, room),
             stop=self._before[episode.number].stop,
         )

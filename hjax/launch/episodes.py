@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import os
 import sys
 import time
@@ -45,7 +46,10 @@ def play_and_report(
         cannot be loaded.
     """
     from hjax.environments.episode_text import ObservationEncoder
-    from hjax.run.episode_evaluation import ServicePolicy, play_questions
+    from hjax.rollout.prompt_encoding import StopConditions
+    from hjax.rollout.sampling_params import SamplingParams
+    from hjax.rollout.turn_generator import TurnGenerator
+    from hjax.run.episode_evaluation import play_questions
     from hjax.show.progress_bar import PartsDisplay
 
     if info.tokenizer is None:
@@ -58,26 +62,26 @@ def play_and_report(
     start = time.monotonic()
     with _pool(args, task) as pool:
         model = info.load(args, args.copies)
-        sampling = {name: value for name, value in options.items() if name != "stop"}
-        policy = ServicePolicy(
-            model, slots=args.batch, seed=args.seed, stop=options["stop"], options=sampling
-        )
-        try:
-            with PartsDisplay("playing", sys.stderr.isatty(), sys.stderr) as progress:
-                played = play_questions(
-                    policy,
-                    pool,
-                    encoder,
-                    limits,
-                    questions,
-                    samples=args.samples,
-                    seed=args.seed,
-                    at_a_time=2 * args.batch,
-                    progress=progress,
-                    write=lambda some: _write(output, some, args.samples),
-                )
-        finally:
-            policy.close()
+        turns = TurnGenerator(
+            model.engine, model.params, info.tokenizer,
+            slots=args.batch, row_tokens=info.config.max_length,
+        )  # fmt: skip
+        stop = StopConditions(options["stop"], info.tokenizer, options.get("min_tokens", 0))
+        rest = {name: value for name, value in options.items() if name != "stop"}
+        sampling = SamplingParams(**rest, stop=(*model.eos_ids, *stop.ids))
+        with PartsDisplay("playing", sys.stderr.isatty(), sys.stderr) as progress:
+            played = play_questions(
+                functools.partial(turns.draw, seed=args.seed, sampling=sampling, stop=stop),
+                pool,
+                encoder,
+                limits,
+                questions,
+                samples=args.samples,
+                seed=args.seed,
+                at_a_time=2 * args.batch,
+                progress=progress,
+                write=lambda some: _write(output, some, args.samples),
+            )
     _report(args, task, played, options, limits, time.monotonic() - start)
 
 
