@@ -36,6 +36,9 @@ class TurnGenerator:
       row_tokens: most tokens of a row.
       rows: rows that the prefix cache is to hold, as far as a share of the free memory does; None:
         twice the slots.
+
+    Attributes:
+      sizes: ``slots``, ``row_tokens`` and ``rows`` as given.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class TurnGenerator:
         row_tokens: int,
         rows: int | None = None,
     ):
+        self.sizes = slots, row_tokens, rows
         parts = engine.parts
         self._tokenizer = tokenizer
         held = -(-(2 * slots if rows is None else rows) // parts) * row_tokens

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from hjax.batches import response_lengths, response_places
+from hjax.environments.episode import DrawnTurn, TurnRequest
 from hjax.kernels.int8_cache import element_bytes
 from hjax.models.parameters import Params
 from hjax.rewards.concurrent_rewards import ConcurrentScorer, PendingReward, PromptResponses
 from hjax.rollout.generator import Generator, bucket_length
 from hjax.rollout.prompt_encoding import StopConditions, stop_string_check
 from hjax.rollout.rollout_job import GenerationConfig, OnPromptDone, StopCheck
+from hjax.rollout.turn_generator import TurnGenerator
 from hjax.sharding.global_arrays import place, to_numpy
 from hjax.sharding.protocols import PROMPT_ID, protocol
 from hjax.workers.model import ModelWorker
@@ -40,6 +42,8 @@ class GeneratingWorker(ModelWorker):
             cache_dtype=context.cache_dtype,
         )  # fmt: skip
         self._prompt_count = 0  # prompts so far, for prompt_id
+        self._turns: TurnGenerator | None = None
+        self._turn_weights = contextlib.ExitStack()  # holds them between turns
         self._stop = StopConditions(
             context.stop_strings, context.tokenizer, context.sampling.min_tokens
         )
@@ -137,6 +141,57 @@ class GeneratingWorker(ModelWorker):
         if texts := prompts.get("prompt_text"):
             rollout["prompt_text"] = [text for text in texts for _ in range(count)]
         return rollout
+
+    @protocol("ALL_TO_ALL", phase="generate")
+    def begin_turns(self, rows: int, row_tokens: int, version: int | None = None) -> None:
+        """Bring the weights to the generate layout, for ``draw_turns`` until ``end_turns``.
+
+        Args:
+          rows: episodes that are open at a time.
+          row_tokens: most tokens of an episode's row.
+          version: of the weights that must generate, where there are versions.
+        """
+        self.end_turns()
+        self.check_version(version)
+        params = self._turn_weights.enter_context(self.generation_weights())
+        params = self.generator.decoding_params(params)
+        slots = min(self.context.slots, rows) if self.context.slots > 0 else rows
+        if self._turns is None or self._turns.sizes != (slots, row_tokens, rows):
+            self._turns = TurnGenerator(
+                self.generator.engine, params, self.context.tokenizer,
+                slots=slots, row_tokens=row_tokens, rows=rows,
+            )  # fmt: skip
+        else:
+            self._turns.replace_params(params)
+
+    @protocol("ALL_TO_ALL", phase="generate")
+    def draw_turns(
+        self, requests: Sequence[TurnRequest], step: int = 0, greedy: bool = False
+    ) -> list[DrawnTurn]:
+        """Draw the next turns of episodes, between ``begin_turns`` and ``end_turns``.
+
+        Args:
+          requests: one for each of these episodes; every process of a pool gets the same.
+          step: of the run.
+          greedy: the most likely tokens.
+        """
+        context, sampling = self.context, self.context.sampling
+        assert self._turns is not None
+        if greedy:
+            sampling = dataclasses.replace(sampling, temperature=0.0)
+        return self._turns.draw(
+            requests, seed=context.seed, step=step, sampling=sampling, stop=self._stop
+        )
+
+    @protocol("ALL_TO_ALL", phase="generate")
+    def end_turns(self) -> None:
+        """Give up the cache of ``draw_turns``, and bring training's weights back."""
+        if self._turns is not None:
+            self._turns.replace_params(None)
+        self._turn_weights.close()
+
+    def check_version(self, version: int | None) -> None:
+        """Raise RunError unless the weights here are of this version (None: any)."""
 
     def reward_callback(
         self, prompts: Mapping[str, Any], pending: dict[str, list[PendingReward]]
