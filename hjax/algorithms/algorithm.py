@@ -62,6 +62,8 @@ class Algorithm(AlgorithmSpec):
       max_response_length: maximum length of a response, in tokens.
       more_prompts: returns further prompts for this step, given how many sequences the step has
         drawn so far; None where prompts are drawn ahead of the step.
+      environment: plays an episode for each sample of a batch of prompts, see ``answer``; None: a
+        sample is one response.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Algorithm(AlgorithmSpec):
         demonstrations: Callable[[], Batch] | None = None,
         max_response_length: int = 0,
         more_prompts: Callable[[int], Batch] | None = None,
+        environment: Any = None,
     ):
         self.config = config
         self.seed = seed
@@ -80,6 +83,7 @@ class Algorithm(AlgorithmSpec):
         self.demonstrations = demonstrations
         self.max_response_length = max_response_length
         self.more_prompts = more_prompts
+        self.environment = environment
         if config.get("pretraining_coef") and demonstrations is None:
             raise ConfigError(
                 "algorithm.pretraining_coef needs demonstrations; this data has none: set it to 0"
@@ -116,8 +120,25 @@ class Algorithm(AlgorithmSpec):
         """
         return self.learn(self.collect(prompts))
 
+    def answer(self, prompts: Batch, greedy: bool = False) -> Any:
+        """Answer prompts: what training and evaluation both call.
+
+        With an environment the actor plays an episode for each sample, and the batch has the
+        episodes' rows (docs/agents.md); this waits for them. Else it generates a response to each.
+
+        Args:
+          prompts: a batch of prompts.
+          greedy: one answer per prompt, of the most likely tokens.
+
+        Returns:
+          the future of a batch, or the batch.
+        """
+        if self.environment is not None:
+            return self.environment.play(self.actor, prompts, greedy=greedy)
+        return self.actor.generate_sequences(prompts, greedy=greedy)
+
     def collect(self, prompts: Batch) -> Any:
-        """Rollout: generate responses; the part of a step that may run asynchronously.
+        """Rollout: answer prompts; the part of a step that may run asynchronously.
 
         An algorithm that does not generate takes the next demonstrations and ignores the prompts.
 
@@ -129,7 +150,7 @@ class Algorithm(AlgorithmSpec):
           the input of ``learn``: the future of a batch, or a tuple or dict of futures.
         """
         if self.generates:
-            return self.actor.generate_sequences(prompts)
+            return self.answer(prompts)
         assert self.demonstrations is not None
         return self.demonstrations()
 

@@ -120,7 +120,7 @@ class GRPO(Resampling, Algorithm):
 
     def collect(self, prompts: Batch) -> Any:
         """Generate groups of samples."""
-        return self.actor.generate_sequences(prompts)
+        return self.answer(prompts)
 
     def learn(self, batch: Any) -> Batch:
         """Score the samples, then learn."""

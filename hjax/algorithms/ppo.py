@@ -118,7 +118,7 @@ class PPO(Algorithm):
 
     def collect(self, prompts: Batch) -> Any:
         """Generate."""
-        return self.actor.generate_sequences(prompts)
+        return self.answer(prompts)
 
     def learn(self, batch: Any) -> Batch:
         """Score with every model, then update."""

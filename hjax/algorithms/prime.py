@@ -82,7 +82,7 @@ class PRIME(Resampling, Algorithm):
 
     def collect(self, prompts: Batch) -> Any:
         """Generate groups of samples."""
-        return self.actor.generate_sequences(prompts)
+        return self.answer(prompts)
 
     def learn(self, batch: Any) -> Batch:
         """Score the samples, update the process reward model on outcomes, then the policy."""

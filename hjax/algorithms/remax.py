@@ -42,8 +42,7 @@ class ReMax(Algorithm):
 
     def collect(self, prompts: Batch) -> Any:
         """Generate samples, and a greedy response to each prompt."""
-        batch = self.actor.generate_sequences(prompts)
-        return batch, self.actor.generate_sequences(prompts, greedy=True)
+        return self.answer(prompts), self.answer(prompts, greedy=True)
 
     def learn(self, batch: Any) -> Batch:
         """Score against the greedy response, then update."""

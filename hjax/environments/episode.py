@@ -20,7 +20,7 @@ from hjax.environments.episode_text import ObservationEncoder
 from hjax.errors import DataError
 
 # How an episode may end beside the environment's faults.
-DONE, MAX_TURNS, CONTEXT = "done", "max_turns", "context"
+DONE, MAX_TURNS, CONTEXT = FAULTLESS = ("done", "max_turns", "context")
 
 
 @dataclasses.dataclass(frozen=True)

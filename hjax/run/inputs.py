@@ -21,6 +21,7 @@ from hjax.models.model_config import ModelConfig
 from hjax.models.weights import model_directory, read_config, read_eos_ids
 from hjax.rewards.function import load_function
 from hjax.run.dataflow import absent_roles
+from hjax.run.episode_rollout import environment_of, episode_return
 from hjax.run.examples import (
     Annotations,
     Examples,
@@ -107,7 +108,7 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
         held_out=held_out,
         model=model,
         prompt_length=prompt_length,
-        reward=_function(config, "reward", task.reward if task else None),
+        reward=_function(config, "reward", _reward_of(config, task)),
         cost=_function(config, "cost", task.cost if task and task.has_cost else None),
         demonstrations=learned.examples,
         eos_ids=_eos_ids(config, tokenizer),
@@ -290,6 +291,13 @@ def _check_tokens(name: str, dataset: Dataset | None, vocab: int) -> None:
                 f"{name}: prompt {row} has token id {wrong}; the model's vocabulary is 0 to "
                 f"{vocab - 1}"
             )
+
+
+def _reward_of(config: ConfigDict, task: Task | None) -> Callable[..., Any] | None:
+    """What scores responses where the config names nothing: an environment, or the verifier."""
+    if environment_of(config, task):
+        return episode_return
+    return task.reward if task else None
 
 
 def _function(

@@ -12,6 +12,7 @@ from hjax.algorithms.algorithm import reference_kl
 from hjax.algorithms.losses import explained_variance
 from hjax.batches import response_lengths
 from hjax.controller import join
+from hjax.environments.episode_batch import episode_summary
 from hjax.errors import RunError
 
 _explained_variance = jax.jit(explained_variance)
@@ -63,6 +64,8 @@ class StepRecorder:
         metrics: dict[str, float] = {}
         if algorithm.generates:
             metrics |= batch_metrics(self.batch, algorithm.kl.coef)
+            if "episode" in self.batch:
+                metrics |= episode_summary(self.batch)
             metrics |= algorithm.batch_metrics(self.batch)
         metrics |= self._update_metrics()
         return self.batch, metrics | algorithm.finish(metrics)

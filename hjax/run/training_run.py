@@ -23,6 +23,7 @@ from hjax.run.async_rollout import AsyncRollout
 from hjax.run.backends import Backend, ClusterBackend, LocalBackend
 from hjax.run.config_validation import check_offloads
 from hjax.run.dataflow import absent_roles
+from hjax.run.episode_rollout import EpisodeRollout, environment_of
 from hjax.run.examples import make_example_sources
 from hjax.run.health_checks import schedule_remarks, setup_warnings
 from hjax.run.inputs import load_inputs, make_prompt_sampler, prompt_batch
@@ -142,6 +143,7 @@ class TrainingRun:
         self._example_sources = make_example_sources(config, self.algorithm_class, inputs)
         groups = self.roles.groups
         groups = groups | {role: groups[by] for role, by in self.roles.shared_workers.items()}
+        self._environment = self._make_environment()
         self.algorithm = self.algorithm_class(
             config.algorithm,
             {**groups, **absent_roles(self.algorithm_class, groups)},
@@ -150,6 +152,7 @@ class TrainingRun:
             demonstrations=self._example_sources.learned,
             max_response_length=config.rollout.max_response_length,
             more_prompts=None if config.rollout.max_staleness else self._more_prompts,
+            environment=self._environment,
         )
         self.recorder = StepRecorder(self.algorithm, config.algorithm.max_skipped)
         self.costs = StepCosts(config, self.algorithm_class, self.roles, self.backend)
@@ -168,6 +171,16 @@ class TrainingRun:
             self.workdir = Workdir(workdir, make_loggers(config), overwrite)
             self.workdir.open(self.config)
             self.reporter.workdir = self.workdir
+
+    def _make_environment(self) -> EpisodeRollout | None:
+        """What plays the run's episodes; None: it has no environment."""
+        config, inputs = self.config, self.inputs
+        if not self.algorithm_class.generates or not environment_of(config, inputs.task):
+            return None
+        ahead = config.rollout.max_staleness > 0 and not config.rollout.deterministic
+        return EpisodeRollout(
+            config, inputs.task, inputs.tokenizer, inputs.prompt_length, as_ready=ahead
+        )
 
     def _draw(self, indices: np.ndarray, number: int) -> dict[str, Any]:
         """The prompt batch of dataset indices; its number, from 1, seeds the sampling."""
@@ -409,6 +422,8 @@ class TrainingRun:
             ends.callback(self.backend.close)
             ends.callback(self.roles.close)
             ends.callback(self._stop_async_rollout)
+            if self._environment is not None:
+                ends.callback(self._environment.close)
             if self.workdir is not None:
                 ends.callback(self.workdir.close)
             if self.checkpoints is not None:

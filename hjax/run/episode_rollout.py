@@ -1,0 +1,169 @@
+"""Rollouts in an environment: the actor plays an episode for each sample of a step's prompts.
+
+The environments' processes belong to the controller, so each has one owner however many processes
+the roles have.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from hjax.data.read_options import ReadOptions
+from hjax.data.tasks import Task
+from hjax.data.tokenizer import Tokenizer
+from hjax.environments.episode import (
+    DrawnTurn,
+    Episode,
+    EpisodeLimits,
+    EpisodePlayer,
+    TurnRequest,
+    episode_seed,
+)
+from hjax.environments.episode_batch import episode_batch
+from hjax.environments.episode_pool import EpisodePool
+from hjax.environments.episode_text import ObservationEncoder
+from hjax.errors import ConfigError
+from hjax.rollout.generator import bucket_length
+
+# Column of the batch with an episode's return, None where the environment failed.
+RETURN_COLUMN = "episode_return"
+
+
+def environment_of(config: ConfigDict, task: Task | None) -> str:
+    """The environment that a run plays: of the config, or of its task; empty: none."""
+    return config.environment.function or (task.environment if task is not None else "")
+
+
+def episode_return(
+    prompts: Sequence[Any], responses: Sequence[Any], **columns: Sequence[Any]
+) -> Sequence[float | None]:
+    """The reward function of runs with an environment: what that has given in all turns."""
+    return columns[RETURN_COLUMN]
+
+
+class EpisodeRollout:
+    """Plays the episodes of a run.
+
+    Args:
+      config: of the run.
+      task: the built-in task, or None.
+      tokenizer: of the actor.
+      prompt_length: tokens of the longest prompt.
+      as_ready: whether turns are drawn in the order in which environments answer.
+
+    Raises:
+      ConfigError: no tokenizer, a template that cannot continue a chat, or an environment that
+        cannot be imported.
+    """
+
+    def __init__(
+        self,
+        config: ConfigDict,
+        task: Task | None,
+        tokenizer: Tokenizer | None,
+        prompt_length: int,
+        as_ready: bool = False,
+    ):
+        section, rollout, data = config.environment, config.rollout, config.data
+        name = environment_of(config, task)
+        if tokenizer is None:
+            raise ConfigError(f"environment {name}: it speaks text, and there is no tokenizer")
+        options = ReadOptions.from_config(data)
+        self._encoder = ObservationEncoder(
+            tokenizer, chat=data.chat, system=data.system, variables=dict(options.template)
+        )
+        of_task = task is not None and bool(task.environment)
+        self.limits = EpisodeLimits(
+            turns=section.max_turns or (task.max_turns if of_task and task is not None else 20),
+            turn_tokens=section.turn_tokens
+            or (task.turn_length if of_task and task is not None else 0),
+            prompt_tokens=prompt_length,
+            response_tokens=rollout.max_response_length,
+        )
+        self._pool = EpisodePool(
+            name,
+            processes=section.processes or min(os.cpu_count() or 1, 8),
+            step_seconds=section.step_seconds,
+            memory_bytes=int(section.memory_gib * 2**30),
+        )
+        self._seed, self._samples, self._as_ready = config.seed, rollout.samples, as_ready
+        # The same for evaluations, so that these share programs with training.
+        self._rows = rollout.prompts * rollout.samples
+        self._filler = tokenizer.eos_id or 0
+
+    def play(
+        self,
+        actor: Any,
+        prompts: Mapping[str, Any],
+        greedy: bool = False,
+        samples: int | None = None,
+    ) -> dict[str, Any]:
+        """Play an episode for each sample of each prompt; returns their batch.
+
+        Args:
+          actor: its worker group.
+          prompts: as ``generate_sequences`` has them; the rows' columns are the tasks.
+          greedy: one episode per prompt, of the most likely tokens.
+          samples: episodes per prompt, if not the configured number.
+        """
+        count = 1 if greedy else samples or self._samples
+        step, first = int(prompts.get("step", 0)), int(prompts.get("first", 0))
+        columns = {name: list(values) for name, values in prompts.get("columns", {}).items()}
+        texts = prompts.get("prompt_text") or [""] * len(prompts["prompts"])
+        tasks = [
+            {name: values[i] for name, values in columns.items()} | {"prompt": text}
+            for i, text in enumerate(texts)
+        ]
+        episodes = [
+            Episode(
+                number=first + i * count + sample,
+                group=first // count + i,
+                task=task,
+                seed=episode_seed(self._seed, step, first // count + i),
+            )
+            for i, task in enumerate(tasks)
+            for sample in range(count)
+        ]
+        row_tokens = self.limits.prompt_tokens + self.limits.response_tokens
+        actor.begin_turns(max(self._rows, len(episodes)), row_tokens).result()
+        try:
+            draw = functools.partial(_draw, actor, step, greedy)
+            EpisodePlayer(
+                self._pool, self._encoder, self.limits, draw, as_ready=self._as_ready
+            ).play(episodes)
+        finally:
+            actor.end_turns().result()
+        return self._batch(episodes, columns, count, first)
+
+    def _batch(
+        self, episodes: Sequence[Episode], columns: Mapping[str, list[Any]], count: int, first: int
+    ) -> dict[str, Any]:
+        limit = self.limits.response_tokens
+        longest = max((len(row.response) for each in episodes for row in each.rows), default=1)
+        made = episode_batch(
+            episodes, self.limits.prompt_tokens, bucket_length(longest, limit), filler=self._filler
+        )
+        of_row = (made["episode"] - first) // count  # its prompt
+        returns = {each.number: each.total_reward for each in episodes}
+        given = [returns[number] for number in made["episode"].tolist()]
+        made["columns"] = {
+            name: [values[i] for i in of_row.tolist()] for name, values in columns.items()
+        } | {RETURN_COLUMN: [None if np.isnan(value) else value for value in given]}
+        return made
+
+    def close(self) -> None:
+        """End the environments' processes."""
+        self._pool.close()
+
+
+def _draw(
+    actor: Any, step: int, greedy: bool, requests: Sequence[TurnRequest]
+) -> Sequence[DrawnTurn]:
+    drawn: Sequence[DrawnTurn] = actor.draw_turns(list(requests), step=step, greedy=greedy).result()
+    return drawn
