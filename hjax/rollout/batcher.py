@@ -16,7 +16,7 @@ import numpy as np
 
 from hjax.models.append_attention import BLOCK
 from hjax.rollout import vocab_parallel
-from hjax.rollout.bucketing import PREFILL_CHUNK, ServiceBuckets
+from hjax.rollout.bucketing import PREFILL_BATCHES, PREFILL_CHUNK, ServiceBuckets
 from hjax.rollout.engine import Engine
 from hjax.rollout.prefix_cache import (
     CachedPrefix,
@@ -43,6 +43,8 @@ class ContinuousBatcher:
       slots: requests that run at a time, a multiple of the engine's data-parallel parts.
       max_tokens: of a prompt and its response together.
       prefix_tokens: capacity of the prefix cache; 0: none.
+      prefill_batches: prompts in a prefill batch. Few, so that running requests soon get their next
+        tokens; many where all wait for each other.
 
     Attributes:
       params: the weights in use, see ``replace_params``.
@@ -52,12 +54,20 @@ class ContinuousBatcher:
     """
 
     def __init__(
-        self, engine: Engine, params: Any, *, slots: int, max_tokens: int, prefix_tokens: int = 0
+        self,
+        engine: Engine,
+        params: Any,
+        *,
+        slots: int,
+        max_tokens: int,
+        prefix_tokens: int = 0,
+        prefill_batches: tuple[int, ...] = PREFILL_BATCHES,
     ):
         self.params, self._engine, self.max_tokens = params, engine, max_tokens
         vocab = engine.network.config.vocab_size
         self.sampling_sizes = SamplingSizes(vocab, penalties=True)
-        self.buckets = ServiceBuckets(engine, slots, max_tokens, self.sampling_sizes)
+        sizes = self.sampling_sizes
+        self.buckets = ServiceBuckets(engine, slots, max_tokens, sizes, prefill_batches)
         self.prefixes = PrefixCache(engine, prefix_tokens) if prefix_tokens else None
         self.scorer = PromptScorer(engine)
         self.waiting: list[RequestHandle] = []

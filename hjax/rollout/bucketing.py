@@ -36,18 +36,20 @@ class ServiceBuckets:
       slots: requests that run at a time.
       limit: most tokens of a prompt and its response together.
       sampling_sizes: room for each request's own sampling options.
+      batches: prompts in a prefill batch, over all parts.
     """
 
     engine: Engine
     slots: int
     limit: int
     sampling_sizes: SamplingSizes
+    batches: tuple[int, ...] = PREFILL_BATCHES
     steps = 8  # tokens per dispatch; between dispatches requests enter and chunks go out
 
     @property
     def prefill_batches(self) -> list[int]:
         """Prompts of a data-parallel part in one prefill batch, ascending."""
-        return sorted({max(n // self.engine.parts, 1) for n in PREFILL_BATCHES})
+        return sorted({max(n // self.engine.parts, 1) for n in self.batches})
 
     @property
     def rows(self) -> list[int]:

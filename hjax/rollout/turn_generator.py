@@ -56,9 +56,11 @@ class TurnGenerator:
         self._tokenizer = tokenizer
         held = -(-(2 * slots if rows is None else rows) // parts) * row_tokens
         room = 0 if why_no_blocks(engine) else affordable_tokens(engine, held)
+        slots = -(-slots // parts) * parts
         self._batcher = ContinuousBatcher(
             engine, params,
-            slots=-(-slots // parts) * parts, max_tokens=row_tokens, prefix_tokens=room,
+            slots=slots, max_tokens=row_tokens, prefix_tokens=room,
+            prefill_batches=(-(-slots // 8), slots),
         )  # fmt: skip
 
     @property
