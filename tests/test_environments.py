@@ -417,3 +417,16 @@ def test_a_task_of_any_columns_reaches_the_environment(tmp_path):
     with EpisodePool(f"{path}:C") as pool:
         seen = answer(pool.reset(0, task, 0)).observation
     assert seen == repr(sorted((k, str(v)) for k, v in task.items()))
+
+
+def test_the_example_of_the_docs_plays(tmp_path):
+    page = pathlib.Path(hjax.__file__).parent.parent / "docs" / "agents.md"
+    path = tmp_path / "guess.py"
+    path.write_text(page.read_text().split("```python\n")[1].split("```")[0])
+    with EpisodePool(f"{path}:Guess") as pool:
+        assert answer(pool.reset(0, {"prompt": "Guess.", "limit": 4}, 7)).observation == "Guess."
+        assert not answer(pool.step(0, "two")).valid
+        found = [answer(pool.step(0, str(number))) for number in range(1, 5)]
+    right = [each.reward for each in found].index(1.0)
+    said = ["Higher."] * right + ["Yes."] + ["Lower."] * (3 - right)
+    assert [each.observation for each in found] == said and found[right].done

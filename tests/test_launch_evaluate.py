@@ -408,3 +408,65 @@ def test_wrong_input_is_one_line_and_nothing_is_written(case, folder, monkeypatc
     shown = capsys.readouterr()
     assert line in shown.err and shown.err.count("\n") == 1 and shown.out == ""
     assert sorted(folder.rglob("*")) == before
+
+
+PLAYS = '''
+import hjax
+
+class Add(hjax.Environment):
+    """Asks for a sum, again and again; counts what was said in its last metrics."""
+    def reset(self, task, seed):
+        self.turns, self.turn = task["id"] + 1, 0
+        if task["id"] == 3: raise ValueError("no such task")
+        return hjax.Observation(task["prompt"])
+
+    def step(self, action):
+        self.turn += 1
+        done = self.turn == self.turns
+        return hjax.Step(hjax.Observation("1+1="), reward=0.5 if done else 0.25, done=done,
+                         valid=False, metrics={"letters": len(action)})
+'''
+
+
+def test_an_environment_is_played(said, folder, tmp_path):
+    (folder / "plays.py").write_text(PLAYS)
+    output = tmp_path / "episodes.jsonl"
+    flags = ["--model=model", "--data=q.jsonl", "--environment=plays.py:Add", "--samples=2"]
+    flags += ["--turn_tokens=3", "--batch=3", f"--output={output}", "--seed=3", "--processes=1"]
+    found = said(*flags, "--max_turns=2")
+    rows = read_rows(tmp_path, "episodes.jsonl")
+    # One turn, two, three of which the last is not played, and one that cannot begin.
+    assert [row["reward"] for row in rows] == [0.5, 0.5, 0.75, 0.75, 0.5, 0.5, None, None]
+    assert [row["stop_reason"] for row in rows][::2] == ["done", "done", "max_turns", "exception"]
+    assert "no such task" in rows[-1]["fault"] and rows[0]["seed"] == rows[1]["seed"]
+    assert found["reward"]["mean"] == pytest.approx((0.5 + 0.75 + 0.5) / 3)
+    assert "accuracy" not in found and found["questions"] == 4
+    means, turns = found["episodes"], [turn for row in rows for turn in row["turns"]]
+    assert means["turns"] == len(turns) / 8 == 10 / 8 and means["invalid_actions"] == 1.0
+    assert {name: x for name, x in means.items() if name.startswith("stop_")} == {
+        "stop_done": 0.5, "stop_exception": 0.25, "stop_max_turns": 0.25
+    }  # fmt: skip
+    assert means["letters"] == sum(len(turn["action"]) for turn in turns) / 8
+    assert found["tokens"] == sum(turn["tokens"] for turn in turns)
+    assert all(1 <= turn["tokens"] <= 3 for turn in turns)
+    assert {row["prompt"] for row in rows} == {"0+0=", "1+1=", "2+2=", ""}
+    again = said(*flags[:-3], "--max_turns=2", "--seed=3", "--batch=5")  # other waves, the same
+    assert again["episodes"] == means and again["tokens"] == found["tokens"]
+
+
+@pytest.mark.parametrize("flags, line", [
+    (["--environment=plays.py:Ad"], "did you mean Add?"),
+    (["--environment=plays.py"], "--environment='plays.py': it must look like path.py:name"),
+    (["--environment=rewards.py:length"], "it is no class; subclass hjax.Environment"),
+    (["--environment=plays.py:Add", "--reward=math"], "leave --reward out"),
+    (["--environment=plays.py:Add", "--instruction=x"], "--instruction is for answers"),
+    (["--reward=math", "--max_turns=3"], "--max_turns=3 is for an environment"),
+    (["--environment=plays.py:Add", "--step_seconds=0"], "--step_seconds=0"),
+    (["--environment=plays.py:Add", "--chat"], "--chat"),
+])  # fmt: skip
+def test_what_cannot_be_played_is_one_line(flags, line, folder, monkeypatch, capsys):
+    (folder / "plays.py").write_text(PLAYS)
+    monkeypatch.chdir(folder)
+    assert evaluate.main(["--model=model", "--data=q.jsonl", *flags]) == 2
+    said = capsys.readouterr().err
+    assert line in said and said.count("\n") == 1, said

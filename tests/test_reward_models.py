@@ -178,7 +178,7 @@ def test_tasks_label_steps_and_what_costs():
         assert task.cost([""] * 2, [safe, unsafe]) == [0.0, 1.0]
         assert max(map(len, (safe, unsafe))) < task.response_length
     for name in TASKS:
-        if name == "harvest":
+        if name == "harvest" or TASKS[name].environment:
             continue
         task = get_task(name)
         kinds = set()

@@ -26,6 +26,7 @@ import numpy as np
 from hjax.controller.futures import DEADLINE_SECONDS
 from hjax.controller.hosts import ProcessPlacement
 from hjax.errors import ConfigError, ProcessLost, RunError
+from hjax.files import open_regular
 from hjax.machine import (
     available_cores,
     children,
@@ -60,6 +61,12 @@ connected, nodes = ray.is_initialized, ray.nodes
 _LOOPBACK = "127.0.0.1"
 # Beginning of the name of a local cluster's folder; the number of its process follows.
 _FOLDER = "hjax-ray-"
+# Within it: the lock of that process, and the folder that Ray opens to every user.
+_LOCK, _OPEN = "lock", "r"
+# Folders that this process made, with descriptors of their locks.
+_OWN_FOLDERS: dict[Path, int] = {}
+# Bytes in the path of a Unix socket.
+_MAX_SOCKET_PATH = 107
 _QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
 
 
@@ -77,17 +84,7 @@ def start_local_cluster(processes: int) -> None:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     # Ray would run its workers at low priority; here they do the work.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    parent = _folder_of_clusters()
-    for left in parent.glob(f"{_FOLDER}*"):  # of a process that was killed
-        pid = left.name.split("-")[2]
-        if os.path.isdir("/proc/self") and pid.isdecimal() and not process_state(int(pid)):
-            shutil.rmtree(left, ignore_errors=True)
-    try:
-        folder = tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-", dir=parent)
-    except OSError as error:
-        raise RunError(
-            f"Ray's folder cannot be made in {parent} ({error.strerror}); set RAY_TMPDIR"
-        ) from error
+    folder = _make_folder()
     with warnings.catch_warnings(), _bound_to_loopback():
         # After a restart of Ray JAX is loaded already; no child uses it.
         warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
@@ -98,20 +95,109 @@ def start_local_cluster(processes: int) -> None:
                     num_cpus=max(processes, available_cores()),
                     include_dashboard=False,
                     _node_ip_address=_LOOPBACK,
-                    _temp_dir=folder,
+                    _temp_dir=str(folder / _OPEN),
                     _system_config={"enable_metrics_collection": False},
                     **_QUIET,
                 )
         except Exception as error:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise RunError(f"Ray did not start on this machine: {first_line(error)}") from error
+            kill_all(pid for pid in children(os.getpid()) if process_name(pid) in SERVER_NAMES)
+            end_here()
+            free = shutil.disk_usage(folder.parent).free >> 20
+            raise RunError(
+                f"Ray did not start on this machine: {first_line(error)}; its folder is in "
+                f"{folder.parent}, where {free} MiB are free (RAY_TMPDIR names another)"
+            ) from error
+
+
+def _make_folder() -> Path:
+    """Make and lock the folder of a local cluster; those of ended processes are removed.
+
+    Raises:
+      RunError: it cannot be made.
+    """
+    parent = _folder_of_clusters()
+    for left in parent.glob(f"{_FOLDER}*"):
+        if _is_left_over(left):
+            shutil.rmtree(left, ignore_errors=True)
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-", dir=parent))
+        _OWN_FOLDERS[folder] = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        _lock(_OWN_FOLDERS[folder])
+        (folder / _OPEN).mkdir()
+    except OSError as error:
+        _remove_own_folders()
+        raise RunError(
+            f"Ray's folder cannot be made in {parent} ({error.strerror}); set RAY_TMPDIR"
+        ) from error
+    return folder
+
+
+def _is_left_over(folder: Path) -> bool:
+    """Whether the process that made a folder has ended.
+
+    Its number may be of another container or host that shares the directory, so its lock counts
+    too.
+    """
+    pid = folder.name.split("-")[2]
+    if not os.path.isdir("/proc/self") or not pid.isdecimal() or process_state(int(pid)):
+        return False
+    try:
+        with open(folder / _LOCK, "r+b", opener=open_regular) as file:
+            return _lock(file.fileno())
+    except OSError:
+        return True  # it was killed before it had one
+
+
+def _lock(handle: int) -> bool:
+    """Lock a file until this process ends; False: another process has locked it."""
+    try:
+        import fcntl
+
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except (ImportError, OSError):  # not a POSIX system, a file system without locks
+        pass
+    return True
+
+
+def _remove_own_folders() -> None:
+    while _OWN_FOLDERS:
+        folder, handle = _OWN_FOLDERS.popitem()
+        until = time.monotonic() + 5
+        while folder.exists() and time.monotonic() < until:
+            shutil.rmtree(folder, ignore_errors=True)  # servers that end may be writing
+            time.sleep(0.05)
+        os.close(handle)
+
+
+def sockets_removed() -> str:
+    """The folder of the cluster that this process started if Ray's sockets in it were removed;
+    empty: they are there. Without them it works, but no further process can join."""
+    sockets = {folder: folder / _OPEN / "session_latest/sockets/raylet" for folder in _OWN_FOLDERS}
+    return next((str(folder) for folder, path in sockets.items() if not path.exists()), "")
 
 
 def _folder_of_clusters() -> Path:
-    """Where folders of local clusters go. Paths of Ray's sockets in them have 107 characters at
-    most."""
-    parent = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
-    return Path("/tmp" if len(parent) > 30 and os.name == "posix" else parent)
+    """Where folders of local clusters go: RAY_TMPDIR, or the temporary directory.
+
+    Raises:
+      ConfigError: RAY_TMPDIR's path is too long for Ray's sockets, or not ASCII. A temporary
+        directory of such a path is not used, but /tmp.
+    """
+    named, pid = os.environ.get("RAY_TMPDIR"), os.getpid()
+    parent = Path(named or tempfile.gettempdir()).absolute()
+    session = f"session_2000-01-01_00-00-00_000000_{pid}"
+    longest = f"/{_FOLDER}{pid}-12345678/{_OPEN}/{session}/sockets/plasma_store"
+    room = _MAX_SOCKET_PATH - len(longest)
+    if os.name != "posix" or (str(parent).isascii() and len(str(parent)) <= room):
+        return parent
+    if named:
+        raise ConfigError(
+            f"RAY_TMPDIR={named}: Ray's sockets go there, so its full path must be ASCII and "
+            f"have at most {room} characters; name another directory"
+        )
+    return Path("/tmp")
 
 
 @contextlib.contextmanager
@@ -137,11 +223,7 @@ def _bound_to_loopback() -> Iterator[None]:
 def end_here() -> None:
     """Leave the cluster; one that ``start_local_cluster`` started ends, and its folder goes."""
     ray.shutdown()
-    for folder in _folder_of_clusters().glob(f"{_FOLDER}{os.getpid()}-*"):
-        until = time.monotonic() + 5
-        while folder.exists() and time.monotonic() < until:
-            shutil.rmtree(folder, ignore_errors=True)  # servers that end may be writing
-            time.sleep(0.05)
+    _remove_own_folders()
 
 
 def connect(address: str, processes: int) -> bool:

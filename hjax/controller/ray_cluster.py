@@ -270,6 +270,9 @@ class RayCluster:
         if self.ray_failure is not None:
             return
         why = self._servers.failure(self.heartbeat_seconds)
+        if not why and any(executor.lost is not None for executor in list(self._executors)):
+            removed = ray_calls.sockets_removed()
+            why = removed and f"Ray's folder {removed} was removed, so no process can be replaced"
         if not why:
             return
         self.ray_failure = ProcessLost(why)

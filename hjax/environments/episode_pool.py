@@ -84,6 +84,7 @@ class EpisodePool:
       processes: how many; episodes are shared out over them.
       step_seconds: deadline of each call.
       memory_bytes: limit of each process's data; 0: none.
+      setting: what names the environment, for messages.
 
     Raises:
       ConfigError: a class that another process cannot import, or a number out of its range.
@@ -97,6 +98,7 @@ class EpisodePool:
         processes: int = 1,
         step_seconds: float = 60.0,
         memory_bytes: int = 0,
+        setting: str = "environment.function",
     ):
         if processes < 1 or step_seconds <= 0:
             raise ConfigError(
@@ -105,7 +107,7 @@ class EpisodePool:
             )
         setup = pickle.dumps(
             {
-                "spec": _importable(environment),
+                "spec": _importable(environment, setting),
                 "options": dict(options or {}),
                 "files": imported(),
                 "memory_bytes": memory_bytes,
@@ -262,10 +264,10 @@ class _EpisodeHost:
             return EpisodeAnswer(fault="killed", text="its process answered something unreadable")
 
 
-def _importable(environment: str | type[Environment]) -> str:
+def _importable(environment: str | type[Environment], setting: str) -> str:
     """A name by which another process can import the class; checks that it is one."""
     if isinstance(environment, str):
-        environment = load_environment(environment)
+        environment = load_environment(environment, setting)
     if environment.__module__.startswith("hjax."):
         return f"{environment.__module__}:{environment.__qualname__}"
     where = file_and_name(environment)

@@ -21,12 +21,14 @@ from hjax.user_code import load_object, provide_files, user_traceback
 # Longest text of an observation, in characters, and of an error's traceback.
 TEXT_LIMIT, TRACEBACK_LIMIT = 1 << 20, 8000
 _HERE = str(Path(__file__).parent)
-_KEY = "environment.function"
 
 
-def load_environment(spec: str) -> type[Environment]:
-    """The class that ``environment.function`` names: ``path.py:Class``, or ``module:Class`` for
-    those of hjax.
+def load_environment(spec: str, setting: str = "environment.function") -> type[Environment]:
+    """The class of an environment: ``path.py:Class``, or ``module:Class`` for those of hjax.
+
+    Args:
+      spec: its name.
+      setting: that names it, for messages.
 
     Raises:
       ConfigError: another form, no such file or name, or no class with reset, step and close.
@@ -35,11 +37,11 @@ def load_environment(spec: str) -> type[Environment]:
     if module.startswith("hjax.") and name:
         found = getattr(importlib.import_module(module), name, None)
     else:
-        found = load_object(spec, _KEY)
+        found = load_object(spec, setting)
     lacking = [n for n in ("reset", "step", "close") if not callable(getattr(found, n, None))]
     if not inspect.isclass(found) or lacking:
         what = f"has no {', '.join(lacking)}" if inspect.isclass(found) else "is no class"
-        raise ConfigError(f"{_KEY}={spec!r}: it {what}; subclass hjax.Environment")
+        raise ConfigError(f"{setting}={spec!r}: it {what}; subclass hjax.Environment")
     return cast(type[Environment], found)
 
 

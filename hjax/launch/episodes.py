@@ -93,6 +93,7 @@ def _pool(args: Any, task: Task | None) -> EpisodePool:
         environment,
         processes=args.processes or min(os.cpu_count() or 1, 8),
         step_seconds=args.step_seconds,
+        setting="--environment",
     )
 
 

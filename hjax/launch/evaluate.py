@@ -155,8 +155,8 @@ def _check_flags_of_environments(args: Any, plays: bool) -> None:
         flag = "reward" if args.reward else "instruction"
         raise ConfigError(f"--{flag} is for answers, and --task={args.task} is an environment's")
     for flag in ("max_turns", "turn_tokens", "processes"):
-        if not plays and args[flag]:
-            raise ConfigError(f"--{flag}={args[flag]} is for an environment, and here is none")
+        if not plays and (value := getattr(args, flag)):
+            raise ConfigError(f"--{flag}={value} is for an environment, and here is none")
 
 
 def _new_file(name: str) -> Path:

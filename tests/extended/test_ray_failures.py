@@ -8,9 +8,12 @@ import contextlib
 import os
 import pathlib
 import re
+import shutil
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
@@ -22,7 +25,7 @@ import hjax
 from hjax.controller import ResourcePool, Timeline, WorkerGroup, ray_calls
 from hjax.controller.ray_cluster import RayCluster
 from hjax.controller.ray_executor import RayExecutor
-from hjax.errors import ProcessLost, RunError
+from hjax.errors import ConfigError, ProcessLost, RunError
 from hjax.machine import descendants, process_name, process_state
 from hjax.user_code import load_object
 from hjax.workers import WorkerContext
@@ -569,32 +572,121 @@ def test_a_killed_agent_of_ray_s_is_one_restart_and_leaves_no_folder(agent, tmp_
     assert not kept[0].exists()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_removed_folder_of_ray_s_is_noticed_when_a_process_is_to_be_replaced(tmp_path):
+    command = Command(tmp_path, steps=8, **{"checkpoint.every": 0})
+    command.wait_for(lambda command: command.rows())
+    [folder] = [path for path in folders() if f"-{command.process.pid}-" in path.name]
+    shutil.rmtree(folder)
+    [pid, *_] = [p for p in descendants(command.process.pid) if "RayProcess" in process_name(p)]
+    os.kill(pid, signal.SIGKILL)
+    status, printed = command.end()
+    assert status == 0, printed
+    assert f"Ray's folder {folder} was removed, so no process can be replaced" in printed
+    assert [row["step"] for row in command.rows()] == list(range(1, 9))
+    assert printed.count("it is replaced (") <= 2 and "Traceback" not in printed, printed
+
+
 def folders():
     """Of local clusters of Ray."""
     return list(ray_calls._folder_of_clusters().glob("hjax-ray-*"))
 
 
-def test_a_killed_process_s_folder_goes_when_the_next_cluster_starts(monkeypatch):
-    monkeypatch.setattr(ray_calls.ray, "init", lambda *arguments, **options: None)
-    parent = ray_calls._folder_of_clusters()
+@pytest.fixture
+def no_ray(monkeypatch):
+    """A short temporary directory for the folders of clusters, in which no Ray starts."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as parent:
+        monkeypatch.setenv("RAY_TMPDIR", parent)
+        monkeypatch.setattr(ray_calls.ray, "init", lambda *arguments, **options: None)
+        monkeypatch.setattr(ray_calls.ray, "shutdown", lambda: None)
+        # Not those of the module's cluster.
+        monkeypatch.setattr(ray_calls, "_OWN_FOLDERS", {})
+        monkeypatch.setattr(ray_calls, "SERVER_NAMES", ())
+        yield pathlib.Path(parent)
+        ray_calls.end_here()
+
+
+def test_a_killed_process_s_folder_goes_when_the_next_cluster_starts(no_ray, monkeypatch):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    left, own, other = (parent / f"hjax-ray-{pid}-test" for pid in (gone.pid, 1, "x"))
-    for folder in (left, own, other):
+    left, first, other = (no_ray / f"hjax-ray-{pid}-test" for pid in (gone.pid, 1, "x"))
+    for folder in (left, first, other):
         folder.mkdir()
-    try:
+    ray_calls.start_local_cluster(1)
+    # The first process of all is always there.
+    assert not left.exists() and first.exists() and other.exists()
+    monkeypatch.setenv("RAY_TMPDIR", "/nowhere")
+    with pytest.raises(RunError, match=r"folder cannot be made in /nowhere \(No such file"):
         ray_calls.start_local_cluster(1)
-        # The first process of all is always there.
-        assert not left.exists() and own.exists() and other.exists()
-        monkeypatch.setenv("RAY_TMPDIR", "/nowhere")
-        with pytest.raises(RunError, match=r"folder cannot be made in /nowhere \(No such file"):
+
+
+def test_folders_of_another_container_or_user_stay(no_ray):
+    # Containers that share a directory count processes anew: a number that nobody has here may be
+    # a running process's there, and this process's number another's.
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    there, same = (no_ray / f"hjax-ray-{pid}-test" for pid in (gone.pid, os.getpid()))
+    for folder in (there, same):
+        folder.mkdir()
+    holds = (
+        "import fcntl, sys\n"
+        "file = open(sys.argv[1], 'w')\n"
+        "fcntl.lockf(file, fcntl.LOCK_EX)\n"
+        "print(flush=True)\n"
+        "input()\n"
+    )
+    command = [sys.executable, "-c", holds, there / "lock"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"\n"
+        begun = time.monotonic()
+        ray_calls.start_local_cluster(1)
+        assert len(list(no_ray.iterdir())) == 3
+        ray_calls.end_here()
+        assert time.monotonic() - begun < 4 and {*no_ray.iterdir()} == {there, same}
+        holder.communicate(b"\n")
+    ray_calls.start_local_cluster(1)
+    assert not there.exists() and same.exists()
+
+
+def test_a_cluster_s_folder_is_closed_to_other_users(no_ray, monkeypatch):
+    opened = []
+
+    def init(address, _temp_dir, **options):
+        os.chmod(_temp_dir, 0o777)  # as Ray does, for others to use the cluster
+        opened.append(pathlib.Path(_temp_dir))
+
+    monkeypatch.setattr(ray_calls.ray, "init", init)
+    ray_calls.start_local_cluster(1)
+    [folder] = no_ray.iterdir()
+    assert folder in opened[0].parents and stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_start_of_ray_that_fails_leaves_no_folder_and_says_what_room_there_was(
+    no_ray, monkeypatch
+):
+    def init(*arguments, _temp_dir, **options):
+        raise RuntimeError("no room\nand more")
+
+    monkeypatch.setattr(ray_calls.ray, "init", init)
+    with pytest.raises(RunError, match=rf"no room; .* in {no_ray}, where \d+ MiB are free"):
+        ray_calls.start_local_cluster(1)
+    assert not list(no_ray.iterdir())
+
+
+def test_paths_that_ray_s_sockets_cannot_have(no_ray, monkeypatch):
+    # Of the 107 bytes of a socket's path Ray takes 40 besides two numbers of the process.
+    long = no_ray / ("x" * 12)
+    (no_ray / "é").mkdir()
+    long.mkdir()
+    for path in (str(long), f"{no_ray}/é", os.path.relpath(long)):
+        monkeypatch.setenv("RAY_TMPDIR", path)
+        with pytest.raises(ConfigError, match=f"RAY_TMPDIR={path}: .* ASCII .* at most"):
             ray_calls.start_local_cluster(1)
-    finally:
-        own.rmdir()
-        other.rmdir()
-        for mine in parent.glob(f"hjax-ray-{os.getpid()}-*"):
-            if not any(mine.iterdir()):
-                mine.rmdir()
+    # Not asked for by that name: /tmp takes its place.
+    monkeypatch.delenv("RAY_TMPDIR")
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    assert ray_calls._folder_of_clusters() == pathlib.Path("/tmp")
 
 
 @pytest.mark.slow

@@ -4,21 +4,31 @@
 """
 
 from hjax.data.tasks.arithmetic import Addition, Multiplication
+from hjax.data.tasks.calculator_task import CalculatorTask
 from hjax.data.tasks.countdown import Countdown
+from hjax.data.tasks.environment_task import EnvironmentTask
 from hjax.data.tasks.harvest import Harvest
+from hjax.data.tasks.maze_task import MazeTask
+from hjax.data.tasks.sokoban_task import SokobanTask
 from hjax.data.tasks.strings import Parity, Reversal, Sorting
 from hjax.data.tasks.task import TASKS, Task, get_task, register
+from hjax.data.tasks.twenty_questions_task import TwentyQuestionsTask
 
 __all__ = [
     "TASKS",
     "Addition",
+    "CalculatorTask",
     "Countdown",
+    "EnvironmentTask",
     "Harvest",
+    "MazeTask",
     "Multiplication",
     "Parity",
     "Reversal",
+    "SokobanTask",
     "Sorting",
     "Task",
+    "TwentyQuestionsTask",
     "get_task",
     "register",
 ]

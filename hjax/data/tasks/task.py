@@ -31,37 +31,38 @@ def option(default: Any, low: float, high: float, excluded: bool = False) -> Any
     return dataclasses.field(default=default, metadata={"range": (low, high, excluded)})
 
 
+def choice(default: Any, *others: Any) -> Any:
+    """A dataclass field for a task option that is one of a few values, the default first."""
+    return dataclasses.field(default=default, metadata={"choices": (default, *others)})
+
+
 @dataclasses.dataclass(frozen=True)
 class Task:
     """A family of prompts with a verifier and demonstrations.
 
-    A subclass is a frozen dataclass. Its fields are the task's options, each made by `option`. It
-    defines `alphabet`, `size`, `record`, `demonstration` and `is_correct`.
+    A subclass is a frozen dataclass. Its fields are the task's options, each made by `option` or
+    `choice`. It defines `alphabet`, `size`, `record`, `demonstration` and `is_correct`; one that is
+    played over several turns see `EnvironmentTask`.
 
     Attributes:
+      environment: the class that plays its episodes, as `module:Class`; empty: one response answers
+        a prompt.
       partial: reward of a wrong response, as a share (0 up to below 1) of `closeness`; at 0 the
         verifier returns 1.0 or 0.0 only.
     """
 
     name: ClassVar[str] = ""
     has_cost: ClassVar[bool] = False
-    # ``module:Class`` of the environment that plays a record; empty: a response answers it.
     environment: ClassVar[str] = ""
 
     partial: float = option(0.0, 0.0, 1.0, excluded=True)
 
     def __post_init__(self) -> None:
-        ranges = {f: f.metadata["range"] for f in dataclasses.fields(self) if f.metadata}
-        for field, (low, high, excluded) in ranges.items():
-            value, whole = getattr(self, field.name), isinstance(field.default, int)
-            allowed = int if whole else (int, float)
-            sound = isinstance(value, allowed) and not isinstance(value, bool)
-            if not sound or not low <= value <= high or (excluded and value == high):
-                kind = "an integer" if whole else "a number"
-                to = f"up to below {high}" if excluded else f"to {high}"
+        for field in dataclasses.fields(self):
+            problem = _option_problem(field, value := getattr(self, field.name))
+            if problem:
                 raise ConfigError(
-                    f"task {self.name}: option {field.name} is {value!r}; it must be {kind} from "
-                    f"{low} {to}"
+                    f"task {self.name}: option {field.name} is {value!r}; it must be {problem}"
                 )
 
     # Defined by subclasses.
@@ -81,6 +82,16 @@ class Task:
         """Characters of the longest answer or demonstration, plus one for EOS; None if unknown."""
         return None
 
+    @property
+    def max_turns(self) -> int:
+        """Turns after which an episode ends, unless a run says otherwise; 0: no environment."""
+        return 0
+
+    @property
+    def turn_length(self) -> int:
+        """Characters of an episode's longest sensible turn, plus one for EOS; 0: no environment."""
+        return 0
+
     def record(self, index: int) -> dict[str, Any] | None:
         """The record at an index in [0, size): `prompt` and columns; None if there is none."""
         raise NotImplementedError
@@ -88,6 +99,19 @@ class Task:
     def demonstration(self, record: dict[str, Any], rng: np.random.Generator) -> str:
         """A response for supervised training; by default the answer."""
         return record["answer"]
+
+    def demonstration_actions(
+        self, record: dict[str, Any], rng: np.random.Generator, seed: int
+    ) -> list[str]:
+        """The turns of a good episode, see `EnvironmentTask`.
+
+        Raises:
+          ConfigError: the task has no environment.
+        """
+        those = ", ".join(name for name, cls in TASKS.items() if cls.environment)
+        raise ConfigError(
+            f"task {self.name} has no environment: one response answers a prompt; {those} have one"
+        )
 
     def mistake(self, record: dict[str, Any], rng: np.random.Generator) -> str:
         """A wrong response: by default a demonstration with one character changed.
@@ -257,6 +281,23 @@ def get_task(name: str, **options: Any) -> Task:
             has = f"{did_you_mean(option, known)}it has {', '.join(known)}"
             raise ConfigError(f"task {name} has no option {option!r}: {has}")
     return cls(**options)
+
+
+def _option_problem(field: dataclasses.Field[Any], value: Any) -> str:
+    """What an option must be, if its value is not; else empty."""
+    choices = field.metadata.get("choices")
+    if choices is not None:
+        sound = type(value) is type(choices[0]) and value in choices
+        return "" if sound else " or ".join(map(repr, choices))
+    if "range" not in field.metadata:
+        return ""
+    low, high, excluded = field.metadata["range"]
+    whole = isinstance(field.default, int)
+    sound = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if sound and low <= value <= high and not (excluded and value == high):
+        return ""
+    kind = "an integer" if whole else "a number"
+    return f"{kind} from {low} {f'up to below {high}' if excluded else f'to {high}'}"
 
 
 def digits_of(index: int, base: int, length: int) -> list[int]:
