@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from hjax.environments.environment import anchor_digest
+from hjax.data.tokenizer import Tokenizer
+from hjax.environments.environment import Environment, anchor_digest
 from hjax.environments.episode_pool import AnswerFuture, EpisodeAnswer, EpisodePool
 from hjax.environments.episode_text import ObservationEncoder
 from hjax.errors import DataError
@@ -292,6 +293,32 @@ class EpisodePlayer:
             max_tokens=min(limits.turn_tokens or room, room),
             stop=self._before[episode.number].stop,
         )
+
+
+def demonstrated_row(
+    environment: Environment,
+    task: Mapping[str, Any],
+    seed: int,
+    actions: Sequence[str],
+    tokenizer: Tokenizer,
+) -> EpisodeRow:
+    """The row of an episode whose actions are known; each turn ends in the tokenizer's EOS.
+
+    Args:
+      environment: one of hjax's own, as it runs in this process.
+    """
+    encoder = ObservationEncoder(tokenizer)
+    first = environment.reset(task, seed)
+    row = EpisodeRow(encoder.begin(first.text), first.text)
+    end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    for number, action in enumerate(actions):
+        turn = Turn([*tokenizer.encode(action, add_special=False), *end], {}, action)
+        row.turns.append(turn)
+        turn.observed = environment.step(action).observation.text
+        if number + 1 < len(actions):
+            turn.observation = encoder.continuation(row.text, turn.tokens, True, turn.observed)
+    environment.close()
+    return row
 
 
 def episode_seed(seed: int, step: int, group: int) -> int:

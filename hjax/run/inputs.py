@@ -1,7 +1,7 @@
 """Inputs of a run: tokenizer, datasets, examples, model config, reward and cost functions."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ class Inputs:
     held_out_examples: Examples = dataclasses.field(default_factory=list)
     held_out_annotations: Annotations = dataclasses.field(default_factory=dict)
     labels: list[bool] | None = None  # of each demonstration, where verdicts are learned from
+    drawn: Sequence[Sequence[bool]] = ()  # of each demonstrated episode, tokens of the policy
     # Locations of the rows that were left out, by what is wrong with them.
     left_out: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
@@ -117,6 +118,7 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
         held_out_examples=judged.examples,
         held_out_annotations=judged.annotations,
         labels=learned.labels if source == "verdicts" else None,
+        drawn=learned.drawn,
         left_out=invalid.locations,
     )
 
