@@ -12,13 +12,14 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms.advantages import overlong_penalty
+from hjax.algorithms.episode_rows import EpisodeRows, episode_minibatches
 from hjax.algorithms.kl import AdaptiveEntropy, AdaptiveKL, FixedKL
 from hjax.algorithms.prediction_calibration import Predictions
 from hjax.algorithms.spec import AlgorithmSpec
 from hjax.batches import response_lengths
 from hjax.controller import Future, join
 from hjax.controller.messages import MiniBatch
-from hjax.errors import ConfigError
+from hjax.errors import ConfigError, RunError
 
 Batch = dict[str, Any]
 
@@ -162,6 +163,19 @@ class Algorithm(AlgorithmSpec):
         """Add to the batch (numpy arrays on the controller) the entries that the updates read."""
         raise NotImplementedError(f"{type(self).__name__} must define compute_advantages")
 
+    def with_advantages(self, batch: Batch) -> Batch:
+        """``compute_advantages``, of batches whose episodes have several rows too."""
+        episodes = EpisodeRows.of(batch)
+        if episodes is None:
+            return self.compute_advantages(batch)
+        if str(self.config.get("ratio", "")).startswith("sequence"):
+            raise RunError(
+                f"algorithm.ratio={self.config.ratio} is of whole responses, and the environment's "
+                "fresh observations cut episodes into several rows; use ratio=token"
+            )
+        joined = episodes.join(batch)
+        return episodes.split(self.compute_advantages(joined), joined, batch)
+
     def predictions(self, batch: Batch) -> Predictions:
         """Predictions on held-out examples with known outcomes, for the evaluation.
 
@@ -303,7 +317,10 @@ class Algorithm(AlgorithmSpec):
             return
         arrays = {k: v for k, v in join(batch).items() if isinstance(v, np.ndarray)}
         held: dict[Any, Any] = {}
-        parts = list(self._minibatch_rows(row_count(arrays)))
+        if EpisodeRows.of(arrays) is None:
+            parts = list(self._minibatch_rows(row_count(arrays)))
+        else:
+            parts = list(self._episode_minibatch_rows(arrays))
         for part in parts:
             yield arrays if len(parts) == 1 else MiniBatch(arrays, part, held)
 
@@ -317,6 +334,16 @@ class Algorithm(AlgorithmSpec):
                 continue
             rng = np.random.default_rng([self.seed, self.step_number, epoch])
             yield from rng.permutation(np.arange(rows).reshape(-1, samples)).reshape(-1, size)
+
+    def _episode_minibatch_rows(self, batch: Batch) -> Iterator[np.ndarray]:
+        """Row numbers of each mini-batch of episodes that have several rows."""
+        groups, episodes = np.asarray(batch["group"]), np.asarray(batch["episode"])
+        names = len(set(groups[episodes >= 0].tolist()))
+        count = max((self.config.get("minibatch", 0) or names * self.samples) // self.samples, 1)
+        for epoch in range(self.config.get("epochs", 1)):
+            rng = np.random.default_rng([self.seed, self.step_number, epoch])
+            order = rng.permutation(names) if count < names else np.arange(names)
+            yield from episode_minibatches(groups, episodes, order, count)
 
     def log(self, metrics: Future | Mapping[str, Any], role: str = "") -> None:
         """Keep an update's metrics for this step's row; does not wait for a future."""

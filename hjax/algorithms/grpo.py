@@ -127,7 +127,7 @@ class GRPO(Resampling, Algorithm):
         batch = self.resampled(batch)
         reference = self.reference.compute_ref_log_prob(batch)
         rewards = self.rewards(batch)
-        batch = self.compute_advantages(join(batch, reference, rewards, self.proximal(batch)))
+        batch = self.with_advantages(join(batch, reference, rewards, self.proximal(batch)))
         for minibatch in self.minibatches(batch):
             self.log(self.actor.update_actor(minibatch, self.pretraining_batch()))
         return batch

@@ -126,7 +126,7 @@ class PPO(Algorithm):
         reference = self.reference.compute_ref_log_prob(batch)
         rewards = self.reward.compute_reward(batch)
         old = self.proximal(batch)
-        batch = self.compute_advantages(join(batch, values, reference, rewards, old))
+        batch = self.with_advantages(join(batch, values, reference, rewards, old))
         for minibatch in self.minibatches(batch):
             self.log(self.critic.update_critic(minibatch))
             self.log(self.actor.update_actor(minibatch, self.pretraining_batch()))

@@ -51,7 +51,7 @@ class ReMax(Algorithm):
         reference = self.reference.compute_ref_log_prob(batch)
         rewards = self.reward.compute_reward(batch)
         old = self.proximal(batch)
-        batch = self.compute_advantages(join(batch, reference, rewards, old, baseline=baseline))
+        batch = self.with_advantages(join(batch, reference, rewards, old, baseline=baseline))
         for minibatch in self.minibatches(batch):
             self.log(self.actor.update_actor(minibatch, self.pretraining_batch()))
         return batch

@@ -66,7 +66,7 @@ class SafeRLHF(PPO):
         costs = self.cost.compute_cost(batch)
         old = self.proximal(batch)
         batch = join(batch, values, reference, rewards, costs, old, cost=cost_values)
-        batch = self.compute_advantages(self.update_multiplier(batch))
+        batch = self.with_advantages(self.update_multiplier(batch))
         for minibatch in self.minibatches(batch):
             self.log(self.critic.update_critic(minibatch))
             self.log(self.cost_critic.update_critic(minibatch))

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from hjax.batches import NO_EPISODE, sample_rows
 from hjax.data.dataset import pad_left, pad_right
 from hjax.environments.episode import FAULTLESS, Episode, EpisodeRow
 
@@ -18,6 +19,9 @@ def episode_batch(
     episodes: Sequence[Episode], prompt_length: int, response_length: int, *, filler: int = 0
 ) -> dict[str, Any]:
     """Arrays of the episodes' rows, in their order; docs/design.md says what each is.
+
+    Where an episode has several rows, others of no episode follow (``episode`` -1), at least one,
+    up to a power of two times the number of episodes, so that there are few sizes.
 
     Args:
       prompt_length, response_length: of the arrays.
@@ -34,6 +38,12 @@ def episode_batch(
       ``prompt_text`` and ``response_text``, as they were seen and said.
     """
     rows = [(episode, row) for episode in episodes for row in _rows(episode, filler)]
+    if len(rows) > len(episodes):
+        size = len(episodes)
+        while size <= len(rows):
+            size *= 2
+        nobody = Episode(NO_EPISODE, NO_EPISODE, {}, 0)
+        rows += [(nobody, EpisodeRow([filler], ""))] * (size - len(rows))
     prompts, prompt_mask = pad_left([row.prompt for _, row in rows], prompt_length)
     responses, places = pad_right([row.response for _, row in rows], response_length)
     shape = responses.shape
@@ -63,6 +73,7 @@ def episode_batch(
         "response_lengths": places.sum(axis=1, dtype=np.int32),
         **tables,
         "truncated": np.array([e.stop_reason in ("max_turns", "context") for e, _ in rows]),
+        "row_mask": np.array([e.number != NO_EPISODE for e, _ in rows]),
         "episode": np.array([e.number for e, _ in rows], np.int32),
         "group": np.array([e.group for e, _ in rows], np.int32),
         "turn": turn,
@@ -120,7 +131,7 @@ def _metrics(episodes: Sequence[Episode]) -> dict[str, np.ndarray]:
 def episode_summary(batch: dict[str, Any]) -> dict[str, float]:
     """Metrics of a batch's episodes: ``episode/return``, ``episode/turns``, the environment's own
     ``episode/<name>``, and ``episode/stop_<reason>``, the share that stopped so."""
-    _, first = np.unique(batch["episode"], return_index=True)
+    first = sample_rows(batch)
     reasons = [batch["stop_reason"][i] for i in first]
     found = {
         f"episode/{name}": float(np.nanmean(values[first]))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
+from hjax.batches import NO_EPISODE
 from hjax.data.read_options import ReadOptions
 from hjax.data.tasks import Task
 from hjax.data.tokenizer import Tokenizer
@@ -149,8 +150,8 @@ class EpisodeRollout:
         made = episode_batch(
             episodes, self.limits.prompt_tokens, bucket_length(longest, limit), filler=self._filler
         )
-        of_row = (made["episode"] - first) // count  # its prompt
-        returns = {each.number: each.total_reward for each in episodes}
+        of_row = np.maximum(made["episode"] - first, 0) // count  # its prompt
+        returns = {each.number: each.total_reward for each in episodes} | {NO_EPISODE: 0.0}
         given = [returns[number] for number in made["episode"].tolist()]
         made["columns"] = {
             name: [values[i] for i in of_row.tolist()] for name, values in columns.items()

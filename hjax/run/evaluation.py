@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm
 from hjax.algorithms.prediction_calibration import calibration_bins, prediction_metrics
-from hjax.algorithms.resampling import select_rows
+from hjax.batches import sample_rows, select_rows
 from hjax.controller import join
 from hjax.run.examples import Demonstrations
 from hjax.run.inputs import Inputs, prompt_batch
@@ -69,8 +69,7 @@ def _greedy_batch(
     batch = join(algorithm.answer(prompts, greedy=True))
     reward, kept = roles.groups.get("reward"), slice(len(indices))
     if "episode" in batch:  # one row of each episode says all
-        _, first = np.unique(batch["episode"], return_index=True)
-        batch = select_rows(batch, first)
+        batch = select_rows(batch, sample_rows(batch))
     if reward is None:
         return slice_rows(batch, kept)
     if "reward" in roles.layouts:  # a reward model needs the padded, evenly divisible batch
