@@ -5,6 +5,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from hjax.algorithms import GRPO, PPO
+from hjax.algorithms.aggregation import aggregation_weights
 from hjax.algorithms.episode_rows import EpisodeRows, episode_minibatches
 from hjax.batches import sample_rows
 from hjax.environments.episode import Episode, EpisodeRow, Turn
@@ -153,3 +154,22 @@ def test_what_compares_whole_responses_refuses_several_rows():
     batch["rewards"] = returns_of(batch)
     with pytest.raises(Exception, match="cut episodes into several rows; use ratio=token"):
         algorithm(GRPO, ratio="sequence", kl_coef=0.0).with_advantages(batch)
+
+
+@pytest.mark.parametrize("kind", ["token", "sequence", "constant", "sum"])
+def test_an_episode_is_one_unit_of_the_loss(kind):
+    """Its rows' weights are those that the tokens have in one row; rows of no episode have none."""
+    batch = episode_batch(played(), 3, 4)
+    most = 16 if kind == "constant" else None
+    mask, rows = batch["response_mask"], batch["row_mask"].copy()
+    rows[4] = False  # the one that never began
+    made = aggregation_weights(mask, kind, most, rows, batch["episode"])
+    joined = EpisodeRows.of(batch).join(batch)
+    whole = np.array([True, True, False, True])
+    wanted = aggregation_weights(joined["response_mask"], kind, most, whole)
+    assert np.allclose(np.asarray(made)[:3].ravel(), np.asarray(wanted)[0], atol=1e-7)
+    assert np.allclose(np.asarray(made)[5:7].ravel()[:8], np.asarray(wanted)[3][:8], atol=1e-7)
+    assert not np.asarray(made)[[4, 7]].any()
+    alone = np.arange(8)  # episodes of a row each change nothing
+    plain = aggregation_weights(mask, kind, most, rows)
+    assert (np.asarray(aggregation_weights(mask, kind, most, rows, alone)) == plain).all()

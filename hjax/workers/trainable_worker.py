@@ -265,4 +265,5 @@ def update_keys(context: LearningContext, *extra: str) -> tuple[str, ...]:
     """Entries of a batch that the update program of a role reads."""
     losses = (context.loss, context.supervised_loss)
     needs = [key for loss in losses if loss is not None for key in loss.needs]
-    return tuple(dict.fromkeys((*TOKEN_KEYS, LENGTHS, *needs, "row_mask", *extra)))
+    optional = LENGTHS, "row_mask", "episode"
+    return tuple(dict.fromkeys((*TOKEN_KEYS, *optional, *needs, *extra)))
