@@ -34,6 +34,7 @@ class GRPO(Resampling, Algorithm):
     """Group-relative advantages: rewards normalised per prompt; no critic; KL in the loss."""
 
     roles: ClassVar[tuple[str, ...]] = ("actor", "reference", "reward")
+    plays_environments = True
 
     keys = {
         **{name: PPO.keys[name] for name in (*CLIP_KEYS, "gamma")},

@@ -35,6 +35,7 @@ class PPO(Algorithm):
     """Clipped policy and value losses, advantages by GAE."""
 
     roles: ClassVar[tuple[str, ...]] = ("actor", "critic", "reference", "reward")
+    plays_environments = True
 
     keys = {
         "gamma": Key(1.0, "discount per token", between(0, 1)),

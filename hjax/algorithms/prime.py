@@ -22,6 +22,7 @@ class PRIME(Resampling, Algorithm):
     """Implicit PRM: a language model trained on outcomes; its log-ratios are token rewards."""
 
     roles: ClassVar[tuple[str, ...]] = ("actor", "reference", "reward", "process_reward")
+    plays_environments = False
 
     keys = {
         **{name: PPO.keys[name] for name in (*CLIP_KEYS, "gamma")},

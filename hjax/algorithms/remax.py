@@ -19,6 +19,7 @@ class ReMax(Algorithm):
     """REINFORCE with a greedy baseline; no critic, no ratio, one update per batch."""
 
     roles: ClassVar[tuple[str, ...]] = ("actor", "reference", "reward")
+    plays_environments = True
 
     keys = {
         "gamma": PPO.keys["gamma"],

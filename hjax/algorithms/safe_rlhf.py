@@ -23,6 +23,7 @@ class SafeRLHF(PPO):
     """PPO-Lagrangian: a multiplier weights cost advantages against reward advantages."""
 
     roles = ("actor", "critic", "reference", "reward", "cost", "cost_critic")
+    plays_environments = False
 
     keys = {
         "cost_limit": Key(

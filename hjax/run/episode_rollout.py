@@ -132,7 +132,7 @@ class EpisodeRollout:
             for sample in range(count)
         ]
         row_tokens = self.limits.prompt_tokens + self.limits.response_tokens
-        actor.begin_turns(max(self._rows, len(episodes)), row_tokens).result()
+        begun = actor.begin_turns(max(self._rows, len(episodes)), row_tokens).result()
         try:
             draw = functools.partial(_draw, actor, step, greedy)
             EpisodePlayer(
@@ -140,7 +140,10 @@ class EpisodeRollout:
             ).play(episodes)
         finally:
             actor.end_turns().result()
-        return self._batch(episodes, columns, count, first)
+        batch = self._batch(episodes, columns, count, first)
+        if begun["version"] is not None:
+            batch["versions"] = batch["response_mask"] * np.int32(begun["version"])
+        return batch
 
     def _batch(
         self, episodes: Sequence[Episode], columns: Mapping[str, list[Any]], count: int, first: int

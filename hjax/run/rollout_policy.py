@@ -114,6 +114,21 @@ class RolloutPolicy:
                 prompts, greedy=greedy, samples=samples, version=version
             )
 
+    def begin_turns(self, rows: int, row_tokens: int) -> Future:
+        """Begin the turns of episodes on the rollout, see ``hjax.workers.GeneratingWorker``; the
+        weights' version is chosen as for ``generate_sequences``."""
+        selector = getattr(self._local, "selector", None)
+        with self._committed_version(selector, 0) as version:
+            return self.rollout.begin_turns(rows, row_tokens, version=version)
+
+    def draw_turns(self, requests: Any, step: int = 0, greedy: bool = False) -> Future:
+        """Draw turns of episodes on the rollout."""
+        return self.rollout.draw_turns(requests, step=step, greedy=greedy)
+
+    def end_turns(self) -> Future:
+        """End the turns of episodes on the rollout."""
+        return self.rollout.end_turns()
+
     def _generate_parts(
         self, selector: Any, prompts: Mapping[str, Any], samples: int | None
     ) -> Future:

@@ -143,13 +143,18 @@ class GeneratingWorker(ModelWorker):
         return rollout
 
     @protocol("ALL_TO_ALL", phase="generate")
-    def begin_turns(self, rows: int, row_tokens: int, version: int | None = None) -> None:
+    def begin_turns(
+        self, rows: int, row_tokens: int, version: int | None = None
+    ) -> dict[str, int | None]:
         """Bring the weights to the generate layout, for ``draw_turns`` until ``end_turns``.
 
         Args:
           rows: episodes that are open at a time.
           row_tokens: most tokens of an episode's row.
           version: of the weights that must generate, where there are versions.
+
+        Returns:
+          ``version`` of the weights here, None where there are no versions.
         """
         self.end_turns()
         self.check_version(version)
@@ -163,6 +168,7 @@ class GeneratingWorker(ModelWorker):
             )  # fmt: skip
         else:
             self._turns.replace_params(params)
+        return {"version": getattr(self, "version", None)}
 
     @protocol("ALL_TO_ALL", phase="generate")
     def draw_turns(
