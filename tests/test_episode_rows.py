@@ -173,3 +173,23 @@ def test_an_episode_is_one_unit_of_the_loss(kind):
     alone = np.arange(8)  # episodes of a row each change nothing
     plain = aggregation_weights(mask, kind, most, rows)
     assert (np.asarray(aggregation_weights(mask, kind, most, rows, alone)) == plain).all()
+
+
+def test_turns_of_a_run_are_credited_as_its_keys_say():
+    """The rewards of each turn, discounted by turn, over episodes of several rows."""
+    batch = episode_batch(played(), 3, 4)
+    batch["rewards"] = np.array([1.875] * 3 + [0.5, np.nan, 2.0, 2.0, 0.0], np.float32)
+    grpo = algorithm(GRPO, kl_coef=0.0, normalise="none", turn_discount=0.5)
+    made = grpo.with_advantages(batch)["advantages"]
+    # Turns of the first group: .25, .5, 1, .125, with what follows halved per turn; and .5.
+    returns = [0.25 + 0.25 + 0.25 + 0.015625, 0.5 + 0.5 + 0.03125, 1.0625, 0.125, 0.5]
+    mean = sum(returns) / 5
+    wanted = [returns[0] - mean] * 2 + [0.0, returns[1] - mean]
+    assert np.allclose(made[0], wanted, atol=1e-6)
+    assert np.allclose(made[1, :2], returns[2] - mean, atol=1e-6)
+    assert np.allclose([made[2, 0], made[3, 0]], [returns[3] - mean, returns[4] - mean], atol=1e-6)
+    assert not made[4:].any()  # one scored episode is compared with nobody
+    batch["values"] = np.zeros(batch["responses"].shape, np.float32)
+    ppo = algorithm(PPO, kl_coef=0.0, whiten=False, credit="turn", turn_gamma=0.5, turn_lam=1.0)
+    made = ppo.with_advantages(batch)["advantages"]
+    assert np.allclose(made[:3, 0], [returns[0], returns[2], returns[3]], atol=1e-6)

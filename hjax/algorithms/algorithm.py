@@ -136,7 +136,8 @@ class Algorithm(AlgorithmSpec):
         """
         if self.environment is not None:
             return self.environment.play(self.actor, prompts, greedy=greedy)
-        return self.actor.generate_sequences(prompts, greedy=greedy)
+        options = {"greedy": True} if greedy else {}
+        return self.actor.generate_sequences(prompts, **options)
 
     def collect(self, prompts: Batch) -> Any:
         """Rollout: answer prompts; the part of a step that may run asynchronously.

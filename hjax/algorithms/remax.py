@@ -43,7 +43,8 @@ class ReMax(Algorithm):
 
     def collect(self, prompts: Batch) -> Any:
         """Generate samples, and a greedy response to each prompt."""
-        return self.answer(prompts), self.answer(prompts, greedy=True)
+        batch = self.answer(prompts)
+        return batch, self.answer(prompts, greedy=True)
 
     def learn(self, batch: Any) -> Batch:
         """Score against the greedy response, then update."""
