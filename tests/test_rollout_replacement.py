@@ -14,7 +14,7 @@ from hjax.kernels import decode
 from hjax.models.append_attention import BLOCK
 from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import decoder_network
-from hjax.rollout import batcher
+from hjax.rollout import waiting_requests
 from hjax.rollout.language_model import LanguageModel
 from hjax.rollout.requests import Request
 from hjax.rollout.sampling_params import SamplingParams
@@ -166,7 +166,7 @@ def test_what_was_kept_of_the_old_weights_is_forgotten_and_nothing_compiled(
 def test_who_runs_ends_first_and_who_waits_or_is_half_read_begins_anew(
     model, service, weights, greedy, monkeypatch
 ):
-    monkeypatch.setattr(batcher, "PREFILL_CHUNK", 2 * BLOCK)
+    monkeypatch.setattr(waiting_requests, "PREFILL_CHUNK", 2 * BLOCK)
     gate = Gate(monkeypatch, model.engine)
     runs = Asked(service, (1, 2, 3))
     assert runs.begun.wait(SECONDS)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hjax.models.append_attention import BLOCK
-from hjax.rollout import batcher, prefix_sharing, scheduler
+from hjax.rollout import batcher, prefix_sharing, scheduler, waiting_requests
 from hjax.rollout.prefix_cache import PrefixCache
 from hjax.rollout.requests import Request
 from hjax.rollout.rollout_job import GenerationConfig, ResumedResponses, RolloutJob
@@ -262,7 +262,7 @@ def test_requests_find_what_earlier_ones_and_their_answers_left(chunk, parts, mo
                         prefixes.blocks[part, int(where)] = block
 
     monkeypatch.setattr(PrefixCache, "_write", write)
-    monkeypatch.setattr(batcher, "PREFILL_CHUNK", chunk)
+    monkeypatch.setattr(waiting_requests, "PREFILL_CHUNK", chunk)
     engine, draw = Engine(parts, number=number_of), random.Random(1)
     service = serving(monkeypatch, engine, slots=4 if parts == 1 else 6 * parts, prefix_tokens=4096)
     system = draw.choices(range(1, 64), k=5 * BLOCK)

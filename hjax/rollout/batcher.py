@@ -14,9 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from hjax.models.append_attention import BLOCK
 from hjax.rollout import vocab_parallel
-from hjax.rollout.bucketing import PREFILL_BATCHES, PREFILL_CHUNK, ServiceBuckets
+from hjax.rollout.bucketing import PREFILL_BATCHES, ServiceBuckets
 from hjax.rollout.engine import Engine
 from hjax.rollout.prefix_cache import (
     CachedPrefix,
@@ -31,6 +30,7 @@ from hjax.rollout.row_sampling import RowSampling, SamplingSizes
 from hjax.rollout.sampling_params import SamplingParams
 from hjax.rollout.slot_state import Admission, DecodedTokens
 from hjax.rollout.slot_table import SlotTable
+from hjax.rollout.waiting_requests import WaitingRequests
 from hjax.sharding.global_arrays import place, to_numpy
 
 
@@ -48,7 +48,7 @@ class ContinuousBatcher:
 
     Attributes:
       params: the weights in use, see ``replace_params``.
-      waiting: requests that have not entered, in order of arrival; also those being chunked.
+      waiting: requests that have not entered.
       running: requests in slots, by their number in the slot table.
       totals: ``generated``, ``prompt``, ``cached``, ``guessed`` and ``right`` tokens so far.
     """
@@ -70,7 +70,7 @@ class ContinuousBatcher:
         self.buckets = ServiceBuckets(engine, slots, max_tokens, sizes, prefill_batches)
         self.prefixes = PrefixCache(engine, prefix_tokens) if prefix_tokens else None
         self.scorer = PromptScorer(engine)
-        self.waiting: list[RequestHandle] = []
+        self.waiting = WaitingRequests(self.prefixes, engine.parts, max_tokens)
         self.running: dict[int, RequestHandle] = {}
         self._last_id = 0
         self._table = SlotTable(engine, self.buckets)
@@ -82,7 +82,7 @@ class ContinuousBatcher:
     @property
     def busy(self) -> bool:
         """Whether any request waits or runs."""
-        return bool(self.waiting or self.running)
+        return bool(self.waiting.requests or self.running)
 
     def advance(self, admits: bool = True) -> None:
         """Admit what can enter, and draw some tokens of what runs.
@@ -93,7 +93,7 @@ class ContinuousBatcher:
         self._drop_cancelled()
         if admits:
             self._score_prompt()
-            self._prefill_chunk()
+            self.waiting.prefill_chunk(self.params)
             self._admit()
         if self.running:
             self._decode()
@@ -105,19 +105,16 @@ class ContinuousBatcher:
     def replace_params(self, params: Any) -> None:
         """Use other weights, while none run: the prefix cache and all scores are invalid."""
         self.scorer.clear()
-        for handle in self.waiting:
-            self._release_prefix(handle)
-            handle.prefilled_tokens, handle.scores = 0, None
-            handle.unchunked = handle.chunking = False
+        self.waiting.begin_anew()
         if self.prefixes is not None:
             self.prefixes.clear()
         self._table.state, self.params = None, params
 
     def end_all(self, finish: str) -> None:
         """End every request, with this reason."""
-        left = [*self.running.values(), *self.waiting]
+        left = [*self.running.values(), *self.waiting.requests]
         self._release(set(left))
-        self.waiting = []
+        self.waiting.requests = []
         for handle in left:
             handle.deliver(ResponseChunk(finish=finish))
 
@@ -132,11 +129,11 @@ class ContinuousBatcher:
 
     def _drop_cancelled(self) -> None:
         # Read only once, as clients cancel at any moment.
-        there = *self.running.values(), *self.waiting
-        gone = [handle for handle in there if handle.cancelled]
+        waiting = self.waiting.requests
+        gone = [handle for handle in (*self.running.values(), *waiting) if handle.cancelled]
         for handle in gone:
-            self._release_prefix(handle)
-        self.waiting = [handle for handle in self.waiting if handle not in gone]
+            self.waiting.release_prefix(handle)
+        self.waiting.requests = [handle for handle in waiting if handle not in gone]
         rows = self._release(set(gone))
         self._table.stop_rows(rows)
         for handle in gone:
@@ -144,7 +141,7 @@ class ContinuousBatcher:
 
     def _first_waiting(self, of: Callable[[RequestHandle], bool]) -> RequestHandle | None:
         """The first waiting request that satisfies a condition."""
-        return next(filter(of, self.waiting), None)
+        return next(filter(of, self.waiting.requests), None)
 
     def _score_prompt(self) -> None:
         """Score the prompt of a waiting request; a request for scores only then ends."""
@@ -155,96 +152,16 @@ class ContinuousBatcher:
         columns = self.buckets.prompt_columns(len(prompt))
         handle.scores = self.scorer(self.params, prompt, columns)
         if not handle.request.max_tokens:
-            self.waiting.remove(handle)
+            self.waiting.requests.remove(handle)
             handle.cached_tokens = 0
             self.totals["prompt_tokens"] += len(prompt)
             handle.deliver(ResponseChunk(finish="length", prompt=handle.scores))
-
-    def _prefill_chunk(self) -> None:
-        """Prefill a chunk of a long prompt."""
-        handle = self._first_waiting(lambda handle: handle.chunking)
-        if handle is None:
-            return
-        assert self.prefixes is not None
-        if self._uncached(handle) > PREFILL_CHUNK:  # unless another request cached it meanwhile
-            prompts: list[Sequence[int] | None] = [None] * self._engine.parts
-            prompts[handle.part] = handle.request.prompt
-            there = self.prefixes.prefill_chunk(
-                self.params, prompts, PREFILL_CHUNK, self.max_tokens
-            )
-            handle.unchunked = not there
-            handle.prefilled_tokens += 0 if handle.unchunked else PREFILL_CHUNK
-        handle.chunking = self._uncached(handle) > PREFILL_CHUNK and not handle.unchunked
-
-    def _uncached(self, handle: RequestHandle) -> int:
-        """Number of uncached tokens of its prompt; the cached prefix of its part is acquired."""
-        prompt = handle.request.prompt
-        if self.prefixes is not None:
-            self._release_prefix(handle)
-            handle.cached_prefix = self.prefixes.match(prompt, handle.part)
-        return len(prompt) - handle.cached_prefix.tokens
-
-    def _choose_part(self, handle: RequestHandle, free: np.ndarray) -> int:
-        """Of the parts with free rows the one that has most of the prompt, or most free rows."""
-        open_parts = np.flatnonzero(free).tolist()
-        if len(open_parts) == 1:
-            return int(open_parts[0])
-        known = [0] * len(free)
-        for part in open_parts if self.prefixes is not None else ():
-            assert self.prefixes is not None
-            found = self.prefixes.match(handle.request.prompt, part)
-            known[part] = found.tokens
-            self.prefixes.release(found, part)
-        return int(max(open_parts, key=lambda part: (known[part], free[part], -part)))
-
-    def _release_prefix(self, handle: RequestHandle) -> None:
-        """Release its cached prefix."""
-        if self.prefixes is not None:
-            self.prefixes.release(handle.cached_prefix, handle.part)
-            handle.cached_prefix = CachedPrefix()
-
-    def _next_waiting(self, free: np.ndarray, most: int) -> list[RequestHandle]:
-        """Waiting requests that may enter, in order of arrival, each with the part that it enters
-        and its cached prefix there acquired.
-
-        Of several whose prompts continue alike, one enters now and the others once that is cached.
-
-        Args:
-          free: int [parts], free rows of each.
-          most: requests that may enter a part now.
-        """
-        entering: list[RequestHandle] = []
-        goes_on: set[tuple] = set()
-        free, quota = free.copy(), np.minimum(free, most)
-        for handle in self.waiting:
-            if not quota.any():
-                break
-            if handle.chunking or handle.needs_scores:
-                continue
-            if not handle.prefilled_tokens:  # else its part has the chunks
-                self._release_prefix(handle)
-                handle.part = self._choose_part(handle, free)
-            if not quota[handle.part]:
-                continue
-            if self.prefixes is not None:
-                rest, known = self._uncached(handle), handle.cached_prefix.tokens
-                handle.chunking = rest > PREFILL_CHUNK and not handle.unchunked
-                ahead = handle.part, handle.cached_prefix, handle.request.prompt[known:][:BLOCK]
-                later = rest > BLOCK and ahead in goes_on
-                if handle.chunking or later:
-                    continue
-                goes_on.add(ahead)
-            free[handle.part] -= 1
-            quota[handle.part] -= 1
-            entering.append(handle)
-        self.waiting = [handle for handle in self.waiting if handle not in entering]
-        return entering
 
     def _admit(self) -> None:
         """Admit waiting requests."""
         table, buckets, prefixes = self._table, self.buckets, self.prefixes
         taken, batches = table.live.sum(axis=1), buckets.prefill_batches
-        entering = self._next_waiting(buckets.rows[-1] - taken, batches[-1])
+        entering = self.waiting.take(buckets.rows[-1] - taken, batches[-1])
         if not entering:
             return
         more = np.bincount([handle.part for handle in entering], minlength=len(taken))
@@ -267,7 +184,7 @@ class ContinuousBatcher:
         there = [(row, t.request.prompt) for row, t in self._rows() if t and t in entering]
         self._store_prefixes(there)
         for handle in entering:
-            self._release_prefix(handle)
+            self.waiting.release_prefix(handle)
         self._deliver(entries, drawn)
 
     def _rows(self) -> Iterator[tuple[int, RequestHandle | None]]:

@@ -128,7 +128,7 @@ class GenerationService:
         handle = RequestHandle(request, matcher or self.prepare(request), on_chunk)
         with self._changed:
             self._check_open("requests")
-            there = *self._batcher.waiting, *self._inbox
+            there = *self._batcher.waiting.requests, *self._inbox
             waiting = sum(not handle.chunking for handle in there)
             if waiting >= self.max_queue:
                 raise QueueFull(f"{waiting} requests wait, as many as may; try later")
@@ -205,7 +205,7 @@ class GenerationService:
         with self._changed:
             return {
                 "running": len(batcher.running),
-                "waiting": len(batcher.waiting) + len(self._inbox),
+                "waiting": len(batcher.waiting.requests) + len(self._inbox),
                 "slots": self.slots,
                 "kept_tokens": 0 if prefixes is None else prefixes.used,
                 "kept_room": 0 if prefixes is None else prefixes.capacity,
@@ -292,7 +292,7 @@ class GenerationService:
         return False
 
     def _take_submitted(self) -> None:
-        self._batcher.waiting += self._inbox
+        self._batcher.waiting.requests += self._inbox
         self._inbox = []
 
     def _end_all(self, finish: str) -> None:

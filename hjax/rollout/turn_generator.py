@@ -128,7 +128,7 @@ class TurnGenerator:
         )
         turn = _TurnInProgress(StopWatcher(stops, ResponseText(self._tokenizer, seen)))
         turn.handle = RequestHandle(asked, None, turn.take)
-        self._batcher.waiting.append(turn.handle)
+        self._batcher.waiting.requests.append(turn.handle)
         return turn
 
 
