@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms.advantages import overlong_penalty
 from hjax.algorithms.episode_rows import EpisodeRows, episode_minibatches
-from hjax.algorithms.kl import AdaptiveEntropy, AdaptiveKL, FixedKL
+from hjax.algorithms.kl import make_entropy_controller, make_kl_controller
 from hjax.algorithms.prediction_calibration import Predictions
 from hjax.algorithms.spec import AlgorithmSpec
 from hjax.batches import response_lengths
@@ -100,8 +100,8 @@ class Algorithm(AlgorithmSpec):
             if role not in groups:
                 raise ConfigError(f"{type(self).__name__} needs a worker group for the role {role}")
             setattr(self, role, groups[role])
-        self.kl = self.make_kl_controller()
-        self.entropy = self.make_entropy_controller()
+        self.kl = make_kl_controller(config)
+        self.entropy = make_entropy_controller(config)
         # (role, metrics) of this step's updates, see `log`; the trainer reads it.
         self.logged: list[tuple[str, Future | Mapping[str, Any]]] = []
 
@@ -196,22 +196,6 @@ class Algorithm(AlgorithmSpec):
         assert self.demonstrations is not None
         coefficient = np.asarray(self.config.pretraining_coef, np.float32)
         return self.demonstrations() | {"coefficient": coefficient}
-
-    def make_kl_controller(self) -> FixedKL:
-        """The controller of the KL coefficient; adaptive where ``kl_target`` is set."""
-        config = self.config
-        if not config.get("kl_target"):
-            return FixedKL(config.get("kl_coef", 0.0))
-        return AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
-
-    def make_entropy_controller(self) -> AdaptiveEntropy | None:
-        """The controller of an adaptive entropy coefficient; None: the coefficient is fixed."""
-        config = self.config
-        if not config.get("entropy_target"):
-            return None
-        return AdaptiveEntropy(
-            config.entropy_coef, config.entropy_target, config.entropy_step, config.entropy_max
-        )
 
     def finish(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Called with a step's metrics at its end; returns further metrics.

@@ -46,44 +46,47 @@ def episode_batch(
         rows += [(nobody, EpisodeRow([filler], ""))] * (size - len(rows))
     prompts, prompt_mask = pad_left([row.prompt for _, row in rows], prompt_length)
     responses, places = pad_right([row.response for _, row in rows], response_length)
-    shape = responses.shape
-    turn, anchor = np.full(shape, -1, np.int32), np.full(shape, -1, np.int32)
-    rewards = np.zeros(shape, np.float32)
-    tables = {name: np.zeros(shape, np.float32) for name in LOGPROBS}
-    states: dict[int, dict[bytes, int]] = {}
-    first_turns = _first_turns(episodes)
-    for i, (episode, row) in enumerate(rows):
-        at = 0
-        numbers = states.setdefault(episode.group, {})
-        for number, each in enumerate(row.turns, start=first_turns[id(row)] if row.turns else 0):
-            own = slice(at, at + len(each.tokens))
-            turn[i, own] = number
-            if each.anchor is not None:
-                anchor[i, own] = numbers.setdefault(each.anchor, len(numbers))
-            for name in LOGPROBS:
-                tables[name][i, own] = each.logprobs.get(name, each.logprobs["logprobs"])
-            if each.tokens:
-                rewards[i, own.stop - 1] = each.reward
-            at = own.stop + len(each.observation)
+    tables = _token_tables(rows, _first_turns(episodes), responses.shape)
     return {
         "prompts": prompts,
         "prompt_mask": prompt_mask,
         "responses": responses,
-        "response_mask": turn >= 0,
+        "response_mask": tables["turn"] >= 0,
         "response_lengths": places.sum(axis=1, dtype=np.int32),
         **tables,
         "truncated": np.array([e.stop_reason in ("max_turns", "context") for e, _ in rows]),
         "row_mask": np.array([e.number != NO_EPISODE for e, _ in rows]),
         "episode": np.array([e.number for e, _ in rows], np.int32),
         "group": np.array([e.group for e, _ in rows], np.int32),
-        "turn": turn,
-        "anchor": anchor,
-        "token_rewards": rewards,
         "stop_reason": [e.stop_reason for e, _ in rows],
         "episode_metrics": _metrics([e for e, _ in rows]),
         "prompt_text": [row.text for _, row in rows],
         "response_text": [_text(row) for _, row in rows],
     }
+
+
+def _token_tables(
+    rows: Sequence[tuple[Episode, EpisodeRow]],
+    first_turns: dict[int, int],
+    shape: tuple[int, ...],
+) -> dict[str, np.ndarray]:
+    """``turn``, ``anchor``, ``token_rewards`` and the log-probs of ``episode_batch``."""
+    made = {name: np.full(shape, -1, np.int32) for name in ("turn", "anchor")}
+    made |= {name: np.zeros(shape, np.float32) for name in ("token_rewards", *LOGPROBS)}
+    states: dict[int, dict[bytes, int]] = {}  # by group, numbers of states
+    for i, (episode, row) in enumerate(rows):
+        at, numbers = 0, states.setdefault(episode.group, {})
+        for number, turn in enumerate(row.turns, start=first_turns.get(id(row), 0)):
+            own = slice(at, at + len(turn.tokens))
+            made["turn"][i, own] = number
+            if turn.anchor is not None:
+                made["anchor"][i, own] = numbers.setdefault(turn.anchor, len(numbers))
+            for name in LOGPROBS:
+                made[name][i, own] = turn.logprobs.get(name, turn.logprobs["logprobs"])
+            if turn.tokens:
+                made["token_rewards"][i, own.stop - 1] = turn.reward
+            at = own.stop + len(turn.observation)
+    return made
 
 
 def _rows(episode: Episode, filler: int) -> list[EpisodeRow]:
