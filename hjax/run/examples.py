@@ -85,8 +85,7 @@ def load_examples(
     read = None if tokenizer is None else answers_by_row(source, task, data, config.seed)
     if tokenizer is None or read is None:
         return LearnedExamples()
-    if source == "pairs" and task is None:
-        _check_pair_labels(config, data)
+    _check_pair_labels(config, source, task, data)
     needed = learns_from_examples(config, source)
     invalid = invalid if needed else InvalidRows("drop")
     say_once = functools.cache(notify)
@@ -157,7 +156,9 @@ def _episode_examples(
     return LearnedExamples(found, {}, [], drawn)
 
 
-def _check_pair_labels(config: ConfigDict, data: Dataset) -> None:
+def _check_pair_labels(config: ConfigDict, source: str, task: Task | None, data: Dataset) -> None:
+    if source != "pairs" or task is not None:
+        return
     if config.algorithm.get("label_coef") and not set(PAIR_LABELS) <= data.columns.keys():
         raise ConfigError(
             f"config.algorithm.label_coef={config.algorithm.label_coef}: {config.data.path} has no "
