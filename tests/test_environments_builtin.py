@@ -13,6 +13,7 @@ from hjax.data.tasks.calculator_task import calculation_steps
 from hjax.data.tasks.sokoban_rules import parse_level, read_levels, solve
 from hjax.environments import anchor_digest
 from hjax.environments.calculator import Calculator
+from hjax.environments.episode_pool import EpisodePool
 from hjax.environments.maze import Maze
 from hjax.environments.sokoban import Sokoban
 from hjax.environments.twenty_questions import TwentyQuestions
@@ -160,6 +161,46 @@ def test_the_map_is_shown_anew_and_replaces_the_history():
     assert environment.step("x").observation.text.startswith("!#####\n")
     environment.step("U")
     assert environment.step("R").observation.text == "#####\n# @*#\n#   #\n#####"
+
+
+def pushed(level, action):
+    """The level after a move, by replacing characters; written apart from hjax."""
+    width = level.index("\n") + 1
+    step = {"U": -width, "D": width, "L": -1, "R": 1}[action]
+    here = max(level.find("@"), level.find("+"))
+    near, far = here + step, here + 2 * step
+    cells = list(level)
+    if cells[near] in "$*":
+        if cells[far] not in " .":
+            return level
+        cells[far] = {" ": "$", ".": "*"}[cells[far]]
+        cells[near] = {"$": " ", "*": "."}[cells[near]]
+    if cells[near] not in " .":
+        return level
+    cells[near] = {" ": "@", ".": "+"}[cells[near]]
+    cells[here] = {"@": " ", "+": "."}[cells[here]]
+    return "".join(cells)
+
+
+def test_random_moves_as_by_replacing_characters():
+    rng, pushes = np.random.default_rng(0), 0
+    for record in get_task("sokoban", side=8, boxes=2).examples("train", 0, 30):
+        environment, level = Sokoban(), record["level"]
+        environment.reset(record | {"view": "map", "box_reward": 1.0}, 0)
+        for action in rng.choice(list("UDLR"), 150):
+            before, level = level, pushed(level, action)
+            step = environment.step(action)
+            assert step.valid == (level != before)
+            assert step.observation.text.removeprefix("!") == level
+            solved = "$" not in level
+            assert (step.done, step.reward) == (
+                solved,
+                level.count("*") - before.count("*") + solved,
+            )
+            pushes += level.count("*") != before.count("*")
+            if solved:
+                break
+    assert pushes > 10
 
 
 def test_a_player_on_a_goal_is_drawn_and_read():
@@ -344,6 +385,19 @@ def test_an_episode_follows_from_row_seed_and_actions(name):
         assert played(used, record, first, seed) == played(new, record, first, seed)
 
 
+def test_a_process_plays_as_this_one_does():
+    task = get_task("sokoban", view="map", box_reward=0.5)
+    record = task.examples("train", 0, 1)[0]
+    actions = [*task.demonstration_actions(record, np.random.default_rng(0), 0)[:-1], "x"]
+    expected = played(task.make_environment(), record, actions)
+    with EpisodePool(task.environment) as pool:
+        seen = [pool.reset(0, record, 0).result(60)]
+        seen += [pool.step(0, action).result(60) for action in actions]
+    assert [answer.fault for answer in seen] == [""] * len(seen)
+    assert seen[0].observation == expected[0] and all(answer.fresh for answer in seen[1:])
+    assert [(a.observation, a.reward, a.done, a.valid) for a in seen[1:]] == expected[1:]
+
+
 ANCHORS = {
     "maze": (Maze, MAZE, ["E", "S"], ["S", "x", "E"], ["S"]),
     "walls": (Maze, MAZE | {"view": "walls"}, ["E", "S"], ["S", "", "E"], ["E"]),
@@ -387,6 +441,8 @@ def test_senseless_actions_change_nothing_and_the_episode_goes_on(name, action):
     (Maze, {"maze": ""}, "maze is ''"),
     (Maze, MAZE | {"view": "top"}, "view is 'top'; it must be 'map' or 'walls'"),
     (Maze, MAZE | {"step_cost": float("inf")}, "step_cost is inf; it must be a finite number"),
+    (Maze, MAZE | {"step_cost": [1]}, "step_cost is .1.; it must be a finite number"),
+    (Maze, MAZE | {"step_cost": True}, "step_cost is True; it must be a finite number"),
     (Maze, MAZE | {"step_cost": "1"}, "step_cost is '1'; it must be a finite number"),
     (Sokoban, LEVEL | {"view": "walls"}, "view is 'walls'; it must be 'positions' or 'map'"),
     (Sokoban, {"level": None}, "level is None.*players: 0"),

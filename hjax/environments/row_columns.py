@@ -18,9 +18,13 @@ def number_column(task: Mapping[str, Any], name: str, default: float = 0.0) -> f
     value = task.get(name)
     if value is None:
         return default
-    if isinstance(value, str | bytes | bool) or not math.isfinite(value):
+    try:
+        number = math.nan if isinstance(value, str | bytes | bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
         raise DataError(f"{name} is {short_repr(value)}; it must be a finite number")
-    return float(value)
+    return number
 
 
 def one_of_column(task: Mapping[str, Any], name: str, choices: Sequence[Any]) -> Any:

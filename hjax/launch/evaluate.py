@@ -81,13 +81,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
 
     def text() -> str:
-        from hjax.data.tasks import TASKS
+        from hjax.data.tasks.task import PACKAGES, TASKS
 
         sampling = sampling_help(
             "logits are divided by it; 0 is greedy (0; 1 with several samples)"
         )
         sizes = {"task_prompts": TASK_PROMPTS, "length": LENGTH, "turns": MAX_TURNS}
-        return str(__doc__).format(sampling=sampling, tasks=", ".join(TASKS), **sizes)
+        tasks = ", ".join([*TASKS, *(f"{package}:NAME" for package in PACKAGES)])
+        return str(__doc__).format(sampling=sampling, tasks=tasks, **sizes)
 
     return status_on_ctrl_c(lambda: run_or_help(arguments, text, _run))
 
@@ -103,9 +104,7 @@ def parse(arguments: Sequence[str]) -> Any:
     rules["step_seconds"] = above(0)
     texts = dict(data="", reward="", task="", instruction="", output="", environment="")
     numbers = dict(samples=1, limit=0, max_turns=0, turn_tokens=0, processes=0)
-    args = read_flags(
-        arguments, rules, timeout_seconds=60.0, step_seconds=60.0, **numbers, **texts
-    )
+    args = read_flags(arguments, rules, timeout_seconds=60.0, step_seconds=60.0, **numbers, **texts)
     if bool(args.data) == bool(args.task):
         raise ConfigError(
             "give --data=FILE with --reward=GRADER or --environment=PATH.py:NAME, or --task=NAME; "
@@ -173,9 +172,10 @@ def _new_file(name: str) -> Path:
 def _task(text: str, model: str) -> Task:
     """The task of --task, with its options or those of the run that trained on it."""
     from hjax.data.tasks import get_task
+    from hjax.data.tasks.task import split_options
     from hjax.models.weights import is_workdir
 
-    name, _, settings = text.partition(":")
+    name, settings = split_options(text)
     options: dict[str, Any] = {}
     if is_workdir(model):
         data = read_json(Path(model) / "config.json")["data"]

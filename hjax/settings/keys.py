@@ -246,7 +246,8 @@ KEYS: dict[str, Any] = {
     "data": {
         "task": Key(
             "sorting",
-            "built-in task with prompts, verifier and demonstrations; empty: data.path is needed",
+            "built-in task with prompts, verifier and demonstrations, or one of another package: "
+            "reasoning_gym:NAME, gymnasium:NAME; empty: data.path is needed",
         ),
         "task_options": {},
         "path": Key(

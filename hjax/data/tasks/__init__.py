@@ -1,6 +1,7 @@
 """Built-in tasks: generated prompts with verifiers and demonstrations, nothing to download.
 
-`get_task("sorting", length=4)` makes one; `TASKS` maps names to classes.
+`get_task("sorting", length=4)` makes one; `TASKS` maps names to classes. Tasks of other packages
+are `reasoning_gym:NAME` and `gymnasium:NAME`.
 """
 
 from hjax.data.tasks.arithmetic import Addition, Multiplication

@@ -103,6 +103,5 @@ class EnvironmentTask(Task):
     def _played(self) -> str:
         return (
             f"task {self.name} is played over several turns: {self.environment} gives its rewards, "
-            "and no single response is right; use it where environments are played, or take "
-            "another task"
+            "and no single response is right; docs/agents.md says where episodes are played"
         )

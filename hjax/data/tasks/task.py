@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -20,6 +21,11 @@ _EVAL_ONE_IN = 8
 _LIST_UP_TO = 2**17
 
 TASKS: dict[str, type[Task]] = {}
+# Packages with tasks of their own, and the module whose `task_class` makes theirs.
+PACKAGES = {
+    "gymnasium": "hjax.data.tasks.gymnasium_task",
+    "reasoning_gym": "hjax.data.tasks.reasoning_gym_task",
+}
 
 
 def option(default: Any, low: float, high: float, excluded: bool = False) -> Any:
@@ -41,8 +47,8 @@ class Task:
     """A family of prompts with a verifier and demonstrations.
 
     A subclass is a frozen dataclass. Its fields are the task's options, each made by `option` or
-    `choice`. It defines `alphabet`, `size`, `record`, `demonstration` and `is_correct`; one that is
-    played over several turns see `EnvironmentTask`.
+    `choice`. It defines `alphabet`, `size`, `record`, `demonstration` and `is_correct`.
+    `EnvironmentTask` is the base of those that are played over several turns.
 
     Attributes:
       environment: the class that plays its episodes, as `module:Class`; empty: one response answers
@@ -172,8 +178,8 @@ class Task:
 
     def largest_count(self, split: str) -> int | None:
         """Number of distinct prompts of a split; None where there are too many to enumerate."""
-        _check_split(split)
-        return len(_listed(self)[split]) if self.size <= _LIST_UP_TO else None
+        check_split(split)
+        return len(listed_records(self)[split]) if self.size <= _LIST_UP_TO else None
 
     def examples(self, split: str, seed: int, count: int) -> list[dict[str, Any]]:
         """Records in a seeded random order, without repeated prompts.
@@ -185,12 +191,12 @@ class Task:
 
         Raises DataError, with the largest possible count, when there are fewer prompts.
         """
-        _check_split(split)
+        check_split(split)
         if count < 1:
             raise DataError(f"task {self.name}: {count} examples asked for; at least 1 is needed")
         rng = np.random.default_rng([seed, int(split == "eval")])
         if self.size <= _LIST_UP_TO:
-            listed = _listed(self)[split]
+            listed = listed_records(self)[split]
             chosen = [dict(listed[i]) for i in rng.permutation(len(listed))[:count]]
         else:
             chosen = self._drawn(split, rng, count)
@@ -242,7 +248,7 @@ class Task:
         # So many attempts that exhausting them means that there are no more prompts.
         for _ in range(100 * count + 10_000):
             record = self.record(_draw_below(self.size, rng))
-            if record is not None and _split_of(record["prompt"]) == split:
+            if record is not None and one_in_eight(record["prompt"]) == (split == "eval"):
                 records.setdefault(record["prompt"], record)
                 if len(records) == count:
                     break
@@ -270,11 +276,21 @@ def register(cls: type[Task]) -> type[Task]:
 
 
 def get_task(name: str, **options: Any) -> Task:
-    """Make a task by name; ConfigError lists what exists for an unknown name or option."""
-    if name not in TASKS:
-        there = f"{did_you_mean(name, TASKS)}there are {', '.join(sorted(TASKS))}"
+    """Make a task by name; ConfigError lists what exists for an unknown name or option.
+
+    Args:
+      name: of `TASKS`, or that of another package's: `gymnasium:NAME`, `reasoning_gym:NAME`.
+      options: of the task.
+    """
+    family, colon, rest = name.partition(":")
+    if colon and family in PACKAGES:
+        cls: type[Task] = importlib.import_module(PACKAGES[family]).task_class(rest)
+    elif name in TASKS:
+        cls = TASKS[name]
+    else:
+        names = [*sorted(TASKS), *(f"{package}:NAME" for package in PACKAGES)]
+        there = f"{did_you_mean(name, TASKS)}there are {', '.join(names)}"
         raise ConfigError(f"no task {name!r}: {there}")
-    cls = TASKS[name]
     known = cls.default_options()
     for option in options:
         if option not in known:
@@ -290,7 +306,11 @@ def _option_problem(field: dataclasses.Field[Any], value: Any) -> str:
         sound = type(value) is type(choices[0]) and value in choices
         return "" if sound else " or ".join(map(repr, choices))
     if "range" not in field.metadata:
-        return ""
+        kinds = (int, float) if isinstance(field.default, float) else type(field.default)
+        sound = isinstance(value, kinds) and isinstance(value, bool) == isinstance(
+            field.default, bool
+        )
+        return "" if sound else f"of the kind of {field.default!r}"
     low, high, excluded = field.metadata["range"]
     whole = isinstance(field.default, int)
     sound = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
@@ -298,6 +318,15 @@ def _option_problem(field: dataclasses.Field[Any], value: Any) -> str:
         return ""
     kind = "an integer" if whole else "a number"
     return f"{kind} from {low} {f'up to below {high}' if excluded else f'to {high}'}"
+
+
+def split_options(text: str) -> tuple[str, str]:
+    """The name of a task and the text of its options in `NAME:OPTION=VALUE,...`."""
+    if text.partition(":")[0] in PACKAGES:  # the name has colons too
+        name, _, options = text.rpartition(":")
+        return (name, options) if "=" in options else (text, "")
+    name, _, options = text.partition(":")
+    return name, options
 
 
 def digits_of(index: int, base: int, length: int) -> list[int]:
@@ -310,13 +339,14 @@ def digits_of(index: int, base: int, length: int) -> list[int]:
 
 
 @functools.lru_cache(maxsize=8)
-def _listed(task: Task) -> dict[str, list[dict[str, Any]]]:
+def listed_records(task: Task) -> dict[str, list[dict[str, Any]]]:
     """Every record of a task by split, in the order of their indices."""
     splits: dict[str, dict[str, dict[str, Any]]] = {"train": {}, "eval": {}}
     for index in range(task.size):
         record = task.record(index)
         if record is not None:
-            splits[_split_of(record["prompt"])].setdefault(record["prompt"], record)
+            split = "eval" if one_in_eight(record["prompt"]) else "train"
+            splits[split].setdefault(record["prompt"], record)
     return {split: list(records.values()) for split, records in splits.items()}
 
 
@@ -325,12 +355,14 @@ def _draw_below(size: int, rng: np.random.Generator) -> int:
     return int.from_bytes(rng.bytes(size.bit_length() // 8 + 8), "little") % size
 
 
-def _split_of(prompt: str) -> str:
+def one_in_eight(prompt: str) -> bool:
+    """Whether a prompt is held out."""
     digest = hashlib.blake2b(prompt.encode(), digest_size=8).digest()
-    return "eval" if int.from_bytes(digest, "little") % _EVAL_ONE_IN == 0 else "train"
+    return int.from_bytes(digest, "little") % _EVAL_ONE_IN == 0
 
 
-def _check_split(split: str) -> None:
+def check_split(split: str) -> None:
+    """DataError unless it is one of the two."""
     if split not in ("train", "eval"):
         raise DataError(f"no split {split!r}; there are train and eval")
 
