@@ -2,6 +2,7 @@
 
 import difflib
 import errno
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -69,6 +70,9 @@ def exit_status(run: Callable[[], int]) -> int:
     except (ConfigError, RunError) as error:
         return _print_error(error, 2 if isinstance(error, ConfigError) else 1)
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and not _has_directory():
+            said = "the current directory is not there any more; change to another (cd)"
+            return _print_error(ConfigError(said), 2)
         # An error of the machine; without a file name its traceback says where.
         if not error.filename:
             traceback.print_exc()
@@ -77,6 +81,14 @@ def exit_status(run: Callable[[], int]) -> int:
         # An unknown kind of failure: print where it happened.
         traceback.print_exception(type(error), error, _user_frames(error))
         return _print_error(error, 1)
+
+
+def _has_directory() -> bool:
+    """Whether the current directory exists."""
+    try:
+        return bool(os.getcwd())
+    except FileNotFoundError:
+        return False
 
 
 def _user_frames(error: BaseException) -> TracebackType | None:

@@ -65,6 +65,9 @@ def kill_all(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+# Folders that this process removes at its end, with the descriptors of their locks.
+TEMPORARY_FOLDERS: dict[Path, int] = {}
+
 # Most devices of a process; simulated ones take threads and memory.
 MAX_DEVICES = 4096
 

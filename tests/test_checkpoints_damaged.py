@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from hjax.errors import DataError, RunError
+from hjax.models import checkpoint
 from hjax.models.checkpoint import Checkpoints
 
 
@@ -70,6 +71,26 @@ def test_damage_is_found_and_repaired(what, checkpoints):
     checkpoints.save(3, write, {"step": 3})
     checkpoints.wait()
     assert sorted(p.name for p in checkpoints.directory.iterdir()) == ["1", "2", "3", "3.damaged"]
+
+
+@pytest.mark.parametrize("gone", ["before its checksums are read", "after that"])
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_not_called_damaged(
+    gone, checkpoints, monkeypatch
+):
+    def verified(folder, names):
+        shutil.rmtree(folder)
+        if gone != "after that":
+            raise FileNotFoundError(folder)
+
+    monkeypatch.setattr(checkpoint, "verify_checksums", verified)
+    with pytest.raises(DataError, match="checkpoints/3: .* removed while it was read.*keep") as at:
+        checkpoint.restore_params(checkpoints.directory, "actor")
+    assert "--repair" not in str(at.value)
+    # Of a single one it can only be damage.
+    for step in (1, 2):
+        shutil.rmtree(checkpoints.folder(step))
+    only = checkpoint.damaged_error(checkpoints.folder(2), FileNotFoundError("2"))
+    assert "--repair" in str(only)
 
 
 def test_a_checkpoint_under_another_number_is_refused(checkpoints):

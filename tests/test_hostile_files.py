@@ -79,6 +79,22 @@ def test_an_error_of_the_system_that_names_its_file_is_one_line(capsys, tmp_path
     assert said == f"hjax: error: {tmp_path}/{'x' * 300}: File name too long\n"
 
 
+def test_a_current_directory_that_was_removed(tmp_path, monkeypatch, capsys):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert exit_status(lambda: len(os.getcwd())) == 2
+    said = capsys.readouterr().err
+    assert said == (
+        "hjax: error: the current directory is not there any more; change to another (cd)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        open("absent")
+    assert exit_status(lambda: open("absent")) == 1 and "absent" in capsys.readouterr().err
+
+
 # Of a file that should hold a JSON object, and of one with a row per line.
 BROKEN = {
     "deep": DEEP,

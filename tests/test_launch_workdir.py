@@ -12,7 +12,7 @@ import pytest
 
 from hjax.errors import ConfigError, DataError, RunError
 from hjax.run.loggers import TensorBoard
-from hjax.run.workdir import CHANGEABLE, METRICS, SAMPLES, WARM_START, Workdir
+from hjax.run.workdir import CHANGEABLE, METRICS, SAMPLES, WARM_START, Workdir, check_unlocked
 from hjax.settings.config_loading import default_config
 
 
@@ -139,6 +139,21 @@ def test_two_processes_do_not_share_a_workdir(workdir):
     other = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert "another process is training here" in other.stderr
     workdir.close()
+    Workdir(workdir.path).open(default_config())
+
+
+def test_a_directory_in_use_is_known_without_taking_it(workdir):
+    code = "import sys; from hjax.run.workdir import check_unlocked\n"
+    code += "from hjax.errors import ConfigError\n"
+    code += "try: check_unlocked(sys.argv[1])\n"
+    code += "except ConfigError as error: print(error)\n"
+    command = [sys.executable, "-c", code, str(workdir.path)]
+    for _ in range(2):  # a look does not release what another holds
+        said = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+        assert "another process is training here" in said
+    workdir.close()
+    check_unlocked(workdir.path)  # nor does it take what is free
+    assert subprocess.run(command, capture_output=True, text=True, timeout=120).stdout == ""
     Workdir(workdir.path).open(default_config())
 
 

@@ -82,6 +82,10 @@ def test_entropy_that_is_gone():
     falls = [2.1] * 5 + [0.5, 0.076, 0.03, 0.019]
     assert told(of("actor/entropy", falls + [0.019] * 3)) == []
     assert told(of("actor/entropy", falls + [0.019] * 9)) == [(13, "entropy collapsed")]
+    # Where nothing is scored no token counts.
+    rows = of("actor/entropy", falls + [0.0] * 9)
+    silent = [(metrics | {"reward/unscored": 1.0}, batch) for metrics, batch in rows]
+    assert told(silent) == []
     assert told(of("actor/entropy", [0.1] * 5 + [0.01] * 20)) == []  # it never was large
 
 

@@ -28,6 +28,7 @@ from hjax.controller.hosts import ProcessPlacement
 from hjax.errors import ConfigError, ProcessLost, RunError
 from hjax.files import open_regular
 from hjax.machine import (
+    TEMPORARY_FOLDERS,
     available_cores,
     children,
     descendants,
@@ -63,8 +64,6 @@ _LOOPBACK = "127.0.0.1"
 _FOLDER = "hjax-ray-"
 # Within it: the lock of that process, and the folder that Ray opens to every user.
 _LOCK, _OPEN = "lock", "r"
-# Folders that this process made, with descriptors of their locks.
-_OWN_FOLDERS: dict[Path, int] = {}
 # Bytes in the path of a Unix socket.
 _MAX_SOCKET_PATH = 107
 _QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
@@ -100,7 +99,8 @@ def start_local_cluster(processes: int) -> None:
                     **_QUIET,
                 )
         except Exception as error:
-            kill_all(pid for pid in children(os.getpid()) if process_name(pid) in SERVER_NAMES)
+            servers = [pid for pid in children(os.getpid()) if process_name(pid) in SERVER_NAMES]
+            kill_all([*servers, *(kin for pid in servers for kin in descendants(pid))])
             end_here()
             free = shutil.disk_usage(folder.parent).free >> 20
             raise RunError(
@@ -121,8 +121,8 @@ def _make_folder() -> Path:
             shutil.rmtree(left, ignore_errors=True)
     try:
         folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-", dir=parent))
-        _OWN_FOLDERS[folder] = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        _lock(_OWN_FOLDERS[folder])
+        TEMPORARY_FOLDERS[folder] = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        _lock(TEMPORARY_FOLDERS[folder])
         (folder / _OPEN).mkdir()
     except OSError as error:
         _remove_own_folders()
@@ -162,8 +162,8 @@ def _lock(handle: int) -> bool:
 
 
 def _remove_own_folders() -> None:
-    while _OWN_FOLDERS:
-        folder, handle = _OWN_FOLDERS.popitem()
+    while TEMPORARY_FOLDERS:
+        folder, handle = TEMPORARY_FOLDERS.popitem()
         until = time.monotonic() + 5
         while folder.exists() and time.monotonic() < until:
             shutil.rmtree(folder, ignore_errors=True)  # servers that end may be writing
@@ -174,8 +174,8 @@ def _remove_own_folders() -> None:
 def sockets_removed() -> str:
     """The folder of the cluster that this process started if Ray's sockets in it were removed;
     empty: they are there. Without them it works, but no further process can join."""
-    sockets = {folder: folder / _OPEN / "session_latest/sockets/raylet" for folder in _OWN_FOLDERS}
-    return next((str(folder) for folder, path in sockets.items() if not path.exists()), "")
+    socket = f"{_OPEN}/session_latest/sockets/raylet"
+    return next((str(x) for x in TEMPORARY_FOLDERS if not (x / socket).exists()), "")
 
 
 def _folder_of_clusters() -> Path:

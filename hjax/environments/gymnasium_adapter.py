@@ -96,9 +96,11 @@ class GymnasiumEnvironment(Environment):
     def random_action(self, rng: np.random.Generator) -> str:
         """An action of the space, drawn at random."""
         space = self.game.action_space
+        if _kind(space) == "Discrete":
+            number = int(rng.integers(space.n))
+            return self.names[number] if self.names else str(int(space.start) + number)
         space.seed(int(rng.integers(2**31)))
-        drawn = space.sample()
-        return self.names[int(drawn - space.start)] if self.names else space_text(space, drawn)
+        return space_text(space, space.sample())
 
     def _observe(self, seen: Any) -> Observation:
         space = self.game.observation_space

@@ -57,7 +57,7 @@ from hjax.launch.command import define_flags, parse_flags, print_help, split_con
 from hjax.launch.jax_setup import prepare_jax
 from hjax.launch.process_exit import run_and_exit
 from hjax.launch.stages import Stages, dry_run_stages, read_stages, run_stages
-from hjax.run.workdir import Workdir
+from hjax.run.workdir import Workdir, check_unlocked
 from hjax.settings.config_loading import (
     check_config,
     config_names,
@@ -182,6 +182,8 @@ def _run(command: TrainCommand, signals: Signals) -> int:
         if resumes and workdir.finished(config.steps) and not forced:
             _say_finished(workdir, config, command)
             return 0
+        if config.steps and not command.dry_run:
+            check_unlocked(workdir.path)
 
     if command.debug:
         config.display.enabled = False  # the debugger has the terminal

@@ -6,6 +6,7 @@ Has no slow imports, because commands block signals with their first line.
 import contextlib
 import os
 import queue
+import shutil
 import signal
 import sys
 import threading
@@ -184,14 +185,16 @@ def _restore_default_handlers(watched: list[int]) -> None:
 
 
 def _exit_now(status: int, line: str = "") -> None:
-    """Kill this process and its children at once."""
+    """Kill this process and its children at once, and remove its temporary folders."""
     with contextlib.suppress(Exception):
         if sys.stdout.isatty():
             os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # the live view hid the cursor
     with contextlib.suppress(OSError):
         os.write(2, line.encode())
-    from hjax.machine import descendants, kill_all
+    from hjax.machine import TEMPORARY_FOLDERS, descendants, kill_all
 
     for _ in range(3):  # children may fork while they are killed
         kill_all(descendants(os.getpid()))
+    for folder in list(TEMPORARY_FOLDERS):
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(status)

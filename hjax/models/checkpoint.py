@@ -432,7 +432,13 @@ def write_error(step: int, error: BaseException) -> RunError:
 
 
 def damaged_error(path: Path, error: Exception) -> DataError:
-    """The one-line error for a checkpoint that cannot be read."""
+    """The one-line error for a checkpoint that cannot be read, or that its run has removed."""
+    folder = path if path.name.isdecimal() else path.parent
+    if not folder.exists() and folder.parent.is_dir() and saved_steps(folder.parent):
+        return DataError(
+            f"{folder}: this checkpoint was removed while it was read, as its run trains and has "
+            "newer ones; try again, or give that run a larger checkpoint.keep"
+        )
     reason = _reason(error)
     if not isinstance(error, DataError):
         reason = f"{type(error).__name__}: {reason}"

@@ -210,6 +210,8 @@ class EntropyCollapseCheck:
         entropy = metrics.get("actor/entropy")
         if self._warned or entropy is None or not math.isfinite(entropy):
             return None
+        if metrics.get("reward/unscored") == 1.0:  # no token counts, so its mean is 0
+            return None
         if len(self._first) < RECENT_STEPS:
             self._first.append(entropy)
             return None

@@ -462,6 +462,15 @@ class Workdir:
                 os.fsync(file.fileno())
 
 
+def check_unlocked(path: StrPath) -> None:
+    """Raise ConfigError if a run trains in a directory; for a command, before its slow start."""
+    workdir = Workdir(path)
+    if (workdir.path / LOCK).is_file():
+        with contextlib.suppress(OSError):  # `open` names it
+            workdir._lock()
+        workdir.close()
+
+
 def _recorded(old: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json by dotted key. Keys that are newer than the run get their defaults, except that
     packing was off. `data.packing` is text today and was a number once."""

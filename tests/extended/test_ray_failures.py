@@ -509,7 +509,14 @@ class Command:
             assert time.monotonic() < until, self.ports & set(listening())
             time.sleep(0.1)
         assert not [path for path in self.memory if os.path.exists(path)]
+        if self.process.returncode != -signal.SIGKILL:
+            assert not [path for path in folders() if f"-{self.process.pid}-" in path.name]
         return self.process.returncode, printed
+
+
+def ray_starts(command):
+    """Its first server is there, and no process of the run's."""
+    return any(process_name(pid) == "gcs_server" for pid in descendants(command.process.pid))
 
 
 def workers_start(command):
@@ -601,7 +608,7 @@ def no_ray(monkeypatch):
         monkeypatch.setattr(ray_calls.ray, "init", lambda *arguments, **options: None)
         monkeypatch.setattr(ray_calls.ray, "shutdown", lambda: None)
         # Not those of the module's cluster.
-        monkeypatch.setattr(ray_calls, "_OWN_FOLDERS", {})
+        monkeypatch.setattr(ray_calls, "TEMPORARY_FOLDERS", {})
         monkeypatch.setattr(ray_calls, "SERVER_NAMES", ())
         yield pathlib.Path(parent)
         ray_calls.end_here()
@@ -703,7 +710,9 @@ def test_a_killed_controller_leaves_nothing_and_resumes(tmp_path, alone):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("when", [workers_start, steps_are_taken, a_checkpoint_is_written])
+@pytest.mark.parametrize(
+    "when", [ray_starts, workers_start, steps_are_taken, a_checkpoint_is_written]
+)
 def test_a_signal_saves_and_ends_all(when, sent, tmp_path):
     command = Command(tmp_path, **{"steps": 500, "checkpoint.every": 1})
     command.wait_for(when)
@@ -715,7 +724,7 @@ def test_a_signal_saves_and_ends_all(when, sent, tmp_path):
     assert "Traceback" not in printed and "***" not in printed
     last = printed.strip().splitlines()[-1]
     assert f"stopped by {signal.Signals(sent).name}" in last
-    if when is not workers_start:
+    if when not in (ray_starts, workers_start):
         assert f"after step {len(command.rows())} of 500, saved" in last
 
 

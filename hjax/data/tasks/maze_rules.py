@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from hjax.errors import DataError, short_repr
@@ -48,9 +48,13 @@ def cell_at(rows: Sequence[str], cell: Cell) -> str:
     return rows[row][column] if inside else "#"
 
 
-def distances_to(rows: Sequence[str], goal: Cell) -> dict[Cell, int]:
-    """Moves from each cell to the goal, for cells from which it can be reached."""
-    free = {(i, j) for i, row in enumerate(rows) for j, c in enumerate(row) if c != "#"}
+def free_cells(rows: Sequence[str]) -> set[Cell]:
+    """The cells that are no wall."""
+    return {(i, j) for i, row in enumerate(rows) for j, c in enumerate(row) if c != "#"}
+
+
+def distances_to(free: Collection[Cell], goal: Cell) -> dict[Cell, int]:
+    """Moves from each cell to the goal, through free cells, where it can be reached."""
     found, queue = {goal: 0}, deque([goal])
     while queue:
         row, column = cell = queue.popleft()

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hjax.data.tasks.environment_task import EnvironmentTask
-from hjax.data.tasks.maze_rules import MOVES, Cell, distances_to, shifted
+from hjax.data.tasks.maze_rules import MOVES, Cell, distances_to, free_cells, shifted
 from hjax.data.tasks.task import choice, option, register
 from hjax.errors import ConfigError
 
@@ -75,24 +75,24 @@ class MazeTask(EnvironmentTask):
     def record(self, index: int) -> dict[str, Any] | None:
         rng, side = np.random.default_rng(index), self.side
         walls = (rng.random((side, side)) < self.wall_share).tolist()
-        rows = ["".join(".#"[wall] for wall in line) for line in walls]
         free = [(i, j) for i in range(side) for j in range(side) if not walls[i][j]]
         goal = _drawn(free, rng)
         if goal is None:
             return None
-        moves = distances_to(rows, goal)
+        moves = distances_to(set(free), goal)
         far = [cell for cell, n in moves.items() if self.distance <= n <= 3 * side]
         start = _drawn(far, rng)
         if start is None:
             return None
-        lines = [list(row) for row in rows]
+        lines = [[".#"[wall] for wall in line] for line in walls]
         for (row, column), character in ((start, "@"), (goal, "G")):
             lines[row][column] = character
         maze = "\n".join(map("".join, lines))
         return {"prompt": f"{maze}\n{start[0]}{start[1]}", "maze": maze} | self.settings
 
     def expert_actions(self, environment: Any, rng: np.random.Generator) -> list[str]:
-        moves, here = distances_to(environment.rows, environment.goal), environment.position
+        moves = distances_to(free_cells(environment.rows), environment.goal)
+        here = environment.position
         actions = []
         while moves[here]:
             good = [a for a, m in MOVES.items() if moves.get(shifted(here, m)) == moves[here] - 1]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hjax.data.tasks.maze_rules import Cell, cell_at, shifted
+from hjax.data.tasks.maze_rules import Cell, cell_at, free_cells, shifted
 from hjax.errors import DataError, short_repr
 
 # Direction of each action: rows down, columns to the right.
@@ -101,8 +101,8 @@ def solve(state: SokobanState, limit: int = 200_000) -> str | None:
     Args:
       limit: states looked at; None is returned for a level that needs more.
     """
-    cells = {(i, j): c for i, row in enumerate(state.rows) for j, c in enumerate(row) if c != "#"}
-    goals = {cell for cell, c in cells.items() if c == "."}
+    cells = free_cells(state.rows)
+    goals = {cell for cell in cells if cell_at(state.rows, cell) == "."}
     start = state.player, state.boxes
     # For each state the one before it and the action between.
     before: dict[tuple[Cell, frozenset[Cell]], Any] = {start: None}

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hjax.data.tasks.environment_task import EnvironmentTask
-from hjax.data.tasks.maze_rules import distances_to, shifted
+from hjax.data.tasks.maze_rules import distances_to, free_cells, shifted
 from hjax.data.tasks.sokoban_rules import PUSHES, SokobanState, positions_text, solve
 from hjax.data.tasks.task import choice, option, register
 
@@ -99,12 +99,9 @@ def _pulled(state: SokobanState, rng: np.random.Generator, most_moves: int) -> S
     Args:
       most_moves: of the player, on the way back.
     """
-    moves = 0
+    moves, floor = 0, free_cells(state.rows)
     for _ in range(3 * len(state.boxes)):
-        rows = [list(row) for row in state.rows]
-        for row, column in state.boxes:
-            rows[row][column] = "#"
-        steps = distances_to(["".join(row) for row in rows], state.player)
+        steps = distances_to(floor - state.boxes, state.player)
         pulls = [
             (box, move)
             for box in sorted(state.boxes)
@@ -119,6 +116,9 @@ def _pulled(state: SokobanState, rng: np.random.Generator, most_moves: int) -> S
         while moves < most_moves and shifted(player, move) in steps and rng.random() < 0.7:
             box, player, moves = player, shifted(player, move), moves + 1
         if moves > most_moves:
+            moves = most_moves
             break
         state = state._replace(player=player, boxes=boxes | {box})
-    return state
+    steps = distances_to(floor - state.boxes, state.player)
+    near = [cell for cell in sorted(steps) if moves + steps[cell] <= most_moves]
+    return state._replace(player=near[int(rng.integers(len(near)))])
