@@ -40,7 +40,8 @@ import machine
 import hjax
 from hjax.config import flatten
 from hjax.files import read_json, read_rows, replace_file, to_json
-from hjax.settings.config_loading import check_config, config_names, load_config
+from hjax.settings.config_checks import complete_config, resolve_sizes
+from hjax.settings.config_loading import config_names, load_config
 from hjax.show.charts import ChartSeries, svg_file
 from hjax.show.curves import points_of
 
@@ -113,8 +114,9 @@ def measures(config: str) -> tuple[Measure, ...]:
 def settings(config: str, seed: int) -> dict[str, Any]:
     """What a run is told: the keys that have other values than their defaults."""
     told = load_config(config, {"seed": seed})
-    plain = check_config({"algorithm.name": told.algorithm.name, "data.task": told.data.task})
-    defaults = flatten(plain)
+    names = {"algorithm.name": told.algorithm.name, "data.task": told.data.task}
+    # Without the checks: an algorithm may refuse the defaults of others.
+    defaults = flatten(resolve_sizes(complete_config(names)))
     return to_json({k: v for k, v in flatten(told).items() if v != defaults[k]})
 
 

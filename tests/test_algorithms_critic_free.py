@@ -443,6 +443,7 @@ def test_weights_of_no_form_are_refused(weights):
 
 
 @pytest.mark.extended
+@pytest.mark.extended
 def test_a_run_weighs_its_rewards_in_the_functions_order(tmp_path):
     (tmp_path / "two.py").write_text(
         "def reward(prompts, responses, **columns):\n"

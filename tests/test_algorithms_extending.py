@@ -158,6 +158,7 @@ def test_an_optimizer_of_ones_own(examples):
 
 
 @pytest.mark.extended
+@pytest.mark.extended
 def test_an_earlier_batch_is_learned_from_again(examples):
     _, _, trainer = run(examples, "again.py:Again", **{"steps": 3, "algorithm.minibatch": 8})
     spans = [s for s in trainer.timeline.spans() if s.method == "update_actor"]

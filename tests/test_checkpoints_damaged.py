@@ -73,6 +73,7 @@ def test_damage_is_found_and_repaired(what, checkpoints):
     assert sorted(p.name for p in checkpoints.directory.iterdir()) == ["1", "2", "3", "3.damaged"]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("gone", ["before its checksums are read", "after that"])
 def test_a_checkpoint_that_its_run_removes_meanwhile_is_not_called_damaged(
     gone, checkpoints, monkeypatch

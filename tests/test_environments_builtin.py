@@ -1,8 +1,6 @@
 """The built-in environments and their tasks: episodes worked by hand, rules, bad input."""
 
 import itertools
-import os
-import pathlib
 from collections import deque
 
 import numpy as np
@@ -223,12 +221,8 @@ def test_solutions_are_shortest():
     assert solve(parse_level(level), limit=3) is None
 
 
-def test_boxoban_levels_are_read_and_one_is_solved():
-    if "HJAX_TEST_DATA" not in os.environ:
-        pytest.skip("HJAX_TEST_DATA names the folder of outside data")
-    path = pathlib.Path(os.environ["HJAX_TEST_DATA"]) / "boxoban" / "unfiltered_test_000.txt"
-    if not path.is_file():
-        pytest.skip(f"{path} is not there")
+def test_boxoban_levels_are_read(test_data):
+    path = test_data / "boxoban" / "unfiltered_test_000.txt"
     levels = read_levels(path)
     assert len(levels) == 1000
     assert path.read_text().splitlines()[1:11] == levels[0].splitlines()

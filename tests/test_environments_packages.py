@@ -227,6 +227,7 @@ def test_a_config_takes_their_names_and_options(gymnasium):
         hjax.get_config("base.py", {"data.task": LAKE, "data.task_options.is_slippery": 3})
 
 
+@pytest.mark.extended
 def test_evaluates_flag_has_names_with_colons(gymnasium, tmp_path):
     task = _task(f"{LAKE}:is_slippery=False,map_name=8x8", str(tmp_path))
     assert (task.is_slippery, task.map_name) == (False, "8x8")

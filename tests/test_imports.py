@@ -94,6 +94,7 @@ def test_import_loads_nothing_heavy():
     assert heavy.isdisjoint(loaded.split())
 
 
+@pytest.mark.extended
 def test_no_module_starts_a_backend_nor_do_configs_nor_reading_off_what_an_algorithm_calls():
     """A planner would take a machine's devices, or find that they do not start."""
     modules = [

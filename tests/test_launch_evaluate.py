@@ -20,7 +20,7 @@ from hjax.rollout.language_model import Completion
 from hjax.run.grading import estimate_metrics, sample_and_grade
 
 TOKENIZER = Tokenizer.characters("0123456789+=>")
-REWARDS = '''
+REWARDS = """
 def last_is_even(prompts, responses, **columns):
     return [float(r[-1:] in list("02468")) for r in responses]
 
@@ -54,7 +54,7 @@ def half(prompts, responses, **columns):
 
 def three(prompts, responses, columns):
     return []
-'''
+"""
 QUESTIONS = [{"prompt": f"{i}+{i}=", "id": i, "answer": str(2 * i)} for i in range(4)]
 
 
@@ -137,8 +137,10 @@ def test_samples_are_counted_by_listing_all_subsets(said, tmp_path):
         assert row["reward"] == float(row["response"][-1:] in list("02468"))
         assert row["answer"] == (row["response"][-1:] or None)
     assert found["temperature"] == 1.0
-    assert found["accuracy"] == found["reward"] == over(
-        [statistics.fmean(r["reward"] for r in rows) for rows in questions]
+    assert (
+        found["accuracy"]
+        == found["reward"]
+        == over([statistics.fmean(r["reward"] for r in rows) for rows in questions])
     )
 
     def mean_over_subsets(value, rows, k):
@@ -371,8 +373,8 @@ MATH = [*DATA, "--reward=math"]
 WRONG = {
     "no model": (["--data=q.jsonl", "--reward=math"], "--model is missing"),
     "another model": (["--model=no", *MATH[1:]], "no model directory 'no'"),
-    "no data": (["--model=model"], "give --data=FILE with --reward=GRADER, or --task"),
-    "both": ([*MATH, "--task=sorting"], "give --data=FILE with --reward=GRADER, or --task"),
+    "no data": (["--model=model"], "--reward=GRADER or --environment=PATH.py:NAME, or --task"),
+    "both": ([*MATH, "--task=sorting"], "--reward=GRADER or --environment=PATH.py:NAME, or --task"),
     "no file": ([MATH[0], "--data=x.jsonl", MATH[2]], "--data=x.jsonl: there is no such file"),
     "no reward": (DATA, "--reward is missing: path.py:name, or math"),
     "another reward": ([*DATA, "--reward=maths"], "--reward=maths: it must be path.py:name, or"),
@@ -432,7 +434,7 @@ def test_an_environment_is_played(said, folder, tmp_path):
     (folder / "plays.py").write_text(PLAYS)
     output = tmp_path / "episodes.jsonl"
     flags = ["--model=model", "--data=q.jsonl", "--environment=plays.py:Add", "--samples=2"]
-    flags += ["--turn_tokens=3", "--batch=3", f"--output={output}", "--seed=3", "--processes=1"]
+    flags += ["--turn_tokens=3", "--batch=1", f"--output={output}", "--seed=3", "--processes=1"]
     found = said(*flags, "--max_turns=2")
     rows = read_rows(tmp_path, "episodes.jsonl")
     # One turn, two, three of which the last is not played, and one that cannot begin.
@@ -450,8 +452,16 @@ def test_an_environment_is_played(said, folder, tmp_path):
     assert found["tokens"] == sum(turn["tokens"] for turn in turns)
     assert all(1 <= turn["tokens"] <= 3 for turn in turns)
     assert {row["prompt"] for row in rows} == {"0+0=", "1+1=", "2+2=", ""}
-    again = said(*flags[:-3], "--max_turns=2", "--seed=3", "--batch=5")  # other waves, the same
-    assert again["episodes"] == means and again["tokens"] == found["tokens"]
+
+
+@pytest.mark.extended
+def test_episodes_do_not_depend_on_who_plays_beside(said, folder):
+    (folder / "plays.py").write_text(PLAYS)
+    flags = ["--model=model", "--data=q.jsonl", "--environment=plays.py:Add", "--samples=2"]
+    flags += ["--turn_tokens=3", "--seed=3", "--max_turns=2"]
+    first, *others = (said(*flags, *more) for more in (["--batch=3"], ["--batch=5"], ["--batch=1"]))
+    for other in others:
+        assert other["episodes"] == first["episodes"] and other["tokens"] == first["tokens"]
 
 
 @pytest.mark.parametrize("flags, line", [

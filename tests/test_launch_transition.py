@@ -37,12 +37,10 @@ def test_the_papers_example(capsys):
     assert "█▓··" in out and "[0 2] [1 3]" in out
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "method, communication, redundancy",
-    [
-        ("vanilla", 3 / 4, 1 / 4),
-        pytest.param("gather_all", 7 / 8, 1 / 8, marks=pytest.mark.extended),
-    ],
+    [("vanilla", 3 / 4, 1 / 4), ("gather_all", 7 / 8, 1 / 8)],
 )
 def test_the_other_methods(capsys, method, communication, redundancy):
     arguments = ("--train=1,4,2", "--generate=1,2", f"--method={method}", "--json")

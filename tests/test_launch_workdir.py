@@ -142,6 +142,7 @@ def test_two_processes_do_not_share_a_workdir(workdir):
     Workdir(workdir.path).open(default_config())
 
 
+@pytest.mark.extended
 def test_a_directory_in_use_is_known_without_taking_it(workdir):
     code = "import sys; from hjax.run.workdir import check_unlocked\n"
     code += "from hjax.errors import ConfigError\n"

@@ -49,9 +49,9 @@ RUNS = {
         {"lora": LORA, "quantized": "int8"}, {"fsdp": 2, "tensor": 4}, {},
     ),
 }  # fmt: skip
-FIRST, EVERY_DAY = "tensor 2 x 2 micro, data 2", {"adapters of a base in a byte"}
+EVERY_DAY = {"tensor 2 x 2 micro, data 2", "adapters of a base in a byte"}
 OFTEN = {n: pytest.mark.extended if n in EVERY_DAY else pytest.mark.slow for n in RUNS}
-NAMES = [n if n == FIRST else pytest.param(n, marks=OFTEN[n]) for n in RUNS]
+NAMES = [pytest.param(n, marks=OFTEN[n]) for n in RUNS]
 
 
 def params_of(config):

@@ -301,7 +301,12 @@ def test_a_reward_model_is_trained_resumed_exported_and_used(tmp_path):
             {"eval/accuracy", "eval/label_accuracy"},
             marks=pytest.mark.extended,
         ),
-        ("ProcessRewardModel", {"data.packing": 16}, {"eval/accuracy", "eval/loss"}),
+        pytest.param(
+            "ProcessRewardModel",
+            {"data.packing": 16},
+            {"eval/accuracy", "eval/loss"},
+            marks=pytest.mark.extended,
+        ),
         pytest.param(
             "DPO",
             {},

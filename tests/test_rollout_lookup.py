@@ -94,6 +94,7 @@ def test_requests_of_all_kinds_get_the_same_with_guesses(count, model):
         plain.close(0)
 
 
+@pytest.mark.extended
 def test_a_text_that_repeats_itself_takes_fewer_steps(model, monkeypatch):
     service = GenerationService(model, slots=1, lookup=4)
     steps, decode = [], service._engine.decode

@@ -211,6 +211,7 @@ def test_a_request_that_is_cancelled_makes_room(model):
     service.close(0)
 
 
+@pytest.mark.extended
 def test_several_answers_to_a_prompt_read_it_once(model):
     """The other tests of what is kept of prompts are in test_rollout_prefixes."""
     service = GenerationService(model, slots=SLOTS)

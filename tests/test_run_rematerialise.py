@@ -71,6 +71,7 @@ def test_it_is_what_the_worker_gets_and_says_why():
     assert chosen(memory=48 * GIB).remat == roles.remat
 
 
+@pytest.mark.extended
 def test_shallow_models_are_unrolled_on_cpus():
     def unrolled(platform="cpu", **more):
         roles = chosen(platform, **{"actor.path": "", "model.layers": 8, **more})

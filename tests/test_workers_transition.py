@@ -86,6 +86,7 @@ def test_rounds_of_generation_keep_memory(trainer):
     assert live_bytes(devices) == before
 
 
+@pytest.mark.extended
 def test_seconds_and_programs_count_the_transition(trainer):
     actor = actor_of(trainer)
     actor.take_seconds()

@@ -284,6 +284,8 @@ class RayCluster:
         """Start Ray again if it has failed and was started here."""
         if self.ray_failure is None or not self._started:
             return
+        # Workers end with their raylet and may have been seen dead before it.
+        self.report_loss(self.ray_failure)
         for executor in self._executors:
             executor.fail(self.ray_failure)
             for handle in executor.release_processes()[0]:

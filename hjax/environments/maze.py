@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hjax.data.tasks.maze_rules import MOVES, cell_at, check_maze, find_cell, shifted
+from hjax.data.tasks.maze_rules import MOVES, cell_at, check_maze, find_cell, neighbor_cell
 from hjax.environments.environment import Environment, Observation, Step
 from hjax.environments.row_columns import number_column, one_of_column
 
@@ -44,7 +44,7 @@ position: digits of row and column, from 0 at the top left |
 
     def step(self, action: str) -> Step:
         move = MOVES.get(action.strip())
-        target = self.position if move is None else shifted(self.position, move)
+        target = self.position if move is None else neighbor_cell(self.position, move)
         valid = move is not None and cell_at(self.rows, target) != "#"
         if valid:
             self.position = target
@@ -56,7 +56,7 @@ position: digits of row and column, from 0 at the top left |
         if self._view == "map":
             text = "{}{}".format(*self.position)
         else:
-            cells = (shifted(self.position, move) for move in MOVES.values())
+            cells = (neighbor_cell(self.position, move) for move in MOVES.values())
             text = "".join(cell_at(self.rows, cell) for cell in cells).replace("@", ".")
         plan = "\n".join(self.rows).replace("@", ".")
         return Observation(hint + text, anchor=[plan, self.position])

@@ -47,9 +47,10 @@ row and column of the player and of each box, from 0 at the top left: `23 34 45`
         return Observation(prompt, anchor=level)
 
     def step(self, action: str) -> Step:
-        before, after = self.state, self.state.moved(action.strip())
+        before, after = self.state, self.state.after_move(action.strip())
         self.state = after or before
-        reward = self._box_reward * (self.state.placed - before.placed) + self.state.solved
+        pushed = self.state.boxes_on_goals - before.boxes_on_goals
+        reward = self._box_reward * pushed + self.state.solved
         level, hint = str(self.state), "" if after else "!"
         text = level if self._view == "map" else positions_text(self.state)
         return Step(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hjax.errors import ConfigError, DataError
 from hjax.files import append_rows, json_line
-from hjax.launch.sampling_flags import ModelInfo, all_options
+from hjax.launch.sampling_flags import ModelInfo, all_options, question_source
 
 if TYPE_CHECKING:
     from hjax.data.dataset import Dataset
@@ -165,24 +165,19 @@ def _report(
     limits: EpisodeLimits,
     seconds: float,
 ) -> None:
-    import dataclasses
-
-    from hjax.run.episode_evaluation import as_graded
+    from hjax.run.episode_evaluation import graded_episode
     from hjax.run.grading import estimate_metrics, estimates_json
     from hjax.show.answers import print_measures
     from hjax.show.format import duration
     from hjax.show.tables import wide_console
 
-    graded = [as_graded(episode, args.samples) for episode in played]
+    graded = [graded_episode(episode, args.samples) for episode in played]
     found, means = estimate_metrics(graded, args.samples, None), episode_means(played)
     tokens, questions = sum(row.tokens for row in graded), len(graded) // args.samples
     if args.json:
-        source: dict[str, Any] = {"data": args.data}
-        if task is not None:
-            source = {"task": task.name, "task_options": dataclasses.asdict(task)}
         result = {
             "model": args.model,
-            **source,
+            **question_source(args.data, task),
             "environment": args.environment or (task.environment if task is not None else ""),
             "questions": questions,
             "samples": args.samples,

@@ -43,7 +43,6 @@ Ctrl-C
 from __future__ import annotations
 
 import ast
-import dataclasses
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -60,6 +59,7 @@ from hjax.launch.sampling_flags import (
     all_options,
     existing_file,
     generate_options,
+    question_source,
     read_flags,
     sampling_help,
 )
@@ -283,12 +283,9 @@ def _report(
     truncated = sum(row.truncated for row in graded) / len(graded)
     unscored = sum(row.reward is None for row in graded) / len(graded)
     if args.json:
-        source: dict[str, Any] = {"data": args.data}
-        if task is not None:
-            source = {"task": task.name, "task_options": dataclasses.asdict(task)}
         result = {
             "model": args.model,
-            **source,
+            **question_source(args.data, task),
             "questions": questions,
             "samples": args.samples,
             **all_options(options),

@@ -114,6 +114,13 @@ def sampling_options(args: Any, vocab_size: int, temperature: float) -> dict[str
     return options
 
 
+def question_source(data: str, task: Any) -> dict[str, Any]:
+    """Where a result's questions come from, for its JSON: a file, or a task and its options."""
+    if task is None:
+        return {"data": data}
+    return {"task": task.name, "task_options": dataclasses.asdict(task)}
+
+
 def all_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Every sampling option with its value or default, for a command's JSON."""
     return {name: options.get(name, key.default) for name, key in OPTIONS.items()}

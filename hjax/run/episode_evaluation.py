@@ -61,10 +61,10 @@ def play_questions(
             for i, number in enumerate(numbers)
         ]
 
-        def tell(ended: int, _: int, before: int = start) -> None:
+        def report_progress(ended: int, _: int, before: int = start) -> None:
             progress(before + ended, total, "")
 
-        EpisodePlayer(pool, encoder, limits, policy, progress=tell).play(episodes)
+        EpisodePlayer(pool, encoder, limits, policy, progress=report_progress).play(episodes)
         played += episodes
         write(episodes)
     if all(episode.fault for episode in played):
@@ -72,7 +72,7 @@ def play_questions(
     return played
 
 
-def as_graded(episode: Episode, samples: int) -> GradedResponse:
+def graded_episode(episode: Episode, samples: int) -> GradedResponse:
     """An episode as a graded response: its return, and its text from the first turn on."""
     turns = episode.turns
     return GradedResponse(

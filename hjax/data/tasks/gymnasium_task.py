@@ -12,7 +12,7 @@ import numpy as np
 
 from hjax.data.tasks.environment_task import EnvironmentTask
 from hjax.data.tasks.package_task import PackageTask, import_package, make_class
-from hjax.data.tasks.task import check_split, one_in_eight
+from hjax.data.tasks.task import check_split, is_held_out
 from hjax.errors import ConfigError, DataError, did_you_mean, one_line
 
 FAMILY = "gymnasium"
@@ -21,7 +21,8 @@ FAMILY = "gymnasium"
 @dataclasses.dataclass(frozen=True)
 class GymnasiumTask(EnvironmentTask, PackageTask):
     """Episodes of an environment of gymnasium, see
-    `hjax.environments.gymnasium_adapter.GymnasiumEnvironment`.
+    `hjax.environments.gymnasium_adapter.GymnasiumEnvironment`. `gymnasium:MODULE:NAME` imports the
+    module, which registers the environment, in each process.
 
     A row is a seed, from which the initial state follows; seeds are not shared by the splits, but
     rows may show the same prompt, the first observation. Columns: `gymnasium`, `settings`, `seed`
@@ -89,7 +90,7 @@ class GymnasiumTask(EnvironmentTask, PackageTask):
         rng, seeds = np.random.default_rng([seed, int(split == "eval")]), dict[int, None]()
         while len(seeds) < count:
             drawn = int(rng.integers(self.size))
-            if one_in_eight(str(drawn)) == (split == "eval"):
+            if is_held_out(str(drawn)) == (split == "eval"):
                 seeds[drawn] = None
         return [self.record(index) for index in seeds]
 

@@ -36,7 +36,7 @@ def find_cell(rows: Sequence[str], character: str) -> Cell:
     return row, rows[row].index(character)
 
 
-def shifted(cell: Cell, move: Cell) -> Cell:
+def neighbor_cell(cell: Cell, move: Cell) -> Cell:
     """The cell that a move leads to."""
     return cell[0] + move[0], cell[1] + move[1]
 

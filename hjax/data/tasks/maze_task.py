@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hjax.data.tasks.environment_task import EnvironmentTask
-from hjax.data.tasks.maze_rules import MOVES, Cell, distances_to, free_cells, shifted
+from hjax.data.tasks.maze_rules import MOVES, Cell, distances_to, free_cells, neighbor_cell
 from hjax.data.tasks.task import choice, option, register
 from hjax.errors import ConfigError
 
@@ -95,9 +95,10 @@ class MazeTask(EnvironmentTask):
         here = environment.position
         actions = []
         while moves[here]:
-            good = [a for a, m in MOVES.items() if moves.get(shifted(here, m)) == moves[here] - 1]
+            nearer = moves[here] - 1
+            good = [a for a, m in MOVES.items() if moves.get(neighbor_cell(here, m)) == nearer]
             actions.append(good[int(rng.integers(len(good)))])
-            here = shifted(here, MOVES[actions[-1]])
+            here = neighbor_cell(here, MOVES[actions[-1]])
         return actions
 
     def random_action(self, environment: Any, rng: np.random.Generator) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hjax.data.tasks.maze_rules import Cell, cell_at, free_cells, shifted
+from hjax.data.tasks.maze_rules import Cell, cell_at, free_cells, neighbor_cell
 from hjax.errors import DataError, short_repr
 
 # Direction of each action: rows down, columns to the right.
@@ -28,26 +28,26 @@ class SokobanState(NamedTuple):
     boxes: frozenset[Cell]
 
     @property
-    def placed(self) -> int:
+    def boxes_on_goals(self) -> int:
         """Boxes that stand on goals."""
         return sum(cell_at(self.rows, box) == "." for box in self.boxes)
 
     @property
     def solved(self) -> bool:
         """Whether every box stands on a goal."""
-        return self.placed == len(self.boxes)
+        return self.boxes_on_goals == len(self.boxes)
 
-    def moved(self, action: str) -> SokobanState | None:
+    def after_move(self, action: str) -> SokobanState | None:
         """The state after U, D, L or R, pushing at most one box; None where that is not allowed."""
         move = PUSHES.get(action)
         if move is None:
             return None
-        player = shifted(self.player, move)
+        player = neighbor_cell(self.player, move)
         if cell_at(self.rows, player) == "#":
             return None
         if player not in self.boxes:
             return self._replace(player=player)
-        box = shifted(player, move)
+        box = neighbor_cell(player, move)
         if box in self.boxes or cell_at(self.rows, box) == "#":
             return None
         return self._replace(player=player, boxes=self.boxes - {player} | {box})
@@ -116,9 +116,9 @@ def solve(state: SokobanState, limit: int = 200_000) -> str | None:
                 actions.append(action)
             return "".join(reversed(actions))
         for action, move in PUSHES.items():
-            to, moved = shifted(player, move), boxes
+            to, moved = neighbor_cell(player, move), boxes
             if to in boxes:
-                box = shifted(to, move)
+                box = neighbor_cell(to, move)
                 if box in boxes or box not in cells:
                     continue
                 moved = boxes - {to} | {box}

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hjax.data.tasks.environment_task import EnvironmentTask
-from hjax.data.tasks.maze_rules import distances_to, free_cells, shifted
+from hjax.data.tasks.maze_rules import distances_to, free_cells, neighbor_cell
 from hjax.data.tasks.sokoban_rules import PUSHES, SokobanState, positions_text, solve
 from hjax.data.tasks.task import choice, option, register
 
@@ -80,7 +80,7 @@ class SokobanTask(EnvironmentTask):
             "".join("." if (i, j) in goals else "# "[(i, j) in floor] for j in grid) for i in grid
         )
         state = _pulled(SokobanState(rows, player, frozenset(goals)), rng, self.max_turns)
-        if state.placed:
+        if state.boxes_on_goals:
             return None
         level = str(state)
         shown = "" if self.view == "map" else f"\n{positions_text(state)}"
@@ -106,15 +106,15 @@ def _pulled(state: SokobanState, rng: np.random.Generator, most_moves: int) -> S
             (box, move)
             for box in sorted(state.boxes)
             for move in PUSHES.values()
-            if {shifted(box, move), shifted(shifted(box, move), move)} <= steps.keys()
+            if (to := neighbor_cell(box, move)) in steps and neighbor_cell(to, move) in steps
         ]
         if not pulls:
             break
         box, move = pulls[int(rng.integers(len(pulls)))]
-        player, boxes = shifted(box, move), state.boxes - {box}
+        player, boxes = neighbor_cell(box, move), state.boxes - {box}
         moves += steps[player]
-        while moves < most_moves and shifted(player, move) in steps and rng.random() < 0.7:
-            box, player, moves = player, shifted(player, move), moves + 1
+        while moves < most_moves and neighbor_cell(player, move) in steps and rng.random() < 0.7:
+            box, player, moves = player, neighbor_cell(player, move), moves + 1
         if moves > most_moves:
             moves = most_moves
             break

@@ -248,7 +248,7 @@ class Task:
         # So many attempts that exhausting them means that there are no more prompts.
         for _ in range(100 * count + 10_000):
             record = self.record(_draw_below(self.size, rng))
-            if record is not None and one_in_eight(record["prompt"]) == (split == "eval"):
+            if record is not None and is_held_out(record["prompt"]) == (split == "eval"):
                 records.setdefault(record["prompt"], record)
                 if len(records) == count:
                     break
@@ -345,7 +345,7 @@ def listed_records(task: Task) -> dict[str, list[dict[str, Any]]]:
     for index in range(task.size):
         record = task.record(index)
         if record is not None:
-            split = "eval" if one_in_eight(record["prompt"]) else "train"
+            split = "eval" if is_held_out(record["prompt"]) else "train"
             splits[split].setdefault(record["prompt"], record)
     return {split: list(records.values()) for split, records in splits.items()}
 
@@ -355,7 +355,7 @@ def _draw_below(size: int, rng: np.random.Generator) -> int:
     return int.from_bytes(rng.bytes(size.bit_length() // 8 + 8), "little") % size
 
 
-def one_in_eight(prompt: str) -> bool:
+def is_held_out(prompt: str) -> bool:
     """Whether a prompt is held out."""
     digest = hashlib.blake2b(prompt.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % _EVAL_ONE_IN == 0
