@@ -1,5 +1,6 @@
 """Environments: their interface, processes, observations as token ids, and played episodes."""
 
+import json
 import math
 import pathlib
 import pickle
@@ -10,6 +11,8 @@ import pytest
 from serving_double import byte_tokenizer
 
 import hjax
+from hjax.data.dataset import Dataset
+from hjax.data.read_options import ReadOptions
 from hjax.data.tokenizer import Tokenizer
 from hjax.environments import anchor_digest
 from hjax.environments.episode import (
@@ -22,6 +25,7 @@ from hjax.environments.episode import (
 from hjax.environments.episode_pool import EpisodePool
 from hjax.environments.episode_text import ObservationEncoder
 from hjax.errors import ConfigError, DataError
+from hjax.run.episode_evaluation import question_episodes
 
 ENVIRONMENTS = '''
 import os, sys, time
@@ -402,6 +406,26 @@ def test_seeds_of_environments():
     made = {episode_seed(0, step, group) for step in range(20) for group in range(20)}
     assert len(made) == 400 and all(0 <= seed < 2**32 for seed in made)
     assert episode_seed(0, 1, 2) != episode_seed(1, 1, 2)
+
+
+def test_a_chat_is_rendered_once(tmp_path):
+    """An environment that says its row's prompt has it in the template once, not twice."""
+    tokenizer = Tokenizer.characters("abcU:A;")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ {'user': 'U', 'assistant': 'A'}[m.role] }}:{{ m.content }};"
+        "{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+    )
+    rows = [{"prompt": "ab", "limit": 3}, {"question": "ba"}, {"prompt_tokens": [1, 2]}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = Dataset.from_file(tmp_path / "rows.jsonl", tokenizer, options=ReadOptions(chat=True))
+    assert data.prompt_text[0] == "U:ab;A:"
+    episodes = question_episodes(data, range(1, 6), samples=2, seed=0)
+    said = [episode.task["prompt"] for episode in episodes]
+    assert said == ["ab", "ba", "ba", *[tokenizer.decode([1, 2])] * 2]
+    assert [episode.group for episode in episodes] == [0, 1, 1, 2, 2]
+    assert episodes[0].task["limit"] == 3 and episodes[1].task["limit"] is None
+    begun = ObservationEncoder(tokenizer, chat=True).begin(said[0])
+    assert tokenizer.decode(begun) == "U:ab;A:"
 
 
 def test_a_task_of_any_columns_reaches_the_environment(tmp_path):

@@ -321,6 +321,24 @@ def demonstrated_row(
     return row
 
 
+def episode_tasks(
+    columns: Mapping[str, Sequence[Any]], texts: Sequence[str]
+) -> list[dict[str, Any]]:
+    """What episodes of a dataset's rows are reset with: each row's columns, with a ``prompt``.
+
+    Args:
+      columns: of the rows.
+      texts: their prompts as they were tokenised, for rows that have neither ``prompt`` nor
+        ``question``; of a chat that is the rendered template, which no observation should repeat.
+    """
+    tasks = []
+    for i, text in enumerate(texts):
+        row = {name: values[i] for name, values in columns.items()}
+        given = (row.get(name) for name in ("prompt", "question"))
+        tasks.append(row | {"prompt": next((each for each in given if each is not None), text)})
+    return tasks
+
+
 def episode_seed(seed: int, step: int, group: int) -> int:
     """The seed of a group's environments in a step of a run, 0 to 2**32 - 1."""
     digest = anchor_digest([seed, step, group])

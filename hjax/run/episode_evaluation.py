@@ -11,6 +11,7 @@ from hjax.environments.episode import (
     EpisodeLimits,
     EpisodePlayer,
     episode_seed,
+    episode_tasks,
 )
 from hjax.environments.episode_pool import EpisodePool
 from hjax.environments.episode_text import ObservationEncoder
@@ -48,18 +49,7 @@ def play_questions(
     total = len(questions) * samples
     for start in range(0, total, at_a_time):
         numbers = range(start, min(start + at_a_time, total))
-        rows = questions.rows([i // samples for i in numbers])
-        texts = rows["prompt_text"] or [""] * len(numbers)
-        columns = rows["columns"]
-        episodes = [
-            Episode(
-                number=number,
-                group=number // samples,
-                task={name: values[i] for name, values in columns.items()} | {"prompt": texts[i]},
-                seed=episode_seed(seed, 0, number // samples),
-            )
-            for i, number in enumerate(numbers)
-        ]
+        episodes = question_episodes(questions, numbers, samples=samples, seed=seed)
 
         def report_progress(ended: int, _: int, before: int = start) -> None:
             progress(before + ended, total, "")
@@ -70,6 +60,23 @@ def play_questions(
     if all(episode.fault for episode in played):
         raise RunError(f"the environment failed in all {total} episodes: {played[0].fault}")
     return played
+
+
+def question_episodes(
+    questions: Dataset, numbers: Sequence[int], *, samples: int, seed: int
+) -> list[Episode]:
+    """The episodes of these numbers, ``samples`` of each row of a dataset, to be played."""
+    rows = questions.rows([i // samples for i in numbers])
+    tasks = episode_tasks(rows["columns"], rows["prompt_text"] or [""] * len(numbers))
+    return [
+        Episode(
+            number=number,
+            group=number // samples,
+            task=task,
+            seed=episode_seed(seed, 0, number // samples),
+        )
+        for number, task in zip(numbers, tasks, strict=True)
+    ]
 
 
 def graded_episode(episode: Episode, samples: int) -> GradedResponse:

@@ -25,6 +25,7 @@ from hjax.environments.episode import (
     EpisodePlayer,
     TurnRequest,
     episode_seed,
+    episode_tasks,
 )
 from hjax.environments.episode_batch import episode_batch
 from hjax.environments.episode_pool import EpisodePool
@@ -117,10 +118,6 @@ class EpisodeRollout:
         step, first = int(prompts.get("step", 0)), int(prompts.get("first", 0))
         columns = {name: list(values) for name, values in prompts.get("columns", {}).items()}
         texts = prompts.get("prompt_text") or [""] * len(prompts["prompts"])
-        tasks = [
-            {name: values[i] for name, values in columns.items()} | {"prompt": text}
-            for i, text in enumerate(texts)
-        ]
         episodes = [
             Episode(
                 number=first + i * count + sample,
@@ -128,7 +125,7 @@ class EpisodeRollout:
                 task=task,
                 seed=episode_seed(self._seed, step, first // count + i),
             )
-            for i, task in enumerate(tasks)
+            for i, task in enumerate(episode_tasks(columns, texts))
             for sample in range(count)
         ]
         row_tokens = self.limits.prompt_tokens + self.limits.response_tokens
