@@ -11,6 +11,8 @@ from hjax.batches import sample_rows
 from hjax.environments.episode import Episode, EpisodeRow, Turn
 from hjax.environments.episode_batch import episode_batch, episode_summary
 from hjax.run.dataflow import absent_roles
+from hjax.run.metrics import batch_metrics
+from hjax.run.reporter import sample_row
 
 
 def turn(tokens, observation=(), reward=0.0, anchor=None, **more):
@@ -64,6 +66,24 @@ def test_arrays_by_hand():
     assert summary["episode/stop_done"] == 0.5 and summary["episode/stop_timeout"] == 0.25
     assert summary["episode/stop_max_turns"] == 0.25 and summary["episode/stop_context"] == 0.0
     assert summary["episode/x"] == 2.0 and summary["episode/invalid_actions"] == 0.25
+
+
+def test_a_sample_is_an_episode_with_all_its_turns():
+    batch = episode_batch(played(), 3, 4)
+    batch["rewards"] = np.array([1.875] * 4 + [np.nan, 2.0, 2.0, 0.0])
+    batch["advantages"] = batch["response_mask"] * np.arange(8.0)[:, None]
+    first, second, third, last = (sample_row(batch, i, 3, "train") for i in range(4))
+    assert [t["action"] for t in first["turns"]] == ["a"] * 4
+    assert [t.get("fresh", False) for t in first["turns"]] == [False, True, True, False]
+    assert [t["reward"] for t in first["turns"]] == [0.25, 0.5, 1.0, 0.125]
+    assert first["turns"][3]["metrics"] == {"x": 2.0} and not first["turns"][3]["valid"]
+    # Rows 0, 1 and 2 have three, two and one tokens of the policy's.
+    assert first["advantage"] == pytest.approx((0 * 3 + 1 * 2 + 2 * 1) / 6)
+    assert first["response"] == "ao" * 4 and first["prompt"] == "p" and first["reward"] == 1.875
+    assert second["advantage"] == 3 and len(second["turns"]) == 1
+    assert third["turns"] == [] and third["stop_reason"] == "timeout" and "advantage" not in third
+    assert [last["index"], last["stop_reason"], last["truncated"]] == [3, "max_turns", True]
+    assert batch_metrics(batch, 0.0)["response/length_mean"] == (4 + 2 + 1 + 1 + 0 + 2 + 1) / 7
 
 
 def test_episodes_of_one_row_are_not_filled_up():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -76,6 +77,17 @@ class Turn:
     anchor: bytes | None = None
     seconds: float = 0.0
 
+    def record(self) -> dict[str, Any]:
+        """What was done, seen and rewarded, as JSON values."""
+        return {
+            "action": self.text,
+            "observation": self.observed,
+            "reward": self.reward,
+            "valid": self.valid,
+            "tokens": len(self.tokens),
+            **({"metrics": dict(self.metrics)} if self.metrics else {}),
+        }
+
 
 @dataclasses.dataclass
 class EpisodeRow:
@@ -121,6 +133,13 @@ class Episode:
     def turns(self) -> list[Turn]:
         """All turns, in order."""
         return [turn for row in self.rows for turn in row.turns]
+
+    def turn_records(self) -> list[dict[str, Any]]:
+        """``Turn.record`` of all turns; ``fresh`` where the observation replaced the history."""
+        records = [[turn.record() for turn in row.turns] for row in self.rows if row.turns]
+        for before in records[:-1]:
+            before[-1]["fresh"] = True
+        return [record for row in records for record in row]
 
     @property
     def total_reward(self) -> float:
@@ -175,6 +194,8 @@ class EpisodePlayer:
         environments of the others answer.
       as_ready: whether those draw next whose environments have answered, instead of whole cohorts.
       progress: called with (episodes that have ended, all of them) after each draw.
+      waited: called with the begin and end (``time.perf_counter``) of each wait for environments,
+        during which nothing was drawn.
     """
 
     def __init__(
@@ -187,9 +208,11 @@ class EpisodePlayer:
         cohorts: int = 2,
         as_ready: bool = False,
         progress: Callable[[int, int], None] = lambda ended, all: None,
+        waited: Callable[[float, float], None] = lambda begin, end: None,
     ):
         self._pool, self._encoder, self.limits, self._draw = pool, encoder, limits, draw
-        self._cohorts, self._as_ready, self._progress = cohorts, as_ready, progress
+        self._cohorts, self._as_ready = cohorts, as_ready
+        self._progress, self._waited = progress, waited
         self._answers: dict[int, AnswerFuture] = {}  # by episode, that are awaited
         self._before: dict[int, EpisodeAnswer] = {}  # the answer that an episode acts on
         self._ended: dict[int, bool] = {}  # whether an episode's last turn has ended
@@ -223,7 +246,9 @@ class EpisodePlayer:
         where ``as_ready`` for one."""
         waits = [self._answers[each.number] for each in cohort]
         when = concurrent.futures.FIRST_COMPLETED if self._as_ready else "ALL_COMPLETED"
+        begin = time.perf_counter()
         concurrent.futures.wait(waits, return_when=when)
+        self._waited(begin, time.perf_counter())
         ready = [each for each in cohort if self._answers[each.number].done()]
         for each in ready:
             self._take_answer(each, self._answers.pop(each.number).result())

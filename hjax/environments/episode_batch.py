@@ -33,9 +33,9 @@ def episode_batch(
       that had to stop before its end), ``episode`` and ``group`` int32 [rows]; ``turn`` int32
       [rows, length], of each drawn token its turn in the episode, else -1; ``anchor`` like it, of
       the state in which its turn was taken, numbered from 0 within the group, -1 none;
-      ``token_rewards`` float32 [rows, length], each turn's at its last token; ``stop_reason``, a
-      list; ``episode_metrics``, by name float32 [rows], the same in all rows of an episode;
-      ``prompt_text`` and ``response_text``, as they were seen and said.
+      ``token_rewards`` float32 [rows, length], each turn's at its last token; ``stop_reason`` and
+      ``turn_records`` (``Episode.turn_records``), lists, and ``episode_metrics``, by name float32
+      [rows], the same in all rows of an episode; ``prompt_text`` and ``response_text``, as they were seen and said.
     """
     rows = [(episode, row) for episode in episodes for row in _rows(episode, filler)]
     if len(rows) > len(episodes):
@@ -46,6 +46,7 @@ def episode_batch(
         rows += [(nobody, EpisodeRow([filler], ""))] * (size - len(rows))
     prompts, prompt_mask = pad_left([row.prompt for _, row in rows], prompt_length)
     responses, places = pad_right([row.response for _, row in rows], response_length)
+    records = {id(episode): episode.turn_records() for episode, _ in rows}
     tables = _token_tables(rows, _first_turns(episodes), responses.shape)
     return {
         "prompts": prompts,
@@ -59,6 +60,7 @@ def episode_batch(
         "episode": np.array([e.number for e, _ in rows], np.int32),
         "group": np.array([e.group for e, _ in rows], np.int32),
         "stop_reason": [e.stop_reason for e, _ in rows],
+        "turn_records": [records[id(e)] for e, _ in rows],
         "episode_metrics": _metrics([e for e, _ in rows]),
         "prompt_text": [row.text for _, row in rows],
         "response_text": [_text(row) for _, row in rows],

@@ -113,23 +113,12 @@ def _limits(args: Any, info: ModelInfo, task: Task | None) -> EpisodeLimits:
 
 def episode_record(episode: Episode, samples: int) -> dict[str, Any]:
     """An episode for a file of rows: what was seen, done and rewarded in each turn."""
-    turns = [
-        {
-            "action": turn.text,
-            "observation": turn.observed,
-            "reward": turn.reward,
-            "valid": turn.valid,
-            "tokens": len(turn.tokens),
-            **({"metrics": dict(turn.metrics)} if turn.metrics else {}),
-        }
-        for turn in episode.turns
-    ]
     return {
         "question": episode.number // samples,
         "sample": episode.number % samples,
         "seed": episode.seed,
         "prompt": episode.rows[0].text if episode.rows else "",
-        "turns": turns,
+        "turns": episode.turn_records(),
         "reward": None if episode.fault else episode.total_reward,
         "stop_reason": episode.stop_reason,
         **({"fault": episode.fault} if episode.fault else {}),

@@ -15,6 +15,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.batches import NO_EPISODE
+from hjax.controller.timeline import Timeline
 from hjax.data.read_options import ReadOptions
 from hjax.data.tasks import Task
 from hjax.data.tokenizer import Tokenizer
@@ -58,6 +59,7 @@ class EpisodeRollout:
       tokenizer: of the actor.
       prompt_length: tokens of the longest prompt.
       as_ready: whether turns are drawn in the order in which environments answer.
+      timeline: receives the times during which all of the policy waits for environments.
 
     Raises:
       ConfigError: no tokenizer, a template that cannot continue a chat, or an environment that
@@ -70,7 +72,9 @@ class EpisodeRollout:
         task: Task | None,
         tokenizer: Tokenizer | None,
         prompt_length: int,
+        *,
         as_ready: bool = False,
+        timeline: Timeline,
     ):
         section, rollout, data = config.environment, config.rollout, config.data
         name = environment_of(config, task)
@@ -95,6 +99,9 @@ class EpisodeRollout:
             memory_bytes=int(section.memory_gib * 2**30),
         )
         self._seed, self._samples, self._as_ready = config.seed, rollout.samples, as_ready
+        self._waited = functools.partial(
+            timeline.add, "environment", "environment", "wait", "environment"
+        )
         # The same for evaluations, so that these share programs with training.
         self._rows = rollout.prompts * rollout.samples
         self._filler = tokenizer.eos_id or 0
@@ -132,9 +139,11 @@ class EpisodeRollout:
         begun = actor.begin_turns(max(self._rows, len(episodes)), row_tokens).result()
         try:
             draw = functools.partial(_draw, actor, step, greedy)
-            EpisodePlayer(
-                self._pool, self._encoder, self.limits, draw, as_ready=self._as_ready
-            ).play(episodes)
+            player = EpisodePlayer(
+                self._pool, self._encoder, self.limits, draw,
+                as_ready=self._as_ready, waited=self._waited,
+            )  # fmt: skip
+            player.play(episodes)
         finally:
             actor.end_turns().result()
         batch = self._batch(episodes, columns, count, first)

@@ -131,6 +131,8 @@ def batch_metrics(batch: Batch, kl_coefficient: float) -> dict[str, float]:
     """
     mask = np.asarray(batch["response_mask"], bool)
     metrics, samples = {}, sample_rows(batch)
+    # An episode may have several rows, and others only fill up the batch.
+    rows = slice(None) if "episode" not in batch else np.asarray(batch["row_mask"], bool)
     if "rewards" in batch:
         rewards = np.asarray(batch["rewards"], np.float64)
         scored = rewards[samples]
@@ -141,7 +143,7 @@ def batch_metrics(batch: Batch, kl_coefficient: float) -> dict[str, float]:
             "reward/unscored": 1.0 - scored.size / max(len(samples), 1),
         }
     metrics |= {
-        "response/length_mean": float(np.mean(np.asarray(response_lengths(batch))[samples])),
+        "response/length_mean": float(np.mean(np.asarray(response_lengths(batch))[rows])),
         "response/truncated": float(np.mean(np.asarray(batch["truncated"])[samples])),
     }
     for name, values in batch.get("named_rewards", {}).items():

@@ -179,8 +179,9 @@ class TrainingRun:
             return None
         ahead = config.rollout.max_staleness > 0 and not config.rollout.deterministic
         return EpisodeRollout(
-            config, inputs.task, inputs.tokenizer, inputs.prompt_length, as_ready=ahead
-        )
+            config, inputs.task, inputs.tokenizer, inputs.prompt_length,
+            as_ready=ahead, timeline=self.timeline,
+        )  # fmt: skip
 
     def _draw(self, indices: np.ndarray, number: int) -> dict[str, Any]:
         """The prompt batch of dataset indices; its number, from 1, seeds the sampling."""
