@@ -269,8 +269,9 @@ def test_live_head_and_phases_fit(width, monkeypatch):
 def test_columns_go_in_the_order_of_importance():
     assert sorted(IMPORTANCE) == sorted(COLUMNS)
     widths = dict.fromkeys(COLUMNS, 8)
-    left = [fitting_columns(list(COLUMNS), widths, 10 * n - 2) for n in range(1, len(COLUMNS))]
-    assert [set(columns) for columns in left] == [set(IMPORTANCE[:n]) for n in range(1, len(COLUMNS))]
+    counts = range(1, len(COLUMNS))
+    left = [fitting_columns(list(COLUMNS), widths, 10 * n - 2) for n in counts]
+    assert [set(columns) for columns in left] == [set(IMPORTANCE[:n]) for n in counts]
     assert left[4] == ["step", "reward", "accuracy", "cost", "KL"]  # in the table's order
     assert fitting_columns(list(COLUMNS), widths, 3) == ["step"]
     assert fitting_columns(list(COLUMNS), widths, None) == list(COLUMNS)

@@ -166,7 +166,8 @@ def test_an_empty_directory(tmp_path):
 
 def test_episodes_are_shown_as_conversations(run):
     turns = [
-        {"action": "up <b>", "observation": "a wall\x1b", "reward": 0.0, "valid": False, "fresh": True},
+        {"action": "up <b>", "observation": "a wall\x1b", "reward": 0.0, "valid": False,
+         "fresh": True},
         {"action": "left", "observation": "home", "reward": -0.5, "valid": True},
     ]  # fmt: skip
     kinds = [("train", "done", -0.5), ("eval", "timeout", None)]

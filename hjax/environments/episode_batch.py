@@ -35,7 +35,8 @@ def episode_batch(
       the state in which its turn was taken, numbered from 0 within the group, -1 none;
       ``token_rewards`` float32 [rows, length], each turn's at its last token; ``stop_reason`` and
       ``turn_records`` (``Episode.turn_records``), lists, and ``episode_metrics``, by name float32
-      [rows], the same in all rows of an episode; ``prompt_text`` and ``response_text``, as they were seen and said.
+      [rows], the same in all rows of an episode; ``prompt_text`` and ``response_text``, as they
+      were seen and said.
     """
     rows = [(episode, row) for episode in episodes for row in _rows(episode, filler)]
     if len(rows) > len(episodes):
