@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import pathlib
 import pickle
+import signal
 import time
 
 import numpy as np
@@ -176,6 +178,23 @@ def test_what_cannot_be_played_again_is_lost(file):
         assert answer(pool.step(0, "leave")).fault == "killed"
         found = answer(pool.step(1, "x"))
         assert found.fault == "killed" and "it gave something else" in found.text
+
+
+@pytest.mark.parametrize("victim", ["supervisor", "environment"])
+def test_a_process_killed_from_outside_loses_nobody(file, victim):
+    with EpisodePool(f"{file}:Counter") as pool, EpisodePool(f"{file}:Counter") as whole:
+        for number in range(2):
+            for each in (pool, whole):
+                answer(each.reset(number, {"prompt": "p"}, 3))
+        for turn, number in enumerate([0, 1, 0, 1, 1]):
+            (pid,) = pool.pids()
+            if victim == "environment":
+                listed = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+                pid = int(listed[0])
+            os.kill(pid, signal.SIGKILL)
+            found, expected = (answer(x.step(number, f"a{turn}")) for x in (pool, whole))
+            assert not found.fault and found.observation == expected.observation
+            assert found.reward == expected.reward
 
 
 def test_environments_are_closed_and_processes_end(file, tmp_path, monkeypatch):

@@ -94,12 +94,29 @@ def test_episodes_of_one_row_are_not_filled_up():
     assert len(batch["episode"]) == 4 and EpisodeRows.of(batch) is None
 
 
+def test_batches_have_few_sizes():
+    """A power of two times the episodes, and what is made of their rows follows from that alone."""
+    episodes = played()
+    assert len(episode_batch(episodes, 3, 4, least=9)["episode"]) == 16
+    for each in episodes:
+        each.rows = each.rows[:1]
+    batch = episode_batch(episodes, 3, 4, least=16)
+    assert batch["episode"].tolist() == [4, 5, 6, 7, *[-1] * 12]
+    rows = EpisodeRows.of(batch)
+    assert rows.join(batch)["responses"].shape == (4, 8 * 4)
+    parts = episode_minibatches(batch["group"], batch["episode"], np.arange(2), 1)
+    assert [len(part) for part in parts] == [8, 8]
+    # Of resampled groups: their rows, and one of no episode until the size is reached.
+    assert rows.of_groups(np.array([1]), 2, 4).tolist() == [2, 3, 4, 4]
+    assert len(rows.of_groups(np.array([0, 1]), 2, 4)) == 8
+
+
 def test_joined_and_split_again():
     batch = episode_batch(played(), 3, 4)
     episodes = EpisodeRows.of(batch)
     joined = episodes.join(batch)
-    assert joined["responses"][0].tolist() == [1, 2, 7, 3, 4, 5, 0, 0, 6, 0, 0, 0]
-    assert joined["responses"][1].tolist() == [1, *[0] * 11]
+    assert joined["responses"][0].tolist() == [1, 2, 7, 3, 4, 5, 0, 0, 6, *[0] * 7]
+    assert joined["responses"][1].tolist() == [1, *[0] * 15]
     assert joined["prompts"].shape == (4, 3) and joined["episode"].tolist() == [4, 5, 6, 7]
     assert joined["response_lengths"].tolist() == [7, 1, 0, 3]
     assert joined["stop_reason"] == ["done", "done", "timeout", "max_turns"]
@@ -187,7 +204,8 @@ def test_an_episode_is_one_unit_of_the_loss(kind):
     joined = EpisodeRows.of(batch).join(batch)
     whole = np.array([True, True, False, True])
     wanted = aggregation_weights(joined["response_mask"], kind, most, whole)
-    assert np.allclose(np.asarray(made)[:3].ravel(), np.asarray(wanted)[0], atol=1e-7)
+    assert np.allclose(np.asarray(made)[:3].ravel(), np.asarray(wanted)[0, :12], atol=1e-7)
+    assert not np.asarray(wanted)[0, 12:].any()
     assert np.allclose(np.asarray(made)[5:7].ravel()[:8], np.asarray(wanted)[3][:8], atol=1e-7)
     assert not np.asarray(made)[[4, 7]].any()
     alone = np.arange(8)  # episodes of a row each change nothing

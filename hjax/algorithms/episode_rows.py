@@ -14,6 +14,7 @@ from hjax.batches import LENGTHS, NO_EPISODE, response_lengths, select_rows
 
 Batch = dict[str, Any]
 
+
 class EpisodeRows(NamedTuple):
     """Which rows of a batch are of which episode.
 
@@ -43,7 +44,11 @@ class EpisodeRows(NamedTuple):
                 episode = index[number]
                 places[row] = episode, counts[episode]
                 counts[episode] += 1
-        rows = np.full((len(order), max(counts, default=1)), NO_EPISODE)
+        # Few sizes, as programs read this form: twice the batch's rows per episode.
+        most = 1
+        while most < max(counts, default=1) or most * len(order) < 2 * len(numbers):
+            most *= 2
+        rows = np.full((len(order), most), NO_EPISODE)
         there = np.flatnonzero(places[:, 0] >= 0)
         rows[tuple(places[there].T)] = there
         return cls(rows, places)
@@ -86,10 +91,15 @@ class EpisodeRows(NamedTuple):
             made[key] = array
         return made
 
-    def of_groups(self, groups: np.ndarray, samples: int) -> np.ndarray:
-        """Rows of these groups of episodes, in order, and then those of no episode, if any."""
+    def of_groups(self, groups: np.ndarray, samples: int, size: int) -> np.ndarray:
+        """Rows of these groups of episodes, in order, and then one of no episode, as often as it
+        takes to have ``size`` rows, or that times a power of two."""
         rows = self.rows.reshape(-1, samples * self.rows.shape[1])[groups].ravel()
-        return np.concatenate([rows[rows >= 0], np.flatnonzero(self.places[:, 0] < 0)])
+        rows = rows[rows >= 0]
+        while size <= len(rows):
+            size *= 2
+        fill = np.flatnonzero(self.places[:, 0] < 0)[:1]
+        return np.concatenate([rows, np.repeat(fill, size - len(rows))])
 
     @staticmethod
     def _has_tokens(batch: Mapping[str, Any], key: str) -> bool:
@@ -112,7 +122,8 @@ def episode_minibatches(
       count: groups of a mini-batch.
 
     Returns:
-      int [size] each; sizes are those of the groups' episodes times a power of two.
+      int [size] each; sizes are those of the groups' episodes times a power of two, and at least
+      their share of the batch's rows.
     """
     there = np.flatnonzero(episodes != NO_EPISODE)
     names = list(dict.fromkeys(groups[there].tolist()))
@@ -123,7 +134,8 @@ def episode_minibatches(
     ]
     least = max(len(np.unique(episodes[part])) for part in parts)
     size = least
-    while size < max(map(len, parts)):
+    of_episode = len(episodes) // len(np.unique(episodes[there]))
+    while size < max(map(len, parts)) or size < least * of_episode:
         size *= 2
     fill = np.flatnonzero(episodes == NO_EPISODE)[:1]
     return [np.concatenate([part, np.repeat(fill, size - len(part))]) for part in parts]

@@ -97,7 +97,8 @@ class Resampling(Algorithm):
         groups = np.argsort(~with_signal, kind="stable")[:wanted]
         episodes = EpisodeRows.of(everything)
         if episodes is not None:
-            return select_rows(everything, episodes.of_groups(groups, self.samples))
+            size = max(len(batch["episode"]) for batch in sampled)
+            return select_rows(everything, episodes.of_groups(groups, self.samples, size))
         rows = (groups[:, None] * self.samples + np.arange(self.samples)).ravel()
         return select_rows(everything, rows)
 

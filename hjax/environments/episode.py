@@ -21,6 +21,8 @@ from hjax.environments.episode_pool import AnswerFuture, EpisodeAnswer, EpisodeP
 from hjax.environments.episode_text import ObservationEncoder
 from hjax.errors import DataError
 
+# Into how many parts episodes are divided by default, of which one draws turns at a time.
+COHORTS = 2
 # How an episode may end beside the environment's faults.
 DONE, MAX_TURNS, CONTEXT = FAULTLESS = ("done", "max_turns", "context")
 
@@ -205,7 +207,7 @@ class EpisodePlayer:
         limits: EpisodeLimits,
         draw: DrawTurns,
         *,
-        cohorts: int = 2,
+        cohorts: int = COHORTS,
         as_ready: bool = False,
         progress: Callable[[int, int], None] = lambda ended, all: None,
         waited: Callable[[float, float], None] = lambda begin, end: None,

@@ -16,16 +16,23 @@ LOGPROBS = ("logprobs", "policy_logprobs")
 
 
 def episode_batch(
-    episodes: Sequence[Episode], prompt_length: int, response_length: int, *, filler: int = 0
+    episodes: Sequence[Episode],
+    prompt_length: int,
+    response_length: int,
+    *,
+    filler: int = 0,
+    least: int = 0,
 ) -> dict[str, Any]:
     """Arrays of the episodes' rows, in their order; docs/design.md says what each is.
 
     Where an episode has several rows, others of no episode follow (``episode`` -1), at least one,
-    up to a power of two times the number of episodes, so that there are few sizes.
+    up to a power of two times the number of episodes and at least ``least``, so that there are few
+    sizes.
 
     Args:
       prompt_length, response_length: of the arrays.
       filler: token id that stands for the prompt of an episode that never began.
+      least: rows of the batch.
 
     Returns:
       ``prompts``, ``prompt_mask``, ``responses``, ``response_mask`` (drawn by the policy),
@@ -39,9 +46,9 @@ def episode_batch(
       were seen and said.
     """
     rows = [(episode, row) for episode in episodes for row in _rows(episode, filler)]
-    if len(rows) > len(episodes):
+    if max(len(rows), least) > len(episodes):
         size = len(episodes)
-        while size <= len(rows):
+        while size <= len(rows) or size < least:
             size *= 2
         nobody = Episode(NO_EPISODE, NO_EPISODE, {}, 0)
         rows += [(nobody, EpisodeRow([filler], ""))] * (size - len(rows))

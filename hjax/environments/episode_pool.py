@@ -1,7 +1,8 @@
 """Episodes in processes of their own: many at a time, each call under a deadline.
 
-A process that is late or dies is killed and replaced. Only the episode whose call it was is lost;
-the others of that process are played again from their seed and actions, in which nobody sees them.
+A process that is late or dies is killed and replaced, and its episodes are played again from their
+seed and actions, which nobody sees. Only the episode whose call is late, or ends a second process
+too, is lost.
 """
 
 from __future__ import annotations
@@ -193,11 +194,10 @@ class _EpisodeHost:
         replaced."""
         if episode.lost:
             return EpisodeAnswer(fault=episode.lost, text="the episode has ended by a fault")
-        if action is not None and episode.process_number != self._process_number:
-            if (fault := self._play_again(number, episode)) is not None:
-                episode.lost = fault.fault
-                return fault
-        answer = self._call(number, episode, action)
+        answer = self._answer(number, episode, action)
+        if answer.fault == "killed" and episode.process_number != self._process_number:
+            # Perhaps from outside, or by what another episode left there.
+            answer = self._answer(number, episode, action)
         if answer.fault:
             episode.lost = answer.fault
         else:
@@ -205,6 +205,13 @@ class _EpisodeHost:
                 episode.actions.append(action)
             episode.digests.append(_digest(answer))
         return answer
+
+    def _answer(self, number: int, episode: _Episode, action: str | None) -> EpisodeAnswer:
+        """The environment's answer, in a process that has played the episode up to here."""
+        if action is not None and episode.process_number != self._process_number:
+            if (fault := self._play_again(number, episode)) is not None:
+                return fault
+        return self._call(number, episode, action)
 
     def close_episode(self, number: int, episode: _Episode) -> None:
         """Close its environment, if its process still has it."""
@@ -228,9 +235,8 @@ class _EpisodeHost:
     def _call(self, number: int, episode: _Episode, action: str | None) -> EpisodeAnswer:
         if action is not None:
             return self._request("step", number, action)
-        answer = self._request("reset", number, episode.task, episode.seed)
         episode.process_number = self._process_number
-        return answer
+        return self._request("reset", number, episode.task, episode.seed)
 
     def _request(self, call: str, number: int, *arguments: Any) -> EpisodeAnswer:
         try:

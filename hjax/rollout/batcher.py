@@ -17,6 +17,7 @@ import numpy as np
 from hjax.rollout import vocab_parallel
 from hjax.rollout.bucketing import PREFILL_BATCHES, ServiceBuckets
 from hjax.rollout.engine import Engine
+from hjax.rollout.precompile import Precompilation
 from hjax.rollout.prefix_cache import (
     CachedPrefix,
     PrefixCache,
@@ -45,6 +46,7 @@ class ContinuousBatcher:
       prefix_tokens: capacity of the prefix cache; 0: none.
       prefill_batches: prompts in a prefill batch. Few, so that running requests soon get their next
         tokens; many where all wait for each other.
+      bucketing: the sizes of its programs.
 
     Attributes:
       params: the weights in use, see ``replace_params``.
@@ -62,12 +64,13 @@ class ContinuousBatcher:
         max_tokens: int,
         prefix_tokens: int = 0,
         prefill_batches: tuple[int, ...] = PREFILL_BATCHES,
+        bucketing: type[ServiceBuckets] = ServiceBuckets,
     ):
         self.params, self._engine, self.max_tokens = params, engine, max_tokens
         vocab = engine.network.config.vocab_size
         self.sampling_sizes = SamplingSizes(vocab, penalties=True)
         sizes = self.sampling_sizes
-        self.buckets = ServiceBuckets(engine, slots, max_tokens, sizes, prefill_batches)
+        self.buckets = bucketing(engine, slots, max_tokens, sizes, prefill_batches)
         self.prefixes = PrefixCache(engine, prefix_tokens) if prefix_tokens else None
         self.scorer = PromptScorer(engine)
         self.waiting = WaitingRequests(self.prefixes, engine.parts, max_tokens)
@@ -97,6 +100,20 @@ class ContinuousBatcher:
             self._admit()
         if self.running:
             self._decode()
+
+    def precompile(
+        self, on_progress: Callable[[str], None] = lambda line: None, scores: bool = True
+    ) -> None:
+        """Compile every program that requests may need, of any lengths, before the first one.
+
+        Args:
+          on_progress: called, in any thread, with what is compiled next, in a few words.
+          scores: whether requests may ask for log-probs of their prompts.
+        """
+        Precompilation(
+            self.buckets, self.params, self.prefixes, self.scorer if scores else None,
+            admission=self.admission, every=self.allow_all,
+        ).run(on_progress)  # fmt: skip
 
     def rest(self) -> None:
         """Give up the slots' memory; the next request gets new ones."""

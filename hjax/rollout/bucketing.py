@@ -157,6 +157,34 @@ class ServiceBuckets:
         return SlotSizes(rows, rows, 1, 0, length, text, sampling, sampling.penalties)
 
 
+class TurnBuckets(ServiceBuckets):
+    """Buckets of turns, of which all begin together: fewer than a service's, as a run compiles all
+    of their programs before its first turn."""
+
+    @property
+    def rows(self) -> list[int]:
+        """All rows, and a quarter of them where more than a few are used."""
+        most = self.slots // self.engine.parts
+        if self.engine.uses_kernel or self.slots <= MIN_ROWS:
+            return [most]
+        return sorted({-(-most // 4), most})
+
+    @property
+    def lengths(self) -> list[int]:
+        """Powers of two from 128, and enough for the limit."""
+        *less, most = super().lengths
+        return [*(n for n in less if n >= 128 and n & (n - 1) == 0), most]
+
+    def prompt_columns(self, tokens: int) -> int:
+        """As of a service, with a quarter of the sizes."""
+        return bucketed_columns(tokens, self.limit, MIN_PROMPT_COLUMNS, 4)
+
+    def packed_sizes(self, each: int, new: int, known: int) -> list[int]:
+        """Half of the padded columns, or padded."""
+        packs = self.engine.packs_prompts and each > 1
+        return [*packed_sizes(each * new)[: int(packs)], 0]
+
+
 def lengths(limit: int, refills: bool) -> list[int]:
     """Columns that a rollout's state may have, ascending; the last is enough for ``limit`` tokens.
 

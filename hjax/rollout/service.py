@@ -16,7 +16,6 @@ from hjax.errors import ConfigError, RunError
 from hjax.rollout.batcher import ContinuousBatcher
 from hjax.rollout.constrained_decoding import ConstraintCompiler, ConstraintMatcher
 from hjax.rollout.engine import Engine
-from hjax.rollout.precompile import Precompilation
 from hjax.rollout.prefix_cache import affordable_tokens, why_no_blocks
 from hjax.rollout.requests import QueueFull, Request, RequestHandle, ResponseChunk
 from hjax.rollout.row_sampling import RowSampling
@@ -191,11 +190,7 @@ class GenerationService:
             self._check_open("requests")
             if self._had_request:
                 raise RunError("warm_up comes before the first request")
-            batcher = self._batcher
-            Precompilation(
-                batcher.buckets, batcher.params, batcher.prefixes, batcher.scorer,
-                admission=batcher.admission, every=batcher.allow_all,
-            ).run(on_progress)  # fmt: skip
+            self._batcher.precompile(on_progress)
 
     def stats(self) -> dict[str, float]:
         """``running``, ``waiting``, ``slots``, ``generated_tokens``, ``prompt_tokens``, of which

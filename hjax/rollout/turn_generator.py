@@ -15,6 +15,7 @@ from hjax.data.tokenizer import Tokenizer
 from hjax.environments.episode import DrawnTurn, TurnRequest
 from hjax.errors import RunError
 from hjax.rollout.batcher import ContinuousBatcher
+from hjax.rollout.bucketing import TurnBuckets
 from hjax.rollout.engine import Engine
 from hjax.rollout.prefix_cache import affordable_tokens, why_no_blocks
 from hjax.rollout.prompt_encoding import StopConditions, StopWatcher
@@ -60,13 +61,17 @@ class TurnGenerator:
         self._batcher = ContinuousBatcher(
             engine, params,
             slots=slots, max_tokens=row_tokens, prefix_tokens=room,
-            prefill_batches=(-(-slots // 8), slots),
+            prefill_batches=(-(-slots // 8), slots), bucketing=TurnBuckets,
         )  # fmt: skip
 
     @property
     def totals(self) -> dict[str, int]:
         """Tokens so far, as ``ContinuousBatcher.totals``."""
         return self._batcher.totals
+
+    def precompile(self) -> None:
+        """Compile every program that turns may need."""
+        self._batcher.precompile(scores=False)
 
     def replace_params(self, params: Any) -> None:
         """Draw with other weights, or with none (None) until there are some again."""

@@ -7,6 +7,7 @@ the roles have.
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,6 +37,9 @@ from hjax.rollout.generator import bucket_length
 
 # Column of the batch with an episode's return, None where the environment failed.
 RETURN_COLUMN = "episode_return"
+# Where episodes have several rows: room for so many times the rows that there are, since a batch of
+# more rows than any before compiles all programs that read it again.
+ROW_MARGIN = 1.5
 
 
 def environment_of(config: ConfigDict, task: Task | None) -> str:
@@ -60,6 +64,10 @@ class EpisodeRollout:
       prompt_length: tokens of the longest prompt.
       as_ready: whether turns are drawn in the order in which environments answer.
       timeline: receives the times during which all of the policy waits for environments.
+
+    Attributes:
+      batch_rows: fewest rows of the next batch that is learned from, those of the last; 0: episodes
+        have had one row each.
 
     Raises:
       ConfigError: no tokenizer, a template that cannot continue a chat, or an environment that
@@ -105,6 +113,7 @@ class EpisodeRollout:
         # The same for evaluations, so that these share programs with training.
         self._rows = rollout.prompts * rollout.samples
         self._filler = tokenizer.eos_id or 0
+        self.batch_rows = 0
 
     def play(
         self,
@@ -146,19 +155,31 @@ class EpisodeRollout:
             player.play(episodes)
         finally:
             actor.end_turns().result()
-        batch = self._batch(episodes, columns, count, first)
+        learned = not greedy and samples is None
+        batch = self._batch(episodes, columns, count, first, learned)
         if begun["version"] is not None:
             batch["versions"] = batch["response_mask"] * np.int32(begun["version"])
         return batch
 
     def _batch(
-        self, episodes: Sequence[Episode], columns: Mapping[str, list[Any]], count: int, first: int
+        self,
+        episodes: Sequence[Episode],
+        columns: Mapping[str, list[Any]],
+        count: int,
+        first: int,
+        learned: bool,
     ) -> dict[str, Any]:
         limit = self.limits.response_tokens
         longest = max((len(row.response) for each in episodes for row in each.rows), default=1)
         made = episode_batch(
-            episodes, self.limits.prompt_tokens, bucket_length(longest, limit), filler=self._filler
+            episodes,
+            self.limits.prompt_tokens,
+            bucket_length(longest, limit),
+            filler=self._filler,
+            least=self._fewest_rows(episodes) if learned else 0,
         )
+        if learned and len(made["episode"]) > len(episodes):
+            self.batch_rows = len(made["episode"])
         of_row = np.maximum(made["episode"] - first, 0) // count  # its prompt
         returns = {each.number: each.total_reward for each in episodes} | {NO_EPISODE: 0.0}
         given = [returns[number] for number in made["episode"].tolist()]
@@ -166,6 +187,13 @@ class EpisodeRollout:
             name: [values[i] for i in of_row.tolist()] for name, values in columns.items()
         } | {RETURN_COLUMN: [None if np.isnan(value) else value for value in given]}
         return made
+
+    def _fewest_rows(self, episodes: Sequence[Episode]) -> int:
+        """Rows of a batch of these episodes: as many as the last had, or more with a margin."""
+        rows = sum(max(sum(bool(row.turns) for row in each.rows), 1) for each in episodes)
+        if rows == len(episodes) or rows < self.batch_rows:
+            return self.batch_rows
+        return min(math.ceil(ROW_MARGIN * rows), self.limits.turns * len(episodes))
 
     def close(self) -> None:
         """End the environments' processes."""

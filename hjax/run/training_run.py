@@ -352,6 +352,8 @@ class TrainingRun:
         self.prompts.restore(state["prompts"])
         if self._example_sources.learned is not None:
             self._example_sources.learned.sampler.restore(state["demonstrations"])
+        if self._environment is not None:
+            self._environment.batch_rows = state["episode_rows"]
         self.step_number = state["step"]
         self.history = [row for row in self.history if row["step"] <= self.step_number]
 
@@ -362,6 +364,10 @@ class TrainingRun:
             "updates": self.recorder.state(),
             "prompts": self.prompts.state(),
         }
+        if self._environment is not None:
+            ahead = self.async_rollout is not None and "episode" in self.batch
+            rows = len(self.batch["episode"]) if ahead else self._environment.batch_rows
+            state["episode_rows"] = rows
         if self._async_state:
             state["ahead"] = self._async_state
         if self.async_rollout is not None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hjax.batches import response_lengths, response_places
-from hjax.environments.episode import DrawnTurn, TurnRequest
+from hjax.environments.episode import COHORTS, DrawnTurn, TurnRequest
 from hjax.kernels.int8_cache import element_bytes
 from hjax.models.parameters import Params
 from hjax.rewards.concurrent_rewards import ConcurrentScorer, PendingReward, PromptResponses
@@ -160,12 +160,14 @@ class GeneratingWorker(ModelWorker):
         self.check_version(version)
         params = self._turn_weights.enter_context(self.generation_weights())
         params = self.generator.decoding_params(params)
-        slots = min(self.context.slots, rows) if self.context.slots > 0 else rows
+        together = -(-rows // COHORTS)
+        slots = min(self.context.slots, together) if self.context.slots > 0 else together
         if self._turns is None or self._turns.sizes != (slots, row_tokens, rows):
             self._turns = TurnGenerator(
                 self.generator.engine, params, self.context.tokenizer,
                 slots=slots, row_tokens=row_tokens, rows=rows,
             )  # fmt: skip
+            self._turns.precompile()
         else:
             self._turns.replace_params(params)
         return {"version": getattr(self, "version", None)}
