@@ -60,6 +60,16 @@ def select_rows(batch: Mapping[str, Any], rows: Sequence[int] | np.ndarray) -> d
     return made
 
 
+def _same_names(values: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Dicts of columns with all names in each: NaN where one lacks a metric."""
+    names = dict.fromkeys(name for value in values for name in value)
+    rows = [len(next(iter(value.values()), ())) for value in values]
+    return [
+        {name: value.get(name, np.full(count, np.nan, np.float32)) for name in names}
+        for value, count in zip(values, rows, strict=True)
+    ]
+
+
 def concatenate_batches(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Concatenate the rows of batches; responses are padded on the right to the longest."""
     made: dict[str, Any] = {}
@@ -69,7 +79,7 @@ def concatenate_batches(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             names = dict.fromkeys(name for value in values for name in value)
             made[key] = {name: sum(value.get(name, 0) for value in values) for name in names}
         elif isinstance(first, Mapping):
-            made[key] = concatenate_batches(values)
+            made[key] = concatenate_batches(_same_names(values))
         elif isinstance(first, list):
             made[key] = [x for value in values for x in value]
         elif not np.ndim(first):

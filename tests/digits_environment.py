@@ -13,7 +13,7 @@ class Digits(hjax.Environment):
 
     Variables of the process, which say what the environment does beside that: `HJAX_TEST_SLEEP`,
     the longest pause in seconds, by the wall clock; `HJAX_TEST_CALLS`, a file to which each call
-    appends a line.
+    appends a line; `HJAX_TEST_FAILS`, the end of prompts whose second step raises.
     """
 
     fresh_share = 0.0
@@ -21,12 +21,16 @@ class Digits(hjax.Environment):
     def reset(self, task, seed):
         self.random = random.Random(seed)
         self.left = self.random.randint(1, 5)
+        self._prompt, self._steps = task["prompt"], 0
         self._called("reset", task["prompt"])
         return hjax.Observation(task["prompt"], anchor=self.left)
 
     def step(self, action):
         self.left -= 1
         self._called("step", action)
+        self._steps += 1
+        if self._steps == 2 and self._prompt.endswith(os.environ.get("HJAX_TEST_FAILS", "never")):
+            raise ValueError("of the environment")
         text = "".join(self.random.choices("0123456789", k=self.random.randint(1, 6)))
         return hjax.Step(
             hjax.Observation(text + ">", anchor=self.left),

@@ -7,7 +7,7 @@ from ml_collections import ConfigDict
 from hjax.algorithms import GRPO, PPO
 from hjax.algorithms.aggregation import aggregation_weights
 from hjax.algorithms.episode_rows import EpisodeRows, episode_minibatches
-from hjax.batches import sample_rows
+from hjax.batches import concatenate_batches, sample_rows
 from hjax.environments.episode import Episode, EpisodeRow, Turn
 from hjax.environments.episode_batch import episode_batch, episode_summary
 from hjax.run.dataflow import absent_roles
@@ -127,6 +127,17 @@ def test_joined_and_split_again():
     assert (back["of_tokens"] == batch["responses"] * 1.5).all()
     assert back["of_rows"].tolist() == [1, 1, 1, 2, 3, 4, 4, 0] and back["scalar"] == 3
     assert back["responses"] is batch["responses"]
+
+
+def test_batches_whose_environments_report_other_metrics_are_joined():
+    first, second = episode_batch(played(), 3, 4), episode_batch(played(), 3, 4)
+    second["episode_metrics"] = {
+        name: x for name, x in second["episode_metrics"].items() if name != "x"
+    } | {"y": np.ones(8, np.float32)}
+    joined = concatenate_batches([first, second])["episode_metrics"]
+    assert set(joined) == {"turns", "invalid_actions", "seconds", "x", "y"}
+    assert np.isnan(joined["x"][8:]).all() and np.isnan(joined["y"][:8]).all()
+    assert joined["turns"].tolist() == first["episode_metrics"]["turns"].tolist() * 2
 
 
 def algorithm(kind, samples=2, **changes):

@@ -6,6 +6,7 @@ the roles have.
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
 import os
@@ -32,7 +33,7 @@ from hjax.environments.episode import (
 from hjax.environments.episode_batch import episode_batch
 from hjax.environments.episode_pool import EpisodePool
 from hjax.environments.episode_text import ObservationEncoder
-from hjax.errors import ConfigError
+from hjax.errors import ConfigError, RunError
 from hjax.rollout.generator import bucket_length
 
 # Column of the batch with an episode's return, None where the environment failed.
@@ -113,6 +114,7 @@ class EpisodeRollout:
         # The same for evaluations, so that these share programs with training.
         self._rows = rollout.prompts * rollout.samples
         self._filler = tokenizer.eos_id or 0
+        self._max_unscored = config.reward.max_unscored
         self.batch_rows = 0
 
     def play(
@@ -155,6 +157,7 @@ class EpisodeRollout:
             player.play(episodes)
         finally:
             actor.end_turns().result()
+        self._check_faults(episodes)
         learned = not greedy and samples is None
         batch = self._batch(episodes, columns, count, first, learned)
         if begun["version"] is not None:
@@ -187,6 +190,22 @@ class EpisodeRollout:
             name: [values[i] for i in of_row.tolist()] for name, values in columns.items()
         } | {RETURN_COLUMN: [None if np.isnan(value) else value for value in given]}
         return made
+
+    def _check_faults(self, episodes: Sequence[Episode]) -> None:
+        """Raise RunError if the environment has failed in too large a share of the episodes."""
+        failed = [each for each in episodes if each.fault]
+        share = len(failed) / len(episodes)
+        if share <= self._max_unscored:
+            return
+        counts = collections.Counter(each.stop_reason for each in failed)
+        causes = ", ".join(f"{reason} {count}" for reason, count in sorted(counts.items()))
+        text = failed[0].fault.strip()
+        raise RunError(
+            f"the environment failed in {len(failed)} of {len(episodes)} episodes ({causes}); the "
+            f"share {share:.3g} is above reward.max_unscored={self._max_unscored:g}: correct the "
+            f"environment, or raise that key. The first failure: {text.splitlines()[-1]}",
+            details=text if "\n" in text else "",
+        )
 
     def _fewest_rows(self, episodes: Sequence[Episode]) -> int:
         """Rows of a batch of these episodes: as many as the last had, or more with a margin."""

@@ -1,9 +1,7 @@
 """Whole runs on episodes: what is compiled, the first update, resumes, and lost processes."""
 
 import functools
-import json
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -11,45 +9,38 @@ import time
 
 import numpy as np
 import pytest
-from helpers import TINY, computed, launch, read_rows, trainer_of, write_config
+from helpers import (
+    DIGITS,
+    TINY,
+    computed,
+    episode_keys,
+    launch,
+    read_rows,
+    trainer_of,
+    write_config,
+)
 
 from hjax.controller import join
-from hjax.data.tasks import get_task
+from hjax.errors import RunError
 from hjax.run import episode_rollout
 from hjax.run.inputs import prompt_batch
 
-FILE = pathlib.Path(__file__).parent.parent / "digits_environment.py"
 ONE = {"cluster.devices_per_process": 1}
 
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory):
-    """Keys of a run with an environment; add ``environment.function``."""
-    folder = tmp_path_factory.mktemp("episodes")
-    get_task("sorting").tokenizer().save(folder / "tokenizer")
-    rows = [json.dumps({"prompt": "1" * (i % 5) + f"{i}>"}) + "\n" for i in range(48)]
-    (folder / "data.jsonl").write_text("".join(rows))
-    return {
-        "data.task": "",
-        "data.path": f"{folder}/data.jsonl",
-        "data.eval_size": 8,
-        "tokenizer.path": f"{folder}/tokenizer",
-        "rollout.max_prompt_length": 8,
-        "rollout.max_response_length": 60,
-        "environment.function": f"{FILE}:Digits",
-        "environment.max_turns": 5,
-        "environment.turn_tokens": 4,
-        "environment.processes": 2,
-    }
+    """Keys of a run on episodes of one row."""
+    return episode_keys(tmp_path_factory.mktemp("episodes"))
 
 
 def fresh(keys, **more):
-    return {**keys, "environment.function": f"{FILE}:Fresh", **more}
+    return {**keys, "environment.function": f"{DIGITS}:Fresh", **more}
 
 
-def run(algorithm, changes, workdir=None, steps=None):
+def run(algorithm, changes, workdir=None):
     with trainer_of(algorithm, changes, workdir) as trainer:
-        return [computed(row) for row in trainer.run(steps)]
+        return [computed(row) for row in trainer.run()]
 
 
 def content(workdir):
@@ -63,12 +54,12 @@ def content(workdir):
         ("GRPO", {"eval.every": 2}),
         (
             "PPO",
-            {"environment.function": f"{FILE}:Fresh", "algorithm.minibatch": 8, "eval.every": 3},
+            {"environment.function": f"{DIGITS}:Fresh", "algorithm.minibatch": 8, "eval.every": 3},
         ),
         pytest.param(
             "DAPO",
             {
-                "environment.function": f"{FILE}:Fresh",
+                "environment.function": f"{DIGITS}:Fresh",
                 "algorithm.resample": 1,
                 "algorithm.minibatch": 4,
                 "cluster.devices_per_process": 2,
@@ -126,16 +117,25 @@ def first_update(changes):
 def padded(keys):
     """The first update of padded rows on a device, by the environment's class."""
     return functools.cache(
-        lambda name: first_update({**keys, **ONE, "environment.function": f"{FILE}:{name}"})
+        lambda name: first_update({**keys, **ONE, "environment.function": f"{DIGITS}:{name}"})
     )
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("environment", ["Digits", "Fresh"])
+USUAL = {"Digits": ["packs on two devices"], "Fresh": ["packs in passes", "data 2", "tensor 2"]}
+
+
+@pytest.mark.parametrize(
+    "environment, name",
+    [
+        pytest.param(environment, name, marks=[pytest.mark.slow] * (name not in usual))
+        for environment, usual in USUAL.items()
+        for name in LAYOUTS
+    ],
+)
 def test_the_first_update_is_on_policy(environment, name, keys, padded, monkeypatch):
     """And its loss and gradient are those of padded rows on a device."""
     monkeypatch.setattr("hjax.workers.packer.MIN_PASS_PLACES", 1)
-    changes = {**keys, **ONE, "environment.function": f"{FILE}:{environment}", **LAYOUTS[name]}
+    changes = {**keys, **ONE, "environment.function": f"{DIGITS}:{environment}", **LAYOUTS[name]}
     ratios, row = first_update(changes)
     expected_ratios, expected = padded(environment)
     assert ratios.shape == expected_ratios.shape
@@ -155,10 +155,12 @@ RESUMED = {"steps": 5, "checkpoint.every": 2, "eval.every": 2, "algorithm.miniba
 def test_a_stopped_run_continues_whatever_its_environments_take(
     environment, keys, tmp_path, monkeypatch
 ):
-    changes = {**keys, **ONE, **RESUMED, "environment.function": f"{FILE}:{environment}"}
+    changes = {**keys, **ONE, **RESUMED, "environment.function": f"{DIGITS}:{environment}"}
     run("GRPO", changes, tmp_path / "whole")
     monkeypatch.setenv("HJAX_TEST_SLEEP", "0.02")
-    run("GRPO", changes, tmp_path / "parts", steps=3)  # of which the last is in no checkpoint
+    with trainer_of("GRPO", changes, tmp_path / "parts") as trainer:
+        for _ in range(3):  # of which the last is in no checkpoint
+            trainer.step()
     monkeypatch.setenv("HJAX_TEST_SLEEP", "0.05")
     more = {"environment.processes": 3}
     assert [row["step"] for row in run("GRPO", changes | more, tmp_path / "parts")] == [3, 4, 5]
@@ -184,6 +186,32 @@ def test_killed_environments_change_nothing(keys, monkeypatch):
         found = [computed(row) for row in trainer.run()]
     assert found == expected and len(killed) > 12
     assert all(row["episode/stop_done"] == 1.0 for row in found)
+
+
+def test_failed_episodes_are_counted_as_episodes(keys, monkeypatch):
+    """Not by the rows that they or others have."""
+    monkeypatch.setenv("HJAX_TEST_FAILS", "2>")
+    changes = fresh(keys, **ONE, steps=3)
+    with trainer_of("GRPO", {**changes, "reward.max_unscored": 1.0}) as trainer:
+        rows, batches = [], []
+        for _ in range(3):
+            rows.append(trainer.step())
+            batches.append(trainer.batch)
+    shares = [row.get("episode/stop_exception", 0.0) for row in rows]
+    assert max(shares) > 0 and [row["reward/unscored"] for row in rows] == shares
+    for batch, row in zip(batches, rows, strict=True):
+        failed = np.array([reason == "exception" for reason in batch["stop_reason"]])
+        assert not batch["row_mask"][failed].any() and np.isfinite(row["actor/loss"])
+        assert len(set(batch["episode"][failed].tolist())) / 16 == row.get(
+            "episode/stop_exception", 0
+        )
+    limit = max(shares) - 0.01
+    with trainer_of("GRPO", {**changes, "reward.max_unscored": limit}) as trainer:
+        with pytest.raises(RunError) as caught:
+            trainer.run()
+    count = round(16 * max(shares))
+    assert f"failed in {count} of 16 episodes (exception {count}); the share" in str(caught.value)
+    assert "raise that key. The first failure: ValueError: of the env" in str(caught.value)
 
 
 @pytest.mark.slow
