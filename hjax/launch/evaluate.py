@@ -97,7 +97,7 @@ def parse(arguments: Sequence[str]) -> Any:
       ConfigError: a wrong flag or value.
     """
     rules = {"samples": at_least(1), "limit": at_least(0), "timeout_seconds": above(0)}
-    rules |= {"processes": at_least(0)} | ENVIRONMENT_RULES
+    rules |= {"processes": at_least(0), **ENVIRONMENT_RULES}
     own = dict(reward="", instruction="", output="", samples=1, limit=0, processes=0)
     args = read_flags(arguments, rules, timeout_seconds=60.0, **own, **ENVIRONMENT_FLAGS)
     if bool(args.data) == bool(args.task):
