@@ -28,6 +28,7 @@ from hjax.environments.episode_pool import EpisodePool
 from hjax.environments.episode_text import ObservationEncoder
 from hjax.errors import ConfigError, DataError
 from hjax.run.episode_evaluation import question_episodes
+from hjax.run.episode_rollout import log_first_faults
 
 ENVIRONMENTS = '''
 import os, sys, time
@@ -421,6 +422,23 @@ def test_who_draws_together_does_not_depend_on_time(file):
     assert [len(each.turns) for each in episodes] == [1, 4, 2, 3, 5]
 
 
+def test_the_first_fault_of_each_kind_is_said(caplog):
+    trace = "Traceback (most recent call last):\n  ...\nKeyError: 'limit'"
+    ends = [("exception", trace), ("done", ""), ("timeout", "step took 2 s"), ("exception", "x")]
+    episodes = [
+        Episode(number=i, group=i, task={}, seed=0, stop_reason=reason, fault=fault)
+        for i, (reason, fault) in enumerate(ends)
+    ]
+    told = set()
+    log_first_faults(episodes[:2], told)
+    log_first_faults(episodes, told)
+    assert [record.getMessage().split(", and")[0] for record in caplog.records] == [
+        "the environment failed (episode/stop_exception)",
+        "the environment failed (episode/stop_timeout)",
+    ]
+    assert "learned from: KeyError: 'limit'; further" in caplog.text
+
+
 def test_seeds_of_environments():
     made = {episode_seed(0, step, group) for step in range(20) for group in range(20)}
     assert len(made) == 400 and all(0 <= seed < 2**32 for seed in made)
@@ -462,10 +480,69 @@ def test_a_task_of_any_columns_reaches_the_environment(tmp_path):
     assert seen == repr(sorted((k, str(v)) for k, v in task.items()))
 
 
-def test_the_example_of_the_docs_plays(tmp_path):
+CORRIDOR = """
+class Corridor:
+    def __init__(self, length): self.length = length
+    def reset(self, seed): self.at = seed % self.length; return self.at, {}
+    def step(self, move):
+        self.at += 2 * move - 1
+        return self.at, float(self.at == self.length), self.at == self.length, self.at < 0, {}
+"""
+
+
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory):
+    """The Python files that docs/agents.md shows, and a game that one of them wraps."""
+    folder = tmp_path_factory.mktemp("examples")
     page = pathlib.Path(hjax.__file__).parent.parent / "docs" / "agents.md"
-    path = tmp_path / "guess.py"
-    path.write_text(page.read_text().split("```python\n")[1].split("```")[0])
+    for code in page.read_text().split("```python\n# ")[1:]:
+        name, _, rest = code.partition("\n")
+        (folder / name).write_text(rest.split("```")[0])
+    (folder / "corridor.py").write_text(CORRIDOR)
+    return folder
+
+
+def test_the_wrapped_game_of_the_docs_plays(examples):
+    task = {"prompt": "Go right.", "settings": {"length": 4}}
+    with EpisodePool(f"{examples}/from_gym.py:FromGym") as pool:
+        assert answer(pool.reset(0, task, 6)).observation == "Go right.\n2"
+        found = [answer(pool.step(0, said)) for said in ("up", " LEFT", "right", "right", "right")]
+    assert [each.observation for each in found] == ["Say one of left, right.", "1", "2", "3", "4"]
+    assert [each.valid for each in found] == [False, True, True, True, True]
+    assert [each.done for each in found] == [False] * 4 + [True] and found[-1].reward == 1.0
+
+
+def test_the_tool_loop_of_the_docs_plays(examples):
+    def call(name, **arguments):
+        text = json.dumps({"name": name, "arguments": arguments})
+        return f"<tool_call>{text}</tool_call>"
+
+    said = [
+        f"Two. {call('add', a=40, b=2)}\n{call('length', text='abc')}",
+        "<tool_call>{</tool_call>",
+        call("subtract"),
+        "It is 42.",
+    ]
+    with EpisodePool(f"{examples}/tools.py:Tools") as pool:
+        answer(pool.reset(0, {"prompt": "?", "answer": 42}, 0))
+        found = [answer(pool.step(0, each)) for each in said]
+    right, no_json, no_tool, last = (each.observation for each in found)
+    assert right == "<tool_response>42</tool_response>\n<tool_response>3</tool_response>"
+    assert "JSONDecodeError" in no_json and "KeyError: 'subtract'" in no_tool and last == ""
+    assert [each.valid for each in found] == [True, False, False, True]
+    assert [each.metrics for each in found] == [{"calls": 2}, {"calls": 1}, {"calls": 1}, {}]
+    assert found[-1].done and found[-1].reward == 1.0
+
+
+def test_the_config_of_the_docs_is_one(examples):
+    config = hjax.get_config(str(examples / "guess_config.py"))
+    environment, rollout = config.environment, config.rollout
+    room = environment.max_turns * environment.turn_tokens
+    assert room < rollout.max_response_length and config.algorithm.name == "GRPO"
+
+
+def test_the_example_of_the_docs_plays(examples):
+    path = examples / "guess.py"
     with EpisodePool(f"{path}:Guess") as pool:
         assert answer(pool.reset(0, {"prompt": "Guess.", "limit": 4}, 7)).observation == "Guess."
         assert not answer(pool.step(0, "two")).valid

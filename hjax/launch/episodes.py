@@ -180,15 +180,14 @@ def _write(output: Path | None, episodes: Sequence[Episode], samples: int) -> No
 
 
 def episode_means(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Means over episodes: turns, the share of each stop reason, the share of invalid actions, and
+    """Means over episodes: turns, the share of each stop reason, actions that were not valid, and
     the environment's own metrics (their sums over an episode's turns)."""
     count = len(episodes)
     means = {"turns": sum(len(each.turns) for each in episodes) / count}
     reasons = collections.Counter(each.stop_reason for each in episodes)
     means |= {f"stop_{name}": number / count for name, number in sorted(reasons.items())}
     turns = [turn for each in episodes for turn in each.turns]
-    if turns:
-        means["invalid_actions"] = sum(not turn.valid for turn in turns) / len(turns)
+    means["invalid_actions"] = sum(not turn.valid for turn in turns) / count
     sums = collections.Counter[str]()
     for turn in turns:
         sums.update(turn.metrics)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -36,6 +37,7 @@ from hjax.environments.episode_text import ObservationEncoder
 from hjax.errors import ConfigError, RunError
 from hjax.rollout.generator import bucket_length
 
+_LOG = logging.getLogger(__name__)
 # Column of the batch with an episode's return, None where the environment failed.
 RETURN_COLUMN = "episode_return"
 # Where episodes have several rows: room for so many times the rows that there are, since a batch of
@@ -116,6 +118,7 @@ class EpisodeRollout:
         self._filler = tokenizer.eos_id or 0
         self._max_unscored = config.reward.max_unscored
         self.batch_rows = 0
+        self._told: set[str] = set()  # faults of which the first was logged
 
     def play(
         self,
@@ -158,6 +161,7 @@ class EpisodeRollout:
         finally:
             actor.end_turns().result()
         self._check_faults(episodes)
+        log_first_faults(episodes, self._told)
         learned = not greedy and samples is None
         batch = self._batch(episodes, columns, count, first, learned)
         if begun["version"] is not None:
@@ -217,6 +221,23 @@ class EpisodeRollout:
     def close(self) -> None:
         """End the environments' processes."""
         self._pool.close()
+
+
+def log_first_faults(episodes: Sequence[Episode], told: set[str]) -> None:
+    """Say what the first fault of each kind was; metrics count them all.
+
+    Args:
+      told: kinds that were said before; those of the episodes are added.
+    """
+    for episode in episodes:
+        if episode.fault and episode.stop_reason not in told:
+            told.add(episode.stop_reason)
+            _LOG.warning(
+                "the environment failed (episode/stop_%s), and the episode is not learned from: "
+                "%s; further ones are counted",
+                episode.stop_reason,
+                episode.fault.strip().splitlines()[-1],
+            )
 
 
 def _draw(
