@@ -25,7 +25,7 @@ from hjax.process_supervisor import send_frame
 
 # Timeouts: to start and import, and to read a request.
 _START_SECONDS, _READ_SECONDS = 300.0, 10.0
-# After a request's timeout the process may still report it itself; then it is killed.
+# After a request's timeout a process may still report it itself; then it is killed.
 _GRACE_SECONDS = 1.0
 # Timeout for the supervisor to kill all descendants.
 _END_SECONDS = 5.0
@@ -84,12 +84,13 @@ class IsolatedProcess:
         with self._lock:
             self._ensure_started()
 
-    def call(self, request: bytes, seconds: float) -> bytes:
+    def call(self, request: bytes, seconds: float, grace: float = _GRACE_SECONDS) -> bytes:
         """The answer to a request.
 
         Args:
           request: of any size.
           seconds: timeout of the answer, from when the process has read the request.
+          grace: further seconds for a process that reports a timeout itself.
 
         Raises:
           DeadlineExceeded: no answer in time.
@@ -104,7 +105,7 @@ class IsolatedProcess:
                     process.ready = True
                 process.send(request, _READ_SECONDS + seconds)
                 process.expect(frames.STARTED, _READ_SECONDS + seconds)
-                return process.expect(frames.DONE, seconds + _GRACE_SECONDS)
+                return process.expect(frames.DONE, seconds + grace)
             except BaseException as error:
                 # After Ctrl-C too: a late answer would be taken for the next request's.
                 if not isinstance(error, TaskFailed) or error.at_start:

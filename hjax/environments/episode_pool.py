@@ -240,7 +240,8 @@ class _EpisodeHost:
 
     def _request(self, call: str, number: int, *arguments: Any) -> EpisodeAnswer:
         try:
-            found = self.process.call(pickle.dumps((call, number, arguments)), self._seconds)
+            request = pickle.dumps((call, number, arguments))
+            found = self.process.call(request, self._seconds, grace=0.0)
         except DeadlineExceeded:
             self._process_number += 1
             text = f"{call} took longer than {self._seconds:g} s; its process was ended"
