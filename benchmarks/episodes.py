@@ -108,7 +108,7 @@ class Bench:
         from hjax.rollout.generator import Generator
         from hjax.sharding.layout import make_layouts
 
-        self.task = get_task("maze")()
+        self.task = get_task("maze")
         self.tokenizer = self.task.tokenizer()
         self.encoder = ObservationEncoder(self.tokenizer)
         turn = options.turn_tokens or self.task.turn_length
@@ -294,7 +294,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--step_ms", type=float, default=5.0, help="of the slow environment")
     parser.add_argument("--processes", type=int, default=8, help="of environments")
-    parser.add_argument("--devices", type=int, default=machine.cores(), help="simulated")
+    parser.add_argument("--devices", type=int, default=1, help="simulated")
     options = parser.parse_args()
     from hjax.launch.jax_setup import prepare_devices
 

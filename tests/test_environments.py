@@ -43,6 +43,7 @@ class Counter(hjax.Environment):
     def step(self, action):
         self.count += 1
         if action == "hang": time.sleep(60)
+        if action == "late": time.sleep(1.5)
         if action == "leave": os._exit(3)
         if action == "raise": raise ValueError("of the environment")
         if action == "exit": sys.exit(1)
@@ -66,6 +67,10 @@ class Clock(Counter):
     def reset(self, task, seed):
         self.count = 0
         return hjax.Observation(str(time.time_ns()))
+
+class Leaving(Counter):
+    def close(self):
+        raise ValueError("at the end")
 
 class Slow(Counter):
     def step(self, action):
@@ -131,8 +136,9 @@ def answer(future):
 
 
 FAULTS = {
-    "hang": ("timeout", "longer than 1 s"), "leave": ("killed", "exit status 3"),
-    "raise": ("exception", "ValueError: of the environment"), "exit": ("exception", "SystemExit"),
+    "hang": ("timeout", "longer than 1 s"), "late": ("timeout", "longer than 1 s"),
+    "leave": ("killed", "exit status 3"), "exit": ("exception", "SystemExit"),
+    "raise": ("exception", "ValueError: of the environment"),
     "number": ("exception", "step returned 3; it must be a hjax.Step"),
     "text": ("exception", "Step.observation is 'seen'"),
     "infinite": ("exception", "Step.reward is inf"),
@@ -214,6 +220,16 @@ def test_environments_are_closed_and_processes_end(file, tmp_path, monkeypatch):
             time.sleep(0.02)
     assert len(pids) == 2 and not any(pathlib.Path(f"/proc/{pid}/cmdline").exists() and
         b"hjax" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids)  # fmt: skip
+
+
+def test_a_fault_of_close_is_told_once(file, caplog):
+    with EpisodePool(f"{file}:Leaving") as pool:
+        for number in range(3):
+            answer(pool.reset(number, {"prompt": ""}, 0))
+            pool.end(number)
+        assert answer(pool.reset(3, {"prompt": "a"}, 5)).observation == "a5"
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "close failed (exception)" in line and "ValueError: at the end" in line
 
 
 @pytest.mark.parametrize("name, says", [

@@ -11,6 +11,7 @@ import concurrent.futures
 import dataclasses
 import hashlib
 import json
+import logging
 import pickle
 import threading
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from hjax.errors import ConfigError, one_line
 from hjax.isolated_process import DeadlineExceeded, IsolatedProcess, ProcessDied, TaskFailed
 from hjax.user_code import file_and_name, imported
 
+_LOG = logging.getLogger(__name__)
 # Why an episode may leave baseline and loss: the environment's faults.
 FAULTS = ("timeout", "exception", "killed")
 # The run occupies the accelerators, so JAX in an environment's process uses the CPU.
@@ -178,6 +180,7 @@ class _EpisodeHost:
         self.open_episodes = 0
         self._seconds = step_seconds
         self._process_number = 0
+        self._told_close_fault = False
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "hjax-environment")
 
     def submit(self, call: Any, *arguments: Any) -> Any:
@@ -214,9 +217,14 @@ class _EpisodeHost:
         return self._call(number, episode, action)
 
     def close_episode(self, number: int, episode: _Episode) -> None:
-        """Close its environment, if its process still has it."""
-        if episode.process_number == self._process_number:
-            self._request("close", number)
+        """Close its environment, if its process still has it. The first fault of a ``close`` is
+        logged: the episode has been counted."""
+        if episode.process_number != self._process_number:
+            return
+        answer = self._request("close", number)
+        if answer.fault and not self._told_close_fault:
+            self._told_close_fault = True
+            _LOG.warning("an environment's close failed (%s): %s", answer.fault, answer.text)
 
     def _play_again(self, number: int, episode: _Episode) -> EpisodeAnswer | None:
         """Play an episode up to where it was; returns a fault if that fails."""
