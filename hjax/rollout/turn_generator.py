@@ -122,27 +122,32 @@ class TurnGenerator:
         strings = () if stop is None else stop.strings
         stops = StopConditions([*strings, *request.stop], self._tokenizer, sampling.min_tokens)
         seen = (*request.prompt, *request.response)
+        if stops.ids:
+            sampling = dataclasses.replace(sampling, stop=(*sampling.stop, *stops.ids))
         asked = Request(
             prompt=seen,
             max_tokens=request.max_tokens,
-            options=dataclasses.replace(sampling, stop=(*sampling.stop, *stops.ids)),
+            options=sampling,
             seed=seed,
             choice=request.episode,
             step=step,
             first_draw=request.first_draw,
         )
-        turn = _TurnInProgress(StopWatcher(stops, ResponseText(self._tokenizer, seen)))
+        watcher = None
+        if stops.strings:
+            watcher = StopWatcher(stops, ResponseText(self._tokenizer, seen))
+        turn = _TurnInProgress(watcher)
         turn.handle = RequestHandle(asked, None, turn.take)
         self._batcher.waiting.requests.append(turn.handle)
         return turn
 
 
 class _TurnInProgress:
-    """A turn of which chunks arrive."""
+    """A turn of which chunks arrive; ``watcher``: of its stop strings, None without any."""
 
     handle: RequestHandle
 
-    def __init__(self, watcher: StopWatcher):
+    def __init__(self, watcher: StopWatcher | None):
         self._watcher = watcher
         self._tokens: list[int] = []
         self._logprobs: dict[str, list[float]] = {"logprobs": [], "policy_logprobs": []}
@@ -153,7 +158,8 @@ class _TurnInProgress:
         if self._finish == "stop":  # a stop string has ended it
             return
         tokens, finish = list(chunk.tokens), chunk.finish
-        if (count := self._watcher.take(tokens)) is not None:
+        count = None if self._watcher is None else self._watcher.take(tokens)
+        if count is not None:
             tokens, finish = tokens[:count], "stop"
             self.handle.cancel()
         self._tokens += tokens
