@@ -116,8 +116,13 @@ class IsolatedProcess:
                     raise ProcessDied(str(error)) from None
                 raise
 
+    def interrupt(self) -> None:
+        """Kill the process of a call in progress, which then raises ProcessDied; does not wait."""
+        if (process := self._process) is not None:
+            process.interrupt()
+
     def close(self) -> None:
-        """Kill the process, if there is one."""
+        """Kill the process, if there is one, after the call in progress."""
         with self._lock:
             self._discard()
 
@@ -217,6 +222,11 @@ class _Process:
                     return f"its process was ended by {signal.Signals(-status).name}"
                 return f"its process was ended by signal {-status}"
         return "its process ended"
+
+    def interrupt(self) -> None:
+        """Tell the supervisor to kill it and all its descendants."""
+        with contextlib.suppress(OSError):  # it has ended
+            self._control.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> None:
         """Kill it and all its descendants."""

@@ -222,6 +222,17 @@ def test_environments_are_closed_and_processes_end(file, tmp_path, monkeypatch):
         b"hjax" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids)  # fmt: skip
 
 
+def test_a_pool_ends_without_waiting_for_a_call_that_hangs(file):
+    with EpisodePool(f"{file}:Counter", processes=2, step_seconds=100.0) as pool:
+        for number in range(2):
+            answer(pool.reset(number, {"prompt": ""}, 0))
+        late = [pool.step(number, "hang") for number in range(2)]
+        pids, start = pool.pids(), time.monotonic()
+    assert time.monotonic() - start < 50
+    assert [answer(each).fault for each in late] == ["killed"] * 2
+    assert not any(pathlib.Path(f"/proc/{pid}").exists() for pid in pids)
+
+
 def test_a_fault_of_close_is_told_once(file, caplog):
     with EpisodePool(f"{file}:Leaving") as pool:
         for number in range(3):

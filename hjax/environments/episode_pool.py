@@ -190,6 +190,7 @@ class _EpisodeHost:
     def shut_down(self) -> None:
         """End the process and the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self.process.interrupt()
         self.process.close()
 
     def play(self, number: int, episode: _Episode, action: str | None) -> EpisodeAnswer:
