@@ -185,11 +185,11 @@ class _Process:
         """The content of the next frame, which must be of this kind."""
         deadline = time.monotonic() + seconds
         found, size = frames.FRAME_HEADER.unpack(self._read(frames.FRAME_HEADER.size, deadline))
+        if found not in (kind, frames.FAILED):  # what the task wrote to the socket has any size
+            raise ProcessDied("its process answered out of turn")
         content = self._read(size, deadline)
         if found == frames.FAILED:
             raise TaskFailed(content.decode(errors="replace"), at_start=not self.ready)
-        if found != kind:
-            raise ProcessDied("its process answered out of turn")
         return content
 
     def _read(self, size: int, deadline: float) -> bytes:

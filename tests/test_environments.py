@@ -45,6 +45,10 @@ class Counter(hjax.Environment):
         if action == "hang": time.sleep(60)
         if action == "late": time.sleep(1.5)
         if action == "leave": os._exit(3)
+        if action == "garble":
+            for number in range(3, 20):
+                try: os.write(number, b"\xff" * 99)
+                except OSError: pass
         if action == "raise": raise ValueError("of the environment")
         if action == "exit": sys.exit(1)
         if action == "number": return 3
@@ -137,7 +141,8 @@ def answer(future):
 
 FAULTS = {
     "hang": ("timeout", "longer than 1 s"), "late": ("timeout", "longer than 1 s"),
-    "leave": ("killed", "exit status 3"), "exit": ("exception", "SystemExit"),
+    "leave": ("killed", "exit status 3"), "garble": ("killed", "answered out of turn"),
+    "exit": ("exception", "SystemExit"),
     "raise": ("exception", "ValueError: of the environment"),
     "number": ("exception", "step returned 3; it must be a hjax.Step"),
     "text": ("exception", "Step.observation is 'seen'"),
