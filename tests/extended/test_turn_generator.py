@@ -64,11 +64,12 @@ def test_the_prefix_cache_changes_nothing_that_is_drawn(model):
 
 def test_a_stop_string_ends_a_turn_of_those_that_have_it(model):
     plain, _ = play(model, rows=EPISODES)
-    cut, _ = play(model, rows=EPISODES, stop=("!", ".G"))
+    stops = "N", "1", "!", ".G"
+    cut, _ = play(model, rows=EPISODES, stop=stops)
     ended = 0
     for n, (one, other) in enumerate(zip(plain, cut, strict=True)):
         text, short = (TOKENIZER.decode_response([], each[0].tokens) for each in (one, other))
-        ends = [text.index(stop) + len(stop) for stop in ("!", ".G") if stop in text and n % 2]
+        ends = [text.index(stop) + len(stop) for stop in stops if stop in text and n % 2]
         assert short == text[: min(ends, default=len(text))]
         assert other[0].ended == bool(ends)
         ended += bool(ends)
