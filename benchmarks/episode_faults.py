@@ -4,7 +4,8 @@ A tiny run of GRPO plays the built-in maze. About every fourth group of episodes
 `FAULTS`: its environment hangs, answers late, stops itself, crashes, exits, writes garbage to its
 output or to every descriptor, answers things of wrong types, raises, eats memory, forks, or
 misbehaves in reset or close. Within a group a fault depends on what the policy did, so some of its
-episodes are sound. Environments write down every fault as they commit it, apart from the run.
+episodes are sound. Environments write down every fault as they commit it, apart from the run; those
+that end their process do so twice, as an episode is lost with its second process.
 
 Every 25 steps, after a checkpoint, a line goes to the log: what the run's metrics have counted so
 far, and the memory, threads, descriptors and descendants of the process that trains, now and the

@@ -7,7 +7,7 @@ order rotates, in one process:
 - `episodes`: as training plays them: a turn prefills what the prefix cache does not have.
 - `full_prefill`: without a prefix cache, so that each turn prefills its whole row.
 - `single_turn`: no environments; from the same first observations the same engine draws as many
-  tokens as the episodes had, in one turn each.
+  tokens as the episodes had, in one turn each, all 64 at a time.
 - `slow_environment`: `episodes` whose environment takes `--step_ms` a step.
 
 Weights from a seed hardly ever find the goal, so all episodes have all turns. Prints one JSON line:
@@ -131,15 +131,15 @@ class Bench:
         self.params = generator.decoding_params(self.params)
         self.engine = generator.engine
 
-    def generator(self, cached: bool) -> Any:
-        """Of turns, with or without a prefix cache."""
+    def generator(self, slots: int, cached: bool = True) -> Any:
+        """Of so many turns at a time, with or without a prefix cache."""
         from hjax.rollout.turn_generator import TurnGenerator
 
         return TurnGenerator(
             self.engine,
             self.params,
             self.tokenizer,
-            slots=EPISODES,
+            slots=slots,
             row_tokens=self.limits.prompt_tokens + self.limits.response_tokens,
             rows=EPISODES if cached else 0,
         )
@@ -251,10 +251,13 @@ def ratios(rounds: Mapping[str, Sequence[Figures]]) -> dict[str, float]:
 
 def measure(bench: Bench, options: argparse.Namespace) -> tuple[dict[str, list[Figures]], int]:
     """The contestants' rounds, and how many programs were compiled in them."""
+    from hjax.environments.episode import COHORTS
     from hjax.environments.episode_pool import EpisodePool
     from hjax.run.backends import ProcessProbe
 
-    cached, full = bench.generator(True), bench.generator(False)
+    together = EPISODES // COHORTS
+    cached, full = bench.generator(together), bench.generator(together, cached=False)
+    whole = bench.generator(EPISODES)
     slow = {"seconds": options.step_ms / 1000}
     with (
         EpisodePool(Maze, processes=options.processes) as pool,
@@ -270,7 +273,7 @@ def measure(bench: Bench, options: argparse.Namespace) -> tuple[dict[str, list[F
         contestants: dict[str, Callable[[int], Figures]] = {
             "episodes": episodes,
             "full_prefill": lambda seed: play(bench, full, pool, seed),
-            "single_turn": lambda seed: single_turn(bench, cached, drawn[0], seed),
+            "single_turn": lambda seed: single_turn(bench, whole, drawn[0], seed),
             "slow_environment": lambda seed: play(bench, cached, slow_pool, seed),
         }
         for contestant in contestants.values():

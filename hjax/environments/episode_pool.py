@@ -180,7 +180,7 @@ class _EpisodeHost:
         self.open_episodes = 0
         self._seconds = step_seconds
         self._process_number = 0
-        self._told_close_fault = False
+        self._closed = self._told_close_fault = False
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "hjax-environment")
 
     def submit(self, call: Any, *arguments: Any) -> Any:
@@ -189,6 +189,7 @@ class _EpisodeHost:
 
     def shut_down(self) -> None:
         """End the process and the thread."""
+        self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
         self.process.interrupt()
         self.process.close()
@@ -248,6 +249,8 @@ class _EpisodeHost:
         return self._request("reset", number, episode.task, episode.seed)
 
     def _request(self, call: str, number: int, *arguments: Any) -> EpisodeAnswer:
+        if self._closed:
+            return EpisodeAnswer(fault="killed", text="the environments' processes were ended")
         try:
             request = pickle.dumps((call, number, arguments))
             found = self.process.call(request, self._seconds, grace=0.0)
