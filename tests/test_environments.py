@@ -47,7 +47,7 @@ class Counter(hjax.Environment):
         if action == "leave": os._exit(3)
         if action == "garble":
             for number in range(3, 20):
-                try: os.write(number, b"\xff" * 99)
+                try: os.write(number, b"\\xff" * 99)
                 except OSError: pass
         if action == "raise": raise ValueError("of the environment")
         if action == "exit": sys.exit(1)
@@ -232,6 +232,8 @@ def test_a_pool_ends_without_waiting_for_a_call_that_hangs(file):
         for number in range(2):
             answer(pool.reset(number, {"prompt": ""}, 0))
         late = [pool.step(number, "hang") for number in range(2)]
+        while not all(each.running() for each in late):
+            time.sleep(0.01)
         pids, start = pool.pids(), time.monotonic()
     assert time.monotonic() - start < 50
     assert [answer(each).fault for each in late] == ["killed"] * 2
