@@ -150,8 +150,8 @@ class EpisodeRollout:
             for sample in range(count)
         ]
         row_tokens = self.limits.prompt_tokens + self.limits.response_tokens
-        begun = actor.begin_turns(max(self._rows, len(episodes)), row_tokens).result()
         try:
+            begun = actor.begin_turns(max(self._rows, len(episodes)), row_tokens).result()
             draw = functools.partial(_draw, actor, step, greedy)
             player = EpisodePlayer(
                 self._pool, self._encoder, self.limits, draw,

@@ -156,7 +156,7 @@ TABLE = {
     "experts: int8, processes": Row("GRPO", {**INT8, **EACH, **EXPERTS_TWO}, "experts"),
     # Episodes.
     "episodes: adapters, tensor, slots": Row(
-        "GRPO", {**MAZE, **LORA, **WIDE, "rollout.slots": 3}, slow=False),
+        "GRPO", {**MAZE, **LORA, **WIDE, "rollout.slots": 3}),
     "episodes: critic's, packs, micro-batches": Row(
         "PPO", {**MAZE, **LORA, **CRITIC, "data.packing": 48, "actor.micro_batch": 8}),
     "episodes: split, slots, offload": Row(
