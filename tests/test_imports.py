@@ -33,7 +33,7 @@ FLOORS = [
     "serving",
     "launch",
 ]
-BESIDE = ["data", "environments", "rewards"]
+BESIDE = ["data", "environments", "rewards", "sandbox"]
 # Files that stand beside the rooms, below them all.
 GROUND = [
     "batches",

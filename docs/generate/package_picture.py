@@ -64,11 +64,12 @@ BANDS: tuple[tuple[str, Mapping[int, tuple[str, str, str]]], ...] = (
             1: ("sharding", "layouts, transitions,", "pipeline, offload"),
             2: ("kernels", "attention, products and", "caches by platform"),
             3: ("data", "prompts, tasks, chat", "templates, tokenizers"),
+            4: ("sandbox", "confines programs that", "a model writes"),
         },
     ),
 )
 # They have no place in the order: they import none of it, whoever needs them may import them.
-BESIDE = ("rewards", "environments", "data")
+BESIDE = ("rewards", "environments", "data", "sandbox")
 
 WIDTH, HEIGHT = 192, 84  # of a box
 LEFT, TOP = 140, 16  # where the boxes begin
