@@ -240,7 +240,7 @@ def package_svg(package: Path = PACKAGE) -> str:
     if set(lines) != set(PLACES):
         raise ValueError(f"folders without a place, or gone: {sorted(set(lines) ^ set(PLACES))}")
     paths = _paths(least_imports(folder_imports(package, set(lines))))
-    width, height = LEFT + 3 * COLUMN + WIDTH + 30, TOP + len(BANDS) * BAND + 14
+    width, height = LEFT + 4 * COLUMN + WIDTH + 30, TOP + len(BANDS) * BAND + 14
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}">',

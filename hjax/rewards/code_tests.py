@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hjax.errors import ConfigError, DataError
+from hjax.errors import ConfigError, DataError, short_repr
 from hjax.machine import available_cores
 from hjax.sandbox.local_sandbox import ExecResult, LocalSandbox, Sandbox, SandboxLimits
 
@@ -117,7 +117,7 @@ class CodeTests:
           ConfigError: this machine cannot confine programs.
           RunError: the sandbox failed.
         """
-        tests = tests_of(columns)
+        tests = program_tests(columns)
         _ = self._sandbox
         with concurrent.futures.ThreadPoolExecutor(available_cores()) as pool:
             found = list(pool.map(self._kinds, responses, tests))
@@ -187,7 +187,7 @@ def extract_code(response: str) -> str | None:
     return found[-1] if found else None
 
 
-def tests_of(columns: Mapping[str, Sequence[Any]]) -> list[ProgramTests]:
+def program_tests(columns: Mapping[str, Sequence[Any]]) -> list[ProgramTests]:
     """The tests of each row.
 
     Raises:
@@ -206,14 +206,15 @@ def tests_of(columns: Mapping[str, Sequence[Any]]) -> list[ProgramTests]:
         if functions[row] is None and isinstance(told, Mapping):
             functions[row] = told.get("func_name")
     return [
-        _program_tests(value, functions[i], f"code_tests: {name} of row {i + 1}")
+        _tests_of_row(value, functions[i], f"code_tests: {name} of row {i + 1}")
         for i, value in enumerate(columns[name])
     ]
 
 
-def _program_tests(value: Any, function: Any, where: str) -> ProgramTests:
+def _tests_of_row(value: Any, function: Any, where: str) -> ProgramTests:
     if isinstance(value, Mapping) and "ground_truth" in value:
         value = value["ground_truth"]
+    shown = short_repr(value)
     if isinstance(value, str):
         value = _json_or_none(value)
     if isinstance(value, Mapping):
@@ -228,7 +229,7 @@ def _program_tests(value: Any, function: Any, where: str) -> ProgramTests:
         inputs = outputs = None
     if not _is_list(inputs) or not _is_list(outputs) or len(inputs) != len(outputs) or not inputs:
         raise DataError(
-            f"{where} is {str(value)[:60]!r}; it must have as many `inputs` as `outputs`, at least "
+            f"{where} is {shown}; it must have as many `inputs` as `outputs`, at least "
             "one, or be a list of tests with `input` and `output` (docs/rewards.md)"
         )
     if not function:
