@@ -217,6 +217,8 @@ def _tests_of_row(value: Any, function: Any, where: str) -> ProgramTests:
     shown = short_repr(value)
     if isinstance(value, str):
         value = _json_or_none(value)
+    inputs: Any = None
+    outputs: Any = None
     if isinstance(value, Mapping):
         inputs, outputs = value.get("inputs"), value.get("outputs")
         function = value.get("fn_name") or function
@@ -225,8 +227,6 @@ def _tests_of_row(value: Any, function: Any, where: str) -> ProgramTests:
         outputs = [test.get("output") for test in value]
         if all(test.get("testtype") == "stdin" for test in value):
             function = None
-    else:
-        inputs = outputs = None
     if not _is_list(inputs) or not _is_list(outputs) or len(inputs) != len(outputs) or not inputs:
         raise DataError(
             f"{where} is {shown}; it must have as many `inputs` as `outputs`, at least "

@@ -185,7 +185,8 @@ def set_limits(limits: dict[str, int]) -> None:
         kind = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(kind, (value, value))
+        later = value + 1 if name == "CPU" and hard == resource.RLIM_INFINITY else value
+        resource.setrlimit(kind, (value, later))
 
 
 def probe(root: str) -> dict[str, int]:

@@ -292,7 +292,8 @@ def _collect(control: socket.socket, pipes: dict[str, int], limits: SandboxLimit
     deadline = time.monotonic() + limits.wall_seconds + _GRACE_SECONDS
     while True:
         left = max(deadline - time.monotonic(), 0)
-        readable = select.select([control, *open_pipes], [], [], left)[0]
+        watched: list[Any] = [control, *open_pipes]
+        readable = select.select(watched, [], [], left)[0]
         if not readable:
             raise RunError(
                 "sandbox: its supervisor does not answer; is this machine out of memory?"

@@ -101,13 +101,16 @@ class _Supervisor:
             status = int(seen)
         elif self._layers["namespaces"]:
             status = status or signal.SIGKILL
-        if not ended_by and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU:
-            ended_by = "cpu"
+        if not ended_by and os.WIFSIGNALED(status):
+            used = resource.getrusage(resource.RUSAGE_CHILDREN)
+            if used.ru_utime + used.ru_stime >= self._limits["cpu_seconds"]:
+                ended_by = "cpu"
         return {"status": status, "ended_by": ended_by, "seconds": seconds, "error": error}
 
     def _watch(self, first: int, begun: float) -> tuple[int, str]:
         """Status and reason when the program has ended, or must be ended."""
-        watched, polls = [self._control, os.pidfd_open(first)], 0
+        watched: list[Any] = [self._control, os.pidfd_open(first)]
+        polls = 0
         while True:
             readable = select.select(watched, [], [], _POLL_SECONDS)[0]
             if self._control in readable:
