@@ -103,7 +103,8 @@ def found(**layers: int) -> dict[str, int]:
     ],
 )
 def test_too_few_layers_are_refused_in_one_line(monkeypatch, layers, allowed, says):
-    monkeypatch.setattr(local_sandbox, "probed_layers", lambda: layers)
+    monkeypatch.setattr(local_sandbox, "probed_layers", lambda: {**layers, "users": 1})
+    monkeypatch.setattr(local_sandbox, "_reachable", lambda paths: True)
     if says is None:
         LocalSandbox(allow_network=allowed)
         return
@@ -111,6 +112,17 @@ def test_too_few_layers_are_refused_in_one_line(monkeypatch, layers, allowed, sa
         LocalSandbox(allow_network=allowed)
     assert "\n" not in str(caught.value)
     assert allowed or "too little" in sandbox_layers()
+
+
+def test_root_without_users_for_programs_is_refused(monkeypatch):
+    """The kernel does not limit the number of root's processes."""
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    on_the_host = found(landlock=7, seccomp=1, users=1)
+    for layers, reachable in ((on_the_host, False), (found(namespaces=1), True)):
+        monkeypatch.setattr(local_sandbox, "probed_layers", lambda layers=layers: layers)
+        monkeypatch.setattr(local_sandbox, "_reachable", lambda paths, known=reachable: known)
+        with pytest.raises(ConfigError, match="counts no processes of root"):
+            LocalSandbox()
 
 
 def test_unknown_layers_are_refused():

@@ -137,4 +137,5 @@ def _write_all(descriptor: int, content: bytes) -> None:
         content = content[os.write(descriptor, content) :]
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -158,6 +158,16 @@ class LocalSandbox:
                 f"no sandbox here: {describe_layers(self.layers)} do not keep programs from the "
                 "network; it needs seccomp or namespaces, or allow_network=True"
             )
+        self._own_users = bool(self._users) and (
+            bool(self.layers["namespaces"])
+            or _reachable([*self._readable, os.path.join(tempfile.gettempdir(), "hjax-sandbox")])
+        )
+        if os.geteuid() == 0 and not self._own_users:
+            raise ConfigError(
+                "no sandbox here: the kernel counts no processes of root, so programs need users "
+                f"of their own, who cannot read {sys.base_prefix} without namespaces; start as "
+                "another user than root, or with a Python that every user can read"
+            )
 
     def create(self) -> str:
         """Make a sandbox with an empty folder; returns its name."""
@@ -166,7 +176,7 @@ class LocalSandbox:
         (outer / "root").mkdir()
         folder.mkdir(mode=0o700)
         user = 0
-        if self._users and (self.layers["namespaces"] or _reachable([*self._readable, outer])):
+        if self._own_users:
             user = _SANDBOX_USERS + (os.getpid() % (1 << 22)) * 256 + next(_numbers) % 256
             os.chown(folder, user, user)
             outer.chmod(0o711)
@@ -273,15 +283,16 @@ class LocalSandbox:
             raise ConfigError(f"sandbox {name!r} does not exist; create() makes one") from None
 
     def _rlimits(self, limits: SandboxLimits, user: int) -> dict[str, int]:
-        found = {
+        own_namespace = self.layers["namespaces"] and os.geteuid() and _kernel() >= (5, 14)
+        # Counted for the user: others' processes count too where the program has none of its own.
+        others = 0 if user or own_namespace else _tasks_of(os.geteuid())
+        return {
             "CPU": max(int(-(-limits.cpu_seconds // 1)), 1),
             "AS": limits.memory_bytes,
             "FSIZE": limits.file_bytes,
             "NOFILE": limits.open_files,
+            "NPROC": limits.processes + others,
         }
-        # Counted for the user: others' processes count too where the program has none of its own.
-        own_namespace = self.layers["namespaces"] and os.geteuid() and _kernel() >= (5, 14)
-        return {**found, "NPROC": limits.processes} if user or own_namespace else found
 
 
 def _collect(control: socket.socket, pipes: dict[str, int], limits: SandboxLimits) -> ExecResult:
@@ -410,6 +421,16 @@ def _readable_paths(further: Sequence[str]) -> list[str]:
 def _reachable(paths: Sequence[str | Path]) -> bool:
     """Whether every user can pass through the folders above these paths."""
     return all(p.stat().st_mode & 0o001 for path in paths for p in Path(path).resolve().parents)
+
+
+def _tasks_of(user: int) -> int:
+    """Processes and threads of a user of this machine."""
+    count = 0
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if os.stat(f"/proc/{pid}").st_uid == user:
+                count += len(os.listdir(f"/proc/{pid}/task"))
+    return count
 
 
 def _kernel() -> tuple[int, int]:
