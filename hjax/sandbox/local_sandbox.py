@@ -207,23 +207,7 @@ class LocalSandbox:
           RunError: the program could not be started, or the launcher has died.
         """
         limits = limits or self.limits
-        folder, user = self._folder(name)
-        request = {
-            "command": list(command),
-            "folder": str(folder),
-            "root": str(folder.parent / "root"),
-            "readable": self._readable,
-            "user": user,
-            "layers": self.layers,
-            "limits": dataclasses.asdict(limits),
-            "rlimits": self._rlimits(limits, user),
-            "environment": {
-                "PATH": "/usr/local/bin:/usr/bin:/bin",
-                "HOME": str(folder),
-                "LANG": "C.UTF-8",
-                **(environment or {}),
-            },
-        }
+        request = self._request(name, command, environment or {}, limits)
         control, theirs = socket.socketpair()
         out, out_end = os.pipe()
         err, err_end = os.pipe()
@@ -281,6 +265,32 @@ class LocalSandbox:
             return self._folders[name]
         except KeyError:
             raise ConfigError(f"sandbox {name!r} does not exist; create() makes one") from None
+
+    def _request(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        limits: SandboxLimits,
+    ) -> dict[str, Any]:
+        """What the launcher is sent."""
+        folder, user = self._folder(name)
+        return {
+            "command": list(command),
+            "folder": str(folder),
+            "root": str(folder.parent / "root"),
+            "readable": self._readable,
+            "user": user,
+            "layers": self.layers,
+            "limits": dataclasses.asdict(limits),
+            "rlimits": self._rlimits(limits, user),
+            "environment": {
+                "PATH": "/usr/local/bin:/usr/bin:/bin",
+                "HOME": str(folder),
+                "LANG": "C.UTF-8",
+                **environment,
+            },
+        }
 
     def _rlimits(self, limits: SandboxLimits, user: int) -> dict[str, int]:
         own_namespace = self.layers["namespaces"] and os.geteuid() and _kernel() >= (5, 14)
