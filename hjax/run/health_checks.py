@@ -314,8 +314,9 @@ class TruncationWarning:
         self._warned = longest is not None and longest <= max_response_length
 
     def message(self, metrics: Metrics) -> str | None:
-        """The warning after a step, once, if more than half was truncated; else None."""
-        share = metrics.get("response/truncated", 0.0)
+        """The warning after a step, once, if more than half was truncated; else None. Episodes
+        count that had no room for another turn, not those that had all their turns."""
+        share = metrics.get("episode/stop_context", metrics.get("response/truncated", 0.0))
         if self._warned or not share > 0.5:
             return None
         self._warned = True
