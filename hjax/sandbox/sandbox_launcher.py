@@ -103,7 +103,8 @@ class _Supervisor:
             status = status or signal.SIGKILL
         if not ended_by and os.WIFSIGNALED(status):
             used = resource.getrusage(resource.RUSAGE_CHILDREN)
-            if used.ru_utime + used.ru_stime >= self._limits["cpu_seconds"]:
+            late = used.ru_utime + used.ru_stime >= 0.9 * self._limits["cpu_seconds"]
+            if late or os.WTERMSIG(status) == signal.SIGXCPU:
                 ended_by = "cpu"
         return {"status": status, "ended_by": ended_by, "seconds": seconds, "error": error}
 

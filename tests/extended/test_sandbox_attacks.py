@@ -79,7 +79,7 @@ def marked(name: str) -> list[int]:
         (
             "import signal\nfor n in range(1, 65):\n try: signal.signal(n, signal.SIG_IGN)\n"
             " except (OSError, ValueError): pass\nwhile True: pass",
-            {"cpu", ""},  # by the kernel's limit, or by the supervisor
+            {"cpu", "wall"},  # on a busy machine the clock may be first
         ),
         ("import time; time.sleep(60)", {"wall"}),
         ("import os\nwhile True:\n try: os.fork()\n except OSError: pass", {"wall", "cpu"}),
