@@ -100,6 +100,7 @@ class Bench:
         import jax
 
         from hjax.data.tasks import get_task
+        from hjax.data.tasks.environment_task import EnvironmentTask
         from hjax.environments.episode import EpisodeLimits
         from hjax.environments.episode_text import ObservationEncoder
         from hjax.models.compute import Compute
@@ -109,6 +110,7 @@ class Bench:
         from hjax.sharding.layout import make_layouts
 
         self.task = get_task("maze")
+        assert isinstance(self.task, EnvironmentTask)
         self.tokenizer = self.task.tokenizer()
         self.encoder = ObservationEncoder(self.tokenizer)
         turn = options.turn_tokens or self.task.turn_length
@@ -235,7 +237,7 @@ def medians(rounds: Sequence[Figures]) -> dict[str, Any]:
 def ratios(rounds: Mapping[str, Sequence[Figures]]) -> dict[str, float]:
     """Medians of the rounds' ratios."""
 
-    found = {}
+    found: dict[str, float] = {}
     for kind, name in (("wall", "seconds"), ("cpu", "cpu_seconds")):
         each: dict[str, list[float]] = {"full_prefill": [], "single_turn": []}
         for episodes, full, single in zip(

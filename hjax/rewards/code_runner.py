@@ -12,6 +12,7 @@ import select
 import signal
 import sys
 import time
+from typing import Any
 
 # Names that published tasks use without importing them.
 _PRELUDE = """
@@ -81,7 +82,10 @@ def _run_test(job: dict, code: object, given: object, names: dict) -> tuple:
     status = None
     while status is None and time.monotonic() < deadline:
         pid, found = os.waitpid(child, os.WNOHANG)
-        status = found if pid else time.sleep(0.001)
+        if pid:
+            status = found
+        else:
+            time.sleep(0.001)
     if status is None:
         return "timeout", ""
     text = parts.decode("utf-8", "replace")
@@ -94,7 +98,7 @@ def _run_test(job: dict, code: object, given: object, names: dict) -> tuple:
     return {0: "ok", 3: "memory"}.get(exit_status, "error"), text
 
 
-def _become_test(job: dict, code: object, given: object, writing: int, names: dict) -> None:
+def _become_test(job: dict, code: Any, given: Any, writing: int, names: dict[str, Any]) -> None:
     seconds = job["cpu_seconds"]
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     signal.setitimer(signal.ITIMER_REAL, job["wall_seconds"])
@@ -113,7 +117,7 @@ def _become_test(job: dict, code: object, given: object, writing: int, names: di
         else:
             names["__name__"] = "solution"
             exec(code, names)
-            holder = names.get(job["function"])
+            holder: Any = names.get(job["function"])
             if holder is None and "Solution" in names:
                 holder = getattr(names["Solution"](), job["function"])
             text = json.dumps(holder(*given))

@@ -82,7 +82,11 @@ def marked(name: str) -> list[int]:
             {"cpu", "wall"},  # on a busy machine the clock may be first
         ),
         ("import time; time.sleep(60)", {"wall"}),
-        ("import os\nwhile True:\n try: os.fork()\n except OSError: pass", {"wall", "cpu"}),
+        # Slow, as others on the machine wait for it where a layer fails.
+        pytest.param(
+            "import os\nwhile True:\n try: os.fork()\n except OSError: pass", {"wall", "cpu"},
+            marks=pytest.mark.slow,
+        ),
         (
             "import os, time\nif not os.fork():\n os.setsid()\n if not os.fork(): time.sleep(60)\n"
             " os._exit(0)\ntime.sleep(60)",
