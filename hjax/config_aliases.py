@@ -1,4 +1,4 @@
-"""What users of TRL, verl, OpenRLHF and Tunix type, and what hjax has instead.
+"""What users of TRL, verl, SkyRL, OpenRLHF, Tunix and others type, and what hjax has instead.
 
 Each name is answered with the key that does it here, or with what is not built. Where a name means
 different things in different libraries, the answer says what hjax counts.
@@ -16,6 +16,7 @@ _PROMPT_LENGTH = "config.rollout.max_prompt_length; config.data.overlong says wh
 _KL = "config.algorithm.kl_coef (0 needs no reference)"
 _REWARD = "config.reward.function=FILE.py:NAME (docs/rewards.md)"
 _QUANTIZED = "config.actor.lora.base: int8 or fp8 keep the frozen matrices beside adapters so"
+_ENVIRONMENT = "config.environment.function=FILE.py:CLASS (docs/agents.md)"
 _FSDP = "config.layout.actor.train.fsdp: parameters and optimizer state split over devices"
 
 
@@ -68,6 +69,37 @@ WISHES: Mapping[str, str] = _by_name({
     "stop_strings stop_token": "config.rollout.stop, a tuple of strings",
     "do_sample": "config.rollout.temperature; evaluation is greedy",
     "async_train async_training": "config.rollout.max_staleness with config.placement=disaggregate",
+    # Episodes of many turns.
+    "environment_factory env_class env_name env multi_turn multi_turn.enable "
+    "orchestrator.train.env orchestrator.train.source":
+        f"{_ENVIRONMENT}, played once for each sample of a row of config.data.path",
+    "tools tool_config_path": f"an environment reads the call in a turn, and runs it: "
+        f"{_ENVIRONMENT}",
+    "interaction_config_path":
+        f"what the user says is an environment's observation: {_ENVIRONMENT}",
+    "agent_loop_config_path default_agent_loop agent_func_path rollout_func":
+        f"turns are drawn here, and an environment answers them: {_ENVIRONMENT}",
+    "max_turns max_user_turns max_assistant_turns max_tool_calling_iterations max_rollout_turns "
+    "agent_max_steps env.max_steps":
+        "config.environment.max_turns, turns of the policy in an episode",
+    "max_input_length":
+        f"{_LENGTH}: in an episode all that follows the first observation, turns and observations",
+    "max_tool_response_length tool_response_truncate_side":
+        "an environment cuts its observations itself; they count in "
+        "config.rollout.max_response_length",
+    "max_parallel_calls multi_turn.format":
+        "a turn is text, and an environment reads from it as many calls as it likes, in any form",
+    "use_conversation_multi_turn":
+        "config.data.chat=True: an observation is a user's message; False: it follows the turn as "
+        "it is",
+    "use_inference_chat_template tokenization_sanity_check_mode":
+        "nothing to set: tokens that were drawn are never decoded and encoded again",
+    "max_env_workers agent.num_workers": "config.environment.processes",
+    "episode_timeout": "config.environment.step_seconds, deadline of each call of an environment",
+    "gae_timestep_unit": "config.algorithm.credit of PPO: token, turn or bilevel",
+    "high_level_gamma":
+        "config.algorithm.turn_gamma of PPO, with config.algorithm.credit=bilevel",
+    "turn_discount": "config.algorithm.turn_discount of GRPO",
     # Optimizer.
     "lr learning_rate actor_lr actor_learning_rate":
         "config.actor.learning_rate; roles that learn have one each",
@@ -265,6 +297,8 @@ NAMES: Mapping[str, str] = _by_name({
     "LLM AutoModelForCausalLM": "hjax.load_model(PATH)",
     "LoraConfig": "config.actor.lora",
     "SamplingParams": "arguments of model.generate",
+    "Env BaseTextEnv BaseTaskEnv MultiTurnEnv ToolEnv BaseInteraction AgentLoopBase":
+        "hjax.Environment (docs/agents.md)",
 })  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from hjax.process_supervisor import send_frame
 
 # Timeouts: to start and import, and to read a request.
 _START_SECONDS, _READ_SECONDS = 300.0, 10.0
-# After a request's timeout the process may still report it itself; then it is killed.
+# After a request's timeout a process may still report it itself; then it is killed.
 _GRACE_SECONDS = 1.0
 # Timeout for the supervisor to kill all descendants.
 _END_SECONDS = 5.0
@@ -84,12 +84,13 @@ class IsolatedProcess:
         with self._lock:
             self._ensure_started()
 
-    def call(self, request: bytes, seconds: float) -> bytes:
+    def call(self, request: bytes, seconds: float, grace: float = _GRACE_SECONDS) -> bytes:
         """The answer to a request.
 
         Args:
           request: of any size.
           seconds: timeout of the answer, from when the process has read the request.
+          grace: further seconds for a process that reports a timeout itself.
 
         Raises:
           DeadlineExceeded: no answer in time.
@@ -104,7 +105,7 @@ class IsolatedProcess:
                     process.ready = True
                 process.send(request, _READ_SECONDS + seconds)
                 process.expect(frames.STARTED, _READ_SECONDS + seconds)
-                return process.expect(frames.DONE, seconds + _GRACE_SECONDS)
+                return process.expect(frames.DONE, seconds + grace)
             except BaseException as error:
                 # After Ctrl-C too: a late answer would be taken for the next request's.
                 if not isinstance(error, TaskFailed) or error.at_start:
@@ -115,8 +116,13 @@ class IsolatedProcess:
                     raise ProcessDied(str(error)) from None
                 raise
 
+    def interrupt(self) -> None:
+        """Kill the process of a call in progress, which then raises ProcessDied; does not wait."""
+        if (process := self._process) is not None:
+            process.interrupt()
+
     def close(self) -> None:
-        """Kill the process, if there is one."""
+        """Kill the process, if there is one, after the call in progress."""
         with self._lock:
             self._discard()
 
@@ -179,11 +185,11 @@ class _Process:
         """The content of the next frame, which must be of this kind."""
         deadline = time.monotonic() + seconds
         found, size = frames.FRAME_HEADER.unpack(self._read(frames.FRAME_HEADER.size, deadline))
+        if found not in (kind, frames.FAILED):  # what the task wrote to the socket has any size
+            raise ProcessDied("its process answered out of turn")
         content = self._read(size, deadline)
         if found == frames.FAILED:
             raise TaskFailed(content.decode(errors="replace"), at_start=not self.ready)
-        if found != kind:
-            raise ProcessDied("its process answered out of turn")
         return content
 
     def _read(self, size: int, deadline: float) -> bytes:
@@ -216,6 +222,11 @@ class _Process:
                     return f"its process was ended by {signal.Signals(-status).name}"
                 return f"its process was ended by signal {-status}"
         return "its process ended"
+
+    def interrupt(self) -> None:
+        """Tell the supervisor to kill it and all its descendants."""
+        with contextlib.suppress(OSError):  # it has ended
+            self._control.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> None:
         """Kill it and all its descendants."""

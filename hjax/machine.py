@@ -2,6 +2,7 @@
 threads, simulated devices)."""
 
 import contextlib
+import glob
 import math
 import os
 import re
@@ -28,9 +29,10 @@ def available_cores() -> int:
 def children(pid: int) -> list[int]:
     """A process's children; none if the system does not tell."""
     found: list[int] = []
-    for of_thread in Path(f"/proc/{pid}/task").glob("*/children"):
+    # pathlib's glob raises if the process ends meanwhile.
+    for of_thread in glob.glob(f"/proc/{pid}/task/*/children"):
         with contextlib.suppress(OSError):
-            found += map(int, of_thread.read_text().split())
+            found += map(int, Path(of_thread).read_text().split())
     return found
 
 

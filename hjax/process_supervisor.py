@@ -79,7 +79,7 @@ def _supervise(control: socket.socket, worker: int) -> None:
     if status is not None:
         with contextlib.suppress(OSError):
             control.sendall(STATUS.pack(status))
-    _kill_descendants()
+    kill_descendants()
     os._exit(0)
 
 
@@ -95,7 +95,7 @@ def _reap(worker: int) -> int | None:
     return 0
 
 
-def _kill_descendants() -> None:
+def kill_descendants() -> None:
     """Kill all descendants. They are stopped first, so that none starts another."""
     found: list[int] = []
     while fresh := [pid for pid in descendants(os.getpid()) if pid not in found]:

@@ -69,6 +69,11 @@ class Role:
       apart: no algorithm calls it; it exists if the placement gives it devices.
       model: it has a model that hjax builds, with shapes and weights; a user's class for a new role
         mostly has none.
+      host: its worker is one object in the host's pool, without devices, however many processes the
+        other roles have: what it does happens once.
+
+    Raises:
+      ConfigError: a role on the host that has a model.
     """
 
     worker: Any
@@ -83,6 +88,15 @@ class Role:
     function: Any = ""
     apart: bool = False
     model: bool = False
+    host: bool = False
+
+    def __post_init__(self) -> None:
+        of_models = ("model", "trained", "scalar", "generates", "starts_from", "per_token", "whole")
+        if self.host and (given := [name for name in of_models if getattr(self, name)]):
+            raise ConfigError(
+                f"Role(host=True, {given[0]}={getattr(self, given[0])!r}): a role on the host has "
+                "no devices and so no model; leave one of the two out"
+            )
 
     @property
     def config_section(self) -> str:

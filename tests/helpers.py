@@ -47,6 +47,9 @@ ONE_DEVICE = {"cluster.devices_per_process": 1}
 # Safe-RLHF needs a task with a cost.
 COSTLY = {"data.task": "harvest", "data.task_options.length": 3, "data.task_options.partial": 0.0}
 
+# A file of environments.
+DIGITS = pathlib.Path(__file__).with_name("digits_environment.py")
+
 # Metrics that say how the machine did, not what was computed.
 MACHINE = ("time/", "throughput/", "memory/", "compile/")
 
@@ -60,6 +63,27 @@ def tiny_config(algorithm: str = "PPO", changes: Mapping[str, Any] | None = None
             k: v for k, v in (changes or {}).items() if k.startswith("data.task_options.")
         }
     return check_config(keys)
+
+
+def episode_keys(folder: pathlib.Path, name: str = "Digits") -> dict[str, Any]:
+    """Keys of a run on episodes of an environment in `DIGITS`, with what it reads in the folder."""
+    from hjax.data.tasks import get_task
+
+    get_task("sorting").tokenizer().save(folder / "tokenizer")
+    rows = [json.dumps({"prompt": "1" * (i % 5) + f"{i}>"}) + "\n" for i in range(48)]
+    (folder / "data.jsonl").write_text("".join(rows))
+    return {
+        "data.task": "",
+        "data.path": f"{folder}/data.jsonl",
+        "data.eval_size": 8,
+        "tokenizer.path": f"{folder}/tokenizer",
+        "rollout.max_prompt_length": 8,
+        "rollout.max_response_length": 60,
+        "environment.function": f"{DIGITS}:{name}",
+        "environment.max_turns": 5,
+        "environment.turn_tokens": 4,
+        "environment.processes": 2,
+    }
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from pickling import ObjectStore, PicklingExecutor, StoredFuture
 import hjax
 from hjax.errors import ConfigError, RunError
 from hjax.run.async_rollout import BatchQueue, PendingBatch, StalenessSchedule, _VersionSelector
+from hjax.run.rollout_policy import RolloutPolicy
 
 EVENS = pathlib.Path(__file__).parent / "evens_reward.py"
 AHEAD = {
@@ -334,3 +335,41 @@ def test_a_step_of_ones_own_is_run_one_after_another_or_refused(tmp_path):
         hjax.Trainer(tiny_config(f"{tmp_path}/old.py:Old", AHEAD))
     with trainer_of(f"{tmp_path}/old.py:Old", {"steps": 1}) as trainer:
         assert np.isfinite(trainer.step()["actor/loss"])
+
+
+class Turns:
+    """Groups that keep what they are asked."""
+
+    def __init__(self):
+        self.said = []
+
+    def __getattr__(self, name):
+        def call(*arguments, **options):
+            self.said.append(name)
+            return name
+
+        return call
+
+
+def test_one_thread_at_a_time_draws_turns():
+    """An evaluation beside generation ahead: nobody takes the weights of turns in progress."""
+    policy = RolloutPolicy(Turns(), Turns(), ())
+    done = []
+
+    def other():
+        policy.begin_turns(1, 8)
+        done.append(list(policy.rollout.said))
+        policy.end_turns()
+
+    policy.end_turns()  # of nobody
+    policy.begin_turns(1, 8)
+    thread = threading.Thread(target=other)
+    thread.start()
+    policy.draw_turns([])
+    thread.join(0.2)
+    assert thread.is_alive() and not done
+    policy.end_turns()
+    thread.join(60)
+    asked = [name for name in done[0] if name.endswith("turns")]
+    assert asked == ["end_turns", "begin_turns", "draw_turns", "end_turns", "begin_turns"]
+    policy.begin_turns(1, 8)  # it has let go of them

@@ -222,3 +222,8 @@ def test_state_that_nobody_shows_at_the_start_is_not_lost_in_silence(tmp_path):
 def test_metrics_of_ones_own_stand_beside_an_updates(stepped):
     _, row = stepped
     assert row["actor/mine"] == 1.5 and np.isfinite(row["actor/loss"])
+
+
+def test_a_role_on_the_host_has_no_model():
+    with pytest.raises(ConfigError, match="host=True, trained=True.*no devices and so no model"):
+        hjax.Role(hjax.workers.Reference, trained=True, host=True)

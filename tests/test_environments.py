@@ -1,8 +1,11 @@
 """Environments: their interface, processes, observations as token ids, and played episodes."""
 
+import json
 import math
+import os
 import pathlib
 import pickle
+import signal
 import time
 
 import numpy as np
@@ -10,6 +13,8 @@ import pytest
 from serving_double import byte_tokenizer
 
 import hjax
+from hjax.data.dataset import Dataset
+from hjax.data.read_options import ReadOptions
 from hjax.data.tokenizer import Tokenizer
 from hjax.environments import anchor_digest
 from hjax.environments.episode import (
@@ -22,6 +27,8 @@ from hjax.environments.episode import (
 from hjax.environments.episode_pool import EpisodePool
 from hjax.environments.episode_text import ObservationEncoder
 from hjax.errors import ConfigError, DataError
+from hjax.run.episode_evaluation import question_episodes
+from hjax.run.episode_rollout import log_first_faults
 
 ENVIRONMENTS = '''
 import os, sys, time
@@ -36,7 +43,12 @@ class Counter(hjax.Environment):
     def step(self, action):
         self.count += 1
         if action == "hang": time.sleep(60)
+        if action == "late": time.sleep(1.5)
         if action == "leave": os._exit(3)
+        if action == "garble":
+            for number in range(3, 20):
+                try: os.write(number, b"\\xff" * 99)
+                except OSError: pass
         if action == "raise": raise ValueError("of the environment")
         if action == "exit": sys.exit(1)
         if action == "number": return 3
@@ -59,6 +71,10 @@ class Clock(Counter):
     def reset(self, task, seed):
         self.count = 0
         return hjax.Observation(str(time.time_ns()))
+
+class Leaving(Counter):
+    def close(self):
+        raise ValueError("at the end")
 
 class Slow(Counter):
     def step(self, action):
@@ -124,8 +140,10 @@ def answer(future):
 
 
 FAULTS = {
-    "hang": ("timeout", "longer than 1 s"), "leave": ("killed", "exit status 3"),
-    "raise": ("exception", "ValueError: of the environment"), "exit": ("exception", "SystemExit"),
+    "hang": ("timeout", "longer than 1 s"), "late": ("timeout", "longer than 1 s"),
+    "leave": ("killed", "exit status 3"), "garble": ("killed", "answered out of turn"),
+    "exit": ("exception", "SystemExit"),
+    "raise": ("exception", "ValueError: of the environment"),
     "number": ("exception", "step returned 3; it must be a hjax.Step"),
     "text": ("exception", "Step.observation is 'seen'"),
     "infinite": ("exception", "Step.reward is inf"),
@@ -174,6 +192,23 @@ def test_what_cannot_be_played_again_is_lost(file):
         assert found.fault == "killed" and "it gave something else" in found.text
 
 
+@pytest.mark.parametrize("victim", ["supervisor", "environment"])
+def test_a_process_killed_from_outside_loses_nobody(file, victim):
+    with EpisodePool(f"{file}:Counter") as pool, EpisodePool(f"{file}:Counter") as whole:
+        for number in range(2):
+            for each in (pool, whole):
+                answer(each.reset(number, {"prompt": "p"}, 3))
+        for turn, number in enumerate([0, 1, 0, 1, 1]):
+            (pid,) = pool.pids()
+            if victim == "environment":
+                listed = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+                pid = int(listed[0])
+            os.kill(pid, signal.SIGKILL)
+            found, expected = (answer(x.step(number, f"a{turn}")) for x in (pool, whole))
+            assert not found.fault and found.observation == expected.observation
+            assert found.reward == expected.reward
+
+
 def test_environments_are_closed_and_processes_end(file, tmp_path, monkeypatch):
     closed = tmp_path / "closed"
     monkeypatch.setenv("HJAX_TEST_CLOSED", str(closed))
@@ -190,6 +225,29 @@ def test_environments_are_closed_and_processes_end(file, tmp_path, monkeypatch):
             time.sleep(0.02)
     assert len(pids) == 2 and not any(pathlib.Path(f"/proc/{pid}/cmdline").exists() and
         b"hjax" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids)  # fmt: skip
+
+
+def test_a_pool_ends_without_waiting_for_a_call_that_hangs(file):
+    with EpisodePool(f"{file}:Counter", processes=2, step_seconds=100.0) as pool:
+        for number in range(2):
+            answer(pool.reset(number, {"prompt": ""}, 0))
+        late = [pool.step(number, "hang") for number in range(2)]
+        while not all(each.running() for each in late):
+            time.sleep(0.01)
+        pids, start = pool.pids(), time.monotonic()
+    assert time.monotonic() - start < 50
+    assert [answer(each).fault for each in late] == ["killed"] * 2
+    assert not any(pathlib.Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_fault_of_close_is_told_once(file, caplog):
+    with EpisodePool(f"{file}:Leaving") as pool:
+        for number in range(3):
+            answer(pool.reset(number, {"prompt": ""}, 0))
+            pool.end(number)
+        assert answer(pool.reset(3, {"prompt": "a"}, 5)).observation == "a5"
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "close failed (exception)" in line and "ValueError: at the end" in line
 
 
 @pytest.mark.parametrize("name, says", [
@@ -399,10 +457,47 @@ def test_who_draws_together_does_not_depend_on_time(file):
     assert [len(each.turns) for each in episodes] == [1, 4, 2, 3, 5]
 
 
+def test_the_first_fault_of_each_kind_is_said(caplog):
+    trace = "Traceback (most recent call last):\n  ...\nKeyError: 'limit'"
+    ends = [("exception", trace), ("done", ""), ("timeout", "step took 2 s"), ("exception", "x")]
+    episodes = [
+        Episode(number=i, group=i, task={}, seed=0, stop_reason=reason, fault=fault)
+        for i, (reason, fault) in enumerate(ends)
+    ]
+    told = set()
+    log_first_faults(episodes[:2], told)
+    log_first_faults(episodes, told)
+    assert [record.getMessage().split(", and")[0] for record in caplog.records] == [
+        "the environment failed (episode/stop_exception)",
+        "the environment failed (episode/stop_timeout)",
+    ]
+    assert "learned from: KeyError: 'limit'; further" in caplog.text
+
+
 def test_seeds_of_environments():
     made = {episode_seed(0, step, group) for step in range(20) for group in range(20)}
     assert len(made) == 400 and all(0 <= seed < 2**32 for seed in made)
     assert episode_seed(0, 1, 2) != episode_seed(1, 1, 2)
+
+
+def test_a_chat_is_rendered_once(tmp_path):
+    """An environment that says its row's prompt has it in the template once, not twice."""
+    tokenizer = Tokenizer.characters("abcU:A;")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ {'user': 'U', 'assistant': 'A'}[m.role] }}:{{ m.content }};"
+        "{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+    )
+    rows = [{"prompt": "ab", "limit": 3}, {"question": "ba"}, {"prompt_tokens": [1, 2]}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = Dataset.from_file(tmp_path / "rows.jsonl", tokenizer, options=ReadOptions(chat=True))
+    assert data.prompt_text[0] == "U:ab;A:"
+    episodes = question_episodes(data, range(1, 6), samples=2, seed=0)
+    said = [episode.task["prompt"] for episode in episodes]
+    assert said == ["ab", "ba", "ba", *[tokenizer.decode([1, 2])] * 2]
+    assert [episode.group for episode in episodes] == [0, 1, 1, 2, 2]
+    assert episodes[0].task["limit"] == 3 and episodes[1].task["limit"] is None
+    begun = ObservationEncoder(tokenizer, chat=True).begin(said[0])
+    assert tokenizer.decode(begun) == "U:ab;A:"
 
 
 def test_a_task_of_any_columns_reaches_the_environment(tmp_path):
@@ -420,10 +515,69 @@ def test_a_task_of_any_columns_reaches_the_environment(tmp_path):
     assert seen == repr(sorted((k, str(v)) for k, v in task.items()))
 
 
-def test_the_example_of_the_docs_plays(tmp_path):
+CORRIDOR = """
+class Corridor:
+    def __init__(self, length): self.length = length
+    def reset(self, seed): self.at = seed % self.length; return self.at, {}
+    def step(self, move):
+        self.at += 2 * move - 1
+        return self.at, float(self.at == self.length), self.at == self.length, self.at < 0, {}
+"""
+
+
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory):
+    """The Python files that docs/agents.md shows, and a game that one of them wraps."""
+    folder = tmp_path_factory.mktemp("examples")
     page = pathlib.Path(hjax.__file__).parent.parent / "docs" / "agents.md"
-    path = tmp_path / "guess.py"
-    path.write_text(page.read_text().split("```python\n")[1].split("```")[0])
+    for code in page.read_text().split("```python\n# ")[1:]:
+        name, _, rest = code.partition("\n")
+        (folder / name).write_text(rest.split("```")[0])
+    (folder / "corridor.py").write_text(CORRIDOR)
+    return folder
+
+
+def test_the_wrapped_game_of_the_docs_plays(examples):
+    task = {"prompt": "Go right.", "settings": {"length": 4}}
+    with EpisodePool(f"{examples}/from_gym.py:FromGym") as pool:
+        assert answer(pool.reset(0, task, 6)).observation == "Go right.\n2"
+        found = [answer(pool.step(0, said)) for said in ("up", " LEFT", "right", "right", "right")]
+    assert [each.observation for each in found] == ["Say one of left, right.", "1", "2", "3", "4"]
+    assert [each.valid for each in found] == [False, True, True, True, True]
+    assert [each.done for each in found] == [False] * 4 + [True] and found[-1].reward == 1.0
+
+
+def test_the_tool_loop_of_the_docs_plays(examples):
+    def call(name, **arguments):
+        text = json.dumps({"name": name, "arguments": arguments})
+        return f"<tool_call>{text}</tool_call>"
+
+    said = [
+        f"Two. {call('add', a=40, b=2)}\n{call('length', text='abc')}",
+        "<tool_call>{</tool_call>",
+        call("subtract"),
+        "It is 42.",
+    ]
+    with EpisodePool(f"{examples}/tools.py:Tools") as pool:
+        answer(pool.reset(0, {"prompt": "?", "answer": 42}, 0))
+        found = [answer(pool.step(0, each)) for each in said]
+    right, no_json, no_tool, last = (each.observation for each in found)
+    assert right == "<tool_response>42</tool_response>\n<tool_response>3</tool_response>"
+    assert "JSONDecodeError" in no_json and "KeyError: 'subtract'" in no_tool and last == ""
+    assert [each.valid for each in found] == [True, False, False, True]
+    assert [each.metrics for each in found] == [{"calls": 2}, {"calls": 1}, {"calls": 1}, {}]
+    assert found[-1].done and found[-1].reward == 1.0
+
+
+def test_the_config_of_the_docs_is_one(examples):
+    config = hjax.get_config(str(examples / "guess_config.py"))
+    environment, rollout = config.environment, config.rollout
+    room = environment.max_turns * environment.turn_tokens
+    assert room < rollout.max_response_length and config.algorithm.name == "GRPO"
+
+
+def test_the_example_of_the_docs_plays(examples):
+    path = examples / "guess.py"
     with EpisodePool(f"{path}:Guess") as pool:
         assert answer(pool.reset(0, {"prompt": "Guess.", "limit": 4}, 7)).observation == "Guess."
         assert not answer(pool.step(0, "two")).valid

@@ -33,9 +33,10 @@ FLOORS = [
     "serving",
     "launch",
 ]
-BESIDE = ["data", "environments", "rewards"]
+BESIDE = ["data", "environments", "rewards", "sandbox"]
 # Files that stand beside the rooms, below them all.
 GROUND = [
+    "batches",
     "config",
     "config_aliases",
     "devices",

@@ -445,7 +445,7 @@ def test_an_environment_is_played(said, folder, tmp_path):
     assert found["reward"]["mean"] == pytest.approx((0.5 + 0.75 + 0.5) / 3)
     assert "accuracy" not in found and found["questions"] == 4
     means, turns = found["episodes"], [turn for row in rows for turn in row["turns"]]
-    assert means["turns"] == len(turns) / 8 == 10 / 8 and means["invalid_actions"] == 1.0
+    assert means["turns"] == len(turns) / 8 == 10 / 8 == means["invalid_actions"]
     assert {name: x for name, x in means.items() if name.startswith("stop_")} == {
         "stop_done": 0.5, "stop_exception": 0.25, "stop_max_turns": 0.25
     }  # fmt: skip

@@ -245,3 +245,11 @@ def test_a_broken_installation_is_no_answer(monkeypatch, tmp_path):
     with pytest.raises(pytest.UsageError, match=r"asking jaxlib for \['--xla_f=1'\] failed"):
         conftest.known_flags(["--xla_f=1"])
     assert not list(tmp_path.rglob("--*"))
+
+
+def test_of_a_process_that_ends_meanwhile_there_are_no_children(monkeypatch):
+    def ended(path):
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(os, "scandir", ended)
+    assert hjax.machine.children(os.getpid()) == []

@@ -162,3 +162,31 @@ def test_one_step_and_a_torn_line(run):
 def test_an_empty_directory(tmp_path):
     _, text = read(write_report(tmp_path))
     assert "No step has been taken yet" in text
+
+
+def test_episodes_are_shown_as_conversations(run):
+    turns = [
+        {"action": "up <b>", "observation": "a wall\x1b", "reward": 0.0, "valid": False,
+         "fresh": True},
+        {"action": "left", "observation": "home", "reward": -0.5, "valid": True},
+    ]  # fmt: skip
+    kinds = [("train", "done", -0.5), ("eval", "timeout", None)]
+    write_rows(run / "samples.jsonl", [
+        {"step": 4, "index": 1, "kind": kind, "prompt": "a maze", "response": "x", "reward": reward,
+         "truncated": False, "stop_reason": reason, "turns": turns}
+        for kind, reason, reward in kinds
+    ])  # fmt: skip
+    path = write_report(run)
+    _, text = read(path)
+    flat = " ".join(text.split())
+    shown = "up <b> invalid history replaced a wall· left reward -0.50 home"
+    assert f"a maze {shown} reward -0.50 2 turns, done" in flat
+    assert f"{shown} reward unscored 2 turns, timeout" in flat and "Episodes" in text
+    assert path.read_text().count('class="text drawn"') == 4  # of what the policy said alone
+    [kept] = re.findall(r'id="samples">(.*?)</script>', path.read_text())
+    assert json.loads(kept)["eval"]["rows"][0][0]["return"] is None
+    assert json.loads(kept)["train"]["rows"][0][0]["turns"][1]["action"] == "left"
+
+
+def test_without_episodes_there_is_nothing_to_choose_of_them(run):
+    assert "data-episodes" not in write_report(run).read_text().partition("<script")[0]

@@ -110,7 +110,6 @@ def test_similarity_is_of_the_longest_common_subsequence():
         (lambda: Judge("http://x", "m", "{response}", budget=0), "budget=0"),
         (lambda: Judge("http://x", "m", "{response}", pattern="x"), "needs a group"),
         (lambda: Judge("http://x", "m", "{response}", cache=os.devnull + "/x"), "cache="),
-        (lambda: load_function("code_tests.py:reward"), "need a sandbox"),
     ],
 )
 def test_wrong_values_are_named(make, says):

@@ -18,7 +18,7 @@ from hjax.models.append_attention import BLOCK
 from hjax.models.model_config import LayerKind, ModelConfig
 from hjax.models.parameters import decoder_network
 from hjax.models.rotary import DynamicNTKScaling, Rope
-from hjax.rollout import service as services
+from hjax.rollout import waiting_requests
 from hjax.rollout.language_model import LanguageModel
 from hjax.rollout.prefix_sharing import find_shared_prefixes
 from hjax.rollout.radix_tree import RadixTree
@@ -221,7 +221,7 @@ def test_a_conversation_is_answered_as_if_nothing_were_kept(name, monkeypatch):
     config, form, cache = CASES[name]
     model = language_model(config, form, cache)
     near = 1e-5 if cache == "auto" else 5e-3  # a sum in another order may round to the next step
-    monkeypatch.setattr(services, "PREFILL_CHUNK", 2 * BLOCK)
+    monkeypatch.setattr(waiting_requests, "PREFILL_CHUNK", 2 * BLOCK)
     keeps, forgets = (
         GenerationService(model, slots=4),
         GenerationService(model, slots=4, prefix_tokens=0),
@@ -257,12 +257,12 @@ def test_a_conversation_is_answered_as_if_nothing_were_kept(name, monkeypatch):
 
 @pytest.mark.extended
 def test_others_go_on_while_a_long_prompt_is_read(model, monkeypatch):
-    monkeypatch.setattr(services, "PREFILL_CHUNK", BLOCK)
+    monkeypatch.setattr(waiting_requests, "PREFILL_CHUNK", BLOCK)
     service = GenerationService(model, slots=2)
     order = []
-    read, drawn = service._prefixes.prefill_chunk, model.engine.decode
+    read, drawn = service._batcher.prefixes.prefill_chunk, model.engine.decode
     noted = lambda *a: order.append("read") or read(*a)  # noqa: E731
-    monkeypatch.setattr(service._prefixes, "prefill_chunk", noted)
+    monkeypatch.setattr(service._batcher.prefixes, "prefill_chunk", noted)
     monkeypatch.setattr(model.engine, "decode", lambda *a: order.append("decode") or drawn(*a))
     draw = random.Random(2)
     long = tuple(draw.choices(range(64), k=20 * BLOCK))
@@ -280,7 +280,7 @@ def test_others_go_on_while_a_long_prompt_is_read(model, monkeypatch):
 @pytest.mark.slow
 def test_little_room_means_more_reading_and_the_same_answers(model, monkeypatch):
     """Room for two prompts or so, of eight with long ones among them, and cancelled ones."""
-    monkeypatch.setattr(services, "PREFILL_CHUNK", 2 * BLOCK)
+    monkeypatch.setattr(waiting_requests, "PREFILL_CHUNK", 2 * BLOCK)
     draw = random.Random(4)
     requests = [
         Request(tuple(draw.choices(range(4), k=draw.choice([10, 60, 200]))), 12, seed=i)

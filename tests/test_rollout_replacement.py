@@ -14,7 +14,7 @@ from hjax.kernels import decode
 from hjax.models.append_attention import BLOCK
 from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import decoder_network
-from hjax.rollout import service as services
+from hjax.rollout import waiting_requests
 from hjax.rollout.language_model import LanguageModel
 from hjax.rollout.requests import Request
 from hjax.rollout.sampling_params import SamplingParams
@@ -149,7 +149,7 @@ def test_what_was_kept_of_the_old_weights_is_forgotten_and_nothing_compiled(
             assert asked.ticket.cached_tokens == known
 
     def programs():
-        engine, prefixes = service._engine, service._prefixes
+        engine, prefixes = service._engine, service._batcher.prefixes
         of_engine = engine._empty, engine._prefill, engine._first, engine._insert_kv, engine._decode
         others = prefixes._store, engine.chunked_prefill._prefill
         return [program._cache_size() for program in (*of_engine, *others)]
@@ -166,7 +166,7 @@ def test_what_was_kept_of_the_old_weights_is_forgotten_and_nothing_compiled(
 def test_who_runs_ends_first_and_who_waits_or_is_half_read_begins_anew(
     model, service, weights, greedy, monkeypatch
 ):
-    monkeypatch.setattr(services, "PREFILL_CHUNK", 2 * BLOCK)
+    monkeypatch.setattr(waiting_requests, "PREFILL_CHUNK", 2 * BLOCK)
     gate = Gate(monkeypatch, model.engine)
     runs = Asked(service, (1, 2, 3))
     assert runs.begun.wait(SECONDS)
@@ -186,7 +186,8 @@ def test_who_runs_ends_first_and_who_waits_or_is_half_read_begins_anew(
         assert late.whole() == greedy[2, (4, 5)]
     # It was read again from its first token on: all but the last chunk, which enters with it.
     assert (half.ticket.cached_tokens, half.ticket.prefilled_tokens) == (0, len(LONG) - 2 * BLOCK)
-    assert not any(block.ref_count for block in service._prefixes._trees[0]._blocks.values())
+    [tree] = service._batcher.prefixes._trees
+    assert not any(block.ref_count for block in tree._blocks.values())
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,10 @@ def test_more_than_half_cut_is_told_once():
 
 def test_a_limit_that_leaves_room_for_the_answer_is_meant():
     assert told(TruncationWarning(6, longest=6), 1.0) == []
+    # Episodes that had all their turns are whole.
+    whole = {"step": 1, "response/truncated": 1.0, "episode/stop_context": 0.2}
+    assert TruncationWarning(6).message(whole) is None
+    assert TruncationWarning(6).message(whole | {"episode/stop_context": 0.6}) is not None
     assert len(told(TruncationWarning(5, longest=6), 1.0)) == 1
     assert TruncationWarning(6).message({"step": 1, "actor/loss": 0.1}) is None  # SFT
 

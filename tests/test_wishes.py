@@ -1,4 +1,4 @@
-"""What users of TRL, verl, OpenRLHF and Tunix type first, and what they are told."""
+"""What users of TRL, verl, SkyRL, OpenRLHF, Tunix and others type first, and what they are told."""
 
 import re
 
@@ -100,6 +100,34 @@ TYPED = [
     ("trainer.experiment_name=first", "--workdir=DIR"),
     ("trainer.test_freq=5", "config.eval.every"),
     ("custom_reward_function.path=mine.py", "config.reward.function"),
+    ("actor_rollout_ref.rollout.multi_turn.enable=True", "config.environment.function"),
+    ("actor_rollout_ref.rollout.multi_turn.max_user_turns=4", "config.environment.max_turns"),
+    ("actor_rollout_ref.rollout.multi_turn.max_assistant_turns=5", "config.environment.max_turns"),
+    ("actor_rollout_ref.rollout.multi_turn.tool_config_path=t.yaml", "reads the call in a turn"),
+    ("actor_rollout_ref.rollout.multi_turn.interaction_config_path=i.yaml", "observation"),
+    ("actor_rollout_ref.rollout.multi_turn.max_tool_response_length=256", "cuts its observations"),
+    ("actor_rollout_ref.rollout.multi_turn.format=hermes", "in any form"),
+    ("actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode=strict", "never decoded"),
+    ("actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent", "an environment answers"),
+    ("actor_rollout_ref.rollout.agent.num_workers=8", "config.environment.processes"),
+    # Episodes in TRL, SkyRL, NeMo-RL, prime-rl, OpenRLHF, Tunix, verl-agent, VAGEN and AReaL.
+    ("--config.environment_factory=Game", "config.environment.function=FILE.py:CLASS"),
+    ("--config.tools=[search]", "config.environment.function=FILE.py:CLASS"),
+    ("--config.max_tool_calling_iterations=8", "config.environment.max_turns"),
+    ("environment.env_class=gsm8k", "config.environment.function=FILE.py:CLASS"),
+    ("environment.max_env_workers=10", "config.environment.processes"),
+    ("generator.max_turns=4", "config.environment.max_turns"),
+    ("generator.use_conversation_multi_turn=true", "config.data.chat=True"),
+    ("generator.max_input_length=4096", "turns and observations"),
+    ("grpo.max_rollout_turns=50", "config.environment.max_turns"),
+    ("env.sliding_puzzle_game.cfg.max_moves=50", "config.environment.function"),
+    ("--orchestrator.train.env.name=alphabet-sort", "config.environment.function"),
+    ("--agent_func_path=agent.py", "an environment answers them"),
+    ("--config.episode_timeout=1800", "config.environment.step_seconds"),
+    ("env.max_steps=50", "config.environment.max_turns"),
+    ("algorithm.high_level_gamma=0.95", "config.algorithm.turn_gamma"),
+    ("actor.gae_timestep_unit=turn", "config.algorithm.credit of PPO"),
+    ("--config.turn_discount=0.9", "config.algorithm.turn_discount of GRPO"),
     # OpenRLHF
     ("--pretrain=meta-llama/Llama-3.2-1B", "config.actor.path"),
     ("--n_samples_per_prompt=8", "config.rollout.samples"),
@@ -224,7 +252,7 @@ def test_the_form_with_a_dict_works():
     assert flat == nested and flat.rollout.prompts == 32
 
 
-@pytest.mark.parametrize("name", ["GRPOTrainer", "GRPOConfig", "train", "LLM"])
+@pytest.mark.parametrize("name", ["GRPOTrainer", "GRPOConfig", "train", "LLM", "MultiTurnEnv"])
 def test_names_that_are_looked_for(name):
     with pytest.raises(AttributeError, match=f"no attribute '{name}': (hjax|config)"):
         getattr(hjax, name)

@@ -134,6 +134,9 @@ def padded(batch):
     return of
 
 
+CHOSEN_PACKS = {"packing": 0, "choose_packing": True}
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -153,8 +156,96 @@ def test_every_loss_has_the_same_value_and_gradient(name, batch, padded):
     same(update(start(kind, loss, stage, packing=26), batch), padded(name))
 
 
+def with_observations(batch):
+    """The batch with tokens between the policy's that it did not draw: at the beginning of a row,
+    at its end, in the middle, and all of a row."""
+    rng = np.random.default_rng(2)
+    mask = batch["response_mask"].copy()
+    lengths = mask.sum(axis=1).astype(np.int32)
+    mask &= rng.random(mask.shape) < 0.6
+    mask[0, 0], mask[1, lengths[1] - 1], mask[7], mask[8] = False, False, True, False
+    return batch | {"response_mask": mask, "response_lengths": lengths}
+
+
+OBSERVED = {
+    "everything": {"packing": 26}, "sequence ratio": CHOSEN_PACKS, "value": {"packing": 40},
+    "clipped": {"packing": 64, "blocks": True}, "supervised": {"packing": 26},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(n, marks=[pytest.mark.extended] * (n != "everything")) for n in OBSERVED
+])  # fmt: skip
+def test_observations_are_read_and_not_learned(name, batch, monkeypatch):
+    """Packed and padded alike; and other tokens in their place change what the policy predicts."""
+    kind, loss, stage = LOSSES[name]
+    options = dict(OBSERVED[name])
+    if options.pop("blocks", False):
+        monkeypatch.setattr("hjax.models.attention_strategies.DENSE_LENGTH", 0)
+    seen = with_observations(batch)
+    alone = {key: x for key, x in seen.items() if key != "prompt_id"}
+    plain = update(start(kind, loss, stage, samples=SAMPLES), alone)
+    same(update(start(kind, loss, stage, **options), seen), plain)
+    other = alone | {"responses": np.where(seen["response_mask"], seen["responses"], 1)}
+    changed = update(start(kind, loss, stage, samples=SAMPLES), other)[0]
+    assert changed["loss"] != pytest.approx(plain[0]["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("packing", [0, 26])
+def test_observations_are_what_they_are_in_a_prompt(packing):
+    """A row [prompt | turn, observation, turn] has the loss and the gradient of two rows, of which
+    the second has all before its turn as its prompt."""
+    rng = np.random.default_rng(3)
+    rows = []  # (prompt, turn, observation, turn)
+    for _ in range(4):
+        sizes = rng.integers(1, 4, 3)
+        sizes = (int(rng.integers(1, 5)), *map(int, sizes))
+        rows.append([rng.integers(1, VOCAB, n).tolist() for n in sizes])
+
+    def batch_of(pairs, width):
+        """Rows of (prompt, [(token, drawn, number)])."""
+        made = {
+            name: np.zeros((len(pairs), width), kind)
+            for name, kind in (("responses", np.int32), ("response_mask", bool))
+        }
+        made |= {
+            name: np.zeros((len(pairs), width), np.float32)
+            for name in ("advantages", "old_logprobs", "logprobs", "ref_logprobs")
+        }
+        longest = max(len(prompt) for prompt, _ in pairs)
+        prompts = np.zeros((len(pairs), longest), np.int32)
+        mask = np.zeros(prompts.shape, bool)
+        for i, (prompt, response) in enumerate(pairs):
+            prompts[i, -len(prompt) :], mask[i, -len(prompt) :] = prompt, True
+            for t, (token, drawn, number) in enumerate(response):
+                made["responses"][i, t], made["response_mask"][i, t] = token, drawn
+                values = np.random.default_rng([9, *number]).normal(size=4)
+                made["advantages"][i, t] = values[0]
+                for name, value in zip(("old_logprobs", "logprobs", "ref_logprobs"), values[1:]):
+                    made[name][i, t] = -3 + 0.3 * value
+        lengths = np.array([len(response) for _, response in pairs], np.int32)
+        return made | {"prompts": prompts, "prompt_mask": mask, "response_lengths": lengths}
+
+    whole, cut = [], []
+    for i, (prompt, first, seen, second) in enumerate(rows):
+        a = [(token, True, (i, 0, t)) for t, token in enumerate(first)]
+        o = [(token, False, (i, 1, t)) for t, token in enumerate(seen)]
+        b = [(token, True, (i, 2, t)) for t, token in enumerate(second)]
+        whole.append((prompt, [*a, *o, *b]))
+        cut += [(prompt, a), ([*prompt, *first, *seen], b)]
+    loss, options = PolicyLoss(kl_coef=0.1, entropy_coef=0.01), {"packing": packing}
+    metrics, gradient = update(start(Actor, loss, samples=1, **options), batch_of(whole, 10))
+    other_metrics, other = update(start(Actor, loss, samples=1, **options), batch_of(cut, 4))
+    for name in ("loss", "entropy", "grad_norm", "token_prob_error"):
+        assert metrics[name] == pytest.approx(other_metrics[name], rel=1e-5), name
+    flat = [np.concatenate([x.ravel() for x in jax.tree.leaves(g)]) for g in (gradient, other)]
+    assert np.linalg.norm(flat[0] - flat[1]) <= 1e-6 * np.linalg.norm(flat[1])
+    for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(other), strict=True):
+        assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b) + 1e-8
+
+
 # Packs where a batch is worth them, of which a pass may be as small as it likes.
-CHOSEN = {"packing": 0, "choose_packing": True}
+CHOSEN = CHOSEN_PACKS
 
 
 @pytest.fixture(autouse=True)

@@ -24,6 +24,7 @@ SECTION_DOCS = {
     "reference": "The frozen policy that the KL is measured against",
     "teacher": "The model that a student is distilled from (Distillation)",
     "reward": "Where rewards come from",
+    "environment": "What a policy plays over several turns ([environments and agents](agents.md))",
     "cost": "Where costs come from (Safe-RLHF)",
     "rollout": "Generation in training",
     "warm_start": "Supervised training before the first step",

@@ -25,6 +25,10 @@ def dictionary_markdown() -> str:
         "prompts and not per device. **A step is one rollout and its updates**, not one optimizer "
         "update.",
         "",
+        "Keys of episodes are also those of SkyRL, NeMo-RL, prime-rl, AReaL, verl-agent and VAGEN. "
+        "What they call environment, interaction, agent loop or tools is one class here: "
+        "[agents](agents.md).",
+        "",
         *_section("Keys", "theirs", "hjax", WISHES),
         *_section("Arguments of `model.generate`", "theirs", "hjax", ARGUMENTS),
         *_section("Names in Python", "theirs", "hjax", NAMES),

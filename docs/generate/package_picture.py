@@ -64,11 +64,12 @@ BANDS: tuple[tuple[str, Mapping[int, tuple[str, str, str]]], ...] = (
             1: ("sharding", "layouts, transitions,", "pipeline, offload"),
             2: ("kernels", "attention, products and", "caches by platform"),
             3: ("data", "prompts, tasks, chat", "templates, tokenizers"),
+            4: ("sandbox", "confines programs that", "a model writes"),
         },
     ),
 )
 # They have no place in the order: they import none of it, whoever needs them may import them.
-BESIDE = ("rewards", "environments", "data")
+BESIDE = ("rewards", "environments", "data", "sandbox")
 
 WIDTH, HEIGHT = 192, 84  # of a box
 LEFT, TOP = 140, 16  # where the boxes begin
@@ -239,7 +240,7 @@ def package_svg(package: Path = PACKAGE) -> str:
     if set(lines) != set(PLACES):
         raise ValueError(f"folders without a place, or gone: {sorted(set(lines) ^ set(PLACES))}")
     paths = _paths(least_imports(folder_imports(package, set(lines))))
-    width, height = LEFT + 3 * COLUMN + WIDTH + 30, TOP + len(BANDS) * BAND + 14
+    width, height = LEFT + 4 * COLUMN + WIDTH + 30, TOP + len(BANDS) * BAND + 14
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}">',

@@ -28,6 +28,7 @@ def aggregation_weights(
     aggregation: Aggregation = "token",
     max_length: int | None = None,
     row_mask: jax.Array | None = None,
+    episode: jax.Array | None = None,
 ) -> jax.Array:
     r"""Token weights w of one optimizer step, whose loss is sum(w * token_loss).
 
@@ -45,6 +46,8 @@ def aggregation_weights(
         aggregation: see above.
         max_length: tokens, the divisor of "constant" (the generation limit); else None.
         row_mask: bool [N]; false rows get weight 0 and are left out of every count.
+        episode: int [N], of several rows of one response (an episode): what is said of a response
+            then is of all its rows together; None: each row is one.
 
     Returns:
         float32 [N, L]; all zeros if no token is left.
@@ -63,17 +66,21 @@ def aggregation_weights(
     rows = jnp.ones(mask.shape[0], bool) if row_mask is None else jnp.asarray(row_mask, bool)
     chex.assert_shape(rows, mask.shape[:1])
     mask = mask & rows[:, None]
+    lengths, first = jnp.sum(mask, axis=1), jnp.ones(rows.shape, bool)
+    if episode is not None:
+        same = episode[:, None] == episode[None, :]
+        first = jnp.argmax(same, axis=1) == jnp.arange(len(rows))
+        lengths, rows = jnp.sum(same * lengths, axis=1), jnp.any(same & rows, axis=1)
     if aggregation == "token":
         count = jnp.sum(mask)
     elif aggregation == "sequence":
-        lengths = jnp.sum(mask, axis=1, keepdims=True)
-        count = lengths * jnp.sum(lengths > 0)
+        count = lengths[:, None] * jnp.sum(first & (lengths > 0))
     elif aggregation == "sum":
-        count = jnp.sum(rows)
+        count = jnp.sum(first & rows)
     else:
         assert max_length is not None
         # In floating point, because rows * max_length may exceed 2^31.
-        count = jnp.sum(rows).astype(jnp.float32) * max_length
+        count = jnp.sum(first & rows).astype(jnp.float32) * max_length
     return mask / jnp.maximum(count, 1).astype(jnp.float32)
 
 
@@ -115,7 +122,9 @@ class TokenLoss(Loss):
     def weights(self, batch: Batch) -> jax.Array:
         """Weights [N, L] of the token losses, for `batch` = the whole optimizer step."""
         mask, rows = batch["response_mask"], batch.get("row_mask")
-        return aggregation_weights(mask, self.aggregation, self.max_length, rows)
+        return aggregation_weights(
+            mask, self.aggregation, self.max_length, rows, batch.get("episode")
+        )
 
     def stat_weights(self, batch: Batch) -> jax.Array:
         """Weights [N, L] that average the statistics over the tokens of the optimizer step."""

@@ -12,12 +12,14 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms.advantages import overlong_penalty
-from hjax.algorithms.kl import AdaptiveEntropy, AdaptiveKL, FixedKL
+from hjax.algorithms.episode_rows import EpisodeRows, episode_minibatches
+from hjax.algorithms.kl import make_entropy_controller, make_kl_controller
 from hjax.algorithms.prediction_calibration import Predictions
 from hjax.algorithms.spec import AlgorithmSpec
+from hjax.batches import response_lengths
 from hjax.controller import Future, join
 from hjax.controller.messages import MiniBatch
-from hjax.errors import ConfigError
+from hjax.errors import ConfigError, RunError
 
 Batch = dict[str, Any]
 
@@ -61,6 +63,8 @@ class Algorithm(AlgorithmSpec):
       max_response_length: maximum length of a response, in tokens.
       more_prompts: returns further prompts for this step, given how many sequences the step has
         drawn so far; None where prompts are drawn ahead of the step.
+      environment: plays an episode for each sample of a batch of prompts, see ``answer``; None: a
+        sample is one response.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class Algorithm(AlgorithmSpec):
         demonstrations: Callable[[], Batch] | None = None,
         max_response_length: int = 0,
         more_prompts: Callable[[int], Batch] | None = None,
+        environment: Any = None,
     ):
         self.config = config
         self.seed = seed
@@ -79,6 +84,7 @@ class Algorithm(AlgorithmSpec):
         self.demonstrations = demonstrations
         self.max_response_length = max_response_length
         self.more_prompts = more_prompts
+        self.environment = environment
         if config.get("pretraining_coef") and demonstrations is None:
             raise ConfigError(
                 "algorithm.pretraining_coef needs demonstrations; this data has none: set it to 0"
@@ -94,8 +100,8 @@ class Algorithm(AlgorithmSpec):
             if role not in groups:
                 raise ConfigError(f"{type(self).__name__} needs a worker group for the role {role}")
             setattr(self, role, groups[role])
-        self.kl = self.make_kl_controller()
-        self.entropy = self.make_entropy_controller()
+        self.kl = make_kl_controller(config)
+        self.entropy = make_entropy_controller(config)
         # (role, metrics) of this step's updates, see `log`; the trainer reads it.
         self.logged: list[tuple[str, Future | Mapping[str, Any]]] = []
 
@@ -115,8 +121,26 @@ class Algorithm(AlgorithmSpec):
         """
         return self.learn(self.collect(prompts))
 
+    def answer(self, prompts: Batch, greedy: bool = False) -> Any:
+        """Answer prompts: what training and evaluation both call.
+
+        With an environment the actor plays an episode for each sample, and the batch has the
+        episodes' rows (docs/agents.md); this waits for them. Else it generates a response to each.
+
+        Args:
+          prompts: a batch of prompts.
+          greedy: one answer per prompt, of the most likely tokens.
+
+        Returns:
+          the future of a batch, or the batch.
+        """
+        if self.environment is not None:
+            return self.environment.play(self.actor, prompts, greedy=greedy)
+        options = {"greedy": True} if greedy else {}
+        return self.actor.generate_sequences(prompts, **options)
+
     def collect(self, prompts: Batch) -> Any:
-        """Rollout: generate responses; the part of a step that may run asynchronously.
+        """Rollout: answer prompts; the part of a step that may run asynchronously.
 
         An algorithm that does not generate takes the next demonstrations and ignores the prompts.
 
@@ -128,7 +152,7 @@ class Algorithm(AlgorithmSpec):
           the input of ``learn``: the future of a batch, or a tuple or dict of futures.
         """
         if self.generates:
-            return self.actor.generate_sequences(prompts)
+            return self.answer(prompts)
         assert self.demonstrations is not None
         return self.demonstrations()
 
@@ -139,6 +163,19 @@ class Algorithm(AlgorithmSpec):
     def compute_advantages(self, batch: Batch) -> Batch:
         """Add to the batch (numpy arrays on the controller) the entries that the updates read."""
         raise NotImplementedError(f"{type(self).__name__} must define compute_advantages")
+
+    def with_advantages(self, batch: Batch) -> Batch:
+        """``compute_advantages``, of batches whose episodes have several rows too."""
+        episodes = EpisodeRows.of(batch)
+        if episodes is None:
+            return self.compute_advantages(batch)
+        if str(self.config.get("ratio", "")).startswith("sequence"):
+            raise RunError(
+                f"algorithm.ratio={self.config.ratio} is of whole responses, and the environment's "
+                "fresh observations cut episodes into several rows; use ratio=token"
+            )
+        joined = episodes.join(batch)
+        return episodes.split(self.compute_advantages(joined), joined, batch)
 
     def predictions(self, batch: Batch) -> Predictions:
         """Predictions on held-out examples with known outcomes, for the evaluation.
@@ -159,22 +196,6 @@ class Algorithm(AlgorithmSpec):
         assert self.demonstrations is not None
         coefficient = np.asarray(self.config.pretraining_coef, np.float32)
         return self.demonstrations() | {"coefficient": coefficient}
-
-    def make_kl_controller(self) -> FixedKL:
-        """The controller of the KL coefficient; adaptive where ``kl_target`` is set."""
-        config = self.config
-        if not config.get("kl_target"):
-            return FixedKL(config.get("kl_coef", 0.0))
-        return AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
-
-    def make_entropy_controller(self) -> AdaptiveEntropy | None:
-        """The controller of an adaptive entropy coefficient; None: the coefficient is fixed."""
-        config = self.config
-        if not config.get("entropy_target"):
-            return None
-        return AdaptiveEntropy(
-            config.entropy_coef, config.entropy_target, config.entropy_step, config.entropy_max
-        )
 
     def finish(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Called with a step's metrics at its end; returns further metrics.
@@ -228,7 +249,7 @@ class Algorithm(AlgorithmSpec):
             scores = np.clip(scores, -config.reward_clip, config.reward_clip)
         if config.overlong_buffer:
             limit = self.max_response_length
-            lengths = np.asarray(batch["response_mask"], bool).sum(axis=1)
+            lengths: Any = response_lengths(batch)
             penalty = overlong_penalty(lengths, limit, config.overlong_buffer * limit)
             scores = scores + np.float32(config.overlong_penalty) * np.asarray(penalty)
         return scores
@@ -281,7 +302,10 @@ class Algorithm(AlgorithmSpec):
             return
         arrays = {k: v for k, v in join(batch).items() if isinstance(v, np.ndarray)}
         held: dict[Any, Any] = {}
-        parts = list(self._minibatch_rows(row_count(arrays)))
+        if EpisodeRows.of(arrays) is None:
+            parts = list(self._minibatch_rows(row_count(arrays)))
+        else:
+            parts = list(self._episode_minibatch_rows(arrays))
         for part in parts:
             yield arrays if len(parts) == 1 else MiniBatch(arrays, part, held)
 
@@ -295,6 +319,16 @@ class Algorithm(AlgorithmSpec):
                 continue
             rng = np.random.default_rng([self.seed, self.step_number, epoch])
             yield from rng.permutation(np.arange(rows).reshape(-1, samples)).reshape(-1, size)
+
+    def _episode_minibatch_rows(self, batch: Batch) -> Iterator[np.ndarray]:
+        """Row numbers of each mini-batch of episodes that have several rows."""
+        groups, episodes = np.asarray(batch["group"]), np.asarray(batch["episode"])
+        names = len(set(groups[episodes >= 0].tolist()))
+        count = max((self.config.get("minibatch", 0) or names * self.samples) // self.samples, 1)
+        for epoch in range(self.config.get("epochs", 1)):
+            rng = np.random.default_rng([self.seed, self.step_number, epoch])
+            order = rng.permutation(names) if count < names else np.arange(names)
+            yield from episode_minibatches(groups, episodes, order, count)
 
     def log(self, metrics: Future | Mapping[str, Any], role: str = "") -> None:
         """Keep an update's metrics for this step's row; does not wait for a future."""

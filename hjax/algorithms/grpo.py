@@ -23,9 +23,10 @@ from hjax.algorithms.masks import jit_static_keywords
 from hjax.algorithms.policy_loss import RATIOS, SURROGATES
 from hjax.algorithms.ppo import CLIP_KEYS, PPO, policy_loss
 from hjax.algorithms.resampling import Resampling
+from hjax.algorithms.turn_credit import group_turn_advantages, turn_returns, turns_of
 from hjax.controller import join
 from hjax.errors import ConfigError
-from hjax.rules import Key, above, at_least, one_of
+from hjax.rules import Key, Rule, above, at_least, one_of
 
 RESCALES = ("none", "groups", "rewarded")
 
@@ -34,6 +35,7 @@ class GRPO(Resampling, Algorithm):
     """Group-relative advantages: rewards normalised per prompt; no critic; KL in the loss."""
 
     roles: ClassVar[tuple[str, ...]] = ("actor", "reference", "reward")
+    plays_environments = True
 
     keys = {
         **{name: PPO.keys[name] for name in (*CLIP_KEYS, "gamma")},
@@ -50,6 +52,13 @@ class GRPO(Resampling, Algorithm):
             one_of(*NORMALISERS),
         ),
         "epsilon": Key(1e-6, "added to the group's standard deviation", at_least(0)),
+        "turn_discount": Key(
+            -1.0,
+            "in episodes of several turns: a turn's advantage is of what it and later turns were "
+            "rewarded, discounted so per turn, compared with all turns of the group; -1: all "
+            "turns have that of the episode's return",
+            Rule("0 to 1, or -1 for the episode's return", lambda x: x == -1 or 0 <= x <= 1),
+        ),
         "whiten": Key(
             False, "shift and scale the advantages of a step to mean 0 and standard deviation 1"
         ),
@@ -102,6 +111,17 @@ class GRPO(Resampling, Algorithm):
                 "group, and config.algorithm.baseline='none' compares with no group: use "
                 "normalise='none', or a baseline"
             )
+        if config.turn_discount >= 0 and (
+            config.baseline != "group"
+            or config.normalise == "mean"
+            or config.kl_in != "loss"
+            or config.whiten
+        ):
+            raise ConfigError(
+                f"config.algorithm.turn_discount={config.turn_discount} compares turns with those "
+                "of their group: it goes with baseline='group', normalise='std' or 'none', "
+                "kl_in='loss' and whiten=False"
+            )
         if not config.kl_cumulated and config.kl_in != "reward":
             raise ConfigError(
                 f"config.algorithm.kl_cumulated=False has no effect with config.algorithm.kl_in="
@@ -120,14 +140,14 @@ class GRPO(Resampling, Algorithm):
 
     def collect(self, prompts: Batch) -> Any:
         """Generate groups of samples."""
-        return self.actor.generate_sequences(prompts)
+        return self.answer(prompts)
 
     def learn(self, batch: Any) -> Batch:
         """Score the samples, then learn."""
         batch = self.resampled(batch)
         reference = self.reference.compute_ref_log_prob(batch)
         rewards = self.rewards(batch)
-        batch = self.compute_advantages(join(batch, reference, rewards, self.proximal(batch)))
+        batch = self.with_advantages(join(batch, reference, rewards, self.proximal(batch)))
         for minibatch in self.minibatches(batch):
             self.log(self.actor.update_actor(minibatch, self.pretraining_batch()))
         return batch
@@ -140,23 +160,7 @@ class GRPO(Resampling, Algorithm):
         with_signal = self._groups_with_signal(batch)
         if config.filter:
             rows &= np.repeat(with_signal, self.samples)
-        advantages = _advantages(
-            scores,
-            batch["response_mask"],
-            None if config.kl_in == "loss" else kl,
-            jnp.float32(self.kl.coef),
-            rows,
-            # A group baseline compares whole responses, so dense rewards only count without one.
-            self.token_scores(batch) if config.baseline == "none" else None,
-            samples=self.samples,
-            baseline=config.baseline,
-            normalise=config.normalise,
-            epsilon=config.epsilon,
-            gamma=config.gamma,
-            kl_in=config.kl_in,
-            kl_cumulated=config.kl_cumulated,
-            whitened=config.whiten,
-        )
+        advantages = self._advantages(batch, scores, kl, rows)
         rewarded = np.nan_to_num(scores) != 0
         counted = {"none": np.ones(1), "groups": with_signal, "rewarded": rewarded}[config.rescale]
         scale = counted.size / max(int(counted.sum()), 1)
@@ -166,6 +170,59 @@ class GRPO(Resampling, Algorithm):
             "row_mask": rows,
             **self.update_kl_coef(batch | {"ref_kl": kl}, old),
         }
+
+    def _advantages(
+        self, batch: Batch, scores: np.ndarray, kl: np.ndarray | None, rows: np.ndarray
+    ) -> jax.Array:
+        """float32 [rows, length], as the keys say."""
+        config, mask, dense = self.config, batch["response_mask"], self.token_scores(batch)
+        if config.turn_discount >= 0:
+            return _turn_advantages(
+                scores,
+                mask,
+                dense,
+                turns_of(batch),
+                discount=config.turn_discount,
+                samples=self.samples,
+                normalise=config.normalise,
+                epsilon=config.epsilon,
+            )
+        return _advantages(
+            scores,
+            mask,
+            None if config.kl_in == "loss" else kl,
+            jnp.float32(self.kl.coef),
+            rows,
+            # A group baseline compares whole responses, so dense rewards only count without one.
+            dense if config.baseline == "none" else None,
+            samples=self.samples,
+            baseline=config.baseline,
+            normalise=config.normalise,
+            epsilon=config.epsilon,
+            gamma=config.gamma,
+            kl_in=config.kl_in,
+            kl_cumulated=config.kl_cumulated,
+            whitened=config.whiten,
+        )
+
+
+@jit_static_keywords
+def _turn_advantages(
+    scores: jax.Array,
+    mask: jax.Array,
+    dense: jax.Array | None,
+    turn: jax.Array,
+    *,
+    discount: float,
+    samples: int,
+    normalise: str,
+    epsilon: float,
+) -> jax.Array:
+    returns = turn_returns(token_rewards(scores, mask, dense=dense), turn, discount)
+    scored = ~jnp.isnan(scores)
+    return group_turn_advantages(
+        returns, turn, scored, samples, normalise=normalise == "std", epsilon=epsilon
+    )
 
 
 @jit_static_keywords

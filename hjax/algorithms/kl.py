@@ -5,6 +5,7 @@ import math
 import chex
 import jax
 import jax.numpy as jnp
+from ml_collections import ConfigDict
 
 from hjax.algorithms.masks import bounded
 from hjax.errors import ConfigError
@@ -190,3 +191,27 @@ class AdaptiveEntropy:
     def restore(self, state: dict[str, float]) -> None:
         """Continue from what ``state`` returned."""
         self.value, self.below_target = float(state["value"]), bool(state["below"])
+
+
+def make_kl_controller(config: ConfigDict) -> FixedKL:
+    """The controller of the KL coefficient; adaptive where ``kl_target`` is set.
+
+    Args:
+      config: the section ``algorithm``.
+    """
+    if not config.get("kl_target"):
+        return FixedKL(config.get("kl_coef", 0.0))
+    return AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
+
+
+def make_entropy_controller(config: ConfigDict) -> AdaptiveEntropy | None:
+    """The controller of an adaptive entropy coefficient; None: the coefficient is fixed.
+
+    Args:
+      config: the section ``algorithm``.
+    """
+    if not config.get("entropy_target"):
+        return None
+    return AdaptiveEntropy(
+        config.entropy_coef, config.entropy_target, config.entropy_step, config.entropy_max
+    )

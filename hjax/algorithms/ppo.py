@@ -13,6 +13,7 @@ from hjax.algorithms.losses import ValueLoss
 from hjax.algorithms.masks import jit_static_keywords
 from hjax.algorithms.policy_loss import PolicyLoss
 from hjax.algorithms.surrogates import COVARIANCES
+from hjax.algorithms.turn_credit import bilevel_gae, turn_level_gae, turns_of
 from hjax.controller import join
 from hjax.errors import ConfigError
 from hjax.rules import Key, Rule, at_least, between, finite, one_of
@@ -35,10 +36,19 @@ class PPO(Algorithm):
     """Clipped policy and value losses, advantages by GAE."""
 
     roles: ClassVar[tuple[str, ...]] = ("actor", "critic", "reference", "reward")
+    plays_environments = True
 
     keys = {
         "gamma": Key(1.0, "discount per token", between(0, 1)),
         "lam": Key(0.95, "lambda of generalised advantage estimation", between(0, 1)),
+        "credit": Key(
+            "token",
+            "what an advantage of an episode's turns is of: each token (token), each turn as one "
+            "action (turn), or turns and the tokens within each (bilevel)",
+            one_of("token", "turn", "bilevel"),
+        ),
+        "turn_gamma": Key(1.0, "discount per turn, of credit turn and bilevel", between(0, 1)),
+        "turn_lam": Key(0.95, "lambda over turns, of credit turn and bilevel", between(0, 1)),
         "lam_alpha": Key(
             0.0,
             "instead of lam a lambda of each response's own, 1 - 1 / max(lam_alpha * length, 1) "
@@ -102,6 +112,11 @@ class PPO(Algorithm):
     def check(cls, config: ConfigDict) -> None:
         """Refuse switches that have no effect together."""
         super().check(config)
+        if config.credit != "token" and (config.lam_alpha or config.value_lam >= 0):
+            raise ConfigError(
+                f"config.algorithm.credit={config.credit!r} has lambdas of its own: leave "
+                "lam_alpha and value_lam out, or use credit='token'"
+            )
         if config.whiten_biased and not config.whiten:
             raise ConfigError(
                 "config.algorithm.whiten_biased has no effect without config.algorithm.whiten: "
@@ -118,7 +133,7 @@ class PPO(Algorithm):
 
     def collect(self, prompts: Batch) -> Any:
         """Generate."""
-        return self.actor.generate_sequences(prompts)
+        return self.answer(prompts)
 
     def learn(self, batch: Any) -> Batch:
         """Score with every model, then update."""
@@ -126,7 +141,7 @@ class PPO(Algorithm):
         reference = self.reference.compute_ref_log_prob(batch)
         rewards = self.reward.compute_reward(batch)
         old = self.proximal(batch)
-        batch = self.compute_advantages(join(batch, values, reference, rewards, old))
+        batch = self.with_advantages(join(batch, values, reference, rewards, old))
         for minibatch in self.minibatches(batch):
             self.log(self.critic.update_critic(minibatch))
             self.log(self.actor.update_actor(minibatch, self.pretraining_batch()))
@@ -145,12 +160,16 @@ class PPO(Algorithm):
             jnp.float32(self.kl.coef),
             rows,
             self.token_scores(batch),
+            turns_of(batch) if config.credit != "token" else None,
             gamma=config.gamma,
             lam=config.lam,
             lam_alpha=config.lam_alpha,
             value_lam=config.value_lam,
             whitened=config.whiten,
             biased=config.whiten_biased,
+            credit=config.credit,
+            turn_gamma=config.turn_gamma,
+            turn_lam=config.turn_lam,
         )
         positive = batch["response_mask"] & (scores > 0)[:, None]
         return batch | {
@@ -197,7 +216,11 @@ def _advantages(
     kl_coef: jax.Array,
     rows: jax.Array,
     dense: jax.Array | None,
+    turn: jax.Array | None,
     *,
+    credit: str,
+    turn_gamma: float,
+    turn_lam: float,
     gamma: float,
     lam: float,
     lam_alpha: float,
@@ -209,7 +232,15 @@ def _advantages(
     policy_lam: Any = lam
     if lam_alpha:
         policy_lam = length_adaptive_lambda(jnp.sum(mask, axis=1), lam_alpha)
-    advantages, returns = gae(per_token, values, mask, gamma, policy_lam)
+    if turn is None:
+        advantages, returns = gae(per_token, values, mask, gamma, policy_lam)
+    elif credit == "turn":
+        advantages, returns = turn_level_gae(per_token, values, turn, turn_gamma, turn_lam)
+    else:
+        advantages, returns = bilevel_gae(
+            per_token, values, turn,
+            gamma=gamma, lam=lam, turn_gamma=turn_gamma, turn_lam=turn_lam,
+        )  # fmt: skip
     if value_lam >= 0:
         _, returns = gae(per_token, values, mask, gamma, value_lam)
     scored = mask & rows[:, None]

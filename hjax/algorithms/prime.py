@@ -22,6 +22,7 @@ class PRIME(Resampling, Algorithm):
     """Implicit PRM: a language model trained on outcomes; its log-ratios are token rewards."""
 
     roles: ClassVar[tuple[str, ...]] = ("actor", "reference", "reward", "process_reward")
+    plays_environments = False
 
     keys = {
         **{name: PPO.keys[name] for name in (*CLIP_KEYS, "gamma")},
@@ -82,7 +83,7 @@ class PRIME(Resampling, Algorithm):
 
     def collect(self, prompts: Batch) -> Any:
         """Generate groups of samples."""
-        return self.actor.generate_sequences(prompts)
+        return self.answer(prompts)
 
     def learn(self, batch: Any) -> Batch:
         """Score the samples, update the process reward model on outcomes, then the policy."""

@@ -19,6 +19,7 @@ class ReMax(Algorithm):
     """REINFORCE with a greedy baseline; no critic, no ratio, one update per batch."""
 
     roles: ClassVar[tuple[str, ...]] = ("actor", "reference", "reward")
+    plays_environments = True
 
     keys = {
         "gamma": PPO.keys["gamma"],
@@ -42,8 +43,8 @@ class ReMax(Algorithm):
 
     def collect(self, prompts: Batch) -> Any:
         """Generate samples, and a greedy response to each prompt."""
-        batch = self.actor.generate_sequences(prompts)
-        return batch, self.actor.generate_sequences(prompts, greedy=True)
+        batch = self.answer(prompts)
+        return batch, self.answer(prompts, greedy=True)
 
     def learn(self, batch: Any) -> Batch:
         """Score against the greedy response, then update."""
@@ -52,7 +53,7 @@ class ReMax(Algorithm):
         reference = self.reference.compute_ref_log_prob(batch)
         rewards = self.reward.compute_reward(batch)
         old = self.proximal(batch)
-        batch = self.compute_advantages(join(batch, reference, rewards, old, baseline=baseline))
+        batch = self.with_advantages(join(batch, reference, rewards, old, baseline=baseline))
         for minibatch in self.minibatches(batch):
             self.log(self.actor.update_actor(minibatch, self.pretraining_batch()))
         return batch

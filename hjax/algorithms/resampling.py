@@ -6,7 +6,6 @@ rounds. The batch keeps its shape, so that nothing is recompiled: groups that ar
 filled with groups of equal rewards, which are then masked.
 """
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,11 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms.advantages import rewards_differ
 from hjax.algorithms.algorithm import Algorithm, Batch
+from hjax.algorithms.episode_rows import EpisodeRows
+from hjax.batches import concatenate_batches, sample_rows, select_rows
 from hjax.controller import join
 from hjax.errors import ConfigError
 from hjax.rules import Key, at_least
-
-# The batch entry with counts over all rows; all others have one entry per row.
-OUTCOME_COUNTS = "reward_outcomes"
 
 
 class Resampling(Algorithm):
@@ -79,17 +77,17 @@ class Resampling(Algorithm):
         if not self.config.resample:
             return batch
         sampled = [join(batch, self.reward.compute_reward(batch))]
-        wanted = len(sampled[0]["rewards"]) // self.samples
+        wanted = len(sample_rows(sampled[0])) // self.samples
         signals = [self._groups_with_signal(sampled[0])]
         for _ in range(self.config.resample):
             if sum(map(np.sum, signals)) >= wanted:
                 break
             assert self.more_prompts is not None
-            more = self.collect(self.more_prompts(sum(len(x["rewards"]) for x in sampled)))
+            more = self.collect(self.more_prompts(sum(len(sample_rows(x)) for x in sampled)))
             sampled.append(join(more, self.reward.compute_reward(more)))
             signals.append(self._groups_with_signal(sampled[-1]))
         everything, with_signal = concatenate_batches(sampled), np.concatenate(signals)
-        rewards = np.asarray(everything["rewards"], np.float64)
+        rewards = np.asarray(everything["rewards"], np.float64)[sample_rows(everything)]
         self._resample_metrics = {
             "rollout/groups_drawn": float(with_signal.size),
             "rollout/groups_kept": float(min(with_signal.sum(), wanted)),
@@ -97,50 +95,19 @@ class Resampling(Algorithm):
         }
         # Groups with a signal first, each kind in the order of sampling.
         groups = np.argsort(~with_signal, kind="stable")[:wanted]
+        episodes = EpisodeRows.of(everything)
+        if episodes is not None:
+            size = max(len(batch["episode"]) for batch in sampled)
+            return select_rows(everything, episodes.of_groups(groups, self.samples, size))
         rows = (groups[:, None] * self.samples + np.arange(self.samples)).ravel()
         return select_rows(everything, rows)
 
     def _groups_with_signal(self, batch: Batch) -> np.ndarray:
         """Whether the rewards of each group differ: bool [prompts]."""
         # Of the raw rewards: a length penalty alone is not a learning signal.
-        return np.asarray(rewards_differ(batch["rewards"], self.samples))
+        rewards = np.asarray(batch["rewards"])[sample_rows(batch)]
+        return np.asarray(rewards_differ(rewards, self.samples))
 
     def batch_metrics(self, batch: Batch) -> dict[str, float]:
         """With ``resample`` the numbers of groups sampled and kept, and the mean sampled reward."""
         return super().batch_metrics(batch) | self._resample_metrics
-
-
-def select_rows(batch: Mapping[str, Any], rows: Sequence[int] | np.ndarray) -> Batch:
-    """Select rows of a batch of arrays, lists and dicts of lists."""
-    made: Batch = {}
-    for key, value in batch.items():
-        if key == OUTCOME_COUNTS or not (isinstance(value, Mapping | list) or np.ndim(value)):
-            made[key] = value  # one entry for all rows
-        elif isinstance(value, Mapping):
-            made[key] = select_rows(value, rows)
-        else:
-            made[key] = [value[i] for i in rows] if isinstance(value, list) else value[rows]
-    return made
-
-
-def concatenate_batches(batches: Sequence[Mapping[str, Any]]) -> Batch:
-    """Concatenate the rows of batches; responses are padded on the right to the longest."""
-    made: Batch = {}
-    for key, first in batches[0].items():
-        values = [batch[key] for batch in batches]
-        if key == OUTCOME_COUNTS:
-            names = dict.fromkeys(name for value in values for name in value)
-            made[key] = {name: sum(value.get(name, 0) for value in values) for name in names}
-        elif isinstance(first, Mapping):
-            made[key] = concatenate_batches(values)
-        elif isinstance(first, list):
-            made[key] = [x for value in values for x in value]
-        elif not np.ndim(first):
-            made[key] = first
-        else:
-            arrays = [np.asarray(value) for value in values]
-            if arrays[0].ndim == 2:
-                longest = max(x.shape[1] for x in arrays)
-                arrays = [np.pad(x, ((0, 0), (0, longest - x.shape[1]))) for x in arrays]
-            made[key] = np.concatenate(arrays)
-    return made

@@ -23,6 +23,7 @@ class SafeRLHF(PPO):
     """PPO-Lagrangian: a multiplier weights cost advantages against reward advantages."""
 
     roles = ("actor", "critic", "reference", "reward", "cost", "cost_critic")
+    plays_environments = False
 
     keys = {
         "cost_limit": Key(
@@ -66,7 +67,7 @@ class SafeRLHF(PPO):
         costs = self.cost.compute_cost(batch)
         old = self.proximal(batch)
         batch = join(batch, values, reference, rewards, costs, old, cost=cost_values)
-        batch = self.compute_advantages(self.update_multiplier(batch))
+        batch = self.with_advantages(self.update_multiplier(batch))
         for minibatch in self.minibatches(batch):
             self.log(self.critic.update_critic(minibatch))
             self.log(self.cost_critic.update_critic(minibatch))

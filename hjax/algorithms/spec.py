@@ -27,6 +27,8 @@ class AlgorithmSpec:
     # Kind of training data: "prompts", "demonstrations", preference "pairs", "verdicts" (unpaired
     # responses labelled right or wrong, as KTO reads them), or labelled "steps" (process rewards).
     source: ClassVar[str] = "prompts"
+    # Whether it learns from episodes that the actor plays in an environment (docs/agents.md).
+    plays_environments: ClassVar[bool] = False
     # Adjacent rows that stay in one micro-batch: 2 for a pair.
     unit: ClassVar[int] = 1
     # Minimum number of examples in a training batch.

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from hjax.environments.environment import anchor_digest
+from hjax.data.tokenizer import Tokenizer
+from hjax.environments.environment import Environment, anchor_digest
 from hjax.environments.episode_pool import AnswerFuture, EpisodeAnswer, EpisodePool
 from hjax.environments.episode_text import ObservationEncoder
 from hjax.errors import DataError
 
+# Into how many parts episodes are divided by default, of which one draws turns at a time.
+COHORTS = 2
 # How an episode may end beside the environment's faults.
-DONE, MAX_TURNS, CONTEXT = "done", "max_turns", "context"
+DONE, MAX_TURNS, CONTEXT = FAULTLESS = ("done", "max_turns", "context")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +79,17 @@ class Turn:
     anchor: bytes | None = None
     seconds: float = 0.0
 
+    def record(self) -> dict[str, Any]:
+        """What was done, seen and rewarded, as JSON values."""
+        return {
+            "action": self.text,
+            "observation": self.observed,
+            "reward": self.reward,
+            "valid": self.valid,
+            "tokens": len(self.tokens),
+            **({"metrics": dict(self.metrics)} if self.metrics else {}),
+        }
+
 
 @dataclasses.dataclass
 class EpisodeRow:
@@ -121,6 +136,13 @@ class Episode:
         """All turns, in order."""
         return [turn for row in self.rows for turn in row.turns]
 
+    def turn_records(self) -> list[dict[str, Any]]:
+        """``Turn.record`` of all turns; ``fresh`` where the observation replaced the history."""
+        records = [[turn.record() for turn in row.turns] for row in self.rows if row.turns]
+        for before in records[:-1]:
+            before[-1]["fresh"] = True
+        return [record for row in records for record in row]
+
     @property
     def total_reward(self) -> float:
         """The sum of its turns' rewards; NaN after a fault, which nobody scores."""
@@ -135,6 +157,7 @@ class TurnRequest:
       episode: its number; ``turn``: how many it has had.
       prompt: ids of the row's prompt.
       response: ids after it, so far.
+      first_draw: tokens that the episode has had after its rows' prompts.
       max_tokens: of the turn.
       stop: strings that end it.
     """
@@ -143,8 +166,9 @@ class TurnRequest:
     turn: int
     prompt: Sequence[int]
     response: Sequence[int]
+    first_draw: int
     max_tokens: int
-    stop: Sequence[str]
+    stop: Sequence[str] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +196,8 @@ class EpisodePlayer:
         environments of the others answer.
       as_ready: whether those draw next whose environments have answered, instead of whole cohorts.
       progress: called with (episodes that have ended, all of them) after each draw.
+      waited: called with the begin and end (``time.perf_counter``) of each wait for environments,
+        during which nothing was drawn.
     """
 
     def __init__(
@@ -181,12 +207,14 @@ class EpisodePlayer:
         limits: EpisodeLimits,
         draw: DrawTurns,
         *,
-        cohorts: int = 2,
+        cohorts: int = COHORTS,
         as_ready: bool = False,
         progress: Callable[[int, int], None] = lambda ended, all: None,
+        waited: Callable[[float, float], None] = lambda begin, end: None,
     ):
         self._pool, self._encoder, self.limits, self._draw = pool, encoder, limits, draw
-        self._cohorts, self._as_ready, self._progress = cohorts, as_ready, progress
+        self._cohorts, self._as_ready = cohorts, as_ready
+        self._progress, self._waited = progress, waited
         self._answers: dict[int, AnswerFuture] = {}  # by episode, that are awaited
         self._before: dict[int, EpisodeAnswer] = {}  # the answer that an episode acts on
         self._ended: dict[int, bool] = {}  # whether an episode's last turn has ended
@@ -220,7 +248,9 @@ class EpisodePlayer:
         where ``as_ready`` for one."""
         waits = [self._answers[each.number] for each in cohort]
         when = concurrent.futures.FIRST_COMPLETED if self._as_ready else "ALL_COMPLETED"
+        begin = time.perf_counter()
         concurrent.futures.wait(waits, return_when=when)
+        self._waited(begin, time.perf_counter())
         ready = [each for each in cohort if self._answers[each.number].done()]
         for each in ready:
             self._take_answer(each, self._answers.pop(each.number).result())
@@ -286,9 +316,54 @@ class EpisodePlayer:
             turn=len(episode.turns),
             prompt=row.prompt,
             response=row.response,
+            first_draw=sum(len(each.response) for each in episode.rows),
             max_tokens=min(limits.turn_tokens or room, room),
             stop=self._before[episode.number].stop,
         )
+
+
+def demonstrated_row(
+    environment: Environment,
+    task: Mapping[str, Any],
+    seed: int,
+    actions: Sequence[str],
+    tokenizer: Tokenizer,
+) -> EpisodeRow:
+    """The row of an episode whose actions are known; each turn ends in the tokenizer's EOS.
+
+    Args:
+      environment: one of hjax's own, as it runs in this process.
+    """
+    encoder = ObservationEncoder(tokenizer)
+    first = environment.reset(task, seed)
+    row = EpisodeRow(encoder.begin(first.text), first.text)
+    end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    for number, action in enumerate(actions):
+        turn = Turn([*tokenizer.encode(action, add_special=False), *end], {}, action)
+        row.turns.append(turn)
+        turn.observed = environment.step(action).observation.text
+        if number + 1 < len(actions):
+            turn.observation = encoder.continuation(row.text, turn.tokens, True, turn.observed)
+    environment.close()
+    return row
+
+
+def episode_tasks(
+    columns: Mapping[str, Sequence[Any]], texts: Sequence[str]
+) -> list[dict[str, Any]]:
+    """What episodes of a dataset's rows are reset with: each row's columns, with a ``prompt``.
+
+    Args:
+      columns: of the rows.
+      texts: their prompts as they were tokenised, for rows that have neither ``prompt`` nor
+        ``question``; of a chat that is the rendered template, which no observation should repeat.
+    """
+    tasks = []
+    for i, text in enumerate(texts):
+        row = {name: values[i] for name, values in columns.items()}
+        given = (row.get(name) for name in ("prompt", "question"))
+        tasks.append(row | {"prompt": next((each for each in given if each is not None), text)})
+    return tasks
 
 
 def episode_seed(seed: int, step: int, group: int) -> int:

@@ -1,7 +1,8 @@
 """Episodes in processes of their own: many at a time, each call under a deadline.
 
-A process that is late or dies is killed and replaced. Only the episode whose call it was is lost;
-the others of that process are played again from their seed and actions, in which nobody sees them.
+A process that is late or dies is killed and replaced, and its episodes are played again from their
+seed and actions, which nobody sees. Only the episode whose call is late, or ends a second process
+too, is lost.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import concurrent.futures
 import dataclasses
 import hashlib
 import json
+import logging
 import pickle
 import threading
 from collections.abc import Mapping
@@ -21,6 +23,7 @@ from hjax.errors import ConfigError, one_line
 from hjax.isolated_process import DeadlineExceeded, IsolatedProcess, ProcessDied, TaskFailed
 from hjax.user_code import file_and_name, imported
 
+_LOG = logging.getLogger(__name__)
 # Why an episode may leave baseline and loss: the environment's faults.
 FAULTS = ("timeout", "exception", "killed")
 # The run occupies the accelerators, so JAX in an environment's process uses the CPU.
@@ -177,6 +180,7 @@ class _EpisodeHost:
         self.open_episodes = 0
         self._seconds = step_seconds
         self._process_number = 0
+        self._closed = self._told_close_fault = False
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "hjax-environment")
 
     def submit(self, call: Any, *arguments: Any) -> Any:
@@ -185,7 +189,9 @@ class _EpisodeHost:
 
     def shut_down(self) -> None:
         """End the process and the thread."""
+        self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self.process.interrupt()
         self.process.close()
 
     def play(self, number: int, episode: _Episode, action: str | None) -> EpisodeAnswer:
@@ -193,11 +199,10 @@ class _EpisodeHost:
         replaced."""
         if episode.lost:
             return EpisodeAnswer(fault=episode.lost, text="the episode has ended by a fault")
-        if action is not None and episode.process_number != self._process_number:
-            if (fault := self._play_again(number, episode)) is not None:
-                episode.lost = fault.fault
-                return fault
-        answer = self._call(number, episode, action)
+        answer = self._answer(number, episode, action)
+        if answer.fault == "killed" and episode.process_number != self._process_number:
+            # Perhaps from outside, or by what another episode left there.
+            answer = self._answer(number, episode, action)
         if answer.fault:
             episode.lost = answer.fault
         else:
@@ -206,10 +211,22 @@ class _EpisodeHost:
             episode.digests.append(_digest(answer))
         return answer
 
+    def _answer(self, number: int, episode: _Episode, action: str | None) -> EpisodeAnswer:
+        """The environment's answer, in a process that has played the episode up to here."""
+        if action is not None and episode.process_number != self._process_number:
+            if (fault := self._play_again(number, episode)) is not None:
+                return fault
+        return self._call(number, episode, action)
+
     def close_episode(self, number: int, episode: _Episode) -> None:
-        """Close its environment, if its process still has it."""
-        if episode.process_number == self._process_number:
-            self._request("close", number)
+        """Close its environment, if its process still has it. The first fault of a ``close`` is
+        logged: the episode has been counted."""
+        if episode.process_number != self._process_number:
+            return
+        answer = self._request("close", number)
+        if answer.fault and not self._told_close_fault:
+            self._told_close_fault = True
+            _LOG.warning("an environment's close failed (%s): %s", answer.fault, answer.text)
 
     def _play_again(self, number: int, episode: _Episode) -> EpisodeAnswer | None:
         """Play an episode up to where it was; returns a fault if that fails."""
@@ -228,13 +245,15 @@ class _EpisodeHost:
     def _call(self, number: int, episode: _Episode, action: str | None) -> EpisodeAnswer:
         if action is not None:
             return self._request("step", number, action)
-        answer = self._request("reset", number, episode.task, episode.seed)
         episode.process_number = self._process_number
-        return answer
+        return self._request("reset", number, episode.task, episode.seed)
 
     def _request(self, call: str, number: int, *arguments: Any) -> EpisodeAnswer:
+        if self._closed:
+            return EpisodeAnswer(fault="killed", text="the environments' processes were ended")
         try:
-            found = self.process.call(pickle.dumps((call, number, arguments)), self._seconds)
+            request = pickle.dumps((call, number, arguments))
+            found = self.process.call(request, self._seconds, grace=0.0)
         except DeadlineExceeded:
             self._process_number += 1
             text = f"{call} took longer than {self._seconds:g} s; its process was ended"

@@ -3,25 +3,49 @@
 from __future__ import annotations
 
 import collections
+import functools
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hjax.errors import ConfigError, DataError
 from hjax.files import append_rows, json_line
 from hjax.launch.sampling_flags import ModelInfo, all_options, question_source
+from hjax.rules import Rule, above, at_least
 
 if TYPE_CHECKING:
     from hjax.data.dataset import Dataset
     from hjax.data.tasks import Task
-    from hjax.environments.episode import Episode, EpisodeLimits
+    from hjax.environments.episode import DrawTurns, Episode, EpisodeLimits
     from hjax.environments.episode_pool import EpisodePool
+    from hjax.environments.episode_text import ObservationEncoder
 
 # Turns of an episode where neither the task nor a flag says how many.
 MAX_TURNS = 20
+# Flags of the commands that play episodes, for ``read_flags``.
+ENVIRONMENT_FLAGS: Mapping[str, Any] = {
+    "data": "",
+    "task": "",
+    "environment": "",
+    "max_turns": 0,
+    "turn_tokens": 0,
+    "step_seconds": 60.0,
+}
+ENVIRONMENT_RULES: Mapping[str, Rule] = {
+    "max_turns": at_least(0),
+    "turn_tokens": at_least(0),
+    "step_seconds": above(0),
+}
+ENVIRONMENT_HELP = f"""\
+  --max_turns=N         turns of an episode ({MAX_TURNS}; of a task what it needs)
+  --turn_tokens=N       length limit of a turn, in tokens (what the model's positions leave; of a
+                        task what it needs); --max_new_tokens is that of all that follows the first
+                        observation
+  --step_seconds=60     deadline of each call of the environment
+"""
 
 
 def play_and_report(
@@ -44,56 +68,62 @@ def play_and_report(
       ConfigError: no tokenizer, a template that cannot continue a chat, or an environment that
         cannot be loaded.
     """
-    from hjax.environments.episode_text import ObservationEncoder
-    from hjax.run.episode_evaluation import ServicePolicy, play_questions
+    from hjax.run.episode_evaluation import play_questions
     from hjax.show.progress_bar import PartsDisplay
 
-    if info.tokenizer is None:
-        raise ConfigError(f"an environment speaks text, and {info.path} has no tokenizer")
-    try:
-        encoder = ObservationEncoder(info.tokenizer, chat=args.chat)
-    except DataError as error:
-        raise ConfigError(str(error)) from error
-    limits = _limits(args, info, task)
+    encoder = observation_encoder(args, info)
+    limits = episode_limits(args, info, task)
     start = time.monotonic()
-    with _pool(args, task) as pool:
-        model = info.load(args, args.copies)
-        sampling = {name: value for name, value in options.items() if name != "stop"}
-        policy = ServicePolicy(
-            model, slots=args.batch, seed=args.seed, stop=options["stop"], options=sampling
-        )
-        try:
-            with PartsDisplay("playing", sys.stderr.isatty(), sys.stderr) as progress:
-                played = play_questions(
-                    policy,
-                    pool,
-                    encoder,
-                    limits,
-                    questions,
-                    samples=args.samples,
-                    seed=args.seed,
-                    at_a_time=2 * args.batch,
-                    progress=progress,
-                    write=lambda some: _write(output, some, args.samples),
-                )
-        finally:
-            policy.close()
+    with environment_pool(args, task, args.processes or min(os.cpu_count() or 1, 8)) as pool:
+        policy = model_policy(args, info, options, slots=args.batch)
+        with PartsDisplay("playing", sys.stderr.isatty(), sys.stderr) as progress:
+            played = play_questions(
+                policy,
+                pool,
+                encoder,
+                limits,
+                questions,
+                samples=args.samples,
+                seed=args.seed,
+                at_a_time=2 * args.batch,
+                progress=progress,
+                write=lambda some: _write(output, some, args.samples),
+            )
     _report(args, task, played, options, limits, time.monotonic() - start)
 
 
-def _pool(args: Any, task: Task | None) -> EpisodePool:
+def observation_encoder(args: Any, info: ModelInfo) -> ObservationEncoder:
+    """The encoder of an environment's observations.
+
+    Raises:
+      ConfigError: no tokenizer, or a template that cannot continue a chat.
+    """
+    from hjax.environments.episode_text import ObservationEncoder
+
+    if info.tokenizer is None:
+        raise ConfigError(f"an environment speaks text, and {info.path} has no tokenizer")
+    if args.chat:
+        info.check_chat()
+    try:
+        return ObservationEncoder(info.tokenizer, chat=args.chat)
+    except DataError as error:
+        raise ConfigError(str(error)) from error
+
+
+def environment_pool(args: Any, task: Task | None, processes: int) -> EpisodePool:
+    """The processes of the environment of --environment, or of the task."""
     from hjax.environments.episode_pool import EpisodePool
 
-    environment = args.environment or (task.environment if task is not None else "")
     return EpisodePool(
-        environment,
-        processes=args.processes or min(os.cpu_count() or 1, 8),
+        args.environment or (task.environment if task is not None else ""),
+        processes=processes,
         step_seconds=args.step_seconds,
         setting="--environment",
     )
 
 
-def _limits(args: Any, info: ModelInfo, task: Task | None) -> EpisodeLimits:
+def episode_limits(args: Any, info: ModelInfo, task: Task | None) -> EpisodeLimits:
+    """How long episodes may be, by the flags, the task and the model's positions."""
     from hjax.environments.episode import EpisodeLimits
 
     known = task is not None and bool(task.environment)
@@ -107,25 +137,37 @@ def _limits(args: Any, info: ModelInfo, task: Task | None) -> EpisodeLimits:
     )
 
 
+def model_policy(args: Any, info: ModelInfo, options: Mapping[str, Any], slots: int) -> DrawTurns:
+    """Load the model; returns what draws its turns.
+
+    Args:
+      options: of sampling, with the stops.
+      slots: turns that are drawn at a time.
+    """
+    from hjax.rollout.prompt_encoding import StopConditions
+    from hjax.rollout.sampling_params import SamplingParams
+    from hjax.rollout.turn_generator import TurnGenerator
+
+    assert info.tokenizer is not None
+    model = info.load(args, args.copies)
+    turns = TurnGenerator(
+        model.engine, model.params, info.tokenizer,
+        slots=slots, row_tokens=info.config.max_length,
+    )  # fmt: skip
+    stop = StopConditions(options["stop"], info.tokenizer, options.get("min_tokens", 0))
+    rest = {name: value for name, value in options.items() if name != "stop"}
+    sampling = SamplingParams(**rest, stop=(*model.eos_ids, *stop.ids))
+    return functools.partial(turns.draw, seed=args.seed, sampling=sampling, stop=stop)
+
+
 def episode_record(episode: Episode, samples: int) -> dict[str, Any]:
     """An episode for a file of rows: what was seen, done and rewarded in each turn."""
-    turns = [
-        {
-            "action": turn.text,
-            "observation": turn.observed,
-            "reward": turn.reward,
-            "valid": turn.valid,
-            "tokens": len(turn.tokens),
-            **({"metrics": dict(turn.metrics)} if turn.metrics else {}),
-        }
-        for turn in episode.turns
-    ]
     return {
         "question": episode.number // samples,
         "sample": episode.number % samples,
         "seed": episode.seed,
         "prompt": episode.rows[0].text if episode.rows else "",
-        "turns": turns,
+        "turns": episode.turn_records(),
         "reward": None if episode.fault else episode.total_reward,
         "stop_reason": episode.stop_reason,
         **({"fault": episode.fault} if episode.fault else {}),
@@ -138,15 +180,14 @@ def _write(output: Path | None, episodes: Sequence[Episode], samples: int) -> No
 
 
 def episode_means(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Means over episodes: turns, the share of each stop reason, the share of invalid actions, and
+    """Means over episodes: turns, the share of each stop reason, actions that were not valid, and
     the environment's own metrics (their sums over an episode's turns)."""
     count = len(episodes)
     means = {"turns": sum(len(each.turns) for each in episodes) / count}
     reasons = collections.Counter(each.stop_reason for each in episodes)
     means |= {f"stop_{name}": number / count for name, number in sorted(reasons.items())}
     turns = [turn for each in episodes for turn in each.turns]
-    if turns:
-        means["invalid_actions"] = sum(not turn.valid for turn in turns) / len(turns)
+    means["invalid_actions"] = sum(not turn.valid for turn in turns) / count
     sums = collections.Counter[str]()
     for turn in turns:
         sums.update(turn.metrics)

@@ -17,11 +17,7 @@ questions.
   --environment=PATH.py:NAME  an environment of yours, which plays with each row of --data
                         (docs/agents.md); some tasks have one: then there is an episode of many
                         turns for each question
-  --max_turns=N         turns of an episode ({turns}; of a task what it needs)
-  --turn_tokens=N       length limit of a turn, in tokens (what the model's positions leave; of a
-                        task what it needs); --max_new_tokens is that of all that follows the first
-                        observation
-  --step_seconds=60     deadline of each call of the environment
+{environment}\
   --processes=N         processes of environments (one per core, at most 8)
   --samples=1           answers per question; k = 1, 2, 4, ... up to it
   --limit=N             only the first N questions (of a task {task_prompts} where it is not given)
@@ -42,7 +38,6 @@ Ctrl-C
 
 from __future__ import annotations
 
-import ast
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -50,10 +45,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hjax.errors import ConfigError
-from hjax.files import append_rows, json_line, read_json
+from hjax.files import append_rows, json_line
 from hjax.launch.command import run_or_help, status_on_ctrl_c
-from hjax.launch.episodes import MAX_TURNS, play_and_report
+from hjax.launch.episodes import (
+    ENVIRONMENT_FLAGS,
+    ENVIRONMENT_HELP,
+    ENVIRONMENT_RULES,
+    play_and_report,
+)
 from hjax.launch.process_exit import run_and_exit
+from hjax.launch.questions import TASK_PROMPTS, find_task, read_questions, task_names
 from hjax.launch.sampling_flags import (
     ModelInfo,
     all_options,
@@ -73,22 +74,18 @@ if TYPE_CHECKING:
     from hjax.run.grading import GradedResponse
 
 LENGTH = 256
-# Held-out prompts of a task without --limit: as many as a run evaluates on.
-TASK_PROMPTS = 128
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
 
     def text() -> str:
-        from hjax.data.tasks.task import PACKAGES, TASKS
-
         sampling = sampling_help(
             "logits are divided by it; 0 is greedy (0; 1 with several samples)"
         )
-        sizes = {"task_prompts": TASK_PROMPTS, "length": LENGTH, "turns": MAX_TURNS}
-        tasks = ", ".join([*TASKS, *(f"{package}:NAME" for package in PACKAGES)])
-        return str(__doc__).format(sampling=sampling, tasks=tasks, **sizes)
+        sizes = {"task_prompts": TASK_PROMPTS, "length": LENGTH}
+        texts = {"environment": ENVIRONMENT_HELP, "tasks": task_names()}
+        return str(__doc__).format(sampling=sampling, **texts, **sizes)
 
     return status_on_ctrl_c(lambda: run_or_help(arguments, text, _run))
 
@@ -100,11 +97,9 @@ def parse(arguments: Sequence[str]) -> Any:
       ConfigError: a wrong flag or value.
     """
     rules = {"samples": at_least(1), "limit": at_least(0), "timeout_seconds": above(0)}
-    rules |= dict.fromkeys(("max_turns", "turn_tokens", "processes"), at_least(0))
-    rules["step_seconds"] = above(0)
-    texts = dict(data="", reward="", task="", instruction="", output="", environment="")
-    numbers = dict(samples=1, limit=0, max_turns=0, turn_tokens=0, processes=0)
-    args = read_flags(arguments, rules, timeout_seconds=60.0, step_seconds=60.0, **numbers, **texts)
+    rules |= {"processes": at_least(0), **ENVIRONMENT_RULES}
+    own = dict(reward="", instruction="", output="", samples=1, limit=0, processes=0)
+    args = read_flags(arguments, rules, timeout_seconds=60.0, **own, **ENVIRONMENT_FLAGS)
     if bool(args.data) == bool(args.task):
         raise ConfigError(
             "give --data=FILE with --reward=GRADER or --environment=PATH.py:NAME, or --task=NAME; "
@@ -125,14 +120,15 @@ def parse(arguments: Sequence[str]) -> Any:
 def _run(arguments: Sequence[str]) -> int:
     args = parse(arguments)
     output = _new_file(args.output) if args.output else None
-    data = existing_file("data", args.data) if args.data else None
-    task = _task(args.task, args.model) if args.task else None
+    if args.data:
+        existing_file("data", args.data)
+    task = find_task(args.task, args.model) if args.task else None
     plays = bool(args.environment or (task is not None and task.environment))
     _check_flags_of_environments(args, plays)
     grader = None if plays else _grader(args, task)
     info = ModelInfo.read(args.model)
     options = generate_options(args, info, temperature=0.0 if args.samples == 1 else 1.0)
-    questions = _questions(args, data, task, info)
+    questions = read_questions(args, task, info, limit=args.limit, instruction=args.instruction)
     if grader is None:
         play_and_report(args, info, task, questions, options, output)
         return 0
@@ -169,29 +165,6 @@ def _new_file(name: str) -> Path:
     return path
 
 
-def _task(text: str, model: str) -> Task:
-    """The task of --task, with its options or those of the run that trained on it."""
-    from hjax.data.tasks import get_task
-    from hjax.data.tasks.task import split_options
-    from hjax.models.weights import is_workdir
-
-    name, settings = split_options(text)
-    options: dict[str, Any] = {}
-    if is_workdir(model):
-        data = read_json(Path(model) / "config.json")["data"]
-        if data["task"] == name and not data["path"]:
-            options |= data["task_options"]
-    for part in filter(None, settings.split(",")):
-        key, equals, value = part.partition("=")
-        if not equals:
-            raise ConfigError(f"--task={text}: {part!r}; options are NAME:OPTION=VALUE,...")
-        try:
-            options[key] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            options[key] = value  # a string; the task validates it
-    return get_task(name, **options)
-
-
 def _grader(args: Any, task: Task | None) -> Grader:
     from hjax.rewards.graders import load_grader, task_grader
 
@@ -200,27 +173,6 @@ def _grader(args: Any, task: Task | None) -> Grader:
         return task_grader(task, args.timeout_seconds, grader)
     assert grader is not None
     return grader
-
-
-def _questions(args: Any, data: Path | None, task: Task | None, info: ModelInfo) -> Dataset:
-    from hjax.data.dataset import Dataset
-
-    wording = info.wording(args.chat, args.instruction)
-    if data is not None:
-        options: dict[str, Any] = {"vocab_size": info.vocab_size, "format_prompt": wording}
-        found = Dataset.from_file(data, info.tokenizer, **options)
-        return found.select(range(min(args.limit or len(found), len(found))))
-    assert task is not None
-    if info.tokenizer is None:
-        raise ConfigError(
-            f"--task={args.task} is text, and {info.path} has no tokenizer; give ids by --data"
-        )
-    largest = task.largest_count("eval")
-    count = args.limit or TASK_PROMPTS
-    count = count if largest is None else min(count, largest)
-    if wording is None:
-        return Dataset.from_task(task, "eval", args.seed, count, info.tokenizer)
-    raise ConfigError("--chat and --instruction are for --data; a task has its own form")
 
 
 def _generate_and_grade(

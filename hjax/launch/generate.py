@@ -1,8 +1,11 @@
 """usage: python -m hjax.launch.generate --model=DIR|WORKDIR --prompt=TEXT [--json]
        python -m hjax.launch.generate --model=DIR|WORKDIR --prompts=FILE [--json]
        python -m hjax.launch.generate --model=DIR|WORKDIR
+       python -m hjax.launch.generate --model=DIR|WORKDIR --task=NAME [--human]
+       python -m hjax.launch.generate --model=DIR|WORKDIR --environment=PATH.py:NAME --data=FILE
 
-Sample a response to a prompt or to each prompt of a file; or, in a terminal, chat.
+Sample a response to a prompt or to each prompt of a file; or, in a terminal, chat; or play an
+environment, turn by turn.
 
   --model=DIR|WORKDIR   a workdir (its actor's newest checkpoint), a Hugging Face directory or name
   --family=PATH.py:NAME a class of yours that reads the model's family (docs/families.md)
@@ -18,10 +21,19 @@ Sample a response to a prompt or to each prompt of a file; or, in a terminal, ch
   --choice=TEXT         a whole response is this text, or that of another --choice
   --json                print one line of JSON as the last line of the output: `completions`, each
                         with `text`, `tokens`, `logprobs` and `finish_reason`
+  --task=NAME           a built-in task that is played over many turns, with its options as
+                        --task=maze:min_size=3; its held-out prompts are played one by one
+  --environment=PATH.py:NAME  an environment of yours, which plays with each row of --data
+                        (docs/agents.md)
+  --data=FILE           rows that it plays with, jsonl or parquet
+  --human               you act in the model's place; its weights are not read
+{environment}\
   --help                print this
 
 Without prompts it chats: by the model's chat template, or, of a model without one, it goes on with
-each line by itself. /new forgets what was said, Ctrl-D ends.
+each line by itself. /new forgets what was said, Ctrl-D ends. With an environment it prints each
+turn, what was observed and rewarded, and after an episode Enter plays the next; /next leaves one in
+which you act, /exit or Ctrl-D ends.
 
 exit status: 0 done; 1 failed; 2 wrong input, nothing generated; 130 stopped by Ctrl-C
 """
@@ -37,6 +49,7 @@ from typing import TYPE_CHECKING, Any
 from hjax.errors import ConfigError
 from hjax.files import json_line
 from hjax.launch.command import run_or_help, status_on_ctrl_c
+from hjax.launch.episodes import ENVIRONMENT_FLAGS, ENVIRONMENT_HELP, ENVIRONMENT_RULES
 from hjax.launch.process_exit import run_and_exit
 from hjax.launch.sampling_flags import (
     ModelInfo,
@@ -47,6 +60,7 @@ from hjax.launch.sampling_flags import (
     sampling_help,
     token_ids,
 )
+from hjax.launch.watch_episodes import check_episode_flags, watch_episodes
 from hjax.show.answers import print_piece, print_response
 from hjax.show.tables import wide_console
 
@@ -63,7 +77,7 @@ FIELDS = ("text", "tokens", "logprobs", "finish_reason")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     sampling = sampling_help("logits are divided by it; 0 is greedy (1)")
-    text = str(__doc__).format(sampling=sampling, length=LENGTH)
+    text = str(__doc__).format(sampling=sampling, length=LENGTH, environment=ENVIRONMENT_HELP)
     return status_on_ctrl_c(lambda: run_or_help(arguments, lambda: text, _run))
 
 
@@ -74,7 +88,16 @@ def parse(arguments: Sequence[str]) -> Any:
       ConfigError: a wrong flag or value.
     """
     constraints = dict(regex=str, json_schema=str, grammar=str, choice=list)
-    args = read_flags(arguments, {}, prompt=str, prompts=str, **constraints)
+    own = dict(prompt=str, prompts=str, human=False, **constraints)
+    args = read_flags(arguments, ENVIRONMENT_RULES, **own, **ENVIRONMENT_FLAGS)
+    if args.task or args.environment:
+        check_episode_flags(args)
+        return args
+    for flag in ("data", "human", "max_turns", "turn_tokens"):
+        if getattr(args, flag):
+            raise ConfigError(
+                f"--{flag} is for episodes; give --task=NAME or --environment=PATH.py:NAME"
+            )
     if args.prompt is not None and args.prompts is not None:
         raise ConfigError("--prompt and --prompts: give one of them")
     if args.prompt is None and args.prompts is None:
@@ -89,6 +112,8 @@ def parse(arguments: Sequence[str]) -> Any:
 
 def _run(arguments: Sequence[str]) -> int:
     args = parse(arguments)
+    if args.task or args.environment:
+        return watch_episodes(args)
     if args.prompts is not None:
         existing_file("prompts", args.prompts)
     info = ModelInfo.read(args.model)

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from hjax.batches import response_places
+
 # Sums over a layer's tokens for each expert: the router's probability p, how often it was chosen,
 # and -p log p.
 PROBABILITY, CHOSEN, ENTROPY = range(3)
@@ -67,13 +69,13 @@ def router_token_weights(batch: Mapping[str, Any]) -> dict[str, jax.Array]:
 
     Args:
       batch: ``prompt_mask`` bool [rows, prompt_length], ``response_mask`` bool [rows, length]
-        and, where it has one, ``row_mask`` bool [rows].
+        and, where it has them, ``response_lengths`` int32 and ``row_mask`` bool [rows].
 
     Returns:
       ``counted_prompts`` and ``counted_responses``, float32 of the shapes of the two masks, 1 or 0;
       ``counted``, their sum, at least 1.
     """
-    mask = batch["response_mask"]
+    mask = response_places(batch)
     rows = jnp.any(mask, axis=1)
     if batch.get("row_mask") is not None:
         rows &= batch["row_mask"]

@@ -171,7 +171,7 @@ def complete_models(
     for name, like in roles.items():  # roles that share a config section have the same model
         if like.config_section in names:
             names.setdefault(name, names[like.config_section])
-    missing = [r for r in roles if r not in names and not roles[r].function]
+    missing = [r for r in roles if r not in names and not (roles[r].function or roles[r].host)]
     if missing or "actor" in absent:
         raise ConfigError(
             f"--models lacks {', '.join(missing or ['actor'])}; this algorithm has "

@@ -27,12 +27,6 @@ _LOG = logging.getLogger(__name__)
 _TRACEBACK = "Traceback (most recent call last):"
 _thread_numbers = itertools.count(1)
 
-# Files that users may expect here, and why they do not exist.
-_NOT_BUILT = {
-    "code_tests.py": "rewards for code by its tests need a sandbox, which hjax does not have yet: "
-    "run the tests in one of yours, from a function in a file of yours (docs/rewards.md)"
-}
-
 
 def load_function(spec: str, key: str = "reward.function") -> Callable[..., Any]:
     """Load the function `name` from the file `path.py`, specified as "path.py:name".
@@ -41,9 +35,6 @@ def load_function(spec: str, key: str = "reward.function") -> Callable[..., Any]
     setting that messages name. Raises ConfigError, one line, when there is no such file or name,
     the object is not callable, or the import fails (with the line that failed).
     """
-    path = spec.rpartition(":")[0]
-    if path in _NOT_BUILT and not Path(path).is_file():
-        raise ConfigError(f"{key}={spec!r}: {_NOT_BUILT[path]}")
     function = load_object(spec, key, beside=Path(__file__).parent)
     if not callable(function):
         name = spec.rpartition(":")[2]

@@ -36,18 +36,20 @@ class ServiceBuckets:
       slots: requests that run at a time.
       limit: most tokens of a prompt and its response together.
       sampling_sizes: room for each request's own sampling options.
+      batches: prompts in a prefill batch, over all parts.
     """
 
     engine: Engine
     slots: int
     limit: int
     sampling_sizes: SamplingSizes
+    batches: tuple[int, ...] = PREFILL_BATCHES
     steps = 8  # tokens per dispatch; between dispatches requests enter and chunks go out
 
     @property
     def prefill_batches(self) -> list[int]:
         """Prompts of a data-parallel part in one prefill batch, ascending."""
-        return sorted({max(n // self.engine.parts, 1) for n in PREFILL_BATCHES})
+        return sorted({max(n // self.engine.parts, 1) for n in self.batches})
 
     @property
     def rows(self) -> list[int]:
@@ -153,6 +155,34 @@ class ServiceBuckets:
         text, rows = self.limit if self.engine.draft_tokens else 0, rows * self.engine.parts
         sampling = self.sampling_sizes
         return SlotSizes(rows, rows, 1, 0, length, text, sampling, sampling.penalties)
+
+
+class TurnBuckets(ServiceBuckets):
+    """Buckets of turns, of which all begin together: fewer than a service's, as a run compiles all
+    of their programs before its first turn."""
+
+    @property
+    def rows(self) -> list[int]:
+        """All rows, and a quarter of them where more than a few are used."""
+        most = self.slots // self.engine.parts
+        if self.engine.uses_kernel or self.slots <= MIN_ROWS:
+            return [most]
+        return sorted({-(-most // 4), most})
+
+    @property
+    def lengths(self) -> list[int]:
+        """Powers of two from 128, and enough for the limit."""
+        *less, most = super().lengths
+        return [*(n for n in less if n >= 128 and n & (n - 1) == 0), most]
+
+    def prompt_columns(self, tokens: int) -> int:
+        """As of a service, with a quarter of the sizes."""
+        return bucketed_columns(tokens, self.limit, MIN_PROMPT_COLUMNS, 4)
+
+    def packed_sizes(self, each: int, new: int, known: int) -> list[int]:
+        """Half of the padded columns, or padded."""
+        packs = self.engine.packs_prompts and each > 1
+        return [*packed_sizes(each * new)[: int(packs)], 0]
 
 
 def lengths(limit: int, refills: bool) -> list[int]:

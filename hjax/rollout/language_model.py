@@ -34,7 +34,7 @@ from hjax.models.weights import (
 from hjax.rollout.constraint import Constraint
 from hjax.rollout.engine import Engine
 from hjax.rollout.generator import Generator, bucket_length
-from hjax.rollout.prefix_cache import CachedPrefix, uncached_tokens, why_no_prefix_cache
+from hjax.rollout.prefix_cache import CachedPrefix, uncached_tokens, why_no_blocks
 from hjax.rollout.prompt_encoding import StopConditions, StopWatcher, encode_prompt, encode_rows
 from hjax.rollout.requests import Request, ResponseChunk
 from hjax.rollout.rollout_job import GenerationConfig
@@ -348,7 +348,7 @@ class LanguageModel:
     @functools.cached_property
     def _stream_service(self) -> GenerationService:
         """The service of ``stream``."""
-        kept = 0 if why_no_prefix_cache(self.engine) else self.config.max_length
+        kept = 0 if why_no_blocks(self.engine) else self.config.max_length
         return GenerationService(self, slots=1, prefix_tokens=kept)
 
     def _encode_prompts(self, prompts: Sequence[Any], max_new_tokens: int) -> list[list[int]]:

@@ -39,7 +39,7 @@ class Precompilation:
       buckets: of the service.
       params: of its model.
       prefixes: its prefix cache; None: there is none.
-      scorer: of prompts.
+      scorer: of prompts; None: no request asks for their log-probs.
       admission: makes an ``Admission`` from entries, target rows, columns of each entry and of the
         packed form, and columns for cached tokens.
       every: bitmasks of this many rows that allow every token.
@@ -48,7 +48,7 @@ class Precompilation:
     buckets: ServiceBuckets
     params: Weights
     prefixes: PrefixCache | None
-    scorer: PromptScorer
+    scorer: PromptScorer | None
     admission: Callable[[list[Any], np.ndarray, tuple[int, int], int], Admission]
     every: Callable[[int], Any]
     _blocks: threading.Lock = dataclasses.field(default_factory=threading.Lock)
@@ -64,6 +64,7 @@ class Precompilation:
                     on_progress(task[0])
                     return task[1]()
 
+                groups = [tasks for tasks in groups if tasks]
                 firsts = list(pool.map(one, [tasks[0] for tasks in groups]))
                 return firsts + list(pool.map(one, [x for tasks in groups for x in tasks[1:]]))
 
@@ -143,7 +144,7 @@ class Precompilation:
             with self._blocks:
                 self.prefixes.precompile_store(table.state)
         lengths = buckets.lengths_for(rows)
-        if len(lengths) > 1 and not engine.row_columns:
+        if not engine.row_columns:
             table.move_columns(1, length)
         at = lengths.index(length)
         for near in lengths[max(at - 1, 0) : at + 2]:
@@ -157,11 +158,13 @@ class Precompilation:
 
     def _rest(self) -> list[list[_Task]]:
         """Log-probs of prompts, and chunked prefill."""
-        tasks: list[_Task] = [
-            (f"log-probs of {new} tokens",
-             functools.partial(self.scorer.run, self.params, (0,), new))
-            for new in self.buckets.prompt_column_sizes
-        ]  # fmt: skip
+        tasks: list[_Task] = []
+        if self.scorer is not None:
+            tasks = [
+                (f"log-probs of {new} tokens",
+                 functools.partial(self.scorer.run, self.params, (0,), new))
+                for new in self.buckets.prompt_column_sizes
+            ]  # fmt: skip
         if self.prefixes is None:
             return [tasks]
         return [tasks, [("long prompts", functools.partial(self._chunks, self.prefixes))]]

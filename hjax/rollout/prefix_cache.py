@@ -109,29 +109,30 @@ class PrefixCache:
         """Remove the last blocks of a sequence, which nobody else has found."""
         self._trees[part].remove(path)
 
-    def store(self, state: SlotState, sequences: Sequence[tuple[int, Sequence[int]]]) -> None:
+    def store(self, state: SlotState, sequences: Sequence[tuple[int, int, Sequence[int]]]) -> None:
         """Store the keys and values that rows of a state have computed.
 
         Args:
-          state: read, not changed; its rows have their prompts among their own tokens, in one part.
-          sequences: a row, and the tokens that it has in its cache, from the prompt's first on.
+          state: read, not changed; its rows have their prompts among their own tokens.
+          sequences: a part, a row of it, and the tokens that it has in its cache, from the
+            prompt's first on.
         """
-        tree, paths = self._trees[0], list[Path]()
-        pieces: list[tuple[int, int, int]] = []
-        for row, tokens in sequences:
-            path, new = tree.insert(tokens)
-            paths.append(path)
+        paths: list[tuple[RadixTree, Path]] = []
+        pieces: list[list[tuple[int, int, int]]] = [[] for _ in self._trees]
+        for part, row, tokens in sequences:
+            path, new = self._trees[part].insert(tokens)
+            paths.append((self._trees[part], path))
             old = len(path) - len(new)
-            pieces += [(row, (old + i) * BLOCK, number) for i, number in enumerate(new)]
-        self._write(state, _tables(pieces, tree.blocks))
-        for path in paths:
+            pieces[part] += [(row, (old + i) * BLOCK, number) for i, number in enumerate(new)]
+        self._write(state, _tables(pieces, self._trees[0].blocks))
+        for tree, path in paths:
             tree.release(path)
 
     def _write(self, state: SlotState, tables: Iterable[np.ndarray]) -> None:
         engine, cache = self._engine, state.cache
         start = None if engine.row_columns else state.slots.start
         for table in tables:
-            given = place(table, engine.layout.replicated)
+            given = place(table, engine.layout.sharding("batch"))
 
             def written(blocks: Any, own: Any, axis: int, given: Any = given) -> Any:
                 """An array at a time: one program for all layers."""
@@ -142,13 +143,15 @@ class PrefixCache:
                 return int8_cache.map_arrays(one, own, blocks, axis=axis)
 
             k = written(self.blocks.k, cache.k, cache.key_axis)
-            self.blocks = CacheBlocks(k, written(self.blocks.v, cache.v, cache_axis.ROWS))
+            v = written(self.blocks.v, cache.v, cache_axis.ROWS)
+            self.blocks = CacheBlocks(k, v, self.blocks.parts)
 
     def precompile_store(self, state: SlotState) -> None:
         """Compile what ``store`` calls for such a state; nothing is stored."""
         nowhere = self._trees[0].blocks
         for count in BLOCKS_PER_WRITE:
-            self._write(state, _tables([(0, 0, nowhere)] * count, nowhere))
+            pieces = [[(0, 0, nowhere)] * count for _ in self._trees]
+            self._write(state, _tables(pieces, nowhere))
 
     def precompile_prefill(self, params: Weights, chunk: int, limit: int) -> None:
         """Compile what ``prefill_chunk`` calls, with the same arguments; nothing is stored."""
@@ -222,26 +225,33 @@ class PrefixCache:
         """An array of blocks with tokens of an array of a state's cache written in.
 
         ``kind``: the axis that has tokens, and whether the array has scales. ``start``: int32
-        [rows], each row's first column; None: 0. ``pieces``: int32 [3, n]: source row, first token
-        in it, target block.
+        [rows], each row's first column; None: 0. ``pieces``: int32 [parts, 3, n]: source row, first
+        token in it, target block, numbered within the part.
         """
         axis, scaled = kind
-        row, first, where = pieces
-        row = row[:, None]
-        at = first[:, None] + jnp.arange(BLOCK) + (0 if start is None else start[row])
+        parts = len(self._trees)
 
-        def of(own: jax.Array) -> jax.Array:
-            """[n, kv_heads, BLOCK, head_dim] of a layer."""
+        def of_parts(x: jax.Array) -> jax.Array:
+            return x.reshape(parts, x.shape[0] // parts, *x.shape[1:])
+
+        def put(held: jax.Array, own: jax.Array, start: jax.Array, pieces: jax.Array) -> jax.Array:
+            """Blocks of a part with tokens of its rows, [n, kv_heads, BLOCK, head_dim]."""
+            row, first, where = pieces
+            row = row[:, None]
+            at = first[:, None] + jnp.arange(BLOCK) + start[row]
             sample = (0,) if self._engine.uses_kernel else ()  # it has a dimension for samples
             tokens = cache_axis.token_index(axis, at)
             found = own.at[(row, slice(None), *sample, *tokens)].get(mode="clip")
             found = found.swapaxes(1, 2)
-            return found.swapaxes(-1, -2) if scaled else found
+            found = found.swapaxes(-1, -2) if scaled else found
+            return held.at[where].set(found.astype(held.dtype), mode="drop")
 
-        def put(held: jax.Array, own: jax.Array) -> jax.Array:
-            return held.at[where].set(of(own).astype(held.dtype), mode="drop")
+        def written(held: jax.Array, own: jax.Array) -> jax.Array:
+            begins = jnp.zeros(own.shape[0], jnp.int32) if start is None else start
+            made = jax.vmap(put)(of_parts(held), of_parts(own), of_parts(begins), pieces)
+            return made.reshape(held.shape)
 
-        return jax.vmap(put)(blocks, own) if self._engine.stacked else put(blocks, own)
+        return jax.vmap(written)(blocks, own) if self._engine.stacked else written(blocks, own)
 
 
 def cached_prompts(
@@ -327,13 +337,6 @@ def affordable_tokens(engine: Engine, tokens: int) -> int:
     return min(tokens, int(MEMORY_SHARE * free) // token) // BLOCK * BLOCK
 
 
-def why_no_prefix_cache(engine: Engine) -> str:
-    """Why an engine cannot have a service's prefix cache; empty: it can."""
-    if engine.parts > 1:
-        return f"the prefix cache is not shared between {engine.parts} data-parallel parts"
-    return why_no_blocks(engine)
-
-
 def why_no_blocks(engine: Engine) -> str:
     """Why an engine can never keep prefixes in blocks; empty: it can."""
     if engine.layout.shard_count("layers") > 1:
@@ -343,12 +346,15 @@ def why_no_blocks(engine: Engine) -> str:
     return ""
 
 
-def _tables(pieces: list[tuple[int, int, int]], nowhere: int) -> Iterator[np.ndarray]:
-    """int32 [3, n] of the pieces, n one of ``BLOCKS_PER_WRITE``; padding entries are dropped."""
+def _tables(pieces: list[list[tuple[int, int, int]]], nowhere: int) -> Iterator[np.ndarray]:
+    """int32 [parts, 3, n] of each part's pieces, n one of ``BLOCKS_PER_WRITE``; padding entries are
+    dropped."""
     few, many = BLOCKS_PER_WRITE
-    for at in range(0, len(pieces), many):
-        some = pieces[at : at + many]
-        table = np.zeros((3, few if len(some) <= few else many), np.int32)
-        table[2] = nowhere
-        table[:, : len(some)] = np.array(some).T
+    for at in range(0, max(map(len, pieces)), many):
+        some = [of_part[at : at + many] for of_part in pieces]
+        most = max(map(len, some))
+        table = np.zeros((len(pieces), 3, few if most <= few else many), np.int32)
+        table[:, 2] = nowhere
+        for own, found in zip(table, some, strict=True):
+            own[:, : len(found)] = np.array(found, np.int32).reshape(-1, 3).T
         yield table

@@ -26,10 +26,13 @@ class Request:
       prompt: token ids, at least one.
       max_tokens: of the response, at least 1.
       options: sampling options; their stop tokens end the response.
-      seed: 0 to 2**32 - 1; with ``choice`` it decides what is drawn.
-      choice: which of several responses to one prompt.
+      seed: 0 to 2**32 - 1; with ``step`` and ``choice`` it decides what is drawn.
+      choice: which of several responses to one prompt; of a run's step the sequence's number.
       constraint: that the text must match; None: none.
       scored: whether the prompt's own tokens are scored too. Then ``max_tokens`` may be 0.
+      step: of a run.
+      first_draw: number of the first token's draw; above 0 the response goes on with another of the
+        same seed, step and choice.
     """
 
     prompt: tuple[int, ...]
@@ -39,6 +42,8 @@ class Request:
     choice: int = 0
     constraint: Constraint | None = None
     scored: bool = False
+    step: int = 0
+    first_draw: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +92,7 @@ class RequestHandle:
         self.prefilled_tokens = 0  # of the prompt, in chunks
         self.chunking = False  # whether its prompt is prefilled in chunks before it enters
         self.unchunked = False  # whether its prompt is prefilled whole, however long
+        self.part = 0  # data-parallel part that it enters, and whose cache has its prefix
         self.scores: PromptLogProbs | None = None  # of its prompt, until they are delivered
 
     @property

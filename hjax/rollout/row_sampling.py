@@ -46,6 +46,8 @@ class RowSampling:
       stop: int32 [rows, stops], padded with -1.
       forced: int32 [rows, forced], padded with -1.
       top: int32 [rows], number of most probable tokens to report.
+      first_draw: int32 [rows], number of the first token's draw among those of the row's key; a
+        response that goes on with another's key draws what comes next there.
       repetition_penalty, presence_penalty, frequency_penalty: float32 [rows]; None: no row may have
         one.
     """
@@ -60,6 +62,7 @@ class RowSampling:
     min_tokens: jax.Array
     forced: jax.Array
     top: jax.Array
+    first_draw: jax.Array
     repetition_penalty: jax.Array | None
     presence_penalty: jax.Array | None
     frequency_penalty: jax.Array | None
@@ -83,12 +86,18 @@ class RowSampling:
         return cls.of([options], sizes)
 
     @classmethod
-    def of(cls, options: Sequence[SamplingParams | None], sizes: SamplingSizes) -> RowSampling:
+    def of(
+        cls,
+        options: Sequence[SamplingParams | None],
+        sizes: SamplingSizes,
+        first_draw: Sequence[int] | None = None,
+    ) -> RowSampling:
         """The rows' arrays, of numpy.
 
         Args:
           options: one per row; None: an unread row, which needs no work.
           sizes: what there is room for.
+          first_draw: of each row; None: 0.
 
         Raises:
           ConfigError: options with more tokens than there is room for, a token that the model does
@@ -109,6 +118,7 @@ class RowSampling:
         arrays["bias"] = _padded([each.values() for each in biases], sizes.biases, 0, np.float32)
         arrays["stop"] = _padded([each.stop for each in rows], sizes.stops, -1, np.int32)
         arrays["forced"] = _padded([each.forced for each in rows], sizes.forced, -1, np.int32)
+        arrays["first_draw"] = np.asarray(first_draw or [0] * len(rows), np.int32)
         return cls(**arrays)
 
     def ends(self, token: jax.Array) -> jax.Array:

@@ -110,8 +110,10 @@ def draw(
     needed = _needed(rows, position, bitmask)
     part = _VocabShard(kernels, axes)
 
+    number = position if rows.static else position + rows.first_draw
+
     def noise() -> jax.Array:
-        return gumbel(keys, position, logits.shape[-1])
+        return gumbel(keys, number, logits.shape[-1])
 
     if layout is None or not axes:
         return part.draw(logits, noise, position, rows, counts, bitmask, needed)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from hjax.algorithms import Algorithm
+from hjax.algorithms import ALGORITHMS, Algorithm
 from hjax.config import count_or_zero
 from hjax.errors import ConfigError
 from hjax.kernels import cudnn
@@ -16,6 +16,7 @@ from hjax.kernels.verdict import CUDNN_ATTENTION, CUDNN_WIDE_HEADS
 from hjax.models.model_config import ModelConfig
 from hjax.models.weights import has_score_head
 from hjax.roles import ROLLOUT, Role, worker_class
+from hjax.run.episode_rollout import environment_of
 from hjax.run.inputs import Inputs
 from hjax.run.placement import Plan, role_path
 from hjax.settings.keys import MAX_UNROLLED_LAYERS
@@ -50,8 +51,43 @@ def check_compatibility(
         )
     if algorithm.generates and (config.reward.path or not config.reward.function):
         algorithm.check_rewards(config.algorithm, ())
+    if algorithm.generates and (name := environment_of(config, inputs.task)):
+        check_environment(config, algorithm, layouts, name)
     check_batches(config, algorithm, table, layouts, plan)
     check_packing(config, inputs, layouts, after=int(table["actor"].scalar), unit=algorithm.unit)
+
+
+def check_environment(
+    config: ConfigDict,
+    algorithm: type[Algorithm],
+    layouts: Mapping[str, RoleLayouts],
+    environment: str,
+) -> None:
+    """Raise ConfigError for what does not go together with playing an environment."""
+    if not algorithm.plays_environments:
+        able = ", ".join(each for each, cls in ALGORITHMS.items() if cls.plays_environments)
+        raise ConfigError(
+            f"{algorithm.__name__} learns from single responses, and the environment {environment} "
+            f"is played over several turns; use one of {able}, or set plays_environments = True in "
+            "a class of yours whose learn takes the rows of episodes (docs/agents.md)"
+        )
+    for key in ("extra_samples", "speculative_tokens", "partial_tokens"):
+        if config.rollout[key]:
+            raise ConfigError(
+                f"config.rollout.{key}={config.rollout[key]} is of single responses, and the "
+                f"environment {environment} is played over several turns; use 0"
+            )
+    if config.reward.while_generating:
+        raise ConfigError(
+            f"config.reward.while_generating=True: the environment {environment} rewards its "
+            "episodes while they are played; leave it out"
+        )
+    for role, layout in layouts.items():
+        if role in ("actor", ROLLOUT) and layout.generate.shard_count("layers") > 1:
+            raise ConfigError(
+                f"layout.{role}.generate.pipe={layout.generate.shard_count('layers')}: turns of "
+                "episodes are not generated in pipeline stages; use tensor or data instead"
+            )
 
 
 def check_scalar_heads(config: ConfigDict, table: Mapping[str, Role]) -> None:

@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm
 from hjax.algorithms.prediction_calibration import calibration_bins, prediction_metrics
+from hjax.batches import sample_rows, select_rows
 from hjax.controller import join
 from hjax.run.examples import Demonstrations
 from hjax.run.inputs import Inputs, prompt_batch
@@ -18,9 +19,10 @@ from hjax.workers.reward import slice_rows
 
 
 def evaluate(
-    config: ConfigDict, inputs: Inputs, roles: RoleGroups
+    config: ConfigDict, inputs: Inputs, roles: RoleGroups, algorithm: Algorithm
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Generate greedy responses to up to ``eval.prompts`` held-out prompts, and score them.
+    """Answer up to ``eval.prompts`` held-out prompts greedily, in the run's environment if it has
+    one, and score the answers.
 
     Returns:
       ``eval/reward`` where there is a reward, ``eval/accuracy`` where the task has a verifier; and
@@ -30,10 +32,13 @@ def evaluate(
     count = min(config.eval.prompts or len(inputs.held_out), len(inputs.held_out))
     rows = eval_batch_size(config, len(inputs.held_out), roles)
     chunks = [
-        _greedy_batch(range(start, min(start + rows, count)), rows, inputs, roles)
+        _greedy_batch(range(start, min(start + rows, count)), rows, inputs, roles, algorithm)
         for start in range(0, count, rows)
     ]
     metrics: dict[str, float] = {}
+    if algorithm.environment is not None:
+        turns = np.concatenate([chunk["episode_metrics"]["turns"] for chunk in chunks])
+        metrics["eval/turns"] = float(turns.mean())
     if "reward" in roles.groups:
         scores = np.concatenate([chunk["rewards"] for chunk in chunks]).astype(np.float64)
         scored = scores[~np.isnan(scores)]
@@ -54,13 +59,17 @@ def eval_batch_size(config: ConfigDict, held_out: int, roles: RoleGroups) -> int
     return -(-min(rows, config.eval.prompts or rows, held_out) // ways) * ways
 
 
-def _greedy_batch(indices: range, rows: int, inputs: Inputs, roles: RoleGroups) -> dict[str, Any]:
+def _greedy_batch(
+    indices: range, rows: int, inputs: Inputs, roles: RoleGroups, algorithm: Algorithm
+) -> dict[str, Any]:
     """The greedy batch of some held-out prompts, with rewards; padded to ``rows`` meanwhile."""
     assert inputs.held_out is not None
     padded = [*indices, *[indices[-1]] * (rows - len(indices))]
     prompts = prompt_batch(inputs.held_out.rows(padded), inputs.prompt_length, 0)
-    batch = join(roles.groups["actor"].generate_sequences(prompts, greedy=True))
+    batch = join(algorithm.answer(prompts, greedy=True))
     reward, kept = roles.groups.get("reward"), slice(len(indices))
+    if "episode" in batch:  # one row of each episode says all
+        batch = select_rows(batch, sample_rows(batch))
     if reward is None:
         return slice_rows(batch, kept)
     if "reward" in roles.layouts:  # a reward model needs the padded, evenly divisible batch

@@ -15,9 +15,11 @@ from hjax.data.conversation import encode_example, response_end
 from hjax.data.dataset import Dataset, PromptSampler, pad_left, pad_right
 from hjax.data.invalid_rows import InvalidRows
 from hjax.data.labels import PAIR_LABELS
-from hjax.data.row_answers import RowAnswers, answers_by_row
+from hjax.data.row_answers import RowAnswers, answers_by_row, task_records
 from hjax.data.tasks import Task
 from hjax.data.tokenizer import Tokenizer
+from hjax.environments.episode import demonstrated_row, episode_seed
+from hjax.environments.episode_server import load_environment
 from hjax.errors import ConfigError, DataError
 
 Examples = list[tuple[list[int], ...]]
@@ -33,6 +35,7 @@ class LearnedExamples(NamedTuple):
       examples: tokens of a prompt and of its responses.
       annotations: of the examples.
       labels: of unpaired responses; else empty.
+      drawn: of episodes, which tokens of each response are the policy's turns; else empty.
       rows: positions in the data; None where examples are not needed, so that rows without a usable
         one stay in it.
     """
@@ -40,6 +43,7 @@ class LearnedExamples(NamedTuple):
     examples: Examples = []
     annotations: Annotations = {}
     labels: list[bool] = []
+    drawn: Sequence[Sequence[bool]] = ()
     rows: list[int] | None = None
 
 
@@ -76,11 +80,12 @@ def load_examples(
       ConfigError: the algorithm learns labels, and the data has none.
       DataError: a row's answer, or every row is left out.
     """
+    if task is not None and task.environment and tokenizer is not None and source == "prompts":
+        return _episode_examples(config, task, tokenizer, data)
     read = None if tokenizer is None else answers_by_row(source, task, data, config.seed)
     if tokenizer is None or read is None:
         return LearnedExamples()
-    if source == "pairs" and task is None:
-        _check_pair_labels(config, data)
+    _check_pair_labels(config, source, task, data)
     needed = learns_from_examples(config, source)
     invalid = invalid if needed else InvalidRows("drop")
     say_once = functools.cache(notify)
@@ -116,7 +121,44 @@ def load_examples(
     return found._replace(rows=rows if needed else None)
 
 
-def _check_pair_labels(config: ConfigDict, data: Dataset) -> None:
+def _episode_examples(
+    config: ConfigDict, task: Task, tokenizer: Tokenizer, data: Dataset
+) -> LearnedExamples:
+    """Episodes that demonstrate a task's environment, as many as the warm start shows."""
+    if not learns_from_examples(config, "prompts"):
+        return LearnedExamples()
+    count = min(len(data), config.warm_start.steps * config.warm_start.batch)
+    if config.algorithm.get("pretraining_coef"):
+        count = len(data)
+    rng = np.random.default_rng([config.seed, 2])
+    found: Examples = []
+    drawn: list[list[bool]] = []
+    for number, record in zip(range(count), task_records(data)):
+        seed = episode_seed(config.seed, 0, number)
+        actions = task.demonstration_actions(record, rng, seed)
+        row = demonstrated_row(
+            load_environment(task.environment)(), record, seed, actions, tokenizer
+        )
+        found.append((row.prompt, row.response))
+        drawn.append(
+            [
+                own
+                for t in row.turns
+                for own in [True] * len(t.tokens) + [False] * len(t.observation)
+            ]
+        )
+    limit, longest = config.rollout.max_response_length, max(len(each[1]) for each in found)
+    if longest > limit:
+        raise DataError(
+            f"data.task={config.data.task}: an episode that demonstrates it has {longest} tokens "
+            f"after its prompt, above rollout.max_response_length={limit}; raise that key"
+        )
+    return LearnedExamples(found, {}, [], drawn)
+
+
+def _check_pair_labels(config: ConfigDict, source: str, task: Task | None, data: Dataset) -> None:
+    if source != "pairs" or task is not None:
+        return
     if config.algorithm.get("label_coef") and not set(PAIR_LABELS) <= data.columns.keys():
         raise ConfigError(
             f"config.algorithm.label_coef={config.algorithm.label_coef}: {config.data.path} has no "
@@ -184,6 +226,7 @@ class Demonstrations:
       seed: of the order.
       annotations: of the examples.
       labels: of unpaired responses; the batch has them as ``positive``.
+      drawn: of episodes, which tokens of each response are the policy's turns; empty: all are.
     """
 
     def __init__(
@@ -195,7 +238,9 @@ class Demonstrations:
         seed: int,
         annotations: Annotations | None = None,
         labels: Sequence[bool] | None = None,
+        drawn: Sequence[Sequence[bool]] = (),
     ):
+        self._drawn = drawn
         self._examples, self._annotations = examples, annotations or {}
         self._lengths = prompt_length, response_length
         self._labels = labels
@@ -231,6 +276,11 @@ class Demonstrations:
             "response_mask": response_mask,
             **arrays,
         }
+        if self._drawn:
+            batch["response_lengths"] = response_mask.sum(axis=1, dtype=np.int32)
+            batch["response_mask"] = np.zeros_like(response_mask)
+            for row, i in enumerate(indices):
+                batch["response_mask"][row, : len(self._drawn[i])] = self._drawn[i]
         if self._labels is None:
             return batch
         right = np.array([self._labels[i] for i in indices], np.float32)
@@ -273,13 +323,15 @@ def make_example_sources(
             seed=config.seed + 1,
             annotations=inputs.annotations,
             labels=inputs.labels,
+            drawn=inputs.drawn,
         )
         shown = [example[:2] for example in examples]  # the chosen response of a pair
         if inputs.labels is not None:  # only the right unpaired responses
             pairs = zip(shown, inputs.labels, strict=True)
             shown = [example for example, right in pairs if right]
         seed = config.seed + 2
-        imitated = Demonstrations(shown, batch, **lengths, seed=seed) if shown else None
+        drawn = {"drawn": inputs.drawn}
+        imitated = Demonstrations(shown, batch, **lengths, seed=seed, **drawn) if shown else None
         found = ExampleSources(learned, imitated)
     if config.warm_start.steps and not config.actor.path and found.warm_start is None:
         raise ConfigError(

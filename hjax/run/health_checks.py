@@ -14,6 +14,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms.masks import constant
+from hjax.batches import response_lengths
 from hjax.controller import BuildWorker
 from hjax.data.dataset import Dataset
 from hjax.errors import RunError
@@ -247,7 +248,7 @@ class SlowGenerationCheck:
         self._steps += 1
         if self._warned or spent is None or self._steps <= 2 or "response_mask" not in batch:
             return None
-        lengths = np.sum(batch["response_mask"], axis=1)
+        lengths = response_lengths(batch)
         passes = float(lengths.max()) if len(lengths) else 0.0
         if self._slots > 0:
             passes = max(passes, float(lengths.sum()) / self._slots)
@@ -313,8 +314,9 @@ class TruncationWarning:
         self._warned = longest is not None and longest <= max_response_length
 
     def message(self, metrics: Metrics) -> str | None:
-        """The warning after a step, once, if more than half was truncated; else None."""
-        share = metrics.get("response/truncated", 0.0)
+        """The warning after a step, once, if more than half was truncated; else None. Episodes
+        count that had no room for another turn, not those that had all their turns."""
+        share = metrics.get("episode/stop_context", metrics.get("response/truncated", 0.0))
         if self._warned or not share > 0.5:
             return None
         self._warned = True

@@ -1,7 +1,7 @@
 """Inputs of a run: tokenizer, datasets, examples, model config, reward and cost functions."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from hjax.models.model_config import ModelConfig
 from hjax.models.weights import model_directory, read_config, read_eos_ids
 from hjax.rewards.function import load_function
 from hjax.run.dataflow import absent_roles
+from hjax.run.episode_rollout import environment_of, episode_return
 from hjax.run.examples import (
     Annotations,
     Examples,
@@ -55,6 +56,7 @@ class Inputs:
     held_out_examples: Examples = dataclasses.field(default_factory=list)
     held_out_annotations: Annotations = dataclasses.field(default_factory=dict)
     labels: list[bool] | None = None  # of each demonstration, where verdicts are learned from
+    drawn: Sequence[Sequence[bool]] = ()  # of each demonstrated episode, tokens of the policy
     # Locations of the rows that were left out, by what is wrong with them.
     left_out: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
@@ -107,7 +109,7 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
         held_out=held_out,
         model=model,
         prompt_length=prompt_length,
-        reward=_function(config, "reward", task.reward if task else None),
+        reward=_function(config, "reward", _reward_of(config, task)),
         cost=_function(config, "cost", task.cost if task and task.has_cost else None),
         demonstrations=learned.examples,
         eos_ids=_eos_ids(config, tokenizer),
@@ -116,6 +118,7 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
         held_out_examples=judged.examples,
         held_out_annotations=judged.annotations,
         labels=learned.labels if source == "verdicts" else None,
+        drawn=learned.drawn,
         left_out=invalid.locations,
     )
 
@@ -290,6 +293,13 @@ def _check_tokens(name: str, dataset: Dataset | None, vocab: int) -> None:
                 f"{name}: prompt {row} has token id {wrong}; the model's vocabulary is 0 to "
                 f"{vocab - 1}"
             )
+
+
+def _reward_of(config: ConfigDict, task: Task | None) -> Callable[..., Any] | None:
+    """What scores responses where the config names nothing: an environment, or the verifier."""
+    if environment_of(config, task):
+        return episode_return
+    return task.reward if task else None
 
 
 def _function(

@@ -10,7 +10,9 @@ import numpy as np
 from hjax.algorithms import Algorithm, Batch
 from hjax.algorithms.algorithm import reference_kl
 from hjax.algorithms.losses import explained_variance
+from hjax.batches import response_lengths, sample_rows
 from hjax.controller import join
+from hjax.environments.episode_batch import episode_summary
 from hjax.errors import RunError
 
 _explained_variance = jax.jit(explained_variance)
@@ -62,6 +64,8 @@ class StepRecorder:
         metrics: dict[str, float] = {}
         if algorithm.generates:
             metrics |= batch_metrics(self.batch, algorithm.kl.coef)
+            if "episode" in self.batch:
+                metrics |= episode_summary(self.batch)
             metrics |= algorithm.batch_metrics(self.batch)
         metrics |= self._update_metrics()
         return self.batch, metrics | algorithm.finish(metrics)
@@ -126,21 +130,24 @@ def batch_metrics(batch: Batch, kl_coefficient: float) -> dict[str, float]:
       kl_coefficient: weight of the KL after the step, reported if there is a reference.
     """
     mask = np.asarray(batch["response_mask"], bool)
-    metrics = {}
+    metrics, samples = {}, sample_rows(batch)
+    # An episode may have several rows, and others only fill up the batch.
+    rows = slice(None) if "episode" not in batch else np.asarray(batch["row_mask"], bool)
     if "rewards" in batch:
         rewards = np.asarray(batch["rewards"], np.float64)
-        scored = rewards[~np.isnan(rewards)]
+        scored = rewards[samples]
+        scored = scored[~np.isnan(scored)]
         metrics = {
             "reward/mean": float(scored.mean()) if scored.size else math.nan,
             "reward/std": float(scored.std()) if scored.size else math.nan,
-            "reward/unscored": 1.0 - scored.size / max(rewards.size, 1),
+            "reward/unscored": 1.0 - scored.size / max(len(samples), 1),
         }
     metrics |= {
-        "response/length_mean": float(mask.sum(axis=1).mean()),
-        "response/truncated": float(np.mean(batch["truncated"])),
+        "response/length_mean": float(np.mean(np.asarray(response_lengths(batch))[rows])),
+        "response/truncated": float(np.mean(np.asarray(batch["truncated"])[samples])),
     }
     for name, values in batch.get("named_rewards", {}).items():
-        said = np.asarray(values, np.float64)
+        said = np.asarray(values, np.float64)[samples]
         said = said[~np.isnan(said)]
         metrics[f"reward/{name}"] = float(said.mean()) if said.size else math.nan
     if "guessed" in batch:

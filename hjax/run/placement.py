@@ -295,12 +295,13 @@ def shared_worker_roles(config: ConfigDict, algorithm: type[Algorithm]) -> dict[
 
 
 def roles_with_devices(config: ConfigDict, algorithm: type[Algorithm]) -> dict[str, Role]:
-    """Roles with a model or a user's worker class; reward functions run on the host."""
+    """Roles with a model or a user's worker class; reward functions and roles that say so run on
+    the host."""
     served = shared_worker_roles(config, algorithm)
     return {
         name: role
         for name, role in algorithm.role_table(config.algorithm).items()
-        if (not role.function or role_path(config, role)) and name not in served
+        if (not role.function or role_path(config, role)) and not role.host and name not in served
     }
 
 

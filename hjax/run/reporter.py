@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
+from hjax.batches import response_lengths, sample_rows
 from hjax.controller import join
 from hjax.files import HISTOGRAMS, METRICS, SAMPLES, WARM_START
 from hjax.run.health_checks import HealthChecks, SamplerCheck, TruncationWarning
@@ -135,7 +136,7 @@ class Reporter:
         """Report rows of a batch with ``samples`` responses per prompt; kind: train or eval."""
         if "responses" not in batch:
             return
-        chosen = spread_rows(len(batch["responses"]), samples, KEPT_SAMPLES)
+        chosen = spread_rows(len(sample_rows(batch)), samples, KEPT_SAMPLES)
         rows = [sample_row(batch, i, step, kind) for i in chosen]
         if self.workdir is not None:
             self.workdir.append(SAMPLES, rows)
@@ -192,7 +193,7 @@ def histogram_row(batch: Mapping[str, Any], step: int) -> dict[str, Any]:
         if key in batch:
             found[name] = histogram(batch[key])
     if "response_mask" in batch:
-        found["length"] = histogram(np.asarray(batch["response_mask"]).sum(axis=1))
+        found["length"] = histogram(np.asarray(response_lengths(batch)))
     return {"step": step} | {name: said for name, said in found.items() if said is not None}
 
 
@@ -211,21 +212,35 @@ def spread_rows(rows: int, samples: int, count: int) -> list[int]:
     return [i for i in range(rows) if i % samples < each][:count]
 
 
-def sample_row(batch: Mapping[str, Any], row: int, step: int, kind: str) -> dict[str, Any]:
-    """A row of samples.jsonl; its advantage is the mean over the response's tokens."""
-    mask = np.asarray(batch["response_mask"][row], bool)
-    sample: dict[str, Any] = {"step": step, "index": row, "kind": kind}
+def sample_row(batch: Mapping[str, Any], index: int, step: int, kind: str) -> dict[str, Any]:
+    """A row of samples.jsonl.
+
+    Args:
+      index: of the sample: of a row, or of an episode, which may have several rows.
+
+    Returns:
+      its advantage is the mean over the tokens that the policy drew; an episode has its ``turns``
+      (``hjax.environments.episode.Episode.turn_records``) and its ``stop_reason``.
+    """
+    row = sample_rows(batch)[index]
+    sample: dict[str, Any] = {"step": step, "index": index, "kind": kind}
     if "response_text" in batch:
         sample |= {"prompt": batch["prompt_text"][row], "response": batch["response_text"][row]}
     else:
         prompt = np.asarray(batch["prompts"][row])[np.asarray(batch["prompt_mask"][row], bool)]
-        response = np.asarray(batch["responses"][row])[mask]
+        response = np.asarray(batch["responses"][row])[: int(response_lengths(batch)[row])]
         sample |= {"prompt": str(prompt.tolist()), "response": str(response.tolist())}
     if "rewards" in batch:
         sample["reward"] = float(batch["rewards"][row])
     if "costs" in batch:
         sample["cost"] = float(batch["costs"][row])
+    numbers = batch.get("episode")
+    rows = [row] if numbers is None else np.flatnonzero(numbers == numbers[row])
+    mask = np.asarray(batch["response_mask"], bool)[rows]
     if "advantages" in batch and mask.any():
-        sample["advantage"] = float(np.asarray(batch["advantages"][row])[mask].mean())
+        sample["advantage"] = float(np.asarray(batch["advantages"])[rows][mask].mean())
     sample["truncated"] = bool(batch["truncated"][row])
+    if numbers is not None:
+        sample |= {"stop_reason": batch["stop_reason"][row], "turns": batch["turn_records"][row]}
+        sample["response"] = "".join(t["action"] + t["observation"] for t in sample["turns"])
     return sample

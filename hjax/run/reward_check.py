@@ -12,6 +12,7 @@ from hjax.data.row_answers import demonstration_texts
 from hjax.errors import RunError
 from hjax.rewards.function import RewardFunction, first_failure
 from hjax.rewards.reward_results import RewardResult
+from hjax.run.episode_rollout import RETURN_COLUMN, environment_of
 from hjax.run.inputs import Inputs
 from hjax.settings.config_checks import on_cluster
 
@@ -89,16 +90,18 @@ def trial_calls(
       functions: reward and cost functions, by role.
     """
     rows = inputs.train.select(range(min(TRIAL_ROWS, len(inputs.train))))
-    texts = demonstration_texts(inputs.task, rows, config.seed)
+    plays = bool(environment_of(config, inputs.task))
+    texts = None if plays else demonstration_texts(inputs.task, rows, config.seed)
     tokenizer = inputs.tokenizer
     end = list(inputs.eos_ids[:1])
     data = rows.rows(range(len(rows)))
     prompts = data["prompt_text"] or data["prompt_tokens"]
+    columns = data["columns"] | ({RETURN_COLUMN: [0.0] * len(rows)} if plays else {})
 
     def call(role: str, answers: str, responses: Sequence[Any]) -> RewardTrial:
         encoded = [tokenizer.encode(x, add_special=False) if tokenizer else x for x in responses]
         tokens, function = [list(row) + end for row in encoded], functions[role]
-        result = function(prompts, list(responses), data["columns"], data["prompt_tokens"], tokens)
+        result = function(prompts, list(responses), columns, data["prompt_tokens"], tokens)
         return RewardTrial(role, function.name, answers, responses, result)
 
     found = []

@@ -53,6 +53,7 @@ class RolloutPolicy:
         self._published: dict[int, Future] = {}
         self._committed: tuple[int, Future] | None = None
         self._lock = threading.RLock()
+        self._turns = threading.Lock()  # held from a thread's begin_turns to its end_turns
         self._local = threading.local()
 
     def reset(self, version: int) -> None:
@@ -114,6 +115,27 @@ class RolloutPolicy:
                 prompts, greedy=greedy, samples=samples, version=version
             )
 
+    def begin_turns(self, rows: int, row_tokens: int) -> Future:
+        """Begin the turns of episodes on the rollout, see ``hjax.workers.GeneratingWorker``; the
+        weights' version is chosen as for ``generate_sequences``. Waits for the ``end_turns`` of
+        other threads: an evaluation and generation ahead of learning take turns."""
+        selector = getattr(self._local, "selector", None)
+        with self._committed_version(selector, 0, of_turns=True) as version:
+            return self.rollout.begin_turns(rows, row_tokens, version=version)
+
+    def draw_turns(self, requests: Any, step: int = 0, greedy: bool = False) -> Future:
+        """Draw turns of episodes on the rollout."""
+        return self.rollout.draw_turns(requests, step=step, greedy=greedy)
+
+    def end_turns(self) -> Future:
+        """End the turns of episodes on the rollout."""
+        try:
+            return self.rollout.end_turns()
+        finally:
+            if getattr(self._local, "has_turns", False):
+                self._local.has_turns = False
+                self._turns.release()
+
     def _generate_parts(
         self, selector: Any, prompts: Mapping[str, Any], samples: int | None
     ) -> Future:
@@ -133,9 +155,17 @@ class RolloutPolicy:
         return batch
 
     @contextlib.contextmanager
-    def _committed_version(self, selector: Any, part: int) -> Iterator[Future]:
-        """Hold the rollout at the version that generates; yields the future of its number."""
+    def _committed_version(
+        self, selector: Any, part: int, of_turns: bool = False
+    ) -> Iterator[Future]:
+        """Hold the rollout at the version that generates; yields the future of its number.
+
+        With ``of_turns`` this thread alone draws turns, until its ``end_turns``.
+        """
         wanted = self.publish_version() if selector is None else selector.version_for(part)
+        if of_turns:  # not before, as others may have to learn until the version is there
+            self._turns.acquire()
+            self._local.has_turns = True
         with self._lock:
             version = self.version if wanted is None else wanted
             used = self._commit(version)

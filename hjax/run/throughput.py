@@ -8,6 +8,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm
+from hjax.batches import response_lengths
 from hjax.devices import device_of_kind
 from hjax.errors import ConfigError
 from hjax.models import parameter_counts
@@ -80,7 +81,7 @@ class StepCosts:
         phases = self._roles.timeline.phase_seconds(step)
         metrics |= {f"time/{phase}": taken for phase, taken in phases.items()}
         if self._generates and "response_mask" in batch:
-            tokens = int(batch["response_mask"].sum() + batch["prompt_mask"].sum())
+            tokens = int(response_lengths(batch).sum() + batch["prompt_mask"].sum())
             metrics["throughput/tokens_per_second"] = tokens / seconds
             metrics |= self.flops(batch, seconds)
         metrics["memory/peak_bytes"] = machine["peak_bytes"]
@@ -94,7 +95,7 @@ class StepCosts:
         ``throughput/mfu``; empty if the step's calls could not be traced."""
         if not self._calls:
             return {}
-        lengths = np.sum(batch["prompt_mask"], axis=1) + np.sum(batch["response_mask"], axis=1)
+        lengths = np.sum(batch["prompt_mask"], axis=1) + response_lengths(batch)
         sizes, counts = np.unique(lengths, return_counts=True)
         total = 0.0
         for call in self._calls:

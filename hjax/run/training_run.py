@@ -23,6 +23,7 @@ from hjax.run.async_rollout import AsyncRollout
 from hjax.run.backends import Backend, ClusterBackend, LocalBackend
 from hjax.run.config_validation import check_offloads
 from hjax.run.dataflow import absent_roles
+from hjax.run.episode_rollout import EpisodeRollout, environment_of
 from hjax.run.examples import make_example_sources
 from hjax.run.health_checks import schedule_remarks, setup_warnings
 from hjax.run.inputs import load_inputs, make_prompt_sampler, prompt_batch
@@ -142,6 +143,7 @@ class TrainingRun:
         self._example_sources = make_example_sources(config, self.algorithm_class, inputs)
         groups = self.roles.groups
         groups = groups | {role: groups[by] for role, by in self.roles.shared_workers.items()}
+        self._environment = self._make_environment()
         self.algorithm = self.algorithm_class(
             config.algorithm,
             {**groups, **absent_roles(self.algorithm_class, groups)},
@@ -150,6 +152,7 @@ class TrainingRun:
             demonstrations=self._example_sources.learned,
             max_response_length=config.rollout.max_response_length,
             more_prompts=None if config.rollout.max_staleness else self._more_prompts,
+            environment=self._environment,
         )
         self.recorder = StepRecorder(self.algorithm, config.algorithm.max_skipped)
         self.costs = StepCosts(config, self.algorithm_class, self.roles, self.backend)
@@ -168,6 +171,17 @@ class TrainingRun:
             self.workdir = Workdir(workdir, make_loggers(config), overwrite)
             self.workdir.open(self.config)
             self.reporter.workdir = self.workdir
+
+    def _make_environment(self) -> EpisodeRollout | None:
+        """What plays the run's episodes; None: it has no environment."""
+        config, inputs = self.config, self.inputs
+        if not self.algorithm_class.generates or not environment_of(config, inputs.task):
+            return None
+        ahead = config.rollout.max_staleness > 0 and not config.rollout.deterministic
+        return EpisodeRollout(
+            config, inputs.task, inputs.tokenizer, inputs.prompt_length,
+            as_ready=ahead, timeline=self.timeline,
+        )  # fmt: skip
 
     def _draw(self, indices: np.ndarray, number: int) -> dict[str, Any]:
         """The prompt batch of dataset indices; its number, from 1, seeds the sampling."""
@@ -338,6 +352,8 @@ class TrainingRun:
         self.prompts.restore(state["prompts"])
         if self._example_sources.learned is not None:
             self._example_sources.learned.sampler.restore(state["demonstrations"])
+        if self._environment is not None:
+            self._environment.batch_rows = state["episode_rows"]
         self.step_number = state["step"]
         self.history = [row for row in self.history if row["step"] <= self.step_number]
 
@@ -348,6 +364,10 @@ class TrainingRun:
             "updates": self.recorder.state(),
             "prompts": self.prompts.state(),
         }
+        if self._environment is not None:
+            ahead = self.async_rollout is not None and "episode" in self.batch
+            rows = len(self.batch["episode"]) if ahead else self._environment.batch_rows
+            state["episode_rows"] = rows
         if self._async_state:
             state["ahead"] = self._async_state
         if self.async_rollout is not None:
@@ -409,6 +429,8 @@ class TrainingRun:
             ends.callback(self.backend.close)
             ends.callback(self.roles.close)
             ends.callback(self._stop_async_rollout)
+            if self._environment is not None:
+                ends.callback(self._environment.close)
             if self.workdir is not None:
                 ends.callback(self.workdir.close)
             if self.checkpoints is not None:

@@ -28,6 +28,7 @@ from hjax.roles import Role, worker_class
 from hjax.rollout.sampling_params import OPTIONS, SamplingParams
 from hjax.run.config_validation import choose_attention, unrolls_layers
 from hjax.run.dataflow import updates_per_step
+from hjax.run.episode_rollout import environment_of
 from hjax.run.inputs import Inputs
 from hjax.run.placement import Plan, role_path
 from hjax.sharding.layout import RoleLayouts
@@ -81,6 +82,8 @@ class WorkerBuilder:
         if not entry.function or context.path:
             return BuildWorker(role, worker_class(entry.worker), (context,))
         function, most = self._function(role), self.config.reward.max_unscored
+        if role == "reward" and environment_of(self.config, self.inputs.task):
+            most = 1.0  # of episodes, not of their rows: EpisodeRollout has looked
         options = {"function": function, "max_unscored": most}
         return BuildWorker(role, worker_class(entry.function), (context,), options)
 

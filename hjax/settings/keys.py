@@ -371,6 +371,40 @@ KEYS: dict[str, Any] = {
             "since",
         ),
     },
+    "environment": {
+        "function": Key(
+            "",
+            "`path.py:Class`, an environment that the policy plays, an episode for each sample of "
+            "a prompt (docs/agents.md); empty: the task's, if it has one",
+        ),
+        "max_turns": Key(
+            0,
+            "turns of the policy in an episode; 0: what the task needs, 20 in an environment of "
+            "your own",
+            at_least(0),
+        ),
+        "turn_tokens": Key(
+            0,
+            "tokens of a turn; 0: what the task needs, and in an environment of your own what "
+            "rollout.max_response_length leaves",
+            at_least(0),
+        ),
+        "step_seconds": Key(
+            60.0,
+            "deadline of each call of an environment, in seconds; a late one ends its process and "
+            "its episode, which is not learned from",
+            above(0),
+        ),
+        "processes": Key(
+            0,
+            "processes of environments, over which episodes are shared out; 0: one per core, at "
+            "most 8",
+            at_least(0),
+        ),
+        "memory_gib": Key(
+            4.0, "memory of each of these processes, in GiB; 0: no limit", at_least(0)
+        ),
+    },
     "cost": {
         "path": Key("", "weights of a cost model; empty: the function"),
         "offload": _offload(trained=False),

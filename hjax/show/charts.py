@@ -1,6 +1,6 @@
 """Charts as coordinates of curves, bars and spans. `templates/charts.jinja` draws them.
 
-Colours are CSS classes (`c0` ... `c12`), so that one drawing serves the light and the dark page.
+Colours are CSS classes (`c0` ... `c13`), so that one drawing serves the light and the dark page.
 `data-chart` has the values. With them `templates/curves.js` redraws the chart over time, on a
 logarithmic scale or smoothed, and shows values on hovering. `svg_file` makes a chart a separate
 file, for pages that show images.

@@ -9,11 +9,13 @@ from hjax.show.charts import ChartSeries, LineChart, line_chart, value_text
 
 Row = Mapping[str, Any]
 
-# Colours of roles and phases in all charts: numbers of the pages' classes `c0` ... `c12`.
+# Colours of roles and phases in all charts: numbers of the pages' classes `c0` ... `c13`.
 OTHER = 7  # of neither a role nor a phase
 HELD_OUT = 11
 ROLE_COLORS = {name: number for number, name in enumerate(ROLES)}
-PHASE_COLORS = {"generate": 8, "transition": 12, "prepare": 10, "update": 9}
+PHASE_COLORS = {"generate": 8, "environment": 13, "transition": 12, "prepare": 10, "update": 9}
+# Of the ways in which episodes end.
+STOP_COLORS = {"max_turns": 1, "context": 2, "timeout": 3, "exception": 4, "killed": 5}
 
 
 def metric_color(key: str, usual: int = OTHER) -> int:
@@ -23,6 +25,8 @@ def metric_color(key: str, usual: int = OTHER) -> int:
         return HELD_OUT
     if section == "time":
         return PHASE_COLORS.get(name, usual)
+    if section == "episode":
+        return STOP_COLORS.get(name.removeprefix("stop_"), usual)
     return ROLE_COLORS.get(section, usual)
 
 
@@ -31,6 +35,11 @@ CURVES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Reward", "mean of the step's responses, band: one standard deviation; dots: held-out, greedy",
      ("reward/mean", "eval/reward")),
     ("Accuracy", "held-out", ("eval/accuracy",)),
+    ("Turns", "mean of the step's episodes; dots: held-out, greedy",
+     ("episode/turns", "eval/turns")),
+    ("How episodes end", "share of the step's episodes",
+     ("episode/stop_done", "episode/stop_max_turns", "episode/stop_context",
+      "episode/stop_timeout", "episode/stop_exception", "episode/stop_killed")),
     ("Cost", "mean of the step's responses", ("cost/mean",)),
     ("Multiplier", "weight of the cost", ("cost/multiplier",)),
     ("KL to the reference", "nats per token, k1", ("kl/reference",)),

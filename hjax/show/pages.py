@@ -15,7 +15,7 @@ import jinja2
 from hjax.errors import ConfigError, DataError
 from hjax.show.format import printable
 
-COLORS = 13  # of the classes c0 ... c12
+COLORS = 14  # of the classes c0 ... c13
 
 
 def render(template: str, **values: Any) -> str:

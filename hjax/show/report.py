@@ -95,6 +95,7 @@ def run_content(path: Path) -> dict[str, Any]:
         held_out=held_out_table(samples),
         training=training_samples(samples),
         browsable_samples=browsable_samples(samples, histograms),
+        has_episodes=any("turns" in sample for sample in samples),
         histogram=histogram_bars(histograms[-1] if histograms else None),
         starts=[(None, start_row(start)) for start in read_rows(path / STARTS)],
         mean_step=_mean_step(metrics),

@@ -97,12 +97,28 @@ def histogram_bars(row: Row | None) -> dict[str, Any] | None:
 
 
 def sample_record(sample: Row) -> dict[str, Any]:
-    """``prompt``, ``response``, ``scores`` as (name, text), and whether it was ``truncated``."""
+    """``prompt``, ``response``, ``scores`` as (name, text), and whether it was ``truncated``; of an
+    episode also its ``turns``, ``stop_reason`` and ``return``."""
     given = {key: sample[key] for key in ("reward", "cost", "advantage") if key in sample}
     scores = [(key, "unscored" if x is None else signed(x)) for key, x in given.items()]
-    return {
+    record = {
         "prompt": printable(str(sample["prompt"])),
         "response": printable(str(sample["response"])),
         "scores": scores,
         "truncated": bool(sample.get("truncated")),
+    }
+    if "turns" in sample:
+        record["turns"] = [_turn_record(turn) for turn in sample["turns"]]
+        record |= {"stop_reason": sample["stop_reason"], "return": sample.get("reward")}
+    return record
+
+
+def _turn_record(turn: Row) -> dict[str, Any]:
+    """A turn's texts; its reward is empty where it is 0."""
+    return {
+        "action": printable(str(turn["action"])),
+        "observation": printable(str(turn["observation"])),
+        "reward": signed(turn["reward"]) if turn["reward"] else "",
+        "valid": bool(turn["valid"]),
+        "fresh": bool(turn.get("fresh")),
     }

@@ -31,7 +31,9 @@ COLUMNS = {
         Column("KL", "kl/reference", number, 7),
         Column("loss", "actor/loss", lambda x: f"{x:.4f}", 8),
         Column("entropy", "actor/entropy", number, 7),
+        Column("turns", "episode/turns", lambda x: f"{x:.1f}", 5),
         Column("length", "response/length_mean", lambda x: f"{x:.1f}", 6),
+        Column("env", "time/environment", duration, 7),
         Column("tok/s", "throughput/tokens_per_second", count, 7),
         Column("time", "time/step", duration, 7),
         Column("left", "left_seconds", clock, 7),
@@ -39,8 +41,8 @@ COLUMNS = {
 }
 # Columns by importance: where a row is too wide, the last ones are dropped first.
 IMPORTANCE = (
-    "step", "reward", "accuracy", "cost", "KL", "loss", "eval", "multiplier", "time", "left",
-    "length", "tok/s", "entropy",
+    "step", "reward", "accuracy", "cost", "KL", "loss", "eval", "multiplier", "turns", "time",
+    "left", "env", "length", "tok/s", "entropy",
 )  # fmt: skip
 
 

@@ -3,19 +3,22 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hjax.batches import response_lengths, response_places
+from hjax.environments.episode import COHORTS, DrawnTurn, TurnRequest
 from hjax.kernels.int8_cache import element_bytes
 from hjax.models.parameters import Params
 from hjax.rewards.concurrent_rewards import ConcurrentScorer, PendingReward, PromptResponses
 from hjax.rollout.generator import Generator, bucket_length
 from hjax.rollout.prompt_encoding import StopConditions, stop_string_check
 from hjax.rollout.rollout_job import GenerationConfig, OnPromptDone, StopCheck
+from hjax.rollout.turn_generator import TurnGenerator
 from hjax.sharding.global_arrays import place, to_numpy
 from hjax.sharding.protocols import PROMPT_ID, protocol
 from hjax.workers.model import ModelWorker
@@ -39,6 +42,8 @@ class GeneratingWorker(ModelWorker):
             cache_dtype=context.cache_dtype,
         )  # fmt: skip
         self._prompt_count = 0  # prompts so far, for prompt_id
+        self._turns: TurnGenerator | None = None
+        self._turn_weights = contextlib.ExitStack()  # holds them between turns
         self._stop = StopConditions(
             context.stop_strings, context.tokenizer, context.sampling.min_tokens
         )
@@ -137,6 +142,65 @@ class GeneratingWorker(ModelWorker):
             rollout["prompt_text"] = [text for text in texts for _ in range(count)]
         return rollout
 
+    @protocol("ALL_TO_ALL", phase="generate")
+    def begin_turns(
+        self, rows: int, row_tokens: int, version: int | None = None
+    ) -> dict[str, int | None]:
+        """Bring the weights to the generate layout, for ``draw_turns`` until ``end_turns``.
+
+        Args:
+          rows: episodes that are open at a time.
+          row_tokens: most tokens of an episode's row.
+          version: of the weights that must generate, where there are versions.
+
+        Returns:
+          ``version`` of the weights here, None where there are no versions.
+        """
+        self.end_turns()
+        self.check_version(version)
+        params = self._turn_weights.enter_context(self.generation_weights())
+        params = self.generator.decoding_params(params)
+        together = -(-rows // COHORTS)
+        slots = min(self.context.slots, together) if self.context.slots > 0 else together
+        if self._turns is None or self._turns.sizes != (slots, row_tokens, rows):
+            self._turns = TurnGenerator(
+                self.generator.engine, params, self.context.tokenizer,
+                slots=slots, row_tokens=row_tokens, rows=rows,
+            )  # fmt: skip
+            self._turns.precompile()
+        else:
+            self._turns.replace_params(params)
+        return {"version": getattr(self, "version", None)}
+
+    @protocol("ALL_TO_ALL", phase="generate")
+    def draw_turns(
+        self, requests: Sequence[TurnRequest], step: int = 0, greedy: bool = False
+    ) -> list[DrawnTurn]:
+        """Draw the next turns of episodes, between ``begin_turns`` and ``end_turns``.
+
+        Args:
+          requests: one for each of these episodes; every process of a pool gets the same.
+          step: of the run.
+          greedy: the most likely tokens.
+        """
+        context, sampling = self.context, self.context.sampling
+        assert self._turns is not None
+        if greedy:
+            sampling = dataclasses.replace(sampling, temperature=0.0)
+        return self._turns.draw(
+            requests, seed=context.seed, step=step, sampling=sampling, stop=self._stop
+        )
+
+    @protocol("ALL_TO_ALL", phase="generate")
+    def end_turns(self) -> None:
+        """Give up the cache of ``draw_turns``, and bring training's weights back."""
+        if self._turns is not None:
+            self._turns.replace_params(None)
+        self._turn_weights.close()
+
+    def check_version(self, version: int | None) -> None:
+        """Raise RunError unless the weights here are of this version (None: any)."""
+
     def reward_callback(
         self, prompts: Mapping[str, Any], pending: dict[str, list[PendingReward]]
     ) -> OnPromptDone | None:
@@ -233,7 +297,7 @@ class GeneratingWorker(ModelWorker):
         if tokenizer is None:
             return {key: value for key, value in rollout.items() if key != "prompt_text"}
         prompts = without_padding(rollout["prompts"], rollout["prompt_mask"])
-        responses = without_padding(rollout["responses"], rollout["response_mask"])
+        responses = without_padding(rollout["responses"], response_places(rollout))
         prompt_text = rollout.get("prompt_text") or [tokenizer.decode(p) for p in prompts]
         response_text = [
             tokenizer.decode_response(prompt, response)
@@ -263,7 +327,7 @@ class GeneratingWorker(ModelWorker):
 def trim(rollout: Mapping[str, Any]) -> dict[str, Any]:
     """Cut response arrays to the length bucket of the longest response; other entries stay."""
     limit = rollout["responses"].shape[1]
-    longest = int(to_numpy(rollout["response_mask"]).sum(axis=1).max(initial=1))
+    longest = int(to_numpy(response_lengths(rollout)).max(initial=1))
     length = bucket_length(longest, limit)
     prompt = ("prompts", "prompt_mask")
     return {

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hjax.batches import LENGTHS
 from hjax.kernels import cudnn
 from hjax.kernels.attention import DENSE_LENGTH
 from hjax.models.forward import response_log_probs
@@ -94,7 +95,8 @@ class ModelWorker(ParameterWorker):
         """Whether and how a batch of prompts and responses is packed.
 
         Args:
-          batch: arrays and masks; masks on devices are waited for if packs are made.
+          batch: arrays, masks and maybe lengths; those on devices are waited for if packs are
+            made.
           grouped: rows come in groups of one prompt (``self.grouped``).
           unit: consecutive rows that are never split.
         """
@@ -150,7 +152,8 @@ class ModelWorker(ParameterWorker):
         """
         grouped = self.grouped(batch)
         tokens = {key: batch[key] for key in TOKEN_KEYS}
-        tokens = self.batch_layout(tokens, grouped).with_packing(tokens)
+        layout = self.batch_layout({**tokens, LENGTHS: batch.get(LENGTHS)}, grouped)
+        tokens = layout.with_packing(tokens)
         params = self.network.without_adapters_of(self.params) if base else self.params
         return self.forward(compute, params, tokens, grouped, base)
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from hjax.batches import LENGTHS, response_lengths
 from hjax.models.sequence_packing import KEY, Packing
 from hjax.sharding.global_arrays import place, to_numpy
 from hjax.sharding.layout import Layout
@@ -97,15 +98,16 @@ class Packer:
         """A batch's packs, on the devices that compute them; or a padded layout if that is cheaper.
 
         Args:
-          batch: ``prompt_mask``, ``response_mask``: NumPy's, or JAX's, which are waited for. In a
-            pool of several processes all must call this.
+          batch: ``prompt_mask``, ``response_mask`` and maybe ``response_lengths``: NumPy's, or
+            JAX's, which are waited for. In a pool of several processes all must call this.
           share: consecutive rows that share their prompt in a pack.
           padded: sizes of the batch without packs.
           unit: consecutive rows that stay in one pack, in consecutive slots.
           capacity: places of a pack if batches do not choose; 0: the packer's.
         """
-        masks = [to_numpy(batch[key]) for key in ("prompt_mask", "response_mask")]
-        prompts, responses = (mask.sum(axis=1) for mask in masks)
+        keys = ("prompt_mask", "response_mask", LENGTHS)
+        host = {key: to_numpy(batch[key]) for key in keys if batch.get(key) is not None}
+        prompts, responses = host["prompt_mask"].sum(axis=1), response_lengths(host)
         if self.capacity:
             capacity = capacity or self.capacity
             made = self._make(prompts, responses, padded.widths, share, capacity, unit=unit)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hjax.batches import LENGTHS, response_lengths, response_places
 from hjax.data.response_text import ResponseText
 from hjax.errors import ConfigError, RunError
 from hjax.models.forward import map_response_states, sequence_states
@@ -26,7 +27,7 @@ from hjax.workers.worker import TOKEN_KEYS, Worker, WorkerContext
 from hjax.xla.abstract_program import AbstractProgram
 
 # Entries that a reward model reads; a reward function also reads those below.
-TEXT_KEYS = (*TOKEN_KEYS, "prompt_text", "response_text")
+TEXT_KEYS = (*TOKEN_KEYS, LENGTHS, "prompt_text", "response_text")
 # A ``step_separator``: every token is a step.
 EACH_TOKEN = "token"
 REWARD_KEYS = (*TEXT_KEYS, "columns", PENDING_REWARDS)
@@ -64,7 +65,7 @@ class FunctionReward(Worker):
             check_unscored(result, self.max_unscored)
             return result
         prompts = without_padding(batch["prompts"], batch["prompt_mask"])
-        responses = without_padding(batch["responses"], batch["response_mask"])
+        responses = without_padding(batch["responses"], response_places(batch))
         result = self.function(
             batch.get("prompt_text", prompts),
             batch.get("response_text", responses),
@@ -150,7 +151,7 @@ def step_ends(prompt: list[int], response: list[int], context: WorkerContext) ->
 
 def _lengths(batch: Mapping[str, Any]) -> list[int]:
     """Tokens of each response."""
-    return to_numpy(batch["response_mask"]).sum(axis=1).tolist()
+    return to_numpy(response_lengths(batch)).tolist()
 
 
 def slice_rows(batch: Mapping[str, Any], rows: slice) -> dict[str, Any]:
@@ -303,5 +304,5 @@ class ModelReward(ModelWorker):
             texts = zip(batch["prompt_text"], batch["response_text"], strict=True)
             return [self.context.tokenizer.encode(prompt + text) for prompt, text in texts]
         prompts = without_padding(batch["prompts"], batch["prompt_mask"])
-        responses = without_padding(batch["responses"], batch["response_mask"])
+        responses = without_padding(batch["responses"], response_places(batch))
         return [p + r for p, r in zip(prompts, responses, strict=True)]

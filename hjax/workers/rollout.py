@@ -113,7 +113,7 @@ class Rollout(GeneratingWorker):
           the batch, with ``versions`` int32 [rows, length]: of the weights that drew each token, 0
           on padding. If paused it is the argument of ``continue_sequences``, no batch to train on.
         """
-        self._check_version(version)
+        self.check_version(version)
         rollout = self.generate_tokens(prompts, greedy, samples, tokens or None)
         rollout["versions"] = self._versions(rollout["response_mask"])
         if not tokens:
@@ -139,7 +139,7 @@ class Rollout(GeneratingWorker):
           last: whether this is the last part; the result is then a complete batch.
           version: of the weights that must generate.
         """
-        self._check_version(version)
+        self.check_version(version)
         context, rollout = self.context, dict(partial)
         step, first, samples = (rollout.pop(name) for name in ("step", "first", "samples"))
         rows = rollout["responses"].shape[0]
@@ -170,7 +170,8 @@ class Rollout(GeneratingWorker):
     def _versions(self, mask: jax.Array) -> jax.Array:
         return jnp.where(mask, jnp.int32(self.version), 0)
 
-    def _check_version(self, version: int | None) -> None:
+    def check_version(self, version: int | None) -> None:
+        """Raise RunError unless there are weights, of this version (None: any)."""
         if self.version is None or version not in (None, self.version):
             raise RunError(
                 f"{self.role}: version {version} of the weights must generate, but "

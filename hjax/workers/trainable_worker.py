@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from hjax.batches import LENGTHS
 from hjax.errors import ConfigError
 from hjax.models.dropout import KEY as DROPOUT
 from hjax.models.dropout import row_keys
@@ -196,6 +197,8 @@ class TrainableWorker(ModelWorker):
         arrays = {key: batch[key] for key in needs if batch.get(key) is not None} | more
         grouped = self.grouped(batch)
         layout = self.batch_layout(arrays, grouped, self.context.unit)
+        if not self.context.router_loss:  # which counts tokens; else only packs read lengths
+            arrays.pop(LENGTHS, None)
         arrays = layout.with_packing(arrays)
         params, self.optimizer_state, metrics = self._updater(self.stage, grouped)(
             self._trained_params(), self.optimizer_state, arrays
@@ -262,4 +265,5 @@ def update_keys(context: LearningContext, *extra: str) -> tuple[str, ...]:
     """Entries of a batch that the update program of a role reads."""
     losses = (context.loss, context.supervised_loss)
     needs = [key for loss in losses if loss is not None for key in loss.needs]
-    return tuple(dict.fromkeys((*TOKEN_KEYS, *needs, "row_mask", *extra)))
+    optional = LENGTHS, "row_mask", "episode"
+    return tuple(dict.fromkeys((*TOKEN_KEYS, *optional, *needs, *extra)))

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from hjax.batches import LENGTHS
 from hjax.errors import DataError
 from hjax.kernels.int8_cache import AUTO
 from hjax.kernels.verdict import SPARSECORE
@@ -27,8 +28,8 @@ from hjax.workers.optimizer import OptimizerConfig
 
 # The arrays that a forward over prompts and responses reads.
 TOKEN_KEYS = ("prompts", "prompt_mask", "responses", "response_mask")
-# Those, and the ids by which rows of one prompt are found.
-SCORED_KEYS = (*TOKEN_KEYS, PROMPT_ID)
+# Those, the ids by which rows of one prompt are found, and lengths where rows have them.
+SCORED_KEYS = (*TOKEN_KEYS, PROMPT_ID, LENGTHS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

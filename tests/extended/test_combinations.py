@@ -40,6 +40,12 @@ DROPS = {**LORA, "actor.lora.dropout": 0.3}
 DORA = {**LORA, "actor.lora.dora": True}
 INT8 = {**LORA, "actor.lora.base": "int8"}
 FP8 = {**LORA, "actor.lora.base": "fp8"}
+# Episodes of several turns.
+MAZE = {
+    "data.task": "maze", "data.task_options.side": 3, "data.task_options.distance": 1,
+    "environment.max_turns": 6, "rollout.max_response_length": 30, "environment.processes": 2,
+    "warm_start.steps": 4,
+}  # fmt: skip
 # Of a model with experts.
 BALANCED = {"actor.router_loss": 0.1}
 EACH = {**BALANCED, **LORA, "actor.lora.targets": ("q", "v", "gate", "up", "down")}
@@ -148,6 +154,18 @@ TABLE = {
     "experts: magnitudes, processes": Row("GRPO", {**BALANCED, **DORA, **EXPERTS_TWO}, "experts"),
     "experts: each an adapter, processes": Row("GRPO", {**EACH, **EXPERTS_TWO}, "experts"),
     "experts: int8, processes": Row("GRPO", {**INT8, **EACH, **EXPERTS_TWO}, "experts"),
+    # Episodes.
+    "episodes: adapters, tensor, slots": Row(
+        "GRPO", {**MAZE, **LORA, **WIDE, "rollout.slots": 3}),
+    "episodes: critic's, packs, micro-batches": Row(
+        "PPO", {**MAZE, **LORA, **CRITIC, "data.packing": 48, "actor.micro_batch": 8}),
+    "episodes: split, slots, offload": Row(
+        "PPO", {**MAZE, "placement": "split", "rollout.slots": 5, "actor.offload": "all"}),
+    "episodes: two devices, fsdp, packs": Row(
+        "GRPO", {**MAZE, **axes(fsdp=2), "cluster.devices_per_process": 2, "data.packing": 48}),
+    "episodes: greedy ones as the baseline, processes": Row("ReMax", {**MAZE, **TWO}),
+    "episodes: ahead, packs": Row(
+        "GRPO", {**MAZE, **AHEAD, "data.packing": 48}, same=False, slow=False),
     # What draws or rounds otherwise: a resume alone, and what the dry run says.
     "pipe, bfloat16": Row("GRPO", {**STAGES, **BFLOAT16}, same=False),
     "few heads, slots, judged": Row(
@@ -193,7 +211,8 @@ TABLE = {
 }  # fmt: skip
 # What numbers depend on, beside the algorithm.
 NUMBERS = ("actor.lora.", "critic.lora.", "actor.learning_rate", "actor.path", "actor.router_loss",
-           "algorithm.", "warm_start.", "steps")  # fmt: skip
+           "algorithm.", "warm_start.", "steps", "data.task", "environment.",
+           "rollout.max_response_length")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -292,6 +311,14 @@ def test_what_a_run_with_experts_learned_goes_out(experts, tmp_path, changes):
             r"config.algorithm.weights=\(1.0, 1.0, 2.0\) for the rewards",
         ),
         ("GRPO", {"rollout.slots": -1, **axes(tensor=8)}, "heads of size 4 does not divide over"),
+        ("PRIME", MAZE, "PRIME learns from single responses, .* environment .* use one of PPO"),
+        ("GRPO", {**MAZE, "rollout.speculative_tokens": 2},
+         "config.rollout.speculative_tokens=2 is of single responses, .*; use 0"),
+        ("GRPO", {**MAZE, "rollout.extra_samples": 1}, "rollout.extra_samples=1 is of single"),
+        ("GRPO", {**MAZE, **PARTS}, "rollout.partial_tokens=2 is of single responses, .*; use 0"),
+        ("GRPO", {**MAZE, **JUDGED}, "reward.while_generating=True: the environment .* leave it"),
+        ("GRPO", {**MAZE, **STAGES, "layout.actor.generate.pipe": 2},
+         "layout.actor.generate.pipe=2: turns .* use tensor or data instead"),
     ],
 )
 def test_what_does_not_go_together_is_said_before_anything_runs(algorithm, changes, said, tmp_path):

@@ -206,6 +206,43 @@ print(json.dumps({
         assert read == [reward in extremes for reward in group]
 
 
+def test_an_agent_learns_to_read_what_it_is_told(tmp_path):
+    notebook = nbformat.read(NOTEBOOKS / "06_agents.ipynb", as_version=4)
+    (written,) = [c.source for c in cells(notebook) if c.source.startswith("%%writefile")]
+    lines = [line for line in written.splitlines()[1:] if line.strip()]
+    assert len(lines) <= 20 and "class Guess(hjax.Environment)" in written
+    look = """
+import json
+batch = trainer.batch
+print(json.dumps({
+    "returns": [row["episode/return"] for row in history],
+    "greedy": [row["eval/reward"] for row in history if "eval/reward" in row],
+    "compiled": [row["compile/count"] for row in history],
+    "drawn": batch["response_mask"].tolist(),
+    "text": [batch["prompt_text"], batch["response_text"]],
+    "turns": batch["turn_records"], "rewards": batch["rewards"].tolist(),
+}))
+"""
+    notebook.cells.append(nbformat.v4.new_code_cell(look))
+    client = nbclient.NotebookClient(notebook, timeout=400, kernel_name="python3")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path))
+        patch.chdir(NOTEBOOKS)
+        client.execute()
+    assert outputs(notebook, "error") == [] and len(figures(notebook)) == 1
+    assert [o.text for o in outputs(notebook, "stream") if o.name == "stderr"] == []
+    seen = json.loads(notebook.cells[-1].outputs[0].text)
+    # Three guesses of seven digits that are not told anything win at most 3 of 7 games.
+    assert sum(seen["returns"][:5]) / 5 < 3 / 7 < sum(seen["returns"][-10:]) / 10 - 0.1
+    assert seen["greedy"][-1] > max(seen["greedy"][0], 3 / 7) + 0.1
+    assert seen["compiled"][-1] == seen["compiled"][1]  # nothing is compiled after the second step
+    for row, turns in enumerate(seen["turns"]):
+        assert sum(seen["drawn"][row]) == len(turns) <= 3
+        assert seen["rewards"][row] == sum(turn["reward"] for turn in turns)
+        said = "".join(turn["action"] + turn["observation"] for turn in turns)
+        assert said.startswith(seen["text"][1][row]) and seen["text"][0][row] == "?"
+
+
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.name)
 def test_committed_notebook_shows_a_clean_run(path):
     notebook = nbformat.read(path, as_version=4)

@@ -98,3 +98,42 @@ def test_the_reference_is_the_policy_that_training_starts_from(base, where, tmp_
             trainer.step()
     parts = [computed(row) for row in read_rows(tmp_path / "parts")]
     assert parts[1]["kl/reference"] == pytest.approx(whole[1]["kl/reference"], rel=1e-5)
+
+
+# A role on the host writes a line for each call and keeps their number; so does one with devices.
+LEDGER = """
+import os
+import hjax, numpy as np
+
+class Ledger(hjax.workers.Worker):
+    calls = 0
+    @hjax.protocol("ALL_TO_ALL", reads=("rewards",))
+    def entered(self, batch):
+        self.calls += 1
+        with open({path!r}, "a") as file:
+            file.write(f"{{self.context.role}} {{self.calls}} {{len(batch['rewards'])}}\\n")
+        return {{"sum": np.float32(batch["rewards"].sum())}}
+    def state(self):
+        return {{"calls": {{"number": np.int32([self.calls])}}}}
+    def restore(self, state):
+        self.calls = int(state["calls"]["number"][0])
+
+class Audited(hjax.algorithms.GRPO):
+    workers = {{"ledger": hjax.Role(Ledger, host=True)}}
+    roles = (*hjax.algorithms.GRPO.roles, "ledger")
+    def compute_advantages(self, batch):
+        said = self.ledger.entered(batch)
+        assert float(hjax.controller.join(said)["sum"]) == np.asarray(batch["rewards"]).sum()
+        return super().compute_advantages(batch)
+"""
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_what_a_role_on_the_host_does_happens_once(where, tmp_path):
+    lines = tmp_path / "lines.txt"
+    (tmp_path / "audit.py").write_text(LEDGER.format(path=str(lines)))
+    for _ in range(2):  # the second time after a resume
+        with trainer_of(f"{tmp_path}/audit.py:Audited", RUN | WHERE[where], tmp_path / "run") as t:
+            t.step()
+            assert "ledger" not in t.roles.layouts
+    assert lines.read_text().splitlines() == ["ledger 1 32", "ledger 2 32"]

@@ -7,7 +7,7 @@ import socket
 import jax
 import numpy as np
 import pytest
-from helpers import computed, tiny_config
+from helpers import computed, episode_keys, tiny_config
 from test_algorithms_extending import write_examples
 from test_controller_pickled import RUNNABLE, SHORT, UNUSED
 
@@ -156,6 +156,21 @@ def test_generation_ahead_of_learning_is_the_same(tmp_path):
     assert_close(rows, expected)
     assert max(row["rollout/staleness"] for row in rows) == 1
     assert list((tmp_path / "logs").glob("rollout-0.log"))
+
+
+def test_environments_play_each_episode_once(tmp_path, monkeypatch):
+    """Whatever they do beside their answers is done as often as in one process."""
+    made = {}
+    for name, keys in (("one", in_one_process(2, each=1)), ("two", on_cluster(2, each=1))):
+        monkeypatch.setenv("HJAX_TEST_CALLS", str(tmp_path / name))
+        changes = episode_keys(tmp_path, "Fresh") | {"steps": 3, "eval.every": 3}
+        made[name] = run(tiny_config("GRPO", changes | keys))
+    assert_close(made["two"], made["one"])
+    calls = [sorted((tmp_path / name).read_text().splitlines()) for name in made]
+    assert calls[0] == calls[1]
+    # A reset for each of 16 episodes a step, and those of the evaluations.
+    resets = [line for line in calls[0] if line.startswith("reset")]
+    assert len(resets) >= 3 * 16 and len(calls[0]) > 2 * len(resets)
 
 
 COUNTING = """

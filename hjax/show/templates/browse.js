@@ -15,18 +15,35 @@ function chips(answer) {
     chip.append(html("b", "", text));
     return chip;
   });
-  if (answer.truncated) made.push(html("span", "chip", "cut at the limit"));
+  if (answer.stop_reason) {
+    const count = answer.turns.length;
+    made.push(html("span", "chip", count + (count === 1 ? " turn, " : " turns, ") + answer.stop_reason));
+  } else if (answer.truncated) made.push(html("span", "chip", "cut at the limit"));
   return made.flatMap(chip => [chip, document.createTextNode(" ")]);
 }
 
+// A response, or the turns of an episode; what the policy drew, and learns from, is shaded.
+function said(answer) {
+  if (!answer.turns) return [html("span", "text", answer.response)];
+  return answer.turns.flatMap(turn => {
+    const action = html("div");
+    action.append(html("span", "text drawn", turn.action));
+    const notes = [turn.reward && "reward " + turn.reward, !turn.valid && "invalid",
+      turn.fresh && "history replaced"];
+    for (const note of notes) if (note) action.append(" ", html("span", "chip", note));
+    return [action, html("div", "text prompt", turn.observation)];
+  });
+}
+
+function sampleRow(answer) {
+  const row = html("tr"), cell = html("td");
+  cell.append(html("span", "text prompt", answer.prompt), " ", ...said(answer), html("br"), ...chips(answer));
+  row.append(cell);
+  return row;
+}
+
 function showTraining(place, rows) {
-  place.replaceChildren(...rows.map(answer => {
-    const row = html("tr"), cell = html("td");
-    cell.append(html("span", "text prompt", answer.prompt), " ", html("span", "text", answer.response),
-      html("br"), ...chips(answer));
-    row.append(cell);
-    return row;
-  }));
+  place.replaceChildren(...rows.map(sampleRow));
 }
 
 // The prompt stays where it is: the last column has its answer at the chosen step.
@@ -35,7 +52,7 @@ function showHeldOut(place, rows, step) {
     const cell = row.lastElementChild, answer = rows.find(r => r.index === Number(row.dataset.index));
     cell.replaceChildren();
     cell.dataset.head = "step " + step;
-    if (answer) cell.append(html("div", "text", answer.response), ...chips(answer));
+    if (answer) cell.append(...said(answer), ...chips(answer));
   }
 }
 
@@ -73,4 +90,34 @@ for (const slider of document.querySelectorAll("input[data-browse]")) {
       showHistogram(place, rows);
     }
   });
+}
+
+// All kept episodes by their return, end and number of turns, the latest first.
+const episodes = document.getElementById("episodes");
+if (episodes) {
+  const choice = name => document.querySelector(`select[data-episodes="${name}"]`);
+  const found = ["train", "eval"].flatMap(kind => kept[kind].steps.flatMap((step, i) =>
+    kept[kind].rows[i].map(answer => ({ kind, step, answer })))).sort((a, b) => b.step - a.step);
+  for (const reason of [...new Set(found.map(each => each.answer.stop_reason))].sort())
+    choice("stop").append(new Option(reason, reason));
+  const longest = Math.max(...found.map(each => each.answer.turns.length), 1);
+  for (let turns = 1; turns <= longest; turns *= 2)
+    choice("turns").append(new Option(turns + " or more", turns));
+  const returns = { above: x => x > 0, zero: x => x === 0, below: x => x < 0, none: x => x === null };
+  const show = () => {
+    const [kind, sign, stop, turns] = ["kind", "return", "stop", "turns"].map(name => choice(name).value);
+    const chosen = found.filter(({ answer, ...each }) => (!kind || each.kind === kind)
+      && (!sign || returns[sign](answer.return)) && (!stop || answer.stop_reason === stop)
+      && answer.turns.length >= Number(turns));
+    document.getElementById("episodes-count").textContent =
+      `${chosen.length} of ${found.length} kept episodes` + (chosen.length > 12 ? ", the last 12 of them:" : "");
+    episodes.replaceChildren(...chosen.slice(0, 12).map(each => {
+      const row = sampleRow(each.answer);
+      row.firstChild.prepend(html("div", "note",
+        `step ${each.step}, ${each.kind === "eval" ? "held-out" : "training"}`));
+      return row;
+    }));
+  };
+  for (const select of document.querySelectorAll("select[data-episodes]")) select.addEventListener("change", show);
+  show();
 }

@@ -1,0 +1,1 @@
+"""Sandboxes for programs that a model writes. ``local_sandbox.LocalSandbox`` is the in-tree one."""

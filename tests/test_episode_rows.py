@@ -1,0 +1,244 @@
+"""Batches of episodes: their arrays, episodes of several rows, baselines and mini-batches."""
+
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from hjax.algorithms import GRPO, PPO
+from hjax.algorithms.aggregation import aggregation_weights
+from hjax.algorithms.episode_rows import EpisodeRows, episode_minibatches
+from hjax.batches import concatenate_batches, sample_rows
+from hjax.environments.episode import Episode, EpisodeRow, Turn
+from hjax.environments.episode_batch import episode_batch, episode_summary
+from hjax.run.dataflow import absent_roles
+from hjax.run.metrics import batch_metrics
+from hjax.run.reporter import sample_row
+
+
+def turn(tokens, observation=(), reward=0.0, anchor=None, **more):
+    logprobs = {"logprobs": [-0.5 * t for t in tokens]}
+    return Turn(list(tokens), logprobs, "a", list(observation), "o", reward, anchor=anchor, **more)
+
+
+def played():
+    """Two groups of two: an episode of three rows, one of one, one that never began, one of two."""
+    episodes = [Episode(4 + i, i // 2, {}, 0, stop_reason="done") for i in range(4)]
+    episodes[0].rows = [
+        EpisodeRow(
+            [9, 8], "p", [turn([1, 2], [7], 0.25, b"s"), turn([3], reward=0.5, anchor=b"t")]
+        ),
+        EpisodeRow([9], "q", [turn([4, 5], reward=1.0, anchor=b"s")]),
+        EpisodeRow([8], "r", [turn([6], reward=0.125, valid=False, metrics={"x": 2.0})]),
+    ]
+    episodes[1].rows = [EpisodeRow([9, 8], "p", [turn([1], reward=0.5, anchor=b"t")])]
+    episodes[2].stop_reason, episodes[2].fault = "timeout", "late"
+    episodes[3].rows = [
+        EpisodeRow([9], "p", [turn([2, 2])]), EpisodeRow([9], "p", [turn([1], reward=2.0)])
+    ]  # fmt: skip
+    episodes[3].stop_reason = "max_turns"
+    return episodes
+
+
+def test_arrays_by_hand():
+    batch = episode_batch(played(), 3, 4, filler=15)
+    # 3 + 1 + 1 + 2 rows, and one that fills up to twice the episodes.
+    assert batch["episode"].tolist() == [4, 4, 4, 5, 6, 7, 7, -1]
+    assert batch["group"].tolist() == [0, 0, 0, 0, 1, 1, 1, -1]
+    assert batch["prompts"].tolist()[:5] == [[0, 9, 8], [0, 0, 9], [0, 0, 8], [0, 9, 8], [0, 0, 15]]
+    assert batch["responses"].tolist()[:3] == [[1, 2, 7, 3], [4, 5, 0, 0], [6, 0, 0, 0]]
+    assert batch["response_mask"][0].tolist() == [True, True, False, True]
+    assert batch["response_lengths"].tolist() == [4, 2, 1, 1, 0, 2, 1, 0]
+    assert batch["turn"].tolist()[:3] == [[0, 0, -1, 1], [2, 2, -1, -1], [3, -1, -1, -1]]
+    # States are numbered within the group, whoever met them.
+    assert batch["anchor"].tolist()[:4] == [
+        [0, 0, -1, 1], [0, 0, -1, -1], [-1, -1, -1, -1], [1, -1, -1, -1]
+    ]  # fmt: skip
+    assert batch["token_rewards"].tolist()[:3] == [
+        [0, 0.25, 0, 0.5], [0, 1, 0, 0], [0.125, 0, 0, 0]
+    ]  # fmt: skip
+    assert batch["logprobs"][0].tolist() == [-0.5, -1.0, 0.0, -1.5]
+    assert batch["row_mask"].tolist() == [True] * 7 + [False]
+    assert batch["truncated"].tolist() == [False] * 5 + [True, True, False]
+    assert sample_rows(batch).tolist() == [0, 3, 4, 5]
+    summary = episode_summary(batch | {"rewards": [1.875] * 3 + [0.5, np.nan, 2.0, 2.0, 0.0]})
+    assert summary["episode/turns"] == (4 + 1 + 0 + 2) / 4
+    assert summary["episode/return"] == pytest.approx((1.875 + 0.5 + 2.0) / 3)
+    assert summary["episode/stop_done"] == 0.5 and summary["episode/stop_timeout"] == 0.25
+    assert summary["episode/stop_max_turns"] == 0.25 and summary["episode/stop_context"] == 0.0
+    assert summary["episode/x"] == 2.0 and summary["episode/invalid_actions"] == 0.25
+
+
+def test_a_sample_is_an_episode_with_all_its_turns():
+    batch = episode_batch(played(), 3, 4)
+    batch["rewards"] = np.array([1.875] * 4 + [np.nan, 2.0, 2.0, 0.0])
+    batch["advantages"] = batch["response_mask"] * np.arange(8.0)[:, None]
+    first, second, third, last = (sample_row(batch, i, 3, "train") for i in range(4))
+    assert [t["action"] for t in first["turns"]] == ["a"] * 4
+    assert [t.get("fresh", False) for t in first["turns"]] == [False, True, True, False]
+    assert [t["reward"] for t in first["turns"]] == [0.25, 0.5, 1.0, 0.125]
+    assert first["turns"][3]["metrics"] == {"x": 2.0} and not first["turns"][3]["valid"]
+    # Rows 0, 1 and 2 have three, two and one tokens of the policy's.
+    assert first["advantage"] == pytest.approx((0 * 3 + 1 * 2 + 2 * 1) / 6)
+    assert first["response"] == "ao" * 4 and first["prompt"] == "p" and first["reward"] == 1.875
+    assert second["advantage"] == 3 and len(second["turns"]) == 1
+    assert third["turns"] == [] and third["stop_reason"] == "timeout" and "advantage" not in third
+    assert [last["index"], last["stop_reason"], last["truncated"]] == [3, "max_turns", True]
+    assert batch_metrics(batch, 0.0)["response/length_mean"] == (4 + 2 + 1 + 1 + 0 + 2 + 1) / 7
+
+
+def test_episodes_of_one_row_are_not_filled_up():
+    episodes = played()
+    for each in episodes:
+        each.rows = each.rows[:1]
+    batch = episode_batch(episodes, 3, 4)
+    assert len(batch["episode"]) == 4 and EpisodeRows.of(batch) is None
+
+
+def test_batches_have_few_sizes():
+    """A power of two times the episodes, and what is made of their rows follows from that alone."""
+    episodes = played()
+    assert len(episode_batch(episodes, 3, 4, least=9)["episode"]) == 16
+    for each in episodes:
+        each.rows = each.rows[:1]
+    batch = episode_batch(episodes, 3, 4, least=16)
+    assert batch["episode"].tolist() == [4, 5, 6, 7, *[-1] * 12]
+    rows = EpisodeRows.of(batch)
+    assert rows.join(batch)["responses"].shape == (4, 8 * 4)
+    parts = episode_minibatches(batch["group"], batch["episode"], np.arange(2), 1)
+    assert [len(part) for part in parts] == [8, 8]
+    # Of resampled groups: their rows, and one of no episode until the size is reached.
+    assert rows.of_groups(np.array([1]), 2, 4).tolist() == [2, 3, 4, 4]
+    assert len(rows.of_groups(np.array([0, 1]), 2, 4)) == 8
+
+
+def test_joined_and_split_again():
+    batch = episode_batch(played(), 3, 4)
+    episodes = EpisodeRows.of(batch)
+    joined = episodes.join(batch)
+    assert joined["responses"][0].tolist() == [1, 2, 7, 3, 4, 5, 0, 0, 6, *[0] * 7]
+    assert joined["responses"][1].tolist() == [1, *[0] * 15]
+    assert joined["prompts"].shape == (4, 3) and joined["episode"].tolist() == [4, 5, 6, 7]
+    assert joined["response_lengths"].tolist() == [7, 1, 0, 3]
+    assert joined["stop_reason"] == ["done", "done", "timeout", "max_turns"]
+    found = joined | {
+        "of_tokens": joined["responses"] * 1.5, "of_rows": np.arange(1, 5), "scalar": np.float32(3)
+    }  # fmt: skip
+    back = episodes.split(found, joined, batch)
+    assert (back["of_tokens"] == batch["responses"] * 1.5).all()
+    assert back["of_rows"].tolist() == [1, 1, 1, 2, 3, 4, 4, 0] and back["scalar"] == 3
+    assert back["responses"] is batch["responses"]
+
+
+def test_batches_whose_environments_report_other_metrics_are_joined():
+    first, second = episode_batch(played(), 3, 4), episode_batch(played(), 3, 4)
+    second["episode_metrics"] = {
+        name: x for name, x in second["episode_metrics"].items() if name != "x"
+    } | {"y": np.ones(8, np.float32)}
+    joined = concatenate_batches([first, second])["episode_metrics"]
+    assert set(joined) == {"turns", "invalid_actions", "seconds", "x", "y"}
+    assert np.isnan(joined["x"][8:]).all() and np.isnan(joined["y"][:8]).all()
+    assert joined["turns"].tolist() == first["episode_metrics"]["turns"].tolist() * 2
+
+
+def algorithm(kind, samples=2, **changes):
+    config = kind.default_config()
+    config.update(changes)
+    return kind(ConfigDict(config), absent_roles(kind, ()), samples=samples, max_response_length=4)
+
+
+def returns_of(batch):
+    values = {4: 1.0, 5: 0.0, 6: np.nan, 7: 2.0, -1: 0.0}
+    return np.array([values[number] for number in batch["episode"].tolist()], np.float32)
+
+
+def test_an_episode_is_one_sample_of_the_baseline():
+    """Rewards 1, 1, 0, 0 of episodes of 3, 1, 1, 1 rows have the mean .5, not .67."""
+    episodes = [Episode(i, 0, {}, 0, stop_reason="done") for i in range(4)]
+    for i, each in enumerate(episodes):
+        each.rows = [EpisodeRow([9], "p", [turn([1])]) for _ in range(3 if i == 0 else 1)]
+    batch = episode_batch(episodes, 2, 3)
+    batch["rewards"] = np.array([1, 1, 1, 1, 0, 0, 0, 0], np.float32)
+    made = algorithm(GRPO, samples=4, kl_coef=0.0, normalise="none").with_advantages(batch)
+    assert made["advantages"][:, 0].tolist() == [0.5, 0.5, 0.5, 0.5, -0.5, -0.5, 0.0, 0.0]
+    assert (made["advantages"][:, 1:] == 0).all()
+    assert made["row_mask"].tolist() == [True] * 6 + [False] * 2
+
+
+def test_returns_run_on_from_row_to_row():
+    """GAE over the rows of an episode is that of its turns in one row."""
+    batch = episode_batch(played(), 3, 4) | {"rewards": None}
+    batch["rewards"] = returns_of(batch)
+    rng = np.random.default_rng(0)
+    batch["values"] = rng.normal(size=batch["responses"].shape).astype(np.float32)
+    ppo = algorithm(PPO, samples=2, kl_coef=0.0, gamma=0.9, whiten=False)
+    made = ppo.with_advantages(batch)
+    # The first episode by hand: tokens of its turns in order, with their values.
+    drawn = batch["response_mask"][:3]
+    values = batch["values"][:3][drawn].astype(np.float64)
+    rewards = batch["token_rewards"][:3][drawn].astype(np.float64)
+    rewards[-1] += 1.0 - rewards.sum()  # what the turns' rewards leave of the episode's
+    advantage, lam = 0.0, ppo.config.lam
+    wanted = np.zeros(len(values))
+    for t in reversed(range(len(values))):
+        following = values[t + 1] if t + 1 < len(values) else 0.0
+        advantage = rewards[t] + 0.9 * following - values[t] + 0.9 * lam * advantage
+        wanted[t] = advantage
+    assert np.allclose(made["advantages"][:3][drawn], wanted, atol=1e-5)
+    assert np.allclose(made["returns"][:3][drawn], wanted + values, atol=1e-5)
+    assert not made["row_mask"][[4, 7]].any() and made["row_mask"][[0, 3, 5]].all()
+
+
+def test_mini_batches_hold_whole_groups():
+    groups = np.array([3, 3, 3, 3, 1, 1, 1, 8, 8, -1, -1])
+    episodes = np.array([0, 0, 0, 1, 2, 2, 3, 4, 5, -1, -1])
+    parts = episode_minibatches(groups, episodes, np.array([2, 0, 1]), 1)
+    assert [part.tolist() for part in parts] == [[7, 8, 9, 9], [0, 1, 2, 3], [4, 5, 6, 9]]
+    (whole,) = episode_minibatches(groups, episodes, np.arange(3), 3)
+    assert sorted(whole.tolist()) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9]
+
+
+def test_what_compares_whole_responses_refuses_several_rows():
+    batch = episode_batch(played(), 3, 4)
+    batch["rewards"] = returns_of(batch)
+    with pytest.raises(Exception, match="cut episodes into several rows; use ratio=token"):
+        algorithm(GRPO, ratio="sequence", kl_coef=0.0).with_advantages(batch)
+
+
+@pytest.mark.parametrize("kind", ["token", "sequence", "constant", "sum"])
+def test_an_episode_is_one_unit_of_the_loss(kind):
+    """Its rows' weights are those that the tokens have in one row; rows of no episode have none."""
+    batch = episode_batch(played(), 3, 4)
+    most = 16 if kind == "constant" else None
+    mask, rows = batch["response_mask"], batch["row_mask"].copy()
+    rows[4] = False  # the one that never began
+    made = aggregation_weights(mask, kind, most, rows, batch["episode"])
+    joined = EpisodeRows.of(batch).join(batch)
+    whole = np.array([True, True, False, True])
+    wanted = aggregation_weights(joined["response_mask"], kind, most, whole)
+    assert np.allclose(np.asarray(made)[:3].ravel(), np.asarray(wanted)[0, :12], atol=1e-7)
+    assert not np.asarray(wanted)[0, 12:].any()
+    assert np.allclose(np.asarray(made)[5:7].ravel()[:8], np.asarray(wanted)[3][:8], atol=1e-7)
+    assert not np.asarray(made)[[4, 7]].any()
+    alone = np.arange(8)  # episodes of a row each change nothing
+    plain = aggregation_weights(mask, kind, most, rows)
+    assert (np.asarray(aggregation_weights(mask, kind, most, rows, alone)) == plain).all()
+
+
+def test_turns_of_a_run_are_credited_as_its_keys_say():
+    """The rewards of each turn, discounted by turn, over episodes of several rows."""
+    batch = episode_batch(played(), 3, 4)
+    batch["rewards"] = np.array([1.875] * 3 + [0.5, np.nan, 2.0, 2.0, 0.0], np.float32)
+    grpo = algorithm(GRPO, kl_coef=0.0, normalise="none", turn_discount=0.5)
+    made = grpo.with_advantages(batch)["advantages"]
+    # Turns of the first group: .25, .5, 1, .125, with what follows halved per turn; and .5.
+    returns = [0.25 + 0.25 + 0.25 + 0.015625, 0.5 + 0.5 + 0.03125, 1.0625, 0.125, 0.5]
+    mean = sum(returns) / 5
+    wanted = [returns[0] - mean] * 2 + [0.0, returns[1] - mean]
+    assert np.allclose(made[0], wanted, atol=1e-6)
+    assert np.allclose(made[1, :2], returns[2] - mean, atol=1e-6)
+    assert np.allclose([made[2, 0], made[3, 0]], [returns[3] - mean, returns[4] - mean], atol=1e-6)
+    assert not made[4:].any()  # one scored episode is compared with nobody
+    batch["values"] = np.zeros(batch["responses"].shape, np.float32)
+    ppo = algorithm(PPO, kl_coef=0.0, whiten=False, credit="turn", turn_gamma=0.5, turn_lam=1.0)
+    made = ppo.with_advantages(batch)["advantages"]
+    assert np.allclose(made[:3, 0], [returns[0], returns[2], returns[3]], atol=1e-6)

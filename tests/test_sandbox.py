@@ -1,0 +1,253 @@
+"""The sandbox's calls, limits and layers, and rewards for programs by their tests."""
+
+import os
+import struct
+import sys
+
+import pytest
+
+from hjax.errors import ConfigError, DataError
+from hjax.rewards.code_tests import (
+    CodeTests,
+    extract_code,
+    program_tests,
+    texts_agree,
+    values_agree,
+)
+from hjax.rewards.function import load_function
+from hjax.sandbox import local_sandbox, system_call_filter
+from hjax.sandbox.local_sandbox import LocalSandbox, SandboxLimits, sandbox_layers
+
+PYTHON = [sys.executable, "-I", "-S"]
+
+
+def works_here() -> bool:
+    return "too little" not in sandbox_layers()
+
+
+needs_sandbox = pytest.mark.skipif(not works_here(), reason=sandbox_layers())
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    return LocalSandbox(SandboxLimits(cpu_seconds=1, wall_seconds=20))
+
+
+@pytest.fixture
+def name(sandbox):
+    made = sandbox.create()
+    yield made
+    sandbox.kill(made)
+
+
+@needs_sandbox
+def test_a_program_reads_stdin_and_files_and_writes_them(sandbox, name):
+    sandbox.write(name, "sub/data.txt", b"7")
+    code = "n = int(open('sub/data.txt').read()); open('out', 'w').write(input()[::-1] * n)"
+    done = sandbox.exec(name, [*PYTHON, "-c", code], stdin=b"ab\n")
+    assert (done.status, done.stdout, done.ended_by) == (0, b"", "")
+    assert sandbox.read(name, "out") == b"ba" * 7
+
+
+@needs_sandbox
+def test_status_output_and_environment(sandbox, name, monkeypatch):
+    monkeypatch.setenv("SECRET", "s3")
+    code = "import os, sys; print(sorted(os.environ)); sys.stderr.write('e'); sys.exit(7)"
+    done = sandbox.exec(name, [*PYTHON, "-c", code], environment={"A": "1"})
+    assert (done.status, done.stderr) == (7, b"e")
+    assert done.stdout == b"['A', 'HOME', 'LANG', 'PATH']\n"
+    assert sandbox.exec(name, ["nonesuch"]).status == 127
+    assert sandbox.exec(name, ["sh", "-c", "kill -9 $$"]).status == -9
+
+
+@needs_sandbox
+def test_common_programs_run(sandbox, name):
+    for command in (["ls", "-l", "/usr"], ["sh", "-c", "echo a | sed s/a/b/ | sort"]):
+        assert sandbox.exec(name, command).status == 0
+    code = "import subprocess, tempfile, threading, ctypes, decimal, hashlib, random\n"
+    code += "t = threading.Thread(target=print, args=(1,)); t.start(); t.join()\n"
+    code += "print(subprocess.run(['echo', '2'], capture_output=True).stdout)\n"
+    code += "tempfile.TemporaryFile(dir='.').write(b'x')\nprint(random.SystemRandom().random() < 1)"
+    done = sandbox.exec(name, [sys.executable, "-I", "-c", code])
+    assert (done.stdout, done.stderr) == (b"1\nb'2\\n'\nTrue\n", b"")
+
+
+@needs_sandbox
+def test_a_sandbox_of_no_name_and_paths_that_lead_out(sandbox, name):
+    with pytest.raises(ConfigError, match="'none' does not exist"):
+        sandbox.exec("none", ["true"])
+    for path in ("../x", "/etc/passwd", "a//b", ".", ""):
+        with pytest.raises(DataError, match="must be a relative path"):
+            sandbox.write(name, path, b"")
+    with pytest.raises(DataError, match="'missing' cannot be used: No such file"):
+        sandbox.read(name, "missing")
+    folder = sandbox._folder(name)[0]
+    sandbox.kill(name)
+    sandbox.kill(name)
+    assert not folder.parent.exists()
+
+
+def found(**layers: int) -> dict[str, int]:
+    return {"landlock": 0, "seccomp": 0, "namespaces": 0, "users": 0, **layers}
+
+
+@pytest.mark.parametrize(
+    ("layers", "allowed", "says"),
+    [
+        (found(), True, "this machine's files; it needs Landlock"),
+        (found(seccomp=1), True, "this machine's files; it needs Landlock"),
+        (found(landlock=7), False, "Landlock 7, limits do not keep programs from the network"),
+        (found(landlock=7), True, None),
+        (found(landlock=1, seccomp=1), False, None),
+        (found(namespaces=1), False, None),
+    ],
+)
+def test_too_few_layers_are_refused_in_one_line(monkeypatch, layers, allowed, says):
+    monkeypatch.setattr(local_sandbox, "probed_layers", lambda: {**layers, "users": 1})
+    monkeypatch.setattr(local_sandbox, "_reachable", lambda paths: True)
+    if says is None:
+        LocalSandbox(allow_network=allowed)
+        return
+    with pytest.raises(ConfigError, match=says) as caught:
+        LocalSandbox(allow_network=allowed)
+    assert "\n" not in str(caught.value)
+    assert allowed or "too little" in sandbox_layers()
+
+
+def test_root_without_users_for_programs_is_refused(monkeypatch):
+    """The kernel does not limit the number of root's processes."""
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    on_the_host = found(landlock=7, seccomp=1, users=1)
+    for layers, reachable in ((on_the_host, False), (found(namespaces=1), True)):
+        monkeypatch.setattr(local_sandbox, "probed_layers", lambda layers=layers: layers)
+        monkeypatch.setattr(local_sandbox, "_reachable", lambda paths, known=reachable: known)
+        with pytest.raises(ConfigError, match="counts no processes of root"):
+            LocalSandbox()
+
+
+def test_unknown_layers_are_refused():
+    with pytest.raises(ConfigError, match="without='selinux'.*landlock, seccomp, namespaces"):
+        LocalSandbox(without=("selinux",))
+
+
+def verdict(program: bytes, architecture: int, number: int, first: int = 0) -> int:
+    """What a BPF program returns for a system call, by a machine of its own."""
+    data = struct.pack("<iIQ6Q", number, architecture, 0, first, 0, 0, 0, 0, 0)
+    steps = list(struct.iter_unpack("HBBI", program))
+    at = value = 0
+    while True:
+        code, yes, no, constant = steps[at]
+        at += 1
+        if code == 0x06:
+            return constant
+        if code == 0x20:
+            value = struct.unpack_from("<I", data, constant)[0]
+        else:
+            tests = {0x15: value == constant, 0x35: value >= constant, 0x45: value & constant}
+            at += yes if tests[code] else no
+
+
+@pytest.mark.parametrize(
+    ("machine", "architecture", "numbers"),
+    [
+        ("x86_64", 0xC000003E, {"socket": 41, "read": 0, "clone": 56, "kill": 62, "ptrace": 101}),
+        ("aarch64", 0xC00000B7, {"socket": 198, "read": 63, "clone": 220, "kill": 129}),
+    ],
+)
+def test_the_filter_of_system_calls(machine, architecture, numbers):
+    program = system_call_filter.filter_program(on_the_host=True, machine=machine)
+    allowed, refused, unknown, killed = 0x7FFF0000, 0x50001, 0x50026, 0x80000000
+    assert verdict(program, architecture, numbers["read"]) == allowed
+    assert verdict(program, architecture, numbers["socket"]) == refused
+    assert verdict(program, architecture, numbers["clone"], 17) == allowed  # fork
+    assert verdict(program, architecture, numbers["clone"], 0x10000000) == refused  # CLONE_NEWUSER
+    assert verdict(program, architecture, 435) == unknown  # clone3
+    assert verdict(program, architecture, numbers["kill"], os.getpid()) == allowed
+    assert verdict(program, architecture, numbers["kill"], os.getppid()) == refused
+    assert verdict(program, architecture, numbers["kill"], 0xFFFFFFFF) == refused  # kill(-1)
+    assert verdict(program, 0x40000003, numbers["read"]) == killed  # i386
+    if machine == "x86_64":
+        assert verdict(program, architecture, 0x40000000) == unknown  # x32
+    inside = system_call_filter.filter_program(on_the_host=False, machine=machine)
+    assert verdict(inside, architecture, numbers["kill"], os.getppid()) == allowed
+
+
+SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
+ADD = {"inputs": [[1, 2], [[1], [2]]], "outputs": [3, [1, 2]], "fn_name": "add"}
+
+
+def fenced(code: str) -> str:
+    return f"So:\n```python\n{code}\n```\n"
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("code", "tests", "reward", "kinds"),
+    [
+        ("print(sum(map(int, input().split())))", SUM, 1.0, ["passed", "passed"]),
+        ("print(3)", SUM, 0.5, ["passed", "wrong"]),
+        ("print(3); raise ValueError", SUM, 0.0, ["error", "error"]),
+        ("def add(a, b: List[int]): return a + b", ADD, 1.0, ["passed", "passed"]),
+        ("class Solution:\n def add(self, a, b): return 3", ADD, 0.5, ["passed", "wrong"]),
+        ("def add(a, b): print(a + b)", ADD, 0.0, ["wrong", "wrong"]),
+        ("def add(a, b", ADD, 0.0, ["syntax", "syntax"]),
+        ("x = [0] * 10**10", SUM, 0.0, ["memory", "memory"]),
+        ("import ctypes; ctypes.string_at(0)", SUM, 0.0, ["crash", "crash"]),
+    ],
+)
+def test_partial_credit_and_kinds(code, tests, reward, kinds):
+    judge = CodeTests(seconds=1, total_seconds=5)
+    assert judge([""], [fenced(code)], tests=[tests]) == [reward]
+    assert +judge.counts == {kind: kinds.count(kind) for kind in kinds}
+
+
+def test_programs_in_responses():
+    assert extract_code("```python\na\n``` then ```cpp\nb\n``` and ```\nc\n```") == "c\n"
+    assert extract_code("```python\na\n```\n```text\nb\n```\nDone") == "a\n"
+    assert extract_code("```Python3\na") == "a"
+    assert extract_code("print(1)") is None
+
+
+def test_tests_in_the_columns_of_public_data_sets():
+    apps = '{"inputs": ["1\\n"], "outputs": ["2\\n"]}'
+    assert program_tests({"input_output": [apps]})[0].inputs == ("1\n",)
+    verl = {"ground_truth": '{"inputs": ["[1]\\n2"], "outputs": ["[3]"], "fn_name": "f"}'}
+    found = program_tests({"reward_model": [verl]})[0]
+    assert (found.inputs, found.outputs, found.function) == (([[1], 2],), ([3],), "f")
+    live = '[{"input": "\\"a\\"", "output": "true", "testtype": "functional"}]'
+    found = program_tests({"public_test_cases": [live], "metadata": ['{"func_name": "g"}']})[0]
+    assert (found.inputs, found.outputs, found.function) == ((["a"],), (True,), "g")
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        ({"answer": ["1"]}, "no column with tests, one of tests, .*; there are answer"),
+        ({"tests": [{"inputs": ["1"], "outputs": []}]}, "tests of row 1 is .* as many"),
+        ({"tests": [SUM, "no JSON"]}, "tests of row 2 is 'no JSON'"),
+        ({"tests": [None]}, "tests of row 1 is None"),
+        ({"tests": [{"inputs": [1], "outputs": ["1"]}]}, "without `fn_name` .* must be texts"),
+        ({"tests": [{**ADD, "fn_name": "a b"}]}, "fn_name='a b' must be the name"),
+        ({"tests": [{**ADD, "inputs": ["x", "1"]}]}, "the input 'x' must be a list of arguments"),
+    ],
+)
+def test_rows_of_another_form_are_named(columns, says):
+    with pytest.raises(DataError, match=says):
+        program_tests(columns)
+
+
+def test_outputs_are_compared_by_lines_words_and_numbers():
+    assert texts_agree("1 2\n3\n", "1  2 \n3\n\n", 1e-6)
+    assert not texts_agree("1 2\n3\n", "1 2 3\n", 1e-6)
+    assert texts_agree("0.3333333", "0.33333334", 1e-6)
+    assert not texts_agree("1000000", "1000001", 1e-6) and not texts_agree("1", "1.0", 1e-6)
+    assert not texts_agree("0.5", "nan", 1e-6) and not texts_agree("0.5", "9" * 5000, 1e-6)
+    assert values_agree([1, {"a": 0.5}], [1, {"a": 0.5000001}], 1e-6)
+    assert not values_agree(True, 1, 1e-6) and not values_agree(1, "1", 1e-6)
+    assert values_agree(3, 3.0, 1e-6) and not values_agree(0.5, 10**400, 1e-6)
+
+
+def test_it_is_there_by_name():
+    assert type(load_function("code_tests.py:reward")).__name__ == "CodeTests"
+    with pytest.raises(ConfigError, match="seconds=0 must be a positive integer"):
+        CodeTests(seconds=0)
