@@ -46,7 +46,7 @@ class Counter(hjax.Environment):
         if action == "late": time.sleep(1.5)
         if action == "leave": os._exit(3)
         if action == "garble":
-            for number in range(3, 20):
+            for number in range(3, 512):
                 try: os.write(number, b"\\xff" * 99)
                 except OSError: pass
         if action == "raise": raise ValueError("of the environment")

@@ -9,7 +9,7 @@ import pytest
 import hjax
 from hjax.data.tasks import get_task
 from hjax.errors import ConfigError, DataError
-from hjax.launch.evaluate import _task
+from hjax.launch.questions import find_task
 from hjax.settings.config_loading import check_config
 
 LAKE = "gymnasium:FrozenLake-v1"
@@ -229,12 +229,12 @@ def test_a_config_takes_their_names_and_options(gymnasium):
 
 @pytest.mark.extended
 def test_evaluates_flag_has_names_with_colons(gymnasium, tmp_path):
-    task = _task(f"{LAKE}:is_slippery=False,map_name=8x8", str(tmp_path))
+    task = find_task(f"{LAKE}:is_slippery=False,map_name=8x8", str(tmp_path))
     assert (task.is_slippery, task.map_name) == (False, "8x8")
-    assert _task(LAKE, str(tmp_path)).is_slippery is True
-    assert _task("sorting:length=3", str(tmp_path)).length == 3
+    assert find_task(LAKE, str(tmp_path)).is_slippery is True
+    assert find_task("sorting:length=3", str(tmp_path)).length == 3
     pytest.importorskip("reasoning_gym", reason="the extra environments")
-    assert _task("reasoning_gym:leg_counting:size=10", str(tmp_path)).size == 10
+    assert find_task("reasoning_gym:leg_counting:size=10", str(tmp_path)).size == 10
 
 
 def test_tasks_of_packages_are_pickled(gymnasium):
