@@ -239,7 +239,8 @@ def test_observations_are_what_they_are_in_a_prompt(packing):
     for name in ("loss", "entropy", "grad_norm", "token_prob_error"):
         assert metrics[name] == pytest.approx(other_metrics[name], rel=1e-5), name
     flat = [np.concatenate([x.ravel() for x in jax.tree.leaves(g)]) for g in (gradient, other)]
-    assert np.linalg.norm(flat[0] - flat[1]) <= 1e-6 * np.linalg.norm(flat[1])
+    # Within 1e-6 with JAX 0.10; JAX 0.12 sums in another order, 1.35e-6.
+    assert np.linalg.norm(flat[0] - flat[1]) <= 2e-6 * np.linalg.norm(flat[1])
     for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(other), strict=True):
         assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b) + 1e-8
 
