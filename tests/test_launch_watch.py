@@ -114,6 +114,7 @@ def test_a_persons_turns_have_the_models_limits(watched):
     assert watched("/exit\n5\n", "--human").endswith("\n> /exit\n\n")
 
 
+@pytest.mark.extended
 def test_the_model_plays_the_episodes_of_an_evaluation(watched, tmp_path):
     limits = ["--temperature=0", "--turn_tokens=2", "--max_turns=3", "--seed=5"]
     shown = watched("\n\n", *limits)

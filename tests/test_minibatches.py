@@ -66,6 +66,7 @@ def run(algorithm, changes):
     return rows, trainer.batch
 
 
+@pytest.mark.extended
 def test_each_role_is_sent_what_its_updates_read_once_a_step(monkeypatch):
     sent = []
 

@@ -183,6 +183,7 @@ def test_impossible_settings_are_refused(options, line):
         SamplingParams(**options)
 
 
+@pytest.mark.extended
 def test_a_run_draws_with_the_options_of_its_config():
     keys = {"steps": 1, "warm_start.steps": 0, "rollout.prompts": 16, "rollout.samples": 4}
     options = {"min_p": 0.02, "repetition_penalty": 1.3, "logit_bias": "5:-100", "min_tokens": 3}

@@ -144,6 +144,7 @@ def first(tmp_path_factory):
         return folder, np.asarray(trainer.roles.groups["actor"].worker.params["embedding"])
 
 
+@pytest.mark.extended
 def test_a_workdir_gives_weights_to_the_next_run(first):
     folder, trained = first
     with trainer_of("GRPO", {"actor.path": f"{folder}/run", "steps": 1} | ONE_DEVICE) as trainer:

@@ -191,7 +191,7 @@ def test_observations_are_read_and_not_learned(name, batch, monkeypatch):
     assert changed["loss"] != pytest.approx(plain[0]["loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("packing", [0, 26])
+@pytest.mark.parametrize("packing", [0, pytest.param(26, marks=pytest.mark.extended)])
 def test_observations_are_what_they_are_in_a_prompt(packing):
     """A row [prompt | turn, observation, turn] has the loss and the gradient of two rows, of which
     the second has all before its turn as its prompt."""
