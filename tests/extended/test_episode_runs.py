@@ -181,13 +181,15 @@ def test_a_stopped_run_continues_whatever_its_environments_take(
 
 
 def test_killed_environments_change_nothing(keys, monkeypatch):
-    """Ended by SIGKILL while others draw, their episodes are played again."""
+    """Ended by SIGKILL while others draw, their episodes are played again. Not at each draw: an
+    episode that ends two processes in a row is lost, as it may be its own doing."""
     changes = fresh(keys, **ONE, steps=3)
     expected = run("GRPO", changes)
-    killed, draw = [], episode_rollout._draw
+    draws, killed, draw = [], [], episode_rollout._draw
 
     def kill_and_draw(actor, step, greedy, requests):
-        if len(requests) > 1:
+        draws.append(step)
+        if len(requests) > 1 and len(draws) % 4 == 0:
             pids = trainer.algorithm.environment._pool.pids()
             os.kill(pids[len(killed) % len(pids)], signal.SIGKILL)
             killed.append(step)
@@ -196,7 +198,7 @@ def test_killed_environments_change_nothing(keys, monkeypatch):
     monkeypatch.setattr(episode_rollout, "_draw", kill_and_draw)
     with trainer_of("GRPO", changes) as trainer:
         found = [computed(row) for row in trainer.run()]
-    assert found == expected and len(killed) > 12
+    assert found == expected and len(killed) >= 3
     assert all(row["episode/stop_done"] == 1.0 for row in found)
 
 
