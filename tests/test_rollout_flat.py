@@ -87,7 +87,7 @@ def test_what_is_known_of_them_stays_in_rows():
     state = engine.empty(SlotSizes(3, 3, 1, 0, 128), 80)
     state, _ = engine.admit(SamplingParams(), params, state, first)
     texts = [row[mask].tolist() for row, mask in zip(first.prompts, first.mask, strict=True)]
-    prefixes.store(state, list(enumerate(texts)))
+    prefixes.store(state, [(0, row, text) for row, text in enumerate(texts)])
     new = [draw.integers(0, 64, n).tolist() for n in (5, 16, 1, 9)]
     known = [prefixes.match([*text, 0]) for text in texts] + [CachedPrefix()]
     whole = [[*text[: found.tokens], *more]
