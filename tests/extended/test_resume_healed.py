@@ -79,7 +79,7 @@ def test_a_full_disk_is_one_line_at_its_step_and_heals(
         trainer.checkpoints.wait()
         begun = time.monotonic()
         # Rows have room (a kilobyte each), arrays of parameters have not.
-        with files_of_at_most(20_000), pytest.raises(RunError, match="checkpoint 2 could not be "):
+        with files_of_at_most(24_000), pytest.raises(RunError, match="checkpoint 2 could not be "):
             trainer.step()
             trainer.checkpoints._completing.join()
             trainer.checkpoints.check()
