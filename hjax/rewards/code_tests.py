@@ -19,6 +19,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import re
 import sys
@@ -270,9 +271,10 @@ def texts_agree(expected: str, output: str, tolerance: float) -> bool:
     """Whether a program printed what was expected: the same lines of the same words, spaces and
     empty lines at the end aside; numbers by their value."""
     lines = [[line.split() for line in text.rstrip().split("\n")] for text in (expected, output)]
-    if [len(words) for words in lines[0]] != [len(words) for words in lines[1]]:
+    if [len(line) for line in lines[0]] != [len(line) for line in lines[1]]:
         return False
-    pairs = zip(sum(lines[0], []), sum(lines[1], []), strict=True)
+    words = (itertools.chain.from_iterable(side) for side in lines)
+    pairs = zip(*words, strict=True)
     return all(a == b or _numbers_agree(a, b, tolerance) for a, b in pairs)
 
 

@@ -8,7 +8,7 @@ import ctypes
 import os
 import resource
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hjax.sandbox import system_call_filter
 
@@ -224,11 +224,11 @@ def probe(root: str) -> dict[str, int]:
     }
 
 
-def _works(attempt: object) -> bool:
+def _works(attempt: Callable[[], None]) -> bool:
     child = os.fork()
     if not child:
         try:
-            attempt()  # type: ignore[operator]
+            attempt()
         except SystemExit as error:
             os._exit(int(bool(error.code)))
         except BaseException:

@@ -30,12 +30,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hjax.errors import ConfigError, RunError
-from hjax.sandbox import scratch_folder
+from hjax.sandbox import kernel_layers, scratch_folder
 
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 # Layers that can be switched off.
 LAYERS = ("landlock", "seccomp", "namespaces")
-_SANDBOX_USERS = 0x70000000
 _PROBE_SECONDS, _GRACE_SECONDS = 60.0, 15.0
 _numbers = itertools.count()
 
@@ -147,6 +146,8 @@ class LocalSandbox:
         self._folders: dict[str, tuple[Path, int]] = {}
         self._running: dict[str, set[socket.socket]] = {}
         self._lock = threading.Lock()
+        # One for all of them: a run makes a sandbox for each response.
+        weakref.finalize(self, _remove_folders, self._folders)
         if not self.layers["landlock"] and not self.layers["namespaces"]:
             raise ConfigError(
                 f"no sandbox here: {describe_layers(self.layers)} do not keep programs from this "
@@ -177,13 +178,14 @@ class LocalSandbox:
         folder.mkdir(mode=0o700)
         user = 0
         if self._own_users:
-            user = _SANDBOX_USERS + (os.getpid() % (1 << 22)) * 256 + next(_numbers) % 256
+            user = (
+                kernel_layers.SANDBOX_USERS + (os.getpid() % (1 << 22)) * 256 + next(_numbers) % 256
+            )
             os.chown(folder, user, user)
             outer.chmod(0o711)
         with self._lock:
             self._folders[name] = folder, user
             self._running[name] = set()
-        weakref.finalize(self, scratch_folder.remove_folder, outer)
         return name
 
     def exec(
@@ -305,6 +307,12 @@ class LocalSandbox:
         }
 
 
+def _remove_folders(folders: dict[str, tuple[Path, int]]) -> None:
+    """Remove the folders of sandboxes that nobody has ended."""
+    for folder, _ in list(folders.values()):
+        scratch_folder.remove_folder(folder.parent)
+
+
 def _collect(control: socket.socket, pipes: dict[str, int], limits: SandboxLimits) -> ExecResult:
     """Read a program's output, within limits, and its supervisor's outcome."""
     outputs = {name: bytearray() for name in pipes}
@@ -416,11 +424,14 @@ def sandbox_layers() -> str:
 
 def _readable_paths(further: Sequence[str]) -> list[str]:
     """Paths of the system, of this interpreter and its libraries."""
-    from hjax.sandbox.kernel_layers import system_paths
-
     interpreter = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
     executable = os.path.realpath(sys.executable)
-    found = [*system_paths(), *sorted(interpreter), executable, *map(os.path.abspath, further)]
+    found = [
+        *kernel_layers.system_paths(),
+        *sorted(interpreter),
+        executable,
+        *map(os.path.abspath, further),
+    ]
     kept: list[str] = []
     for path in found:
         if path != "/" and not any(path == k or path.startswith(f"{k}/") for k in kept):

@@ -122,11 +122,11 @@ def install(program: bytes) -> None:
       OSError: the kernel has no seccomp filters, or forbids them.
     """
 
-    class Program(ctypes.Structure):
+    class FilterProgram(ctypes.Structure):
         _fields_ = [("length", ctypes.c_ushort), ("steps", ctypes.c_void_p)]
 
     buffer = ctypes.create_string_buffer(program)
-    passed = Program(len(program) // 8, ctypes.addressof(buffer))
+    passed = FilterProgram(len(program) // 8, ctypes.addressof(buffer))
     libc = ctypes.CDLL(None, use_errno=True)
     number = _SECCOMP[_ARCHITECTURES[platform.machine()][0]]
     if libc.syscall(number, 1, 0, ctypes.byref(passed)):  # SECCOMP_SET_MODE_FILTER
