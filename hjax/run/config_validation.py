@@ -82,6 +82,12 @@ def check_environment(
             f"config.reward.while_generating=True: the environment {environment} rewards its "
             "episodes while they are played; leave it out"
         )
+    for key in ("function", "path"):
+        if config.reward[key]:
+            raise ConfigError(
+                f"config.reward.{key}={config.reward[key]}: the environment {environment} rewards "
+                "its episodes, and nothing is added to that; reward turns in its Step(reward=...)"
+            )
     for role, layout in layouts.items():
         if role in ("actor", ROLLOUT) and layout.generate.shard_count("layers") > 1:
             raise ConfigError(
