@@ -115,14 +115,14 @@ class ContinuousBatcher:
             admission=self.admission, every=self.allow_all,
         ).run(on_progress)  # fmt: skip
 
-    def rest(self) -> None:
+    def release_slots(self) -> None:
         """Give up the slots' memory; the next request gets new ones."""
         self._table.state = None
 
     def replace_params(self, params: Any) -> None:
         """Use other weights, while none run: the prefix cache and all scores are invalid."""
         self.scorer.clear()
-        self.waiting.begin_anew()
+        self.waiting.discard_progress()
         if self.prefixes is not None:
             self.prefixes.clear()
         self._table.state, self.params = None, params

@@ -101,9 +101,9 @@ class PrefixCache:
         self._trees[part].acquire(path)
         return CachedPrefix(path)
 
-    def release(self, beginning: CachedPrefix, part: int = 0) -> None:
+    def release(self, prefix: CachedPrefix, part: int = 0) -> None:
         """Let the blocks of a prefix be evicted again."""
-        self._trees[part].release(beginning.path)
+        self._trees[part].release(prefix.path)
 
     def remove(self, path: Sequence[int], part: int) -> None:
         """Remove the last blocks of a sequence, which nobody else has found."""

@@ -281,7 +281,7 @@ class GenerationService:
                     break
                 if batcher.busy:
                     return True
-                batcher.rest()
+                batcher.release_slots()
                 self._changed.wait()
         self._end_all("cancelled")
         return False

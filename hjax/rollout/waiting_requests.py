@@ -27,7 +27,7 @@ class WaitingRequests:
         self._prefixes, self._parts, self._limit = prefixes, parts, limit
         self.requests: list[RequestHandle] = []
 
-    def begin_anew(self) -> None:
+    def discard_progress(self) -> None:
         """Forget what was computed of them by other weights."""
         for handle in self.requests:
             self.release_prefix(handle)
@@ -59,7 +59,7 @@ class WaitingRequests:
           most: requests that may enter a part now.
         """
         entering: list[RequestHandle] = []
-        goes_on: set[tuple] = set()
+        continued: set[tuple] = set()
         free, quota = free.copy(), np.minimum(free, most)
         for handle in self.requests:
             if not quota.any():
@@ -75,10 +75,10 @@ class WaitingRequests:
                 rest, known = self._uncached(handle), handle.cached_prefix.tokens
                 handle.chunking = rest > PREFILL_CHUNK and not handle.unchunked
                 ahead = handle.part, handle.cached_prefix, handle.request.prompt[known:][:BLOCK]
-                later = rest > BLOCK and ahead in goes_on
+                later = rest > BLOCK and ahead in continued
                 if handle.chunking or later:
                     continue
-                goes_on.add(ahead)
+                continued.add(ahead)
             free[handle.part] -= 1
             quota[handle.part] -= 1
             entering.append(handle)
