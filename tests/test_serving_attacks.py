@@ -19,7 +19,7 @@ from hjax.serving.request_errors import RequestRefused
 from hjax.serving.request_models import parse_completion
 from hjax.serving.served_model import ServedModel
 from hjax.serving.streaming import RequestWatch, RunningRequest
-from hjax.serving.tool_calls import TAGGED, AllowedCalls, read_calls
+from hjax.data.tool_call_forms import TAGGED, read_calls
 
 BODY = b'{"prompt": "a"}'
 LENGTH = b"Content-Length: %d" % len(BODY)
@@ -182,7 +182,7 @@ def test_an_engine_that_is_faster_than_its_client_leaves_the_others_their_turns(
 def test_a_text_that_is_no_call_after_all_is_read_once(text):
     """Its length may not count twice: the text of an answer is a model's."""
     began = time.monotonic()
-    assert read_calls(text, AllowedCalls(TAGGED, ("f",))) == ()
+    assert read_calls(text, TAGGED, ("f",)) == ()
     assert time.monotonic() - began < 1
 
 

@@ -10,7 +10,8 @@ from tokenizers import decoders, models
 
 from hjax.data.response_text import MAX_HELD_TOKENS, ResponseText
 from hjax.data.tokenizer import Tokenizer
-from hjax.serving.tool_calls import BARE, TAGGED, AllowedCalls, CallPart, call_form, read_calls
+from hjax.data.tool_call_forms import BARE, TAGGED, CallPart, call_form, read_calls
+from hjax.serving.tool_calls import AllowedCalls
 
 TEXT = "Zwölf Boxkämpfer, 😀😀 日本語 e\u0301 \u200d🏳️\u200d🌈  two  spaces\n\ttab Ωmega."
 
@@ -122,7 +123,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "</x>"}}\n</tool
     ],
 )
 def test_calls_are_read_only_where_all_is_calls(text, names):
-    assert [call.name for call in read_calls(text, AllowedCalls(TAGGED, NAMES))] == names
+    assert [call.name for call in read_calls(text, TAGGED, NAMES)] == names
 
 
 @pytest.mark.parametrize(
@@ -137,11 +138,11 @@ def test_calls_are_read_only_where_all_is_calls(text, names):
     ],
 )
 def test_bare_calls_are_read_where_they_are_the_answer(text, names):
-    assert [call.name for call in read_calls(text, AllowedCalls(BARE, NAMES))] == names
+    assert [call.name for call in read_calls(text, BARE, NAMES)] == names
 
 
 def test_arguments_are_json_text():
-    [call] = read_calls(CALL, AllowedCalls(TAGGED, NAMES))
+    [call] = read_calls(CALL, TAGGED, NAMES)
     assert json.loads(call.arguments) == {"a": 1, "b": "</x>"}
     assert call.index == 0 and call.id.startswith("call_")
 

@@ -18,7 +18,7 @@ from hjax.rollout.language_model import LanguageModel
 from hjax.rollout.sampling_params import SamplingParams
 from hjax.rollout.service import GenerationService
 from hjax.serving.response_format import TextFormat
-from hjax.serving.tool_calls import BARE, TAGGED
+from hjax.data.tool_call_forms import BARE, TAGGED
 from hjax.serving.tool_choice import ToolFields
 from hjax.sharding.layout import make_layouts
 

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hjax.data.chat_messages import read_messages, read_tools
 from hjax.errors import DataError, short_repr
 
 
@@ -27,13 +28,30 @@ class Observation:
         that meet in the same state (GiGPO): JSON values, compared by value whatever the order of
         keys; None: no state to compare.
       stop: strings that end the policy's next turn.
+      messages: chat messages instead of a user's message: of ``reset`` and of a fresh step the
+        conversation that the policy answers, of another step those that follow its turn. If the
+        first of these is the assistant's, it is that turn as the environment read it, with its
+        ``tool_calls``; the ids that the policy drew stay. Only with a chat template; ``text`` is
+        then what people are shown, by default the messages' contents.
+      tools: of a conversation, definitions of the functions that the policy may call, for the
+        template.
+      template_arguments: of a conversation, further variables of the template.
     """
 
-    text: str
+    text: str = ""
     anchor: Any = None
     stop: Sequence[str] = ()
+    messages: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[Mapping[str, Any]] = ()
+    template_arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.messages:
+            messages = read_messages(list(self.messages), "Observation.messages", request=True)
+            object.__setattr__(self, "messages", tuple(messages))
+            if not self.text:
+                object.__setattr__(self, "text", _shown(messages))
+        object.__setattr__(self, "tools", tuple(read_tools(list(self.tools), "Observation.tools")))
         if not isinstance(self.text, str):
             raise DataError(f"Observation.text is {short_repr(self.text, 80)}; it must be a string")
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -117,6 +135,14 @@ class Environment:
 
     def close(self) -> None:
         """Give up what the episode holds; called once after each episode."""
+
+
+def _shown(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Contents of messages for people; roles where there are several speakers."""
+    others = [each for each in messages if each["role"] != "assistant"]
+    if len({each["role"] for each in others}) <= 1:
+        return "\n".join(each["content"] for each in others)
+    return "\n".join(f"{each['role']}: {each['content']}" for each in others)
 
 
 def anchor_digest(anchor: Any) -> bytes:

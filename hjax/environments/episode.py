@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from hjax.data.conversation import Conversation
 from hjax.data.tokenizer import Tokenizer
 from hjax.environments.environment import Environment, anchor_digest
 from hjax.environments.episode_pool import AnswerFuture, EpisodeAnswer, EpisodePool
@@ -97,11 +98,13 @@ class EpisodeRow:
 
     Attributes:
       prompt: ids of the first observation; ``text``: its text.
+      conversation: the chat that it begins with; None: the text alone.
     """
 
     prompt: list[int]
     text: str
     turns: list[Turn] = dataclasses.field(default_factory=list)
+    conversation: Conversation | None = None
 
     @property
     def response(self) -> list[int]:
@@ -277,7 +280,8 @@ class EpisodePlayer:
         for another turn."""
         limits, encoder = self.limits, self._encoder
         if turn is None or answer.fresh:
-            new = EpisodeRow(encoder.begin(answer.observation), answer.observation)
+            chat = encoder.conversation(answer)
+            new = EpisodeRow(encoder.begin(chat), answer.observation, conversation=chat)
             fits = len(new.prompt) <= limits.prompt_tokens and limits.room(new) > 0
             if turn is None and not fits:
                 raise DataError(
@@ -289,7 +293,7 @@ class EpisodePlayer:
             return fits
         row = episode.rows[-1]
         ended = self._ended[episode.number]
-        ids = encoder.continuation(row.text, turn.tokens, ended, answer.observation)
+        ids = encoder.continuation(row.conversation or row.text, turn.tokens, ended, answer)
         if len(ids) >= limits.room(row):
             return False
         turn.observation = ids

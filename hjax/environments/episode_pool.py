@@ -14,7 +14,7 @@ import json
 import logging
 import pickle
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hjax.environments.environment import Environment
@@ -37,6 +37,7 @@ class EpisodeAnswer:
     Attributes:
       observation: text that the policy sees next; ``stop``: strings that end its next turn.
       anchor: 16 bytes that are equal for equal states; None: no state to compare.
+      messages, tools, template_arguments: as in ``Observation``.
       reward, done, valid, fresh, metrics: as in ``Step``; after a reset as if nothing had happened.
       fault: one of ``FAULTS``; empty: none.
       text: of a fault, what happened.
@@ -46,6 +47,9 @@ class EpisodeAnswer:
     observation: str = ""
     stop: tuple[str, ...] = ()
     anchor: bytes | None = None
+    messages: Sequence[dict[str, Any]] = ()
+    tools: Sequence[dict[str, Any]] = ()
+    template_arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     reward: float = 0.0
     done: bool = False
     valid: bool = True

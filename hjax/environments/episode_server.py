@@ -20,6 +20,8 @@ from hjax.user_code import load_object, provide_files, user_traceback
 
 # Longest text of an observation, in characters, and of an error's traceback.
 TEXT_LIMIT, TRACEBACK_LIMIT = 1 << 20, 8000
+# Fields of an observation that is chat messages.
+CONVERSATION = ("messages", "tools", "template_arguments")
 _HERE = str(Path(__file__).parent)
 
 
@@ -112,12 +114,13 @@ class _EpisodeServer:
 
 
 def _observed(observation: Observation) -> dict[str, Any]:
-    if len(observation.text) > TEXT_LIMIT:
-        raise DataError(
-            f"an observation of {len(observation.text)} characters; at most {TEXT_LIMIT}"
-        )
+    size = max(len(observation.text), len(json.dumps(observation.messages)))
+    if size > TEXT_LIMIT:
+        raise DataError(f"an observation of {size} characters; at most {TEXT_LIMIT}")
     anchor = None if observation.anchor is None else anchor_digest(observation.anchor).hex()
-    return {"observation": observation.text, "anchor": anchor, "stop": list(observation.stop)}
+    told = {"observation": observation.text, "anchor": anchor, "stop": list(observation.stop)}
+    chat = {name: getattr(observation, name) for name in CONVERSATION}
+    return told | {name: value for name, value in chat.items() if value}
 
 
 def _traceback(error: BaseException) -> str:

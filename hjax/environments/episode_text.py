@@ -8,17 +8,38 @@ the observation, and the header of the next turn.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
-from hjax.data.conversation import response_end
+from hjax.data.conversation import Conversation, response_end
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import DataError, short_repr
 
 Messages = list[dict[str, Any]]
-# Stands for a turn of the policy where a template renders what follows it.
+# Stands for the end of a turn of the policy where a template renders what follows it.
 _TURN = "\u00b7turn\u00b7"
+
+
+class Observed(Protocol):
+    """An environment's answer: its text, or messages with what the template is given."""
+
+    @property
+    def observation(self) -> str:
+        """Text."""
+
+    @property
+    def messages(self) -> Sequence[dict[str, Any]]:
+        """Chat messages; empty: the text is a user's message."""
+
+    @property
+    def tools(self) -> Sequence[dict[str, Any]]:
+        """Of a conversation."""
+
+    @property
+    def template_arguments(self) -> Mapping[str, Any]:
+        """Of a conversation."""
 
 
 class ObservationEncoder:
@@ -26,9 +47,9 @@ class ObservationEncoder:
 
     Args:
       tokenizer: of the model that plays.
-      chat: whether observations are user messages of a chat, by the tokenizer's template; else they
-        are text as it is.
-      system: system message of the chat; empty: none.
+      chat: whether observations are messages of a chat, by the tokenizer's template; else they are
+        text as it is.
+      system: system message of chats that have none; empty: none.
       variables: further variables of the chat template.
 
     Raises:
@@ -45,57 +66,110 @@ class ObservationEncoder:
         self.tokenizer, self.chat = tokenizer, chat
         self._system, self._variables = system, variables or {}
         self._end = response_end(tokenizer, is_chat=chat)
+        # Texts of tokens that end a turn.
+        ends = [tokenizer.decode([i], skip_special=False) for i in tokenizer.eos_ids]
+        self._ends = tuple(dict.fromkeys([*tokenizer.turn_ends.tokens, *filter(None, ends)]))
         if chat:
-            self._between("1", "2")
+            self._between(self.conversation("1"), [{"role": "user", "content": "2"}])
 
-    def begin(self, text: str) -> list[int]:
+    def conversation(self, first: str | Observed) -> Conversation:
+        """The chat that a row begins with.
+
+        Args:
+          first: the first observation, or its text.
+
+        Raises:
+          DataError: messages, and there is no chat template.
+        """
+        text = first if isinstance(first, str) else first.observation
+        messages: Messages = [{"role": "user", "content": text}]
+        tools: list[Any] | None = None
+        arguments = dict(self._variables)
+        if not isinstance(first, str) and first.messages:
+            if not self.chat:
+                raise DataError(
+                    "an environment's observation is chat messages, and turns are text here; set "
+                    "data.chat=True (--chat), with a tokenizer that has a chat template"
+                )
+            messages, tools = list(first.messages), list(first.tools) or None
+            arguments |= first.template_arguments
+        if self._system and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self._system}, *messages]
+        return Conversation(messages, tools, arguments)
+
+    def begin(self, first: str | Conversation) -> list[int]:
         """Token ids of a first observation: the prompt of a row."""
         if not self.chat:
+            text = first if isinstance(first, str) else first.messages[-1]["content"]
             return self.tokenizer.encode(text)
-        rendered = self.tokenizer.chat(self._first(text), True, **self._variables)
+        chat = self.conversation(first) if isinstance(first, str) else first
+        rendered = chat.render(self.tokenizer, add_generation_prompt=True)
         return self.tokenizer.encode(rendered, add_special=False)
 
-    def continuation(self, first: str, drawn: Sequence[int], ended: bool, text: str) -> list[int]:
+    def continuation(
+        self,
+        first: str | Conversation,
+        drawn: Sequence[int],
+        ended: bool,
+        following: str | Observed,
+    ) -> list[int]:
         """Token ids that follow a turn of the policy.
 
         Args:
-          first: text of the row's first observation.
+          first: the row's first observation.
           drawn: ids of the turn.
           ended: whether the turn has ended: by a token, or without chat by a stop string.
-          text: of the observation.
+          following: the observation, or its text.
         """
+        text = following if isinstance(following, str) else following.observation
         has_end = bool(drawn) and drawn[-1] in self.tokenizer.eos_ids
         if not self.chat:
+            self.conversation(following)  # which refuses messages
             return ([] if ended or has_end else self._end) + self._after_a_turn(text)
-        ids = self._after_a_turn(self._between(first, text))
-        if self._end and ids[: len(self._end)] == self._end and has_end:
-            return ids[len(self._end) :]
-        return ids
+        chat = self.conversation(first) if isinstance(first, str) else first
+        messages: Messages = [{"role": "user", "content": text}]
+        if not isinstance(following, str) and following.messages:
+            messages = list(following.messages)
+        ids = self._after_a_turn(self._between(chat, messages))
+        # The end that was drawn stays, also where it is not the one that the template writes.
+        drops = has_end and bool(ids) and (ids[0] == drawn[-1] or ids[: len(self._end)] == self._end)
+        return ids[1:] if drops else ids
 
-    def _first(self, text: str) -> Messages:
-        before = [{"role": "system", "content": self._system}] if self._system else []
-        return [*before, {"role": "user", "content": text}]
-
-    def _between(self, first: str, text: str) -> str:
+    def _between(self, chat: Conversation, following: Messages) -> str:
         """What the template writes from the end of a turn to the header of the next.
+
+        The turn is rendered with a mark where it ends: its content, or in a call the value of its
+        last argument, of which the template writes the rest.
+
+        Args:
+          chat: that the row begins with.
+          following: messages; the first may be the turn itself, with its calls.
 
         Raises:
           DataError: it writes earlier messages differently where others follow, or loses them.
         """
-        messages, tokenizer = self._first(first), self.tokenizer
-        turn, answer = {"role": "assistant", "content": _TURN}, {"role": "user", "content": text}
-        alone = [tokenizer.chat(messages, asks, **self._variables) for asks in (False, True)]
+        turn = following[0] if following[0]["role"] == "assistant" else {"role": "assistant"}
+        following = following[1:] if following[0] is turn else following
+        marked, tokenizer = _marked(turn), self.tokenizer
+        alone = [chat.render(tokenizer, add_generation_prompt=asks) for asks in (False, True)]
         before = os.path.commonprefix(alone)
-        whole = tokenizer.chat([*messages, turn, answer], True, **self._variables)
+        whole = chat.render(tokenizer, [marked, *following], add_generation_prompt=True)
         head, found, rest = whole.partition(_TURN)
-        if not head.startswith(before) or not found or _TURN in rest or text.strip() not in rest:
+        texts = [each["content"].strip() for each in following]
+        ends = [at for end in self._ends if (at := rest.find(end)) >= 0]
+        at = min(ends, default=0)
+        lost = any(not any(form in rest for form in _forms(text)) for text in texts)
+        inside = "tool_calls" not in turn and rest[:at].strip()
+        if not head.startswith(before) or not found or _TURN in rest or lost or inside or (
+            "tool_calls" in turn and not ends
+        ):  # fmt: skip
             raise DataError(
                 f"tokenizer {tokenizer.name}: its chat template cannot continue a chat after "
                 f"{short_repr(before, 80)}: it writes {short_repr(whole, 160)}; take a template "
                 "that only appends (of Mistral's, one whose system message stays first), leave the "
                 "system message out, or set data.chat=False"
             )
-        return rest
+        return rest[at:] if "tool_calls" in turn else rest
 
     def _after_a_turn(self, text: str) -> list[int]:
         """Token ids of a text as what follows another: no BOS, and no blank in front."""
@@ -105,3 +179,19 @@ class ObservationEncoder:
             ids = self.tokenizer.encode("\n" + text, add_special=False)
             return ids[len(known) :] if ids[: len(known)] == known else alone
         return alone
+
+
+def _marked(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """A turn of the assistant's with the mark at its end."""
+    *calls, last = turn.get("tool_calls") or [None]
+    if last is None:
+        return {"role": "assistant", "content": _TURN}
+    name = next(reversed(last["function"]["arguments"] or {"x": 0}))
+    marked = last | {"function": last["function"] | {"arguments": {name: _TURN}}}
+    kept = {key: turn[key] for key in ("role", "content")}
+    return kept | {"tool_calls": [*calls, marked]}
+
+
+def _forms(text: str) -> tuple[str, ...]:
+    """A text as templates may write it: as it is, or as JSON."""
+    return text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]

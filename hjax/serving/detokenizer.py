@@ -11,7 +11,7 @@ from hjax.rollout.stop_strings import StopStrings
 from hjax.serving.request_errors import RequestRefused
 from hjax.serving.request_models import ParsedRequest
 from hjax.serving.served_model import ServedModel
-from hjax.serving.tool_calls import CallPart
+from hjax.data.tool_call_forms import CallPart
 
 # Prefixes of a chunk's finish: the engine failed, or this response alone cannot continue.
 ENGINE_FAILED, CONSTRAINT_UNMET = "error: ", "constraint: "

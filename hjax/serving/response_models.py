@@ -7,7 +7,7 @@ from typing import Any
 
 from hjax.serving.detokenizer import Delta, DrawnToken
 from hjax.serving.request_models import ParsedRequest
-from hjax.serving.tool_calls import CallPart
+from hjax.data.tool_call_forms import CallPart
 
 _BROKEN = "\ufffd"
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hjax.data.tokenizer import Tokenizer
 from hjax.serving.request_errors import RequestRefused
-from hjax.serving.tool_calls import CallForm, call_form
+from hjax.data.tool_call_forms import CallForm, call_form
 
 if TYPE_CHECKING:
     from hjax.rollout.service import GenerationService

@@ -17,7 +17,8 @@ from hjax.rollout.constraint import Constraint
 from hjax.serving.fields import RequestFields, invalid_field
 from hjax.serving.request_errors import RequestRefused
 from hjax.serving.response_format import TextFormat
-from hjax.serving.tool_calls import AllowedCalls, CallForm
+from hjax.data.tool_call_forms import CallForm
+from hjax.serving.tool_calls import AllowedCalls
 
 _AUTO, _NONE, _REQUIRED = "auto", "none", "required"
 _ANY_OBJECT = {"type": "object"}

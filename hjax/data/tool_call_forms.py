@@ -1,0 +1,103 @@
+"""Tool calls in a turn's text: the forms that chat templates have models write them in."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class CallForm:
+    """How a model writes a tool call: JSON with a name and arguments.
+
+    Attributes:
+      begin, end: the tags around it; empty: the call is the whole answer.
+      arguments: the JSON's key of the arguments.
+    """
+
+    begin: str
+    end: str
+    arguments: str
+
+    @property
+    def several(self) -> bool:
+        """Whether an answer may have several calls."""
+        return bool(self.begin)
+
+
+# Those of Hermes and Qwen; and of Llama 3.
+TAGGED = CallForm("<tool_call>", "</tool_call>", "arguments")
+BARE = CallForm("", "", "parameters")
+
+
+def call_form(template: str) -> CallForm | None:
+    """How a chat template has the model write calls; None: it does not say, or in another form."""
+    if all(part in template for part in (TAGGED.begin, TAGGED.end, '"name"', '"arguments"')):
+        return TAGGED
+    if all(part in template for part in ("""'{"name": "' +""", """'"parameters": '""")):
+        return BARE
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class CallPart:
+    """Part of a tool call, or all of it.
+
+    Attributes:
+      index: of the call in its answer.
+      arguments: JSON text, or its next part.
+      name: of the function; "" if an earlier part has it.
+      id: by which a result refers to the call; only in a call's first part.
+    """
+
+    index: int
+    arguments: str
+    name: str = ""
+    id: str = ""
+
+    @classmethod
+    def first(cls, index: int, name: str, arguments: str = "") -> CallPart:
+        """A call's first part, with a new id."""
+        return cls(index, arguments, name, f"call_{secrets.token_hex(12)}")
+
+    @classmethod
+    def merged(cls, parts: Sequence[CallPart]) -> tuple[CallPart, ...]:
+        """The calls that parts, in order, make up."""
+        calls: dict[int, CallPart] = {}
+        for part in parts:
+            old = calls.get(part.index)
+            whole = part.arguments if old is None else old.arguments + part.arguments
+            calls[part.index] = dataclasses.replace(old or part, arguments=whole)
+        return tuple(calls.values())
+
+
+def read_calls(text: str, form: CallForm, names: Sequence[str]) -> tuple[CallPart, ...]:
+    """The calls that a text consists of; none if any of it is not a call."""
+    if not form.begin:
+        call = _read(text.strip(), form)
+        return () if call is None or call[0] not in names else (CallPart.first(0, *call),)
+    *blocks, after = text.split(form.end)
+    found: list[CallPart] = []
+    for block in blocks:
+        before, tag, inside = block.partition(form.begin)
+        call = _read(inside.strip(), form) if tag and not before.strip() else None
+        if call is None:
+            return ()
+        found.append(CallPart.first(len(found), *call))
+    return () if after.strip() else tuple(found)
+
+
+def _read(text: str, form: CallForm) -> tuple[str, str] | None:
+    """A call's name, and its arguments as JSON text."""
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(call, dict):
+        return None
+    name, arguments = call.get("name"), call.get(form.arguments, {})
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return None
+    return name, json.dumps(arguments, ensure_ascii=False)
