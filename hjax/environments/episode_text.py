@@ -132,8 +132,8 @@ class ObservationEncoder:
             messages = list(following.messages)
         ids = self._after_a_turn(self._between(chat, messages))
         # The end that was drawn stays, also where it is not the one that the template writes.
-        drops = has_end and bool(ids) and (ids[0] == drawn[-1] or ids[: len(self._end)] == self._end)
-        return ids[1:] if drops else ids
+        ends = {*drawn[-1:], *self._end}
+        return ids[1:] if has_end and ids and ids[0] in ends else ids
 
     def _between(self, chat: Conversation, following: Messages) -> str:
         """What the template writes from the end of a turn to the header of the next.
