@@ -12,6 +12,7 @@ import time
 import pytest
 from serving_double import EOS, HTTP, Scripted, byte_tokenizer, closed, connected, heard, served
 
+from hjax.data.tool_call_forms import TAGGED, read_calls
 from hjax.rollout.requests import ResponseChunk
 from hjax.serving.cross_site import CrossSiteCheck
 from hjax.serving.limits import ServerLimits
@@ -19,7 +20,6 @@ from hjax.serving.request_errors import RequestRefused
 from hjax.serving.request_models import parse_completion
 from hjax.serving.served_model import ServedModel
 from hjax.serving.streaming import RequestWatch, RunningRequest
-from hjax.data.tool_call_forms import TAGGED, read_calls
 
 BODY = b'{"prompt": "a"}'
 LENGTH = b"Content-Length: %d" % len(BODY)

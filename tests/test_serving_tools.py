@@ -10,6 +10,7 @@ import openai
 import pytest
 from serving_double import EOS, byte_tokenizer, served
 
+from hjax.data.tool_call_forms import BARE, TAGGED
 from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import decoder_network
 from hjax.rollout.constrained_decoding import ConstraintCompiler
@@ -18,7 +19,6 @@ from hjax.rollout.language_model import LanguageModel
 from hjax.rollout.sampling_params import SamplingParams
 from hjax.rollout.service import GenerationService
 from hjax.serving.response_format import TextFormat
-from hjax.data.tool_call_forms import BARE, TAGGED
 from hjax.serving.tool_choice import ToolFields
 from hjax.sharding.layout import make_layouts
 

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from typing import Self
 
 from hjax.data.response_text import ResponseText
+from hjax.data.tool_call_forms import CallPart
 from hjax.rollout.prompt_log_probs import PromptLogProbs, Top
 from hjax.rollout.requests import ResponseChunk
 from hjax.rollout.stop_strings import StopStrings
 from hjax.serving.request_errors import RequestRefused
 from hjax.serving.request_models import ParsedRequest
 from hjax.serving.served_model import ServedModel
-from hjax.data.tool_call_forms import CallPart
 
 # Prefixes of a chunk's finish: the engine failed, or this response alone cannot continue.
 ENGINE_FAILED, CONSTRAINT_UNMET = "error: ", "constraint: "

@@ -5,9 +5,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from hjax.data.tool_call_forms import CallPart
 from hjax.serving.detokenizer import Delta, DrawnToken
 from hjax.serving.request_models import ParsedRequest
-from hjax.data.tool_call_forms import CallPart
 
 _BROKEN = "\ufffd"
 

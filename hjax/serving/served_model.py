@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hjax.data.tokenizer import Tokenizer
-from hjax.serving.request_errors import RequestRefused
 from hjax.data.tool_call_forms import CallForm, call_form
+from hjax.serving.request_errors import RequestRefused
 
 if TYPE_CHECKING:
     from hjax.rollout.service import GenerationService

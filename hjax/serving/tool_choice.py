@@ -11,13 +11,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, FailFast, Field
 
+from hjax.data.tool_call_forms import CallForm
 from hjax.errors import ConfigError
 from hjax.rollout.constrained_decoding import JSON_WHITESPACE
 from hjax.rollout.constraint import Constraint
 from hjax.serving.fields import RequestFields, invalid_field
 from hjax.serving.request_errors import RequestRefused
 from hjax.serving.response_format import TextFormat
-from hjax.data.tool_call_forms import CallForm
 from hjax.serving.tool_calls import AllowedCalls
 
 _AUTO, _NONE, _REQUIRED = "auto", "none", "required"
