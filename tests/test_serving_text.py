@@ -178,9 +178,7 @@ ARGUMENTS = ['{"a": "</tool_call> {\\"}", "b": [{}, "\\\\"]}', "{}"]
 @pytest.mark.parametrize("forced", [True, False])
 def test_calls_that_are_held_to_a_form_are_told_as_they_come(form, forced, size):
     calls = AllowedCalls(form, NAMES, constrained=True, forced=forced)
-    tight, loose = (
-        f'{{"name":{space}"f",{space}"{form.arguments}":{space}' for space in ("", " ")
-    )
+    tight, loose = (f'{{"name":{space}"f",{space}"{form.arguments}":{space}' for space in ("", " "))
     each = [tight + ARGUMENTS[0] + "}", loose + ARGUMENTS[1] + "}"]
     if form is TAGGED:
         each = [f"<tool_call>{each[0]}</tool_call>\n<tool_call>\n{each[1]}\n</tool_call>"]
