@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from hjax.data.chat_messages import read_messages, read_tools
 from hjax.errors import DataError, short_repr
@@ -115,7 +115,12 @@ class Environment:
 
     An episode must follow from its task, its seed and its actions alone. Then a run that was
     interrupted continues bit for bit.
+
+    Attributes:
+      step_seconds: the deadline of a call, where one is played.
     """
+
+    step_seconds: ClassVar[float] = 60.0
 
     def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
         """Begin an episode.

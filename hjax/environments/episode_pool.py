@@ -17,6 +17,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hjax.environments.adapted_environment import ADAPTERS
 from hjax.environments.environment import Environment
 from hjax.environments.episode_server import load_environment
 from hjax.errors import ConfigError, one_line
@@ -86,7 +87,7 @@ class EpisodePool:
     answers. It ends with ``close``, and with this process.
 
     Args:
-      environment: a class in a file, or its name: ``path.py:Class``, or ``module:Class`` of hjax.
+      environment: a class in a file, or a name of ``load_environment``.
       options: arguments of its constructor.
       processes: how many; episodes are shared out over them.
       step_seconds: deadline of each call.
@@ -117,6 +118,7 @@ class EpisodePool:
                 "spec": _importable(environment, setting),
                 "options": dict(options or {}),
                 "files": imported(),
+                "step_seconds": step_seconds,
                 "memory_bytes": memory_bytes,
             }
         )
@@ -290,7 +292,9 @@ class _EpisodeHost:
 def _importable(environment: str | type[Environment], setting: str) -> str:
     """A name by which another process can import the class; checks that it is one."""
     if isinstance(environment, str):
-        environment = load_environment(environment, setting)
+        spec, environment = environment, load_environment(environment, setting)
+        if spec.partition(":")[0] in ADAPTERS:
+            return spec
     if environment.__module__.startswith("hjax."):
         return f"{environment.__module__}:{environment.__qualname__}"
     where = file_and_name(environment)

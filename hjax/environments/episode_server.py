@@ -14,6 +14,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from hjax.environments.adapted_environment import (
+    ADAPTERS,
+    AdaptedEnvironment,
+    adapted_class,
+)
 from hjax.environments.environment import Environment, Observation, Step, anchor_digest
 from hjax.errors import ConfigError, DataError, short_repr, truncate
 from hjax.user_code import load_object, provide_files, user_traceback
@@ -26,17 +31,21 @@ _HERE = str(Path(__file__).parent)
 
 
 def load_environment(spec: str, setting: str = "environment.function") -> type[Environment]:
-    """The class of an environment: ``path.py:Class``, or ``module:Class`` for those of hjax.
+    """The class of an environment: ``path.py:Class``, ``module:Class`` for those of hjax, or
+    ``NAME:TARGET`` for those of other packages.
 
     Args:
       spec: its name.
       setting: that names it, for messages.
 
     Raises:
-      ConfigError: another form, no such file or name, or no class with reset, step and close.
+      ConfigError: another form, no such file or name, no class with reset, step and close, or one
+        of another package that cannot be played.
     """
     module, _, name = spec.partition(":")
-    if module.startswith("hjax.") and name:
+    if module in ADAPTERS:
+        found: Any = adapted_class(module, name)
+    elif module.startswith("hjax.") and name:
         found = getattr(importlib.import_module(module), name, None)
     else:
         found = load_object(spec, setting)
@@ -44,6 +53,11 @@ def load_environment(spec: str, setting: str = "environment.function") -> type[E
     if not inspect.isclass(found) or lacking:
         what = f"has no {', '.join(lacking)}" if inspect.isclass(found) else "is no class"
         raise ConfigError(f"{setting}={spec!r}: it {what}; subclass hjax.Environment")
+    if issubclass(found, AdaptedEnvironment):
+        try:
+            found.check_target()
+        except ConfigError as error:
+            raise ConfigError(f"{setting}={spec!r}: {error}") from None
     return cast(type[Environment], found)
 
 
@@ -52,7 +66,8 @@ def serve(setup: bytes) -> Callable[[bytes], bytes]:
 
     Args:
       setup: pickled ``spec`` of ``load_environment``, ``options`` for its constructor, ``files`` of
-        the run's user code, and ``memory_bytes``, the limit of this process's data; 0: none.
+        the run's user code, ``step_seconds``, the deadline of a call, and ``memory_bytes``, the
+        limit of this process's data; 0: none.
     """
     told = pickle.loads(setup)
     provide_files(told["files"])
@@ -61,6 +76,7 @@ def serve(setup: bytes) -> Callable[[bytes], bytes]:
             import resource
 
             resource.setrlimit(resource.RLIMIT_DATA, (told["memory_bytes"],) * 2)
+    Environment.step_seconds = told["step_seconds"]
     server = _EpisodeServer(load_environment(told["spec"]), told["options"])
     return server.answer
 

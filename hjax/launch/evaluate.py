@@ -14,9 +14,9 @@ questions.
   --task=NAME           held-out prompts and verifier of a built-in task, with its options as
                         --task=sorting:length=4, or else those of the workdir's run:
                         {tasks}
-  --environment=PATH.py:NAME  an environment of yours, which plays with each row of --data
-                        (docs/agents.md); some tasks have one: then there is an episode of many
-                        turns for each question
+  --environment=PATH.py:NAME  an environment of yours, which plays with each row of --data, or one
+                        of another package (docs/agents.md); some tasks have one: then there is an
+                        episode of many turns for each question
 {environment}\
   --processes=N         processes of environments (one per core, at most 8)
   --samples=1           answers per question; k = 1, 2, 4, ... up to it

@@ -23,8 +23,8 @@ environment, turn by turn.
                         with `text`, `tokens`, `logprobs` and `finish_reason`
   --task=NAME           a built-in task that is played over many turns, with its options as
                         --task=maze:min_size=3; its held-out prompts are played one by one
-  --environment=PATH.py:NAME  an environment of yours, which plays with each row of --data
-                        (docs/agents.md)
+  --environment=PATH.py:NAME  an environment of yours, which plays with each row of --data, or one
+                        of another package (docs/agents.md)
   --data=FILE           rows that it plays with, jsonl or parquet
   --human               you act in the model's place; its weights are not read
 {environment}\

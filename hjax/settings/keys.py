@@ -375,7 +375,8 @@ KEYS: dict[str, Any] = {
         "function": Key(
             "",
             "`path.py:Class`, an environment that the policy plays, an episode for each sample of "
-            "a prompt (docs/agents.md); empty: the task's, if it has one",
+            "a prompt, or one of another package, such as `openenv:http://HOST:PORT` "
+            "(docs/agents.md); empty: the task's, if it has one",
         ),
         "max_turns": Key(
             0,
