@@ -210,6 +210,7 @@ class LocalSandbox:
         """
         limits = limits or self.limits
         request = self._request(name, command, environment or {}, limits)
+        os.chmod(request["folder"], 0o700)  # its programs may have closed it
         control, theirs = socket.socketpair()
         out, out_end = os.pipe()
         err, err_end = os.pipe()
@@ -226,7 +227,10 @@ class LocalSandbox:
                     os.close(err_end)
                     theirs.close()
             with self._lock:
-                self._running[name].add(control)
+                if name in self._running:
+                    self._running[name].add(control)
+                else:  # killed meanwhile
+                    control.shutdown(socket.SHUT_WR)
             return _collect(control, {"stdout": out, "stderr": err}, limits)
         finally:
             with self._lock:
