@@ -1,0 +1,146 @@
+"""Tools of MCP servers, against a server of this test's own."""
+
+import json
+import pathlib
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hjax.environments.mcp_tools import connect_tools
+from hjax.errors import ConfigError, RunError
+
+pytest.importorskip("mcp", reason="the extra mcp")
+
+DOUBLE = str(pathlib.Path(__file__).parent / "mcp_double.py")
+
+
+@pytest.fixture
+def config(tmp_path):
+    def write(**servers):
+        file = tmp_path / "servers.json"
+        file.write_text(json.dumps({"mcpServers": servers}))
+        return str(file)
+
+    return write
+
+
+def own(*arguments, **more):
+    return {"command": sys.executable, "args": [DOUBLE, *arguments], **more}
+
+
+def called(tools, name, /, **arguments):
+    [tool] = [tool for tool in tools if tool.name == name]
+    return tool.call(arguments)
+
+
+def test_the_wanted_tools_in_their_order(config, monkeypatch):
+    monkeypatch.setenv("HJAX_TEST_SECRET", "kept")
+    file = config(one=own(env={"SHOWN": "1"}, disabled=True), other={"command": "no-such-program"})
+    names = ["picture", "double", "variable", "nothing", "fail"]
+    tools = connect_tools(file, [("one", name) for name in names])
+    assert [tool.name for tool in tools] == names
+    assert tools[1].description == "Twice a number." and tools[0].description == ""
+    assert tools[1].parameters["properties"] == {"a": {"type": "integer"}}
+    assert called(tools, "double", a=21) == "42"
+    assert called(tools, "variable", name="SHOWN") == "1"
+    assert called(tools, "variable", name="HJAX_TEST_SECRET") == "none"
+    assert called(tools, "picture") == "[image/png]\nof a file\né"
+    assert called(tools, "nothing") == '{"rows": [1, "é"]}'
+    # What the policy did wrong is an answer.
+    assert called(tools, "fail") == "error: no such page"
+    assert called(tools, "double", a="x") == "error: a must be an integer"
+    for tool in tools[:-1]:
+        tool.close()
+        tool.close()
+    assert called(tools, "fail") == "error: no such page"
+    tools[-1].close()
+    with pytest.raises(RunError, match="^the MCP server one has ended"):
+        called(tools, "double", a=1)
+
+
+def test_a_server_that_ends(config):
+    tools = connect_tools(config(one=own()), [("one", "leave"), ("one", "double")])
+    for name in ("leave", "double"):
+        with pytest.raises(RunError, match="^the MCP server one has ended: MCPError: .*closed"):
+            called(tools, name, a=1)
+    for tool in tools:
+        tool.close()
+
+
+def test_a_call_that_takes_too_long(config):
+    tools = connect_tools(config(one=own()), [("one", "hang")], seconds=4.0)
+    begun = time.monotonic()
+    assert called(tools, "hang").startswith("error: ") and time.monotonic() - begun < 8
+    tools[0].close()
+
+
+def test_servers_that_do_not_begin(config):
+    for about, says in [
+        ({"command": "no-such-program"}, "FileNotFoundError"),
+        ({"command": sys.executable, "args": ["-c", "pass"]}, "closed"),
+        ({"url": "http://127.0.0.1:9/mcp"}, "ConnectError"),
+    ]:
+        with pytest.raises(RunError, match=f"^the MCP server one does not begin: .*{says}"):
+            connect_tools(config(one=about), [("one", "double")])
+    begun = time.monotonic()
+    with pytest.raises(RunError, match="does not begin: TimeoutError"):
+        connect_tools(config(one=own("silent")), [("one", "double")], seconds=1.5)
+    assert time.monotonic() - begun < 12
+
+
+def test_tools_at_a_url(config):
+    command = [sys.executable, DOUBLE, "http"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        url = f"http://127.0.0.1:{int(server.stdout.readline())}/mcp"
+        with pytest.raises(RunError, match="does not begin"):
+            connect_tools(config(web={"url": url}), [("web", "double")])
+        about = {"type": "http", "url": url, "headers": {"Authorization": "Bearer key"}}
+        tools = connect_tools(config(web=about), [("web", "double"), ("web", "leave")])
+        assert [called(tools, "double", a=a) for a in (4, None)] == [
+            "8",
+            "error: a must be an integer",
+        ]
+        for name in ("leave", "double"):
+            with pytest.raises(RunError, match="^the MCP server web has ended"):
+                called(tools, name, a=1)
+        for tool in tools:
+            tool.close()
+    finally:
+        server.kill()
+        server.wait()
+        server.stdout.close()
+
+
+def test_bad_files_and_names(config, tmp_path):
+    def refused(says, wanted=(("one", "double"),), text=None, **servers):
+        file = config(**servers)
+        if text is not None:
+            pathlib.Path(file).write_text(text)
+        with pytest.raises(ConfigError, match=says):
+            connect_tools(file, wanted)
+
+    refused("servers.json has no server 'one'; did you mean on.* it has on", on=own())
+    refused(
+        "server one has no tool 'duble'; did you mean double.* it has",
+        [("one", "duble")],
+        one=own(),
+    )
+    twice = [("one", "double"), ("two", "double")]
+    refused("two tools are called 'double'", twice, one=own(), two=own())
+    refused("no JSON can be read", text="{")
+    refused('must be {"mcpServers": {NAME: SERVER}}', text='{"servers": {}}')
+    refused("one is {}; it must be an object with `command` or with `url`", one={})
+    refused("one is .* `command` or with `url`", one={"command": "a", "url": "b"})
+    refused(
+        "one: args is '-m x'; it must be a list of strings", one={"command": "a", "args": "-m x"}
+    )
+    refused(
+        "one: env is {'A': 1}; it must be strings by name", one={"command": "a", "env": {"A": 1}}
+    )
+    refused("one: url is 3; it must be a string", one={"url": 3})
+    assert connect_tools(config(one=own()), []) == []
+    with pytest.raises(ConfigError, match="no JSON can be read"):
+        connect_tools(str(tmp_path / "none.json"), [])
