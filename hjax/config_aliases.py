@@ -94,6 +94,8 @@ WISHES: Mapping[str, str] = _by_name({
         "it is",
     "use_inference_chat_template tokenization_sanity_check_mode":
         "nothing to set: tokens that were drawn are never decoded and encoded again",
+    "sandbox_fusion.url sandbox_fusion_url sandbox_url code_executor":
+        "config.sandbox.function, a class that runs programs elsewhere (docs/security.md)",
     "max_env_workers agent.num_workers": "config.environment.processes",
     "episode_timeout": "config.environment.step_seconds, deadline of each call of an environment",
     "gae_timestep_unit": "config.algorithm.credit of PPO: token, turn or bilevel",

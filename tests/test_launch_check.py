@@ -76,7 +76,9 @@ def test_the_summary_says_what_auto_takes_and_what_instead():
     assert f"auto takes from now on: {taken}" in lines
     assert "  not decode=tpu kernel: products over the cache by XLA" in lines
     assert lines[-1].startswith("something was wrong, in 1:01; verdict in ")
+    assert any(line.startswith("sandbox: ") and "limits" in line for line in lines)
     record = json.loads(json.dumps(report.record()))
+    assert set(record["sandbox"]) == {"landlock", "seccomp", "namespaces", "users"}
     assert record["results"] == {verdict.SPLASH: RIGHT, verdict.TPU_DECODING: HUNG}
     assert not report_of("tpu", "TPU v4", {verdict.SPLASH: RIGHT}).failed
 

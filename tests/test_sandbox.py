@@ -2,10 +2,12 @@
 
 import os
 import struct
+import subprocess
 import sys
 
 import pytest
 
+import hjax
 from hjax.errors import ConfigError, DataError
 from hjax.rewards.code_tests import (
     CodeTests,
@@ -14,9 +16,11 @@ from hjax.rewards.code_tests import (
     texts_agree,
     values_agree,
 )
-from hjax.rewards.function import load_function
+from hjax.rewards.function import RewardFunction, load_function
+from hjax.run.reward_check import sandbox_remark
 from hjax.sandbox import local_sandbox, system_call_filter
 from hjax.sandbox.local_sandbox import LocalSandbox, SandboxLimits, sandbox_layers
+from hjax.sandbox.sandbox_settings import SandboxSettings
 
 PYTHON = [sys.executable, "-I", "-S"]
 
@@ -245,6 +249,90 @@ def test_outputs_are_compared_by_lines_words_and_numbers():
     assert values_agree([1, {"a": 0.5}], [1, {"a": 0.5000001}], 1e-6)
     assert not values_agree(True, 1, 1e-6) and not values_agree(1, "1", 1e-6)
     assert values_agree(3, 3.0, 1e-6) and not values_agree(0.5, 10**400, 1e-6)
+
+
+HOSTED = """
+import os, pathlib, subprocess, tempfile
+from hjax.sandbox.local_sandbox import ExecResult
+
+class Mine:
+    '''Elsewhere, say; it counts its programs.'''
+    def create(self): return tempfile.mkdtemp()
+    def exec(self, name, command, *, stdin=b"", environment=None, limits=None):
+        with open({log!r}, "a") as file:
+            print(*command, file=file)
+        done = subprocess.run(command, cwd=name, capture_output=True)
+        return ExecResult(done.returncode, done.stdout, done.stderr, "", 0.0)
+    def write(self, name, path, content): pathlib.Path(name, path).write_bytes(content)
+    def read(self, name, path, limit=0): return pathlib.Path(name, path).read_bytes()
+    def kill(self, name): pass
+
+class Lacking:
+    create = exec = write = read = print
+
+class Raising:
+    def __init__(self): raise OSError("no key")
+"""
+
+
+@pytest.mark.parametrize("runs_in", ["process", "thread"])
+def test_rewards_run_programs_in_a_users_sandbox(tmp_path, monkeypatch, runs_in):
+    (tmp_path / "hosted.py").write_text(HOSTED.format(log=str(tmp_path / "log")))
+    monkeypatch.chdir(tmp_path)
+    section = {"function": "hosted.py:Mine", "allow_network": False}
+    settings = SandboxSettings.of_config(section)
+    assert settings.describe() == f"sandbox: {tmp_path}/hosted.py:Mine"
+    judge = RewardFunction(load_function("code_tests.py:reward"), 60.0, runs_in, settings)
+    try:
+        result = judge([""], [fenced("print(3)")], {"tests": [SUM]}, [[1]], [[1]])
+    finally:
+        judge.close()
+    assert result.rewards.tolist() == [0.5], result.first_traceback
+    assert (tmp_path / "log").read_text() == "python3 -I code_runner.py\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("Lacking", "hosted.py:Lacking: its objects have no call kill; a sandbox has create, exec"),
+        ("Raising", "hosted.py:Raising, called without arguments: OSError: no key"),
+        ("None_", "hosted.py has no None_"),
+    ],
+)
+def test_a_class_that_is_no_sandbox_is_refused(tmp_path, name, says):
+    (tmp_path / "hosted.py").write_text(HOSTED.format(log=""))
+    with pytest.raises(ConfigError, match=says) as caught:
+        SandboxSettings(f"{tmp_path}/hosted.py:{name}").describe()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_run_says_its_sandbox_and_refuses_too_little(monkeypatch):
+    """A run whose reward runs programs, and one whose reward does not."""
+    config = hjax.get_config("grpo.py")
+    judge = RewardFunction(load_function("code_tests.py:reward"))
+    plain = RewardFunction(load_function("happy_stories.py:reward"))
+    assert sandbox_remark(config, {"reward": plain}) == ""
+    monkeypatch.setattr(local_sandbox, "probed_layers", lambda: found(landlock=7, users=1))
+    monkeypatch.setattr(local_sandbox, "_reachable", lambda paths: True)
+    says = "from the network; it needs seccomp or namespaces, or sandbox.allow_network=true"
+    with pytest.raises(ConfigError, match=says):
+        sandbox_remark(config, {"cost": plain, "reward": judge})
+    judge.sandbox = SandboxSettings(allow_network=True)
+    assert sandbox_remark(config, {"reward": judge}) == (
+        "sandbox: Landlock 7, limits; programs may reach the network (sandbox.allow_network)"
+    )
+    monkeypatch.setattr(local_sandbox, "probed_layers", lambda: found(namespaces=1, users=1))
+    assert sandbox_remark(config, {"reward": judge}) == "sandbox: namespaces, limits"
+
+
+def test_the_launcher_ends_with_its_process():
+    code = "from hjax.sandbox import local_sandbox as s; s.sandbox_layers(); "
+    code += "print(s._launcher._process.pid)"
+    done = subprocess.run(
+        [sys.executable, "-W", "always", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
+    assert not os.path.exists(f"/proc/{done.stdout.strip()}")
 
 
 def test_it_is_there_by_name():

@@ -35,7 +35,8 @@ class FolderSandbox:
     def exec(self, name, command, *, stdin=b"", environment=None, limits=None):
         program = subprocess.Popen(
             command, cwd=name, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, env=environment, start_new_session=True,
+            stderr=subprocess.PIPE, start_new_session=True,
+            env={**os.environ, **(environment or {})},
         )  # fmt: skip
         self.programs[name].append(program)
         out, err = program.communicate(stdin)

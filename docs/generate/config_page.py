@@ -24,6 +24,7 @@ SECTION_DOCS = {
     "reference": "The frozen policy that the KL is measured against",
     "teacher": "The model that a student is distilled from (Distillation)",
     "reward": "Where rewards come from",
+    "sandbox": "Where programs of a model run ([security](security.md#programs-of-a-model))",
     "environment": "What a policy plays over several turns ([environments and agents](agents.md))",
     "cost": "Where costs come from (Safe-RLHF)",
     "rollout": "Generation in training",
@@ -66,8 +67,11 @@ def config_markdown() -> str:
             rows = flatten(tree, f"{section}." if section else "")
         lines += [_row(key, value) for key, value in rows.items()]
         if section == "layout":
-            lines += ["", f"Roles: {', '.join(ROLES)}; `generate` for the actor only; the mesh "
-                "of `rollout` (its `train`) is that of generation."]
+            lines += [
+                "",
+                f"Roles: {', '.join(ROLES)}; `generate` for the actor only; the mesh "
+                "of `rollout` (its `train`) is that of generation.",
+            ]
     return "\n".join([*lines, *_algorithms()]) + "\n"
 
 

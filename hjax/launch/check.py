@@ -46,6 +46,7 @@ from hjax.launch.form_checks.checked_process import (
     joined_result,
 )
 from hjax.launch.process_exit import run_and_exit
+from hjax.sandbox.local_sandbox import probed_layers, sandbox_layers
 from hjax.settings.config_loading import check_config, load_config
 from hjax.show.format import duration, seconds, size
 
@@ -86,6 +87,7 @@ class CheckReport:
             "versions": dict(self.verdict.versions),
             "results": dict(self.verdict.results),
             "taken": self.taken,
+            "sandbox": probed_layers(),
             "cases": [dataclasses.asdict(case) for case in self.cases],
             "seconds": self.seconds,
         }
@@ -203,7 +205,7 @@ def summary(report: CheckReport) -> str:
     memory = f" of {size(found['memory_bytes'])}" if found["memory_bytes"] else ""
     versions = ", ".join(f"{name} {version}" for name, version in report.verdict.versions.items())
     lines = [f"\n{found['devices']} {found['device_kind']}{memory} ({versions})"]
-    lines += time_lines(found.get("times", {}))
+    lines += [sandbox_layers(), *time_lines(found.get("times", {}))]
     if platform == "cpu":
         lines.append("on a CPU kernels are interpreted, and runs take none of them")
     else:

@@ -22,7 +22,6 @@ import functools
 import itertools
 import json
 import re
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,7 +29,8 @@ from typing import Any
 
 from hjax.errors import ConfigError, DataError, short_repr
 from hjax.machine import available_cores
-from hjax.sandbox.local_sandbox import ExecResult, LocalSandbox, Sandbox, SandboxLimits
+from hjax.sandbox.local_sandbox import ExecResult, Sandbox, SandboxLimits, python_command
+from hjax.sandbox.sandbox_settings import SandboxSettings
 
 # Columns with tests, in order of preference.
 TEST_COLUMNS = ("tests", "input_output", "public_test_cases", "reward_model")
@@ -44,6 +44,7 @@ _FENCED = re.compile(r"```[ \t]*([\w+#-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _LANGUAGES = ("", "py", "python", "python3")
 _FLOAT = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?")
 _RUNNER = Path(__file__).with_name("code_runner.py").read_bytes()
+_made_sandbox = functools.cache(SandboxSettings.make)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +72,9 @@ class CodeTests:
       partial: the share of tests passed; False: 1 where all are passed, else 0.
       tolerance: relative difference of two numbers that counts as equal, where the expected one is
         no integer.
-      sandbox: of your own (``hjax.sandbox.local_sandbox.Sandbox``); None: this machine's.
-      command: that runs a Python file there.
-      allow_network: run programs also where nothing keeps them from the network.
+      sandbox: of your own (``hjax.sandbox.local_sandbox.Sandbox``); None: that of the config's
+        section ``sandbox``.
+      command: that runs a Python file there; empty: this Python here, elsewhere ``python3``.
 
     Attributes:
       counts: tests by KINDS since the start.
@@ -90,8 +91,7 @@ class CodeTests:
         partial: bool = True,
         tolerance: float = 1e-6,
         sandbox: Sandbox | None = None,
-        command: Sequence[str] = (sys.executable, "-I"),
-        allow_network: bool = False,
+        command: Sequence[str] = (),
     ):
         for name, value in (("seconds", seconds), ("total_seconds", total_seconds)):
             if not isinstance(value, int) or value <= 0:
@@ -100,13 +100,14 @@ class CodeTests:
         self._limits = SandboxLimits(
             cpu_seconds=total_seconds, wall_seconds=4 * total_seconds, memory_bytes=memory_bytes
         )
-        self._given, self._command, self._allow_network = sandbox, tuple(command), allow_network
+        self._sandbox, self._command = sandbox, tuple(command)
+        self._settings = SandboxSettings()
         self.counts: collections.Counter[str] = collections.Counter(dict.fromkeys(KINDS, 0))
         self._lock = threading.Lock()
 
-    @functools.cached_property
-    def _sandbox(self) -> Sandbox:
-        return self._given or LocalSandbox(allow_network=self._allow_network)
+    def use_sandbox(self, settings: SandboxSettings) -> None:
+        """Run programs as a run's config says, unless a sandbox was given."""
+        self._settings = settings
 
     def __call__(
         self, prompts: Sequence[Any], responses: Sequence[str], **columns: Sequence[Any]
@@ -119,20 +120,19 @@ class CodeTests:
           RunError: the sandbox failed.
         """
         tests = program_tests(columns)
-        _ = self._sandbox
+        sandbox = self._sandbox or _made_sandbox(self._settings)
         with concurrent.futures.ThreadPoolExecutor(available_cores()) as pool:
-            found = list(pool.map(self._kinds, responses, tests))
+            found = list(pool.map(lambda r, t: self._kinds(r, t, sandbox), responses, tests))
         with self._lock:
             self.counts.update(kind for kinds in found for kind in kinds)
         shares = [sum(kind == "passed" for kind in kinds) / len(kinds) for kinds in found]
         return [share if self._partial else float(share == 1.0) for share in shares]
 
-    def _kinds(self, response: str, tests: ProgramTests) -> list[str]:
+    def _kinds(self, response: str, tests: ProgramTests, sandbox: Sandbox) -> list[str]:
         """What each test of a response came to."""
         code = extract_code(response)
         if code is None:
             return ["no_code"] * len(tests.inputs)
-        sandbox = self._sandbox
         name = sandbox.create()
         try:
             job = {
@@ -145,7 +145,8 @@ class CodeTests:
             sandbox.write(name, "job.json", json.dumps(job).encode())
             sandbox.write(name, "solution.py", code.encode("utf-8", "replace"))
             sandbox.write(name, "code_runner.py", _RUNNER)
-            command = [*self._command, "code_runner.py"]
+            python = self._command or (python_command(sandbox), "-I")
+            command = [*python, "code_runner.py"]
             return self._compare(tests, sandbox.exec(name, command, limits=self._limits))
         finally:
             sandbox.kill(name)

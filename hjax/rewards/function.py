@@ -16,7 +16,12 @@ from hjax.errors import ConfigError, RunError
 from hjax.isolated_process import DeadlineExceeded, IsolatedProcess, ProcessDied, TaskFailed
 from hjax.rewards import reward_serialization
 from hjax.rewards.reward_results import RewardResult, uniform_result
-from hjax.rewards.reward_serialization import call_reward_function, deadline_message
+from hjax.rewards.reward_serialization import (
+    call_reward_function,
+    deadline_message,
+    set_sandbox,
+)
+from hjax.sandbox.sandbox_settings import SandboxSettings
 from hjax.user_code import load_object
 
 # In an isolated process, or in a thread of this one.
@@ -57,7 +62,11 @@ class RewardFunction:
     """
 
     def __init__(
-        self, function: Callable[..., Any], timeout_seconds: float = 60.0, runs_in: str = PROCESS
+        self,
+        function: Callable[..., Any],
+        timeout_seconds: float = 60.0,
+        runs_in: str = PROCESS,
+        sandbox: SandboxSettings | None = None,
     ):
         """Raises ConfigError if `function` can't take (prompts, responses, **columns).
 
@@ -66,10 +75,12 @@ class RewardFunction:
           timeout_seconds: for one call, including the validation of its values.
           runs_in: `process` (isolated) or `thread`. A thread cannot be killed: after a timeout it
             is abandoned.
+          sandbox: passed to the function's method `use_sandbox`, if it has one; None: the default.
         """
         self.function = function
         self.timeout_seconds = timeout_seconds
         self.runs_in = runs_in
+        self.sandbox = sandbox or SandboxSettings()
         self.name = getattr(function, "__name__", type(function).__name__)
         if timeout_seconds <= 0:
             raise ConfigError(f"reward.timeout_seconds={timeout_seconds}: it must be positive")
@@ -139,6 +150,7 @@ class RewardFunction:
         done: list[RewardResult] = []
         prompts, responses, columns = arguments
         seconds, function = self.timeout_seconds, self.function
+        set_sandbox(function, self.sandbox)
 
         def work() -> None:
             done.append(
@@ -166,7 +178,7 @@ class RewardFunction:
                 if not _is_builtin(self.function):
                     try:
                         payload = reward_serialization.worker_payload(
-                            self.function, self.name, self.timeout_seconds
+                            self.function, self.name, self.timeout_seconds, self.sandbox
                         )
                         self._isolated = IsolatedProcess(
                             "hjax.rewards.reward_serialization:make_handler", payload, _ENVIRONMENT
@@ -192,7 +204,7 @@ class RewardFunction:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("function", "timeout_seconds", "runs_in", "name")
+        kept = ("function", "timeout_seconds", "runs_in", "sandbox", "name")
         return {name: vars(self)[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from hjax.rewards.reward_results import RewardResult, parse_rewards, uniform_result
+from hjax.sandbox.sandbox_settings import SandboxSettings
 from hjax.user_code import (
     find_object,
     imported,
@@ -126,22 +127,31 @@ def serialize(value: Any) -> bytes:
     return out.getvalue()
 
 
-def worker_payload(function: Callable[..., Any], name: str, seconds: float) -> bytes:
+def set_sandbox(function: Callable[..., Any], settings: SandboxSettings) -> None:
+    """Tell a reward function that runs programs of a model where to run them."""
+    if hasattr(function, "use_sandbox"):
+        function.use_sandbox(settings)
+
+
+def worker_payload(
+    function: Callable[..., Any], name: str, seconds: float, sandbox: SandboxSettings
+) -> bytes:
     """The argument of ``make_handler`` for a function; raises NotSerializable."""
     found = find_object(function)
     if found is not None:  # an object created by a user's file: the file is loaded there again
         loader = pickle.dumps((load_object, ("{}:{}".format(*found), name)))
     else:
         loader = pickle.dumps((pickle.loads, (serialize(function),)))
-    return pickle.dumps((imported(), loader, name, seconds))
+    return pickle.dumps((imported(), loader, name, seconds, sandbox))
 
 
 def make_handler(data: bytes) -> Callable[[bytes], bytes]:
     """Handler of a reward function's calls, made in its isolated process."""
-    files, loader, name, seconds = pickle.loads(data)
+    files, loader, name, seconds, sandbox = pickle.loads(data)
     provide_files(files)
     load, arguments = pickle.loads(loader)
     function = load(*arguments)
+    set_sandbox(function, sandbox)
 
     def answer(request: bytes) -> bytes:
         prompts, responses, columns = pickle.loads(request)

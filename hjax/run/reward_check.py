@@ -77,6 +77,17 @@ class RewardTrial:
         return {"function": self.name, **shown, "returned": rewards, **named, "outcomes": outcomes}
 
 
+def sandbox_remark(config: ConfigDict, functions: Mapping[str, RewardFunction]) -> str:
+    """The sandbox of a reward function that runs programs, in one line; empty: none does, or it
+    is on a cluster's other machines.
+
+    Raises:
+      ConfigError: programs cannot be run there.
+    """
+    uses = [each.sandbox for each in functions.values() if hasattr(each.function, "use_sandbox")]
+    return uses[0].describe() if uses and not on_cluster(config) else ""
+
+
 def trial_calls(
     config: ConfigDict, inputs: Inputs, functions: Mapping[str, RewardFunction]
 ) -> list[RewardTrial]:

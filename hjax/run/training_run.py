@@ -32,7 +32,7 @@ from hjax.run.memory_check import MemoryCheck
 from hjax.run.metrics import StepRecorder
 from hjax.run.placement import Plan, plan_from_config, pool_name
 from hjax.run.reporter import Reporter
-from hjax.run.reward_check import try_rewards
+from hjax.run.reward_check import sandbox_remark, try_rewards
 from hjax.run.role_groups import describe_roles
 from hjax.run.rollout_policy import RolloutPolicy
 from hjax.run.run_metadata import (
@@ -105,6 +105,7 @@ class TrainingRun:
                 bases=bases,
                 forms=self.forms.forms,
             )
+            self._sandbox_remark = sandbox_remark(config, self.roles.reward_functions)
             if workdir is not None:  # without one it may be only a dry run
                 self._check_memory()
             self.backend.place(plan)
@@ -249,7 +250,7 @@ class TrainingRun:
                 self.reporter.message(remark)
         devices = len(self.backend.devices)
         remarks = setup_warnings(self.config, devices, self.roles.plan, self.inputs.held_out)
-        remarks = [self.forms.remark, *self.inputs.remarks, *remarks]
+        remarks = [self._sandbox_remark, self.forms.remark, *self.inputs.remarks, *remarks]
         for remark in filter(None, remarks):
             self.reporter.message(remark)
         for role, chosen in self.roles.remat.items():

@@ -64,6 +64,7 @@ CHANGEABLE = (
     "model.unroll_layers",
     "cluster.",
     "display.",
+    "sandbox.",
     "checkpoint.",
     "environment.processes",
     "environment.step_seconds",

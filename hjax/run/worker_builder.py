@@ -31,6 +31,7 @@ from hjax.run.dataflow import updates_per_step
 from hjax.run.episode_rollout import environment_of
 from hjax.run.inputs import Inputs
 from hjax.run.placement import Plan, role_path
+from hjax.sandbox.sandbox_settings import SandboxSettings
 from hjax.sharding.layout import RoleLayouts
 from hjax.workers import OptimizerConfig, WorkerContext
 from hjax.workers.optimizer import load_optimizer
@@ -92,7 +93,10 @@ class WorkerBuilder:
         if role not in self._functions:
             section, function = self.config.reward, getattr(self.inputs, role)
             self._functions[role] = RewardFunction(
-                function, timeout_seconds=section.timeout_seconds, runs_in=section.runs_in
+                function,
+                timeout_seconds=section.timeout_seconds,
+                runs_in=section.runs_in,
+                sandbox=SandboxSettings.of_config(self.config.sandbox),
             )
         return self._functions[role]
 

@@ -11,6 +11,7 @@ empty environment, Landlock (files), seccomp (system calls) and namespaces (netw
 mounts, ipc). docs/security.md says what each protects.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import functools
@@ -35,7 +36,7 @@ from hjax.sandbox import kernel_layers, scratch_folder
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 # Layers that can be switched off.
 LAYERS = ("landlock", "seccomp", "namespaces")
-_PROBE_SECONDS, _GRACE_SECONDS = 60.0, 15.0
+_PROBE_SECONDS, _GRACE_SECONDS, _CLOSE_SECONDS = 60.0, 15.0, 5.0
 _numbers = itertools.count()
 
 
@@ -107,12 +108,21 @@ class Sandbox(Protocol):
         ...
 
     def read(self, name: str, path: str, limit: int = 16 << 20) -> bytes:
-        """Read a regular file in the folder, at most ``limit`` bytes."""
+        """Read a regular file in the folder, at most ``limit`` bytes.
+
+        Raises:
+          DataError: there is no such file.
+        """
         ...
 
     def kill(self, name: str) -> None:
         """End what runs there, and remove the folder."""
         ...
+
+
+def python_command(sandbox: Sandbox) -> str:
+    """The Python of a sandbox: on this machine this one, elsewhere ``python3``."""
+    return sys.executable if isinstance(sandbox, LocalSandbox) else "python3"
 
 
 class LocalSandbox:
@@ -157,7 +167,8 @@ class LocalSandbox:
         if not self.layers["seccomp"] and not self.layers["namespaces"] and not allow_network:
             raise ConfigError(
                 f"no sandbox here: {describe_layers(self.layers)} do not keep programs from the "
-                "network; it needs seccomp or namespaces, or allow_network=True"
+                "network; it needs seccomp or namespaces, or sandbox.allow_network=true, which "
+                "lets programs reach it"
             )
         self._own_users = bool(self._users) and (
             bool(self.layers["namespaces"])
@@ -370,6 +381,18 @@ class _Launcher:
             assert self._requests is not None
             socket.send_fds(self._requests, [content], handles)
 
+    def close(self) -> None:
+        """End the launcher with all that runs; a later request starts another."""
+        with self._lock:
+            if self._process is None or self._requests is None:
+                return
+            self._requests.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_CLOSE_SECONDS)
+            self._process.kill()
+            self._process.wait()
+            self._process = self._requests = None
+
     def _start(self) -> None:
         if self._requests is not None:
             self._requests.close()
@@ -390,6 +413,7 @@ class _Launcher:
 
 
 _launcher = _Launcher()
+atexit.register(_launcher.close)
 
 
 @functools.cache
@@ -415,15 +439,16 @@ def describe_layers(layers: Mapping[str, int]) -> str:
     return ", ".join(filter(None, found))
 
 
-def sandbox_layers() -> str:
+def sandbox_layers(allow_network: bool = False) -> str:
     """The sandbox of this machine in one line, for a run's head."""
     found = probed_layers()
     line = f"sandbox: {describe_layers(found)}"
     try:
-        LocalSandbox()
+        LocalSandbox(allow_network=allow_network)
     except ConfigError:
         return f"{line}; too little to run programs of a model"
-    return line
+    isolated = found["seccomp"] or found["namespaces"]
+    return line if isolated else f"{line}; programs may reach the network (sandbox.allow_network)"
 
 
 def _readable_paths(further: Sequence[str]) -> list[str]:

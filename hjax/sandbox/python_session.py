@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import json
 import secrets
-import sys
 import threading
 import time
 import weakref
@@ -24,9 +23,11 @@ from typing import Any
 
 from hjax.errors import ConfigError, DataError, RunError
 from hjax.sandbox import session_runner
-from hjax.sandbox.local_sandbox import ExecResult, Sandbox, SandboxLimits
+from hjax.sandbox.local_sandbox import ExecResult, Sandbox, SandboxLimits, python_command
 
-_RUNNER = Path(session_runner.__file__).read_text()
+# Python puts the folder first on the path, where a cell may have written another `json.py`.
+_RUNNER = "import sys; sys.path[:] = filter(None, sys.path)\n"
+_RUNNER += Path(session_runner.__file__).read_text()
 _START_SECONDS, _GRACE_SECONDS = 60.0, 10.0
 _SESSION_SECONDS = 30 * 86400.0
 
@@ -44,7 +45,7 @@ class PythonSession:
         interpreter without a cell waits as long as it must.
       output_bytes: of what a cell prints; also the most characters of its value or traceback.
       limits: of memory, processes and files; those of time are this class's.
-      command: that starts Python there.
+      command: that starts Python there; empty: this one here, elsewhere ``python3``.
 
     Raises:
       ConfigError: ``cell_seconds`` or ``output_bytes`` is not positive.
@@ -58,12 +59,13 @@ class PythonSession:
         output_bytes: int = 1 << 14,
         *,
         limits: SandboxLimits | None = None,
-        command: Sequence[str] = (sys.executable, "-s", "-P"),
+        command: Sequence[str] = (),
     ):
         for name, value in (("cell_seconds", cell_seconds), ("output_bytes", output_bytes)):
             if not value > 0:
                 raise ConfigError(f"PythonSession: {name}={value!r} must be positive")
-        self._sandbox, self._command = sandbox, tuple(command)
+        self._sandbox = sandbox
+        self._command = tuple(command) or (python_command(sandbox), "-s")
         self._wall_seconds, self._output_bytes = 4 * cell_seconds, output_bytes
         self._options = {
             "seed": seed,

@@ -406,6 +406,18 @@ KEYS: dict[str, Any] = {
             4.0, "memory of each of these processes, in GiB; 0: no limit", at_least(0)
         ),
     },
+    "sandbox": {
+        "function": Key(
+            "",
+            "`path.py:Class` with the five calls of a sandbox, such as a hosted one "
+            "(docs/security.md); empty: this machine's",
+        ),
+        "allow_network": Key(
+            False,
+            "run programs of a model also where neither namespaces nor seccomp keep them from the "
+            "network",
+        ),
+    },
     "cost": {
         "path": Key("", "weights of a cost model; empty: the function"),
         "offload": _offload(trained=False),
