@@ -364,7 +364,8 @@ def test_results_are_written_down_without_pickle():
         RewardResult(np.float32([1, nan]), ("ok", "none"), "a problem"),
         RewardResult(np.float32([3, nan, 1]), ("ok", "nan", "ok"), None,
                      {"a": np.float32([1, nan, 1]), "b": np.float32([2, nan, nan])},
-                     (np.float32([1, 2]), None, np.float32([]))),
+                     (np.float32([1, 2]), None, np.float32([])),
+                     {"c": np.float32([4, nan, 5])}),
     ):  # fmt: skip
         again = from_bytes(to_bytes(result))
         assert again.row_outcomes == result.row_outcomes
@@ -373,6 +374,9 @@ def test_results_are_written_down_without_pickle():
         assert list(again.named) == list(result.named)
         for name, values in result.named.items():
             np.testing.assert_array_equal(again.named[name], values)
+        assert list(again.metrics) == list(result.metrics)
+        for name, values in result.metrics.items():
+            np.testing.assert_array_equal(again.metrics[name], values)
         for one, other in zip(again.tokens, result.tokens, strict=True):
             assert (one is None) == (other is None)
             if one is not None:

@@ -201,8 +201,9 @@ def fenced(code: str) -> str:
 )
 def test_partial_credit_and_kinds(code, tests, reward, kinds):
     judge = CodeTests(seconds=1, total_seconds=5)
-    assert judge([""], [fenced(code)], tests=[tests]) == [reward]
-    assert +judge.counts == {kind: kinds.count(kind) for kind in kinds}
+    found = judge([""], [fenced(code)], tests=[tests])
+    shares = {f"tests_{kind}": [kinds.count(kind) / 2] for kind in kinds}
+    assert found == [reward] and {n: x for n, x in found.metrics.items() if x != [0]} == shares
 
 
 def test_programs_in_responses():
@@ -288,6 +289,8 @@ def test_rewards_run_programs_in_a_users_sandbox(tmp_path, monkeypatch, runs_in)
     finally:
         judge.close()
     assert result.rewards.tolist() == [0.5], result.first_traceback
+    assert len(result.metrics) == 10
+    assert [float(result.metrics[f"tests_{x}"][0]) for x in ("passed", "wrong")] == [0.5, 0.5]
     assert (tmp_path / "log").read_text() == "python3 -I code_runner.py\n"
 
 

@@ -14,7 +14,6 @@ The program runs in a sandbox (``hjax.sandbox.local_sandbox``). Expected outputs
 inputs go in, outputs come out, and are compared here.
 """
 
-import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -22,13 +21,13 @@ import functools
 import itertools
 import json
 import re
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hjax.errors import ConfigError, DataError, short_repr
 from hjax.machine import available_cores
+from hjax.rewards.reward_results import RewardsWithMetrics
 from hjax.sandbox.local_sandbox import ExecResult, Sandbox, SandboxLimits, python_command
 from hjax.sandbox.sandbox_settings import SandboxSettings
 
@@ -76,9 +75,6 @@ class CodeTests:
         section ``sandbox``.
       command: that runs a Python file there; empty: this Python here, elsewhere ``python3``.
 
-    Attributes:
-      counts: tests by KINDS since the start.
-
     Raises:
       ConfigError: a number that is not positive.
     """
@@ -102,8 +98,6 @@ class CodeTests:
         )
         self._sandbox, self._command = sandbox, tuple(command)
         self._settings = SandboxSettings()
-        self.counts: collections.Counter[str] = collections.Counter(dict.fromkeys(KINDS, 0))
-        self._lock = threading.Lock()
 
     def use_sandbox(self, settings: SandboxSettings) -> None:
         """Run programs as a run's config says, unless a sandbox was given."""
@@ -111,8 +105,8 @@ class CodeTests:
 
     def __call__(
         self, prompts: Sequence[Any], responses: Sequence[str], **columns: Sequence[Any]
-    ) -> list[float]:
-        """A reward per response.
+    ) -> RewardsWithMetrics:
+        """A reward per response, and the share of its tests that came to each kind.
 
         Raises:
           DataError: a row without tests, or with tests of another form.
@@ -123,10 +117,9 @@ class CodeTests:
         sandbox = self._sandbox or _made_sandbox(self._settings)
         with concurrent.futures.ThreadPoolExecutor(available_cores()) as pool:
             found = list(pool.map(lambda r, t: self._kinds(r, t, sandbox), responses, tests))
-        with self._lock:
-            self.counts.update(kind for kinds in found for kind in kinds)
-        shares = [sum(kind == "passed" for kind in kinds) / len(kinds) for kinds in found]
-        return [share if self._partial else float(share == 1.0) for share in shares]
+        shares = {kind: [kinds.count(kind) / len(kinds) for kinds in found] for kind in KINDS}
+        rewards = [x if self._partial else float(x == 1.0) for x in shares["passed"]]
+        return RewardsWithMetrics(rewards, {f"tests_{kind}": x for kind, x in shares.items()})
 
     def _kinds(self, response: str, tests: ProgramTests, sandbox: Sandbox) -> list[str]:
         """What each test of a response came to."""

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +25,21 @@ _BOUND = f"numbers from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}, None; scale t
 RESERVED_NAMES = ("mean", "std", "unscored", "drawn_mean", *OUTCOMES)
 
 
+class RewardsWithMetrics(list[float | None]):
+    """What a reward function may return: a list of rewards, and numbers that are no rewards.
+
+    Args:
+      rewards: one per sequence.
+      metrics: by name, a number per sequence; their means are the run's metrics ``reward/<name>``.
+    """
+
+    def __init__(
+        self, rewards: Iterable[float | None], metrics: Mapping[str, Sequence[float]]
+    ) -> None:
+        super().__init__(rewards)
+        self.metrics = metrics
+
+
 @dataclasses.dataclass(frozen=True)
 class RewardResult:
     """Rewards of a batch, and the outcome of each sequence.
@@ -35,6 +50,7 @@ class RewardResult:
       first_traceback: the first failure (a traceback, or a sentence); None without a failure.
         Returning None or NaN is not a failure.
       named: named rewards, float32 [N] each, NaN where unscored.
+      metrics: numbers that are no rewards, float32 [N] each, by name.
       tokens: of each sequence None, or float32 [response tokens], whose sum is its reward.
     """
 
@@ -43,6 +59,7 @@ class RewardResult:
     first_traceback: str | None = None
     named: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     tokens: tuple[np.ndarray | None, ...] = ()
+    metrics: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def concatenated(cls, parts: Sequence[RewardResult]) -> RewardResult:
@@ -50,23 +67,30 @@ class RewardResult:
         each = tuple(name for result in parts for name in result.row_outcomes)
         problems = (x.first_traceback for x in parts if x.first_traceback is not None)
         rewards = [np.zeros(0, np.float32), *(result.rewards for result in parts)]
-        names = dict.fromkeys(name for result in parts for name in result.named)
-        named = {
-            n: np.concatenate([x.named.get(n, np.full_like(x.rewards, np.nan)) for x in parts])
-            for n in names
-        }
+
+        def joined(values: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+            blank = [np.full_like(x.rewards, np.nan) for x in parts]
+            names = dict.fromkeys(name for each in values for name in each)
+            pairs = list(zip(values, blank, strict=True))
+            return {n: np.concatenate([each.get(n, nan) for each, nan in pairs]) for n in names}
+
+        named, metrics = joined([x.named for x in parts]), joined([x.metrics for x in parts])
         tokens = tuple(t for x in parts for t in x.tokens or (None,) * len(x.row_outcomes))
         dense = any(x.tokens for x in parts)
         problem = next(problems, None)
-        return cls(np.concatenate(rewards), each, problem, named, tokens if dense else ())
+        tokens = tokens if dense else ()
+        return cls(np.concatenate(rewards), each, problem, named, tokens, metrics)
 
     def row(self, number: int) -> RewardResult:
         """The result of one sequence."""
         each, problem = self.row_outcomes[number], self.first_traceback
         at = slice(number, number + 1)
-        named = {name: values[at] for name, values in self.named.items()}
+        named, metrics = (
+            {name: values[at] for name, values in every.items()}
+            for every in (self.named, self.metrics)
+        )
         problem = None if each == "ok" else problem
-        return RewardResult(self.rewards[at], (each,), problem, named, self.tokens[at])
+        return RewardResult(self.rewards[at], (each,), problem, named, self.tokens[at], metrics)
 
     @functools.cached_property
     def outcomes(self) -> dict[str, int]:
@@ -108,7 +132,10 @@ def parse_rewards(returned: Any, lengths: Sequence[int], name: str) -> RewardRes
       name: of the function, for messages.
     """
     if not isinstance(returned, Mapping):
-        return _parse_list(returned, lengths, f"reward function {name} returned")
+        result = _parse_list(returned, lengths, f"reward function {name} returned")
+        if not isinstance(returned, RewardsWithMetrics):
+            return result
+        return dataclasses.replace(result, metrics=_parse_metrics(returned.metrics, len(lengths)))
     count, results = len(lengths), {}
     for key, values in returned.items():
         if not isinstance(key, str) or not key or key in RESERVED_NAMES:
@@ -124,6 +151,17 @@ def parse_rewards(returned: Any, lengths: Sequence[int], name: str) -> RewardRes
         problem = f"reward function {name} returned rewards whose sum for a sequence is too large"
         return uniform_result("wrong_type", count, f"{problem}; allowed: {_BOUND}")
     return summed
+
+
+def _parse_metrics(metrics: Mapping[str, Sequence[float]], count: int) -> dict[str, np.ndarray]:
+    found = {name: np.asarray(values, np.float32) for name, values in metrics.items()}
+    for name, values in found.items():
+        if name in RESERVED_NAMES or values.shape != (count,):
+            raise ValueError(
+                f"metric {name!r} of shape {values.shape}: it must have a number for each of "
+                f"{count} sequences, and a name that is none of {', '.join(RESERVED_NAMES)}"
+            )
+    return found
 
 
 def _summed(results: Mapping[str, RewardResult], lengths: Sequence[int]) -> RewardResult:

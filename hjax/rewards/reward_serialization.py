@@ -166,10 +166,11 @@ def to_bytes(result: RewardResult) -> bytes:
         "each": result.row_outcomes,
         "problem": result.first_traceback,
         "names": list(result.named),
+        "metrics": list(result.metrics),
         "lengths": [-1 if values is None else len(values) for values in result.tokens],
     }
     head = json.dumps(header).encode()
-    rows = [result.rewards, *result.named.values()]
+    rows = [result.rewards, *result.named.values(), *result.metrics.values()]
     rows += [values for values in result.tokens if values is not None]
     numbers = b"".join(np.asarray(row, np.float32).tobytes() for row in rows)
     return _SIZE.pack(len(head)) + head + numbers
@@ -182,9 +183,11 @@ def from_bytes(data: bytes) -> RewardResult:
     # A copy, because arrays over bytes are read-only.
     numbers = np.frombuffer(data, np.float32, offset=start).copy()
     count = len(header["each"])
-    sizes = [count, *(count for _ in header["names"]), *(n for n in header["lengths"] if n >= 0)]
+    names = [*header["names"], *header["metrics"]]
+    sizes = [count, *(count for _ in names), *(n for n in header["lengths"] if n >= 0)]
     rows: Sequence[np.ndarray] = np.split(numbers, np.cumsum(sizes)[:-1])
     named = dict(zip(header["names"], rows[1:]))
-    dense = iter(rows[1 + len(named) :])
+    metrics = dict(zip(header["metrics"], rows[1 + len(named) :]))
+    dense = iter(rows[1 + len(names) :])
     tokens = tuple(None if n < 0 else next(dense) for n in header["lengths"])
-    return RewardResult(rows[0], tuple(header["each"]), header["problem"], named, tokens)
+    return RewardResult(rows[0], tuple(header["each"]), header["problem"], named, tokens, metrics)

@@ -146,7 +146,8 @@ def batch_metrics(batch: Batch, kl_coefficient: float) -> dict[str, float]:
         "response/length_mean": float(np.mean(np.asarray(response_lengths(batch))[rows])),
         "response/truncated": float(np.mean(np.asarray(batch["truncated"])[samples])),
     }
-    for name, values in batch.get("named_rewards", {}).items():
+    by_name = {**batch.get("named_rewards", {}), **batch.get("reward_metrics", {})}
+    for name, values in by_name.items():
         said = np.asarray(values, np.float64)[samples]
         said = said[~np.isnan(said)]
         metrics[f"reward/{name}"] = float(said.mean()) if said.size else math.nan

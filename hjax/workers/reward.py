@@ -81,11 +81,14 @@ class FunctionReward(Worker):
         """``rewards`` float32 [rows], NaN where unscored; ``reward_outcomes`` counts outcomes.
 
         With several named rewards also ``named_rewards``, float32 [rows] by name, NaN where one is
-        missing; with token rewards ``token_rewards`` float32 [rows, length].
+        missing; with metrics of the function ``reward_metrics`` alike; with token rewards
+        ``token_rewards`` float32 [rows, length].
         """
         result = self._scored(batch)
         return {"rewards": result["rewards"], "reward_outcomes": result["outcomes"]} | {
-            key: result[key] for key in ("named_rewards", "token_rewards") if key in result
+            key: result[key]
+            for key in ("named_rewards", "reward_metrics", "token_rewards")
+            if key in result
         }
 
     @protocol("ALL_TO_ALL", reads=REWARD_KEYS)
@@ -101,7 +104,8 @@ class FunctionReward(Worker):
             made: dict[str, Any] = {"rewards": result.rewards, "outcomes": result.outcomes}
             tokens = result.by_token(_lengths(batch), width)
             made |= {} if tokens is None else {"token_rewards": tokens}
-            return made | ({"named_rewards": dict(result.named)} if result.named else {})
+            by_name = {"named_rewards": result.named, "reward_metrics": result.metrics}
+            return made | {key: dict(values) for key, values in by_name.items() if values}
         rows, share = len(batch["responses"]), self.own_rows(batch)
         result = self.score(slice_rows(batch, share))
         region = ((share.start, share.stop),)
@@ -111,13 +115,20 @@ class FunctionReward(Worker):
                 f"{self.role}: token rewards work in one process only; set "
                 "cluster.reward_processes=1"
             )
-        named = {}
-        for name, values in result.named.items():
-            # Zero on other processes' rows: the parts are summed.
-            named[name] = np.zeros(rows, np.float32)
-            named[name][share] = values
-        parts = {"outcomes": SummedValue(result.outcomes), "named_rewards": SummedValue(named)}
-        return {"rewards": rewards, **parts}
+
+        def parts(by_name: Mapping[str, np.ndarray]) -> SummedValue:
+            """Zero on other processes' rows: the parts are summed."""
+            whole = {name: np.zeros(rows, np.float32) for name in by_name}
+            for name, values in by_name.items():
+                whole[name][share] = values
+            return SummedValue(whole)
+
+        return {
+            "rewards": rewards,
+            "outcomes": SummedValue(result.outcomes),
+            "named_rewards": parts(result.named),
+            "reward_metrics": parts(result.metrics),
+        }
 
 
 def step_ends(prompt: list[int], response: list[int], context: WorkerContext) -> list[int]:

@@ -351,8 +351,10 @@ def test_no_cheat_wins_a_reward(sandbox, cheat):
     body = "\n".join(f" {line}" for line in CHEATS[cheat].split("\n"))
     responses = [fenced(CHEATS[cheat]), fenced(FUNCTION + body), fenced(FUNCTION + body + "\n")]
     responses[2] = fenced(CHEATS[cheat] + "\nf = lambda x: type('A', (), {'__eq__': bool})()")
-    assert judge([""] * 3, responses, tests=[TESTS, CALLS, CALLS]) == [0.0, 0.0, 0.0]
-    assert judge.counts["passed"] == 0 and sum(judge.counts.values()) == 6
+    found = judge([""] * 3, responses, tests=[TESTS, CALLS, CALLS])
+    assert found == [0.0, 0.0, 0.0]
+    assert found.metrics["tests_passed"] == [0] * 3
+    assert [sum(shares) for shares in zip(*found.metrics.values(), strict=True)] == [1] * 3
 
 
 def test_nested_results_and_slow_tests_cost_only_themselves(sandbox):
