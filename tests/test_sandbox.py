@@ -1,9 +1,12 @@
 """The sandbox's calls, limits and layers, and rewards for programs by their tests."""
 
+import ctypes
 import os
+import re
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -174,6 +177,51 @@ def test_the_filter_of_system_calls(machine, architecture, numbers):
         assert verdict(program, architecture, 0x40000000) == unknown  # x32
     inside = system_call_filter.filter_program(on_the_host=False, machine=machine)
     assert verdict(inside, architecture, numbers["kill"], os.getppid()) == allowed
+
+
+def named_calls():
+    """Each call of the filter's tables with its numbers for x86_64 and aarch64."""
+    tables = ("_ALWAYS_DENIED", "_DENIED_ON_THE_HOST", "_OWN_PROCESS_ONLY")
+    found = {}
+    for table in tables:
+        found |= getattr(system_call_filter, table)
+    own = {"clone": "_CLONE", "clone3": "_CLONE3", "seccomp": "_SECCOMP"}
+    return found | {name: getattr(system_call_filter, held) for name, held in own.items()}
+
+
+@pytest.mark.parametrize(("column", "audit"), [(0, 0xC000003E), (1, 0xC00000B7)])
+def test_numbers_of_system_calls_are_those_of_libseccomp(column, audit):
+    try:
+        library = ctypes.CDLL("libseccomp.so.2")
+    except OSError:
+        pytest.skip("no libseccomp")
+    resolve, checked = library.seccomp_syscall_resolve_name_arch, 0
+    for name, numbers in named_calls().items():
+        known = resolve(audit, name.encode())
+        if known != -1:  # -1: a call that is newer than the library; below: not on this machine
+            assert numbers[column] == (known if known >= 0 else None), name
+            checked += 1
+    assert checked > 80
+
+
+@pytest.mark.parametrize(
+    ("column", "header"),
+    [(0, "x86_64-linux-gnu/asm/unistd_64.h"), (1, "asm-generic/unistd.h")],
+)
+def test_numbers_of_system_calls_are_those_of_the_kernels_headers(column, header):
+    """The generic table is aarch64's."""
+    path = Path("/usr/include", header)
+    if not path.exists():
+        pytest.skip(f"no {path}")
+    known = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)$", path.read_text(), re.MULTILINE)
+    known = {name: int(number) for name, number in known}
+    checked = [n for n, numbers in named_calls().items() if known.get(n) == numbers[column]]
+    wrong = [
+        n
+        for n, numbers in named_calls().items()
+        if known.get(n, numbers[column]) != numbers[column]
+    ]
+    assert not wrong and len(checked) > 80
 
 
 SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}

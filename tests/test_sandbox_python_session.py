@@ -1,6 +1,7 @@
 """An interpreter that keeps its variables, in a sandbox: cells, and what they may do to it."""
 
 import concurrent.futures
+import contextlib
 import os
 import random
 import re
@@ -40,6 +41,8 @@ class FolderSandbox:
         )  # fmt: skip
         self.programs[name].append(program)
         out, err = program.communicate(stdin)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGKILL)  # nothing that it has started outlives it
         return ExecResult(program.returncode, out, err, "", 0.0)
 
     def write(self, name, path, content):

@@ -100,18 +100,29 @@ class Sandbox(Protocol):
         environment: Mapping[str, str] | None = None,
         limits: SandboxLimits | None = None,
     ) -> ExecResult:
-        """Run a program in the folder until it ends; nothing that it has started outlives it."""
+        """Run a program in the folder until it ends; nothing that it has started outlives it.
+
+        Args:
+          command: the program and its arguments.
+          stdin: of the program.
+          environment: variables beside PATH, HOME and LANG.
+          limits: None: the sandbox's own.
+        """
         ...
 
     def write(self, name: str, path: str, content: bytes) -> None:
-        """Write a file in the folder."""
+        """Write a file in the folder, with the folders above it.
+
+        Raises:
+          DataError: the path leads out of the folder, or what programs have made is in its way.
+        """
         ...
 
     def read(self, name: str, path: str, limit: int = 16 << 20) -> bytes:
         """Read a regular file in the folder, at most ``limit`` bytes.
 
         Raises:
-          DataError: there is no such file.
+          DataError: there is no such file, or its path leads out of the folder.
         """
         ...
 
@@ -182,7 +193,7 @@ class LocalSandbox:
             )
 
     def create(self) -> str:
-        """Make a sandbox with an empty folder; returns its name."""
+        """See ``Sandbox``."""
         outer = Path(tempfile.mkdtemp(prefix="hjax-sandbox-")).resolve()
         name, folder = outer.name, outer / "work"
         (outer / "root").mkdir()
@@ -208,13 +219,7 @@ class LocalSandbox:
         environment: Mapping[str, str] | None = None,
         limits: SandboxLimits | None = None,
     ) -> ExecResult:
-        """Run a program in the folder until it ends; nothing that it has started outlives it.
-
-        Args:
-          command: the program and its arguments, looked up in /usr/bin and /bin.
-          stdin: of the program.
-          environment: variables beside PATH, HOME and LANG.
-          limits: instead of this object's.
+        """See ``Sandbox``; programs are looked up in /usr/local/bin, /usr/bin and /bin.
 
         Raises:
           RunError: the program could not be started, or the launcher has died.
@@ -251,20 +256,12 @@ class LocalSandbox:
             os.close(err)
 
     def write(self, name: str, path: str, content: bytes) -> None:
-        """Write a file in the folder, with the folders above it; nothing else is written to.
-
-        Raises:
-          DataError: the path leads out of the folder or through a link.
-        """
+        """See ``Sandbox``; no link is followed."""
         folder, user = self._folder(name)
         scratch_folder.write_within(folder, path, content, user)
 
     def read(self, name: str, path: str, limit: int = 16 << 20) -> bytes:
-        """Read a regular file in the folder, at most ``limit`` bytes.
-
-        Raises:
-          DataError: the path leads out of the folder or through a link, or it is no regular file.
-        """
+        """See ``Sandbox``; no link is followed."""
         return scratch_folder.read_within(self._folder(name)[0], path, limit)
 
     def kill(self, name: str) -> None:

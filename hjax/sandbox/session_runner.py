@@ -13,6 +13,7 @@ import linecache
 import os
 import random
 import select
+import signal
 import sys
 import time
 import traceback
@@ -188,6 +189,8 @@ class _Watcher:
             self._report(b'""', reason)
         else:
             os.write(1, reason.encode())
+        with contextlib.suppress(OSError):  # also where a sandbox leaves orphans running
+            os.kill(self._interpreter, signal.SIGKILL)
         os._exit(0)
 
     def _processor_seconds(self) -> float:

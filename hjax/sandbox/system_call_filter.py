@@ -23,8 +23,8 @@ _ALWAYS_DENIED: dict[str, tuple[int | None, int | None]] = {
     "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39),
     "pivot_root": (155, 41), "chroot": (161, 51), "move_mount": (429, 429),
     "open_tree": (428, 428), "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432),
-    "fspick": (433, 433), "mount_setattr": (442, 442), "open_by_handle_at": (304, 265),
-    "name_to_handle_at": (303, 264), "fanotify_init": (300, 262),
+    "fspick": (433, 433), "mount_setattr": (442, 442), "open_tree_attr": (467, 467),
+    "open_by_handle_at": (304, 265), "name_to_handle_at": (303, 264), "fanotify_init": (300, 262),
     # parts of the kernel with many errors, and what only administrators need
     "bpf": (321, 280), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427), "keyctl": (250, 219), "add_key": (248, 217),
@@ -48,6 +48,7 @@ _DENIED_ON_THE_HOST: dict[str, tuple[int | None, int | None]] = {
     "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "removexattr": (197, 14),
     "lremovexattr": (198, 15), "fremovexattr": (199, 16), "utime": (132, None),
     "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88), "truncate": (76, 45),
+    "setxattrat": (463, 463), "removexattrat": (466, 466), "file_setattr": (469, 469),
     "setpriority": (141, 140), "ioprio_set": (251, 30),
 }  # fmt: skip
 # Their first argument names a process; allowed for the calling program's own.

@@ -213,6 +213,9 @@ def test_it_reads_and_changes_no_file_outside(sandbox, name, tmp_path):
         f"os.chmod({str(secret)!r}, 0o777)",
         f"os.utime({str(secret)!r}, (0, 0))",
         f"os.rename({str(secret)!r}, 'mine')",
+        f"os.setxattr({str(secret)!r}, 'user.a', b'x')",
+        f"call(463, -100, {os.fsencode(secret)!r}, 0, b'user.a', xattr(b'x', 1), long(16))",
+        f"call(469, -100, {os.fsencode(secret)!r}, bytes(24), long(24), 0)",
         f"os.unlink({str(secret)!r})",
         f"os.listdir({str(tmp_path)!r})",
         "os.listdir('/root')", "os.listdir('/home')", "os.listdir(os.path.dirname(os.getcwd()))",
@@ -220,7 +223,10 @@ def test_it_reads_and_changes_no_file_outside(sandbox, name, tmp_path):
         "open(f'/proc/{os.getppid()}/mem', 'rb').read(1)", "open('/tmp/x', 'w')",
         "open('/dev/shm/x', 'w')", f"open({os.__file__!r}, 'a')", "os.listdir('../../..')",
     ]  # fmt: skip
-    code = "import os\ndone = []\n"
+    code = "import ctypes, os\nlibc = ctypes.CDLL(None)\ndone = []\n"
+    code += "def call(*given):\n if libc.syscall(*given) < 0: raise OSError\n"
+    code += "long = ctypes.c_long\ndef xattr(value, size):  # struct xattr_args\n"
+    code += " return bytes(ctypes.c_char_p(value)) + size.to_bytes(8, 'little')\n"
     for text in tries:
         code += f"try: {text}; done.append({text!r})\nexcept OSError: pass\n"
     outcome = run(sandbox, name, code + "print(done)")
