@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, ClassVar
@@ -14,6 +15,7 @@ from hjax.errors import ConfigError, DataError, one_line, short_repr
 ADAPTERS = {
     "openenv": "hjax.environments.openenv_adapter:OpenEnvEnvironment",
     "textarena": "hjax.environments.textarena_adapter:TextArenaEnvironment",
+    "verifiers": "hjax.environments.verifiers_adapter:VerifiersEnvironment",
 }
 
 
@@ -51,6 +53,15 @@ class AdaptedEnvironment(Environment):
                 "it must be text, which is shown above the first observation"
             )
         return "\n".join(part for part in (prompt, seen) if part)
+
+    def _begin_call(self) -> None:
+        # A little before the deadline of the call, which would end all episodes of this process.
+        self._seconds = 0.9 * self.step_seconds
+        self._deadline = time.monotonic() + self._seconds
+
+    def _left(self) -> float:
+        """Seconds that the call still has."""
+        return max(self._deadline - time.monotonic(), 1e-3)
 
 
 def adapted_class(name: str, target: str) -> type[AdaptedEnvironment]:

@@ -107,14 +107,6 @@ class OpenEnvEnvironment(AdaptedEnvironment):
             return values[0]
         return json.dumps(shown, ensure_ascii=False)
 
-    def _begin_call(self) -> None:
-        # A little before the deadline of the call, which would end all episodes of this process.
-        self._seconds = 0.9 * self.step_seconds
-        self._deadline = time.monotonic() + self._seconds
-
-    def _left(self) -> float:
-        return max(self._deadline - time.monotonic(), 1e-3)
-
     def _failure(self, what: str) -> RunError:
         return RunError(f"the OpenEnv server {self.target} {what}")
 
