@@ -133,7 +133,8 @@ def openenv_server(kind: str, port: int, log: str) -> None:
             return State()
 
         def reset(self, seed: int | None = None, episode_id: Any = None, goal: int = 5) -> Any:
-            self.seed, self.goal, self.total, self.rewards = seed, goal, 0, []
+            self.seed, self.goal, self.total = seed, goal, 0
+            self.rewards: list[float] = []
             return self.begin()
 
     class Guess(Base):
@@ -274,7 +275,7 @@ def openenv_lines(model: str, folder: pathlib.Path) -> Iterator[dict[str, Any]]:
 
 def textarena_games(name: str, plays: Sequence[Play], players: int = 1) -> list[Played]:
     """Games by TextArena itself; the second player of two says `[defect]`."""
-    import textarena  # type: ignore[import-not-found]
+    import textarena
 
     found: list[Played] = []
     for task, seed, actions in plays:
@@ -419,20 +420,7 @@ WORDS = {"a": "first", "b": "second", "c": "third"}
 class WordData(vf.TaskData):
     answer: str
 
-class Dictionary(vf.Toolset):
-    @vf.tool
-    async def look(self, word: str) -> str:
-        \"\"\"Look a word up.\"\"\"
-        return WORDS.get(word, "nothing")
-
-class WordConfig(vf.TaskConfig):
-    tools: bool = False
-
 class WordTask(vf.Task[WordData]):
-    @classmethod
-    def toolsets(cls, config):
-        return [Dictionary(vf.ToolsetConfig())] if config.tools else []
-
     @vf.reward(weight=0.75)
     async def exact(self, trace: vf.Trace) -> float:
         return float((trace.last_reply or "").strip() == self.data.answer)
@@ -445,10 +433,7 @@ class WordTask(vf.Task[WordData]):
     async def length(self, trace: vf.Trace) -> float:
         return float(len(trace.last_reply or ""))
 
-class WordsConfig(vf.TasksetConfig):
-    task: WordConfig = WordConfig()
-
-class Words(vf.Taskset[WordTask, WordsConfig]):
+class Words(vf.Taskset[WordTask, vf.TasksetConfig]):
     def load(self):
         for i, (word, answer) in enumerate(WORDS.items()):
             said = {"prompt": f"What is {word}?", "system_prompt": "Be brief."}
@@ -456,12 +441,6 @@ class Words(vf.Taskset[WordTask, WordsConfig]):
             yield WordTask(data, self.config.task)
 
 __all__ = ["Words"]
-"""
-WITH_TOOLS = """
-from hjax.environments.verifiers_adapter import VerifiersEnvironment
-
-class WithTools(VerifiersEnvironment):
-    target, taskset = "words_to_look_up", {"task": {"tools": True}}
 """
 
 
@@ -497,16 +476,13 @@ def scripted_endpoint(turns: Sequence[dict[str, Any]]) -> Any:
 
 
 async def verifiers_rewards(
-    tools: bool, plays: Sequence[tuple[int, list[dict[str, Any]]]]
+    plays: Sequence[tuple[int, list[dict[str, Any]]]],
 ) -> list[Played]:
     """Tasks by verifiers itself: its rewards for an endpoint that says the same."""
-    import verifiers.v1 as vf  # type: ignore[import-not-found]
-    from verifiers.v1.clients import (  # type: ignore[import-not-found]
-        EvalClientConfig,
-        ModelContext,
-    )
+    import verifiers.v1 as vf
+    from verifiers.v1.clients import EvalClientConfig, ModelContext
 
-    taskset = {"id": "words_to_look_up", "task": {"tools": tools}}
+    taskset = {"id": "words_to_look_up"}
     agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
     environment = vf.SingleAgentEnv(vf.SingleAgentEnvConfig(taskset=taskset, agent=agent))
     found: list[Played] = []
@@ -527,9 +503,8 @@ async def verifiers_rewards(
 
 
 def verifiers_lines(model: str, folder: pathlib.Path) -> Iterator[dict[str, Any]]:
-    """Single answers; calls of tools; a model's answers, judged by verifiers again."""
+    """Single answers; a model's answers, judged by verifiers again."""
     (folder / "words_to_look_up.py").write_text(TASKSET)
-    (folder / "with_tools.py").write_text(WITH_TOOLS)
     sys.path.append(str(folder))
     os.environ["PYTHONPATH"] = str(folder)
     os.environ["PATH"] = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -542,29 +517,14 @@ def verifiers_lines(model: str, folder: pathlib.Path) -> Iterator[dict[str, Any]
     began = time.perf_counter()
     plays: list[Play] = [({"prompt": "-", "index": i}, 0, [text]) for i, text in answers]
     mine = play(spec, plays, seconds=300)
-    theirs = asyncio.run(verifiers_rewards(False, [(i, [said(text)]) for i, text in answers]))
+    theirs = asyncio.run(verifiers_rewards([(i, [said(text)]) for i, text in answers]))
     yield line("4 answers, two weighted rewards", mine, theirs, began)
-    began = time.perf_counter()
-    arguments = [(0, "a", "first"), (1, "a", "first")]
-    plays = [
-        ({"prompt": "-", "index": i}, 0, [
-            f'<tool_call>{{"name": "look", "arguments": {{"word": "{word}"}}}}</tool_call>', text,
-        ])
-        for i, word, text in arguments
-    ]  # fmt: skip
-    mine = play(f"{folder}/with_tools.py:WithTools", plays, seconds=300)
-    scripts = []
-    for i, word, text in arguments:
-        function = {"name": "look", "arguments": json.dumps({"word": word})}
-        call = {"index": 0, "id": "c", "type": "function", "function": function}
-        scripts.append((i, [{"role": "assistant", "tool_calls": [call]}, said(text)]))
-    yield line("2 calls of a tool", mine, asyncio.run(verifiers_rewards(True, scripts)), began)
     began = time.perf_counter()
     rows = [{"prompt": "-", "index": i} for i in range(2)]
     played = evaluate(spec, model, folder, rows, "--chat", "--step_seconds=300")
     mine = [([turn["reward"] for turn in each["turns"]], True) for each in played]
     again = [(each["question"], [said(each["turns"][0]["action"])]) for each in played]
-    theirs = asyncio.run(verifiers_rewards(False, again))
+    theirs = asyncio.run(verifiers_rewards(again))
     yield line("evaluate, 4 answers of a model, judged again", mine, theirs, began)
 
 

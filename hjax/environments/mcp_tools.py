@@ -115,8 +115,8 @@ def _read_config(file: str) -> dict[str, Mapping[str, Any]]:
             )
         for key, kind in kinds.items():
             value = about.get(key)
-            inner = value.values() if isinstance(value, dict) else value
-            parts = list(inner) if isinstance(value, list | dict) else []
+            parts = list(value.values()) if isinstance(value, dict) else value
+            parts = parts if isinstance(parts, list) else []
             texts = all(isinstance(part, str) for part in parts)
             if value is not None and not (isinstance(value, kind) and texts):
                 form = {list: "a list of strings", dict: "strings by name"}.get(kind, "a string")
@@ -159,7 +159,8 @@ class _McpServer:
             async with contextlib.AsyncExitStack() as stack:
                 client = Client(await self._transport(stack), read_timeout_seconds=self._seconds)
                 self._client = await stack.enter_async_context(client)
-                tools, page = {}, await self._client.list_tools()
+                tools: dict[str, Any] = {}
+                page = await self._client.list_tools()
                 while True:
                     tools |= {tool.name: tool for tool in page.tools}
                     if page.next_cursor is None:

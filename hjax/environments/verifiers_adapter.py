@@ -47,6 +47,7 @@ class VerifiersEnvironment(AdaptedEnvironment):
         "harness": {"id": "null"},
         "runtime": {"type": "subprocess"},
     }
+    _runner: ClassVar[_HarnessRunner]
     _run: concurrent.futures.Future[Any] | None = None
     _reply: queue.SimpleQueue[Mapping[str, Any] | None] | None = None
 
@@ -141,7 +142,7 @@ class VerifiersEnvironment(AdaptedEnvironment):
         errors = [*episode.errors, *(each for trace in episode.traces for each in trace.errors)]
         if errors or not episode.traces:
             said = f"{errors[0].type}: {errors[0].message}" if errors else "nothing was traced"
-            raise RunError(f"verifiers:{self.target} fails: {one_line(said)}")
+            raise RunError(f"verifiers:{self.target} fails: {one_line(RunError(said))}")
         trace = episode.traces[0]
         metrics = {f"reward_{name}": each.value for name, each in trace.rewards.items() if each}
         metrics |= {name: value for name, value in trace.metrics.items() if value is not None}
