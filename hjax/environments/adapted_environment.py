@@ -82,5 +82,5 @@ def adapter_package(module: str, package: str) -> ModuleType:
     except ImportError as error:
         raise ConfigError(
             f"it needs {package}, which cannot be imported ({one_line(error)}): "
-            f"pip install {package}, or 'hjax[environments]'"
+            f"pip install {package}"
         ) from None
