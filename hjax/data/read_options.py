@@ -5,7 +5,7 @@ They are parsed from the strings of the config's `data` section.
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from hjax.data.row_formats import COLUMNS, read_format
@@ -25,6 +25,7 @@ class ReadOptions:
       chat: whether a prompt that is text becomes the user message of a chat.
       system: system message of chats that have none; empty: none.
       template: further variables of the chat template.
+      tools: definitions of the functions that every chat has; a row's own stand instead.
       format: whose columns the rows have (``hjax.data.row_formats``).
     """
 
@@ -33,6 +34,7 @@ class ReadOptions:
     chat: bool = False
     system: str = ""
     template: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    tools: Sequence[Mapping[str, Any]] = ()
     format: str = COLUMNS
 
     @classmethod
@@ -48,7 +50,7 @@ class ReadOptions:
             data.chat,
             data.system,
             parse_template_arguments(data.template_arguments),
-            data.format,
+            format=data.format,
         )
 
     def rename_columns(self, row: Mapping[str, Any]) -> dict[str, Any]:

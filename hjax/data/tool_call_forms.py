@@ -101,3 +101,16 @@ def _read(text: str, form: CallForm) -> tuple[str, str] | None:
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
     return name, json.dumps(arguments, ensure_ascii=False)
+
+
+def split_calls(text: str, form: CallForm) -> tuple[str, tuple[CallPart, ...], bool]:
+    """The text of a turn before its calls, the calls, and whether there is a beginning of a call
+    that cannot be read (the text is then the whole turn)."""
+    if not form.begin:
+        call = _read(text.strip(), form) if text.lstrip().startswith("{") else None
+        if call is None:
+            return text, (), False
+        return "", (CallPart.first(0, *call),), False
+    before, tag, rest = text.partition(form.begin)
+    calls = read_calls(tag + rest, form, ()) if tag else ()
+    return (before, calls, False) if calls else (text, (), bool(tag))

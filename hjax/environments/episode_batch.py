@@ -37,7 +37,8 @@ def episode_batch(
     Returns:
       ``prompts``, ``prompt_mask``, ``responses``, ``response_mask`` (drawn by the policy),
       ``response_lengths`` (observations included), the turns' log-probs, ``truncated`` (an episode
-      that had to stop before its end), ``episode`` and ``group`` int32 [rows]; ``turn`` int32
+      that had to stop before its end), ``failed`` (one that its environment's fault ended),
+      ``episode`` and ``group`` int32 [rows]; ``turn`` int32
       [rows, length], of each drawn token its turn in the episode, else -1; ``anchor`` like it, of
       the state in which its turn was taken, numbered from 0 within the group, -1 none;
       ``token_rewards`` float32 [rows, length], each turn's at its last token; ``stop_reason`` and
@@ -64,6 +65,7 @@ def episode_batch(
         "response_lengths": places.sum(axis=1, dtype=np.int32),
         **tables,
         "truncated": np.array([e.stop_reason in ("max_turns", "context") for e, _ in rows]),
+        "failed": np.array([bool(e.fault) for e, _ in rows]),
         "row_mask": np.array([e.number != NO_EPISODE for e, _ in rows]),
         "episode": np.array([e.number for e, _ in rows], np.int32),
         "group": np.array([e.group for e, _ in rows], np.int32),

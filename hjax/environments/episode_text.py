@@ -8,6 +8,7 @@ the observation, and the header of the next turn.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -71,6 +72,11 @@ class ObservationEncoder:
         self._ends = tuple(dict.fromkeys([*tokenizer.turn_ends.tokens, *filter(None, ends)]))
         if chat:
             self._between(self.conversation("1"), [{"role": "user", "content": "2"}])
+
+    def check(self, tools: Sequence[dict[str, Any]], following: Messages) -> None:
+        """Raise DataError if messages that follow a turn cannot be written in a chat with tools."""
+        chat = self.conversation("1")
+        self._between(dataclasses.replace(chat, tools=list(tools)), following)
 
     def conversation(self, first: str | Observed) -> Conversation:
         """The chat that a row begins with.

@@ -61,6 +61,19 @@ class RewardResult:
     tokens: tuple[np.ndarray | None, ...] = ()
     metrics: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
+    def without(self, rows: np.ndarray) -> RewardResult:
+        """The result with some sequences unscored; ``rows``: bool [N]."""
+        unscored = functools.partial(np.where, rows, np.float32(np.nan))
+        return dataclasses.replace(
+            self,
+            rewards=unscored(self.rewards),
+            row_outcomes=tuple(
+                "none" if gone else outcome
+                for gone, outcome in zip(rows, self.row_outcomes, strict=True)
+            ),
+            named={name: unscored(values) for name, values in self.named.items()},
+        )
+
     @classmethod
     def concatenated(cls, parts: Sequence[RewardResult]) -> RewardResult:
         """Concatenate the sequences of several results."""

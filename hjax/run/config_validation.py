@@ -8,6 +8,7 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms import ALGORITHMS, Algorithm
 from hjax.config import count_or_zero
+from hjax.data.tasks import Task
 from hjax.errors import ConfigError
 from hjax.kernels import cudnn
 from hjax.kernels.attention import DENSE_LENGTH
@@ -52,9 +53,30 @@ def check_compatibility(
     if algorithm.generates and (config.reward.path or not config.reward.function):
         algorithm.check_rewards(config.algorithm, ())
     if algorithm.generates and (name := environment_of(config, inputs.task)):
+        if config.environment.tools:
+            name = check_tools(config, inputs.task)
         check_environment(config, algorithm, layouts, name)
     check_batches(config, algorithm, table, layouts, plan)
     check_packing(config, inputs, layouts, after=int(table["actor"].scalar), unit=algorithm.unit)
+
+
+def check_tools(config: ConfigDict, task: Task | None) -> str:
+    """What a run with tools is called in messages.
+
+    Raises:
+      ConfigError: something else plays the episodes, or the prompts are no chats.
+    """
+    name = f"environment.tools={config.environment.tools}"
+    if config.environment.function:
+        raise ConfigError(
+            f"config.{name}: episodes are played by {config.environment.function} already; keep one"
+        )
+    if task is not None:
+        raise ConfigError(
+            f"config.{name}: prompts of the built-in task {config.data.task} are no chats; give "
+            "data.path=FILE"
+        )
+    return name
 
 
 def check_environment(
@@ -79,10 +101,15 @@ def check_environment(
             )
     if config.reward.while_generating:
         raise ConfigError(
-            f"config.reward.while_generating=True: the environment {environment} rewards its "
-            "episodes while they are played; leave it out"
+            "config.reward.while_generating=True is of single responses, and the environment "
+            f"{environment} is played over several turns; leave it out"
         )
-    for key in ("function", "path"):
+    if config.environment.tools and config.reward.path:
+        raise ConfigError(
+            f"config.reward.path={config.reward.path}: a reward model reads single responses, and "
+            "with environment.tools a function scores the last turn; set reward.function"
+        )
+    for key in () if config.environment.tools else ("function", "path"):
         if config.reward[key]:
             raise ConfigError(
                 f"config.reward.{key}={config.reward[key]}: the environment {environment} rewards "

@@ -34,6 +34,7 @@ from hjax.environments.episode import (
 from hjax.environments.episode_batch import episode_batch
 from hjax.environments.episode_pool import EpisodePool
 from hjax.environments.episode_text import ObservationEncoder
+from hjax.environments.tool_environment import TOOL_ENVIRONMENT, tool_options
 from hjax.errors import ConfigError, RunError
 from hjax.rollout.generator import bucket_length
 
@@ -47,6 +48,8 @@ ROW_MARGIN = 1.5
 
 def environment_of(config: ConfigDict, task: Task | None) -> str:
     """The environment that a run plays: of the config, or of its task; empty: none."""
+    if config.environment.tools:
+        return TOOL_ENVIRONMENT
     return config.environment.function or (task.environment if task is not None else "")
 
 
@@ -92,8 +95,12 @@ class EpisodeRollout:
         if tokenizer is None:
             raise ConfigError(f"environment {name}: it speaks text, and there is no tokenizer")
         options = ReadOptions.from_config(data)
+        self._plays_tools = bool(section.tools)
         self._encoder = ObservationEncoder(
-            tokenizer, chat=data.chat, system=data.system, variables=dict(options.template)
+            tokenizer,
+            chat=data.chat or self._plays_tools,
+            system=data.system,
+            variables=dict(options.template),
         )
         of_task = task is not None and bool(task.environment)
         self.limits = EpisodeLimits(
@@ -105,6 +112,7 @@ class EpisodeRollout:
         )
         self._pool = EpisodePool(
             name,
+            tool_options(section.tools, self._encoder) if self._plays_tools else {},
             processes=section.processes or min(os.cpu_count() or 1, 8),
             step_seconds=section.step_seconds,
             memory_bytes=int(section.memory_gib * 2**30),
@@ -192,7 +200,14 @@ class EpisodeRollout:
         given = [returns[number] for number in made["episode"].tolist()]
         made["columns"] = {
             name: [values[i] for i in of_row.tolist()] for name, values in columns.items()
-        } | {RETURN_COLUMN: [None if np.isnan(value) else value for value in given]}
+        }
+        if self._plays_tools:  # the run's reward function scores the last turn
+            del made["token_rewards"]
+            answers = {each.number: each.turns[-1].text if each.turns else "" for each in episodes}
+            made["response_text"] = [answers.get(i, "") for i in made["episode"].tolist()]
+            return made
+        values = [None if np.isnan(value) else value for value in given]
+        made["columns"][RETURN_COLUMN] = values
         return made
 
     def _check_faults(self, episodes: Sequence[Episode]) -> None:

@@ -13,8 +13,11 @@ from hjax.data.invalid_rows import InvalidRows
 from hjax.data.mixing import MixedSampler
 from hjax.data.read_options import ReadOptions, parse_source_weights
 from hjax.data.tasks import TASKS, Task, get_task
+from hjax.data.template_continuation import template_continuation
 from hjax.data.tokenizer import Tokenizer
 from hjax.data.tokenizer_files import holds_tokenizer
+from hjax.environments.tool_environment import check_template_of_tools, tools_of_row
+from hjax.environments.tools import load_tools
 from hjax.errors import ConfigError, DataError
 from hjax.models.families import family_config
 from hjax.models.model_config import ModelConfig
@@ -102,6 +105,11 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
         held_out = held_out if judged.rows is None else held_out.select(judged.rows)
     if invalid:
         remarks.append(f"rows left out: {invalid}")
+    if config.environment.tools and tokenizer is not None:
+        for dataset in (train, held_out):
+            _check_tools(config, dataset)
+        kind = template_continuation(tokenizer).kind
+        remarks.append(f"tools: the chat template of tokenizer {tokenizer.name} is {kind}")
     return Inputs(
         tokenizer=tokenizer,
         task=task,
@@ -203,7 +211,10 @@ def _datasets(
     vocabulary = _vocabulary(config, tokenizer) if sized else None
     if vocabulary is not None and tokenizer is not None:
         vocabulary = min(vocabulary, tokenizer.vocab_size)
-    options: dict[str, Any] = {"vocab_size": vocabulary, "options": ReadOptions.from_config(data)}
+    options: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "options": _read_options(config, tokenizer),
+    }
     options |= {"notify": notify, "invalid": invalid, "learns_pairs": source == "pairs"}
     options["learns_demonstrations"] = source == "demonstrations"
     train = Dataset.from_file(data.path, tokenizer, limit, **options)
@@ -216,6 +227,16 @@ def _datasets(
     if data.eval_size and len(held_out) > data.eval_size:
         held_out = held_out.select(range(data.eval_size))
     return train, held_out
+
+
+def _read_options(config: ConfigDict, tokenizer: Tokenizer | None) -> ReadOptions:
+    """How the data is read: prompts of a run with tools are chats that show them."""
+    options = ReadOptions.from_config(config.data)
+    if not config.environment.tools:
+        return options
+    check_template_of_tools(tokenizer)
+    tools = load_tools(config.environment.tools)
+    return dataclasses.replace(options, chat=True, tools=tuple(tool.definition for tool in tools))
 
 
 def make_prompt_sampler(config: ConfigDict, train: Dataset) -> PromptSampler | MixedSampler:
@@ -295,9 +316,20 @@ def _check_tokens(name: str, dataset: Dataset | None, vocab: int) -> None:
             )
 
 
+def _check_tools(config: ConfigDict, dataset: Dataset | None) -> None:
+    """Raise DataError for a row whose column ``tools`` has one that is not there."""
+    tools = load_tools(config.environment.tools)
+    for number, given in enumerate(dataset.columns.get("tools", ()) if dataset else ()):
+        try:
+            tools_of_row(tools, {"tools": given})
+        except DataError as error:
+            assert dataset is not None
+            raise DataError(f"{dataset.location(number)}: {error}") from error
+
+
 def _reward_of(config: ConfigDict, task: Task | None) -> Callable[..., Any] | None:
     """What scores responses where the config names nothing: an environment, or the verifier."""
-    if environment_of(config, task):
+    if environment_of(config, task) and not config.environment.tools:
         return episode_return
     return task.reward if task else None
 

@@ -101,7 +101,7 @@ def trial_calls(
       functions: reward and cost functions, by role.
     """
     rows = inputs.train.select(range(min(TRIAL_ROWS, len(inputs.train))))
-    plays = bool(environment_of(config, inputs.task))
+    plays = bool(environment_of(config, inputs.task)) and not config.environment.tools
     texts = None if plays else demonstration_texts(inputs.task, rows, config.seed)
     tokenizer = inputs.tokenizer
     end = list(inputs.eos_ids[:1])

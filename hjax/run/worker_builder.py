@@ -83,7 +83,8 @@ class WorkerBuilder:
         if not entry.function or context.path:
             return BuildWorker(role, worker_class(entry.worker), (context,))
         function, most = self._function(role), self.config.reward.max_unscored
-        if role == "reward" and environment_of(self.config, self.inputs.task):
+        plays = environment_of(self.config, self.inputs.task)
+        if role == "reward" and plays and not self.config.environment.tools:
             most = 1.0  # of episodes, not of their rows: EpisodeRollout has looked
         options = {"function": function, "max_unscored": most}
         return BuildWorker(role, worker_class(entry.function), (context,), options)

@@ -378,6 +378,12 @@ KEYS: dict[str, Any] = {
             "a prompt, or one of another package, such as `openenv:http://HOST:PORT` "
             "(docs/agents.md); empty: the task's, if it has one",
         ),
+        "tools": Key(
+            "",
+            "`path.py:name,...`, functions that the policy may call in a conversation, `python` "
+            "for an interpreter; a turn without calls is the answer, which the reward function "
+            "scores (docs/agents.md)",
+        ),
         "max_turns": Key(
             0,
             "turns of the policy in an episode; 0: what the task needs, 20 in an environment of "

@@ -30,7 +30,7 @@ from hjax.xla.abstract_program import AbstractProgram
 TEXT_KEYS = (*TOKEN_KEYS, LENGTHS, "prompt_text", "response_text")
 # A ``step_separator``: every token is a step.
 EACH_TOKEN = "token"
-REWARD_KEYS = (*TEXT_KEYS, "columns", PENDING_REWARDS)
+REWARD_KEYS = (*TEXT_KEYS, "columns", "failed", PENDING_REWARDS)
 
 
 class FunctionReward(Worker):
@@ -73,6 +73,8 @@ class FunctionReward(Worker):
             prompts,
             responses,
         )
+        if "failed" in batch:  # episodes that the environment's fault ended
+            result = result.without(np.asarray(batch["failed"]))
         check_unscored(result, self.max_unscored)
         return result
 

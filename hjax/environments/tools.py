@@ -1,0 +1,219 @@
+"""Tools that a policy calls in a conversation: functions and classes in Python files.
+
+    environment.tools=path.py:add,lookup
+
+A function's name, its docstring and the types of its arguments make the definition that the chat
+template shows the model. A class is made anew for each episode, so its object may hold state: it is
+called, and closed at the episode's end if it has ``close``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hjax.errors import ConfigError, RunError, short_repr
+from hjax.user_code import load_object
+
+SETTING = "environment.tools"
+# Tools of hjax, by their name in the setting.
+BUILT_IN = {"python": "hjax.environments.python_tool:python"}
+# Longest result of a call, in characters; a longer one is cut, and says so.
+RESULT_LIMIT = 8192
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
+# An argument in a docstring's section "Args:", and its text up to the next.
+_ARGUMENT = re.compile(r"^( *)(\w+)(?: *\([^)\n]*\))?: *(.*(?:\n\1 +.*)*)", re.MULTILINE)
+_SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Example|Examples):", re.M)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tool:
+    """What a policy may call.
+
+    Attributes:
+      name, description: as the model is told.
+      parameters: JSON schema of the arguments, an object.
+      make: makes what answers the calls of one episode, a function of keyword arguments.
+    """
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    make: Callable[[], Callable[..., Any]]
+
+    @property
+    def definition(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": dict(self.parameters),
+        }
+        return {"type": "function", "function": function}
+
+
+def load_tools(spec: str, setting: str = SETTING) -> list[Tool]:
+    """The tools of a setting: ``path.py:name,...``, several files one after another.
+
+    Args:
+      spec: names without a file are of the file before them; before the first file they are hjax's
+        own (``python``).
+      setting: that names them, for messages.
+
+    Raises:
+      ConfigError: no such file or name, or something whose definition cannot be made.
+    """
+    tools, file = list[Tool](), ""
+    for part in (part.strip() for part in spec.split(",")):
+        where, colon, name = part.rpartition(":")
+        file = where if colon else file
+        if not name or not (file or name in BUILT_IN):
+            raise ConfigError(
+                f"{setting}={spec!r}: {part!r} must look like path.py:name, or be one of hjax's: "
+                f"{', '.join(BUILT_IN)}"
+            )
+        tools.append(_tool(f"{file}:{name}" if file else BUILT_IN[name], f"{setting}={spec!r}"))
+    names = [tool.name for tool in tools]
+    if twice := next((name for name in names if names.count(name) > 1), ""):
+        raise ConfigError(f"{setting}={spec!r}: two tools are called {twice}; rename one")
+    return tools
+
+
+def _tool(spec: str, setting: str) -> Tool:
+    module, _, name = spec.partition(":")
+    if module.startswith("hjax."):
+        found = getattr(__import__(module, fromlist=[name]), name)
+    else:
+        found = load_object(spec, setting)
+    if not callable(found):
+        raise ConfigError(f"{setting}: {name} is {short_repr(found, 60)}, no function or class")
+    return tool_of(found, setting)
+
+
+def tool_of(function: Callable[..., Any], setting: str = SETTING) -> Tool:
+    """The tool that a function is, or a class whose objects are called.
+
+    Args:
+      function: with a docstring; each argument has a type. What ``Args:`` in the docstring says
+        of an argument goes into the schema.
+      setting: for messages.
+
+    Raises:
+      ConfigError: it has no docstring, or an argument without a type or without a name.
+    """
+    from pydantic import TypeAdapter
+
+    is_class = inspect.isclass(function)
+    called = getattr(function, "__call__", None) if is_class else function  # noqa: B004
+    name = getattr(function, "name", None) or function.__name__
+    where = f"{setting}: {function.__name__}"
+    if is_class and called is type.__call__:
+        raise ConfigError(f"{where} is a class without __call__, which answers the calls")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ConfigError(f"{where}: its name {name!r} must be letters, digits, _ . and -")
+    text = inspect.getdoc(called if is_class and called.__doc__ else function)
+    if not text:
+        raise ConfigError(f"{where} has no docstring, which tells the model what it does")
+    signature = inspect.signature(called)
+    parameters = list(signature.parameters.values())[1 if is_class else 0 :]
+    for each in parameters:
+        if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
+            raise ConfigError(f"{where}: {each} has no name of its own; list each argument")
+        if each.annotation is each.empty:
+            raise ConfigError(f"{where}: the argument {each.name} has no type; annotate it")
+    bound = called.__get__(object()) if is_class else called
+    try:
+        schema = TypeAdapter(bound).json_schema()
+    except Exception as error:  # pydantic's own, and those of unknown names in annotations
+        raise ConfigError(f"{where}: no JSON schema of its arguments ({error})") from error
+    description, arguments = _read_docstring(text)
+    schema = _without_titles(schema)
+    for key, told in arguments.items():
+        if key in schema.get("properties", {}):
+            schema["properties"][key]["description"] = told
+    make = function if is_class else lambda: function
+    return Tool(name, description, schema, make)
+
+
+def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
+    """What a docstring says of the function, and of each argument."""
+    parts = _SECTION.split(text)
+    sections = dict(zip(parts[1::2], parts[2::2], strict=True))
+    told = next((sections[n] for n in ("Args", "Arguments", "Parameters") if n in sections), "")
+    found = {name: " ".join(said.split()) for _, name, said in _ARGUMENT.findall(told)}
+    return " ".join(parts[0].split()), found
+
+
+def _without_titles(schema: Any) -> Any:
+    """A schema without pydantic's titles, which only repeat names."""
+    if isinstance(schema, list):
+        return [_without_titles(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: {name: _without_titles(each) for name, each in value.items()}
+        if key in ("properties", "$defs")
+        else _without_titles(value)
+        for key, value in schema.items()
+        if key != "title" or not isinstance(value, str)
+    }
+
+
+class EpisodeTools:
+    """The tools of one episode, with what they hold.
+
+    Args:
+      tools: that it may call.
+    """
+
+    def __init__(self, tools: Sequence[Tool]):
+        self._tools = {tool.name: tool for tool in tools}
+        self._made: dict[str, Callable[..., Any]] = {}
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
+        """The text of a call's result, or of its error, and whether it was a call of a tool with
+        arguments that it takes.
+
+        Raises:
+          RunError: a tool's own: it is not the policy's fault, and ends the episode.
+        """
+        from pydantic import ValidationError, validate_call
+
+        if name not in self._tools:
+            return f"error: there is no tool {name}; there are {', '.join(self._tools)}", False
+        if name not in self._made:
+            self._made[name] = self._tools[name].make()
+        made = self._made[name]
+        called = made if inspect.isroutine(made) else made.__call__
+        try:
+            result = validate_call(called)(**arguments)
+        except RunError:
+            raise
+        except ValidationError as error:
+            if error.title != getattr(called, "__name__", "") and "__call__" not in error.title:
+                return _cut(f"error: {type(error).__name__}: {error}"), True
+            wrong = "; ".join(
+                f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()
+            )
+            return _cut(f"error: {name}: {wrong}"), False
+        except Exception as error:
+            return _cut(f"error: {type(error).__name__}: {error}"), True
+        if isinstance(result, str):
+            return _cut(result), True
+        return _cut(json.dumps(result, ensure_ascii=False, default=str)), True
+
+    def close(self) -> None:
+        """Give up what the tools hold."""
+        made, self._made = self._made, {}
+        for each in made.values():
+            if callable(close := getattr(each, "close", None)):
+                close()
+
+
+def _cut(text: str) -> str:
+    more = len(text) - RESULT_LIMIT
+    return text if more <= 0 else f"{text[:RESULT_LIMIT]}... ({more} more characters)"
