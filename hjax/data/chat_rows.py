@@ -174,7 +174,7 @@ def _conversation(row: Mapping[str, Any], messages: Messages, options: ReadOptio
     arguments = dict(options.template)
     for column in _ARGUMENTS:
         arguments |= read_template_arguments(row.get(column), column)
-    return Conversation(messages, _tools(row) or list(options.tools) or None, arguments)
+    return Conversation(messages, _tools(row) or [*map(dict, options.tools)] or None, arguments)
 
 
 def _tools(row: Mapping[str, Any]) -> list[dict[str, Any]]:

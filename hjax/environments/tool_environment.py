@@ -48,7 +48,7 @@ class ToolEnvironment(Environment):
             prompt = [{"role": "user", "content": prompt}]
         self._turn = 0
         tools, definitions = tools_of_row(self._tools, task, self._setting)
-        self._episode = EpisodeTools(tools)
+        self._episode = EpisodeTools(tools, seed)
         return Observation(
             messages=read_messages(prompt, "prompt"),
             tools=definitions,
@@ -90,7 +90,19 @@ class ToolEnvironment(Environment):
         self._episode.close()
 
 
-def check_template_of_tools(tokenizer: Tokenizer | None) -> CallForm:
+def tool_definitions(
+    spec: str, tokenizer: Tokenizer | None, setting: str = SETTING
+) -> list[dict[str, Any]]:
+    """The definitions of tools, as the chat template takes them.
+
+    Raises:
+      ConfigError: tools or a template that cannot be used.
+    """
+    _form_of_calls(tokenizer, setting)
+    return [tool.definition for tool in load_tools(spec, setting)]
+
+
+def _form_of_calls(tokenizer: Tokenizer | None, setting: str) -> CallForm:
     """How calls are written by a tokenizer's chat template.
 
     Raises:
@@ -98,16 +110,16 @@ def check_template_of_tools(tokenizer: Tokenizer | None) -> CallForm:
         conversation, or does not say how they are written.
     """
     if tokenizer is None:
-        raise ConfigError(f"{SETTING}: tools are of chats, and there is no tokenizer")
+        raise ConfigError(f"{setting}: tools are of chats, and there is no tokenizer")
     try:
         found = template_continuation(tokenizer)
     except DataError as error:
-        raise ConfigError(f"{SETTING}: tools are of chats: {error}") from error
+        raise ConfigError(f"{setting}: tools are of chats: {error}") from error
     form = call_form(tokenizer.template_for([]) or "")
     why = found.kind if found.refuses_tools or found.loses_calls else ""
     if why or form is None:
         raise ConfigError(
-            f"{SETTING}: the chat template of tokenizer {tokenizer.name} "
+            f"{setting}: the chat template of tokenizer {tokenizer.name} "
             + (f"{why}" if why else "does not say how calls are written in a form read here")
             + "; take one that writes them as JSON between <tool_call> and </tool_call> (Qwen's, "
             "Hermes's), or as Llama 3.1 does"
@@ -126,7 +138,7 @@ def tool_options(spec: str, encoder: ObservationEncoder, setting: str = SETTING)
     Raises:
       ConfigError: tools or a template that cannot be used.
     """
-    form = check_template_of_tools(encoder.tokenizer)
+    form = _form_of_calls(encoder.tokenizer, setting)
     tools = load_tools(spec, setting)
     call = {"name": tools[0].name, "arguments": {"x": "1"}}
     turn = {"role": "assistant", "content": "", "tool_calls": [

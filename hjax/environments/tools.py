@@ -3,8 +3,8 @@
     environment.tools=path.py:add,lookup
 
 A function's name, its docstring and the types of its arguments make the definition that the chat
-template shows the model. A class is made anew for each episode, so its object may hold state: it is
-called, and closed at the episode's end if it has ``close``.
+template shows the model. A class is made anew for each episode, with ``seed`` if it takes one, so
+its object may hold state: it is called, and closed at the episode's end if it has ``close``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hjax.user_code import load_object
 
 SETTING = "environment.tools"
 # Tools of hjax, by their name in the setting.
-BUILT_IN = {"python": "hjax.environments.python_tool:python"}
+BUILT_IN = {"python": "hjax.environments.python_tool:Python"}
 # Longest result of a call, in characters; a longer one is cut, and says so.
 RESULT_LIMIT = 8192
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
@@ -37,13 +37,13 @@ class Tool:
     Attributes:
       name, description: as the model is told.
       parameters: JSON schema of the arguments, an object.
-      make: makes what answers the calls of one episode, a function of keyword arguments.
+      make: of an episode's seed makes what answers its calls, a function of keyword arguments.
     """
 
     name: str
     description: str
     parameters: Mapping[str, Any]
-    make: Callable[[], Callable[..., Any]]
+    make: Callable[[int], Callable[..., Any]]
 
     @property
     def definition(self) -> dict[str, Any]:
@@ -108,10 +108,11 @@ def tool_of(function: Callable[..., Any], setting: str = SETTING) -> Tool:
     from pydantic import TypeAdapter
 
     is_class = inspect.isclass(function)
-    called = getattr(function, "__call__", None) if is_class else function  # noqa: B004
+    of_classes = (vars(each).get("__call__") for each in getattr(function, "__mro__", ()))
+    called: Any = next(filter(None, of_classes), None) if is_class else function
     name = getattr(function, "name", None) or function.__name__
     where = f"{setting}: {function.__name__}"
-    if is_class and called is type.__call__:
+    if called is None:
         raise ConfigError(f"{where} is a class without __call__, which answers the calls")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError(f"{where}: its name {name!r} must be letters, digits, _ . and -")
@@ -135,7 +136,14 @@ def tool_of(function: Callable[..., Any], setting: str = SETTING) -> Tool:
     for key, told in arguments.items():
         if key in schema.get("properties", {}):
             schema["properties"][key]["description"] = told
-    make = function if is_class else lambda: function
+
+    def make(seed: int) -> Callable[..., Any]:
+        if not is_class:
+            return function
+        takes_seed = "seed" in inspect.signature(function).parameters
+        made: Callable[..., Any] = function(seed=seed) if takes_seed else function()
+        return made
+
     return Tool(name, description, schema, make)
 
 
@@ -168,9 +176,11 @@ class EpisodeTools:
 
     Args:
       tools: that it may call.
+      seed: for those that take one.
     """
 
-    def __init__(self, tools: Sequence[Tool]):
+    def __init__(self, tools: Sequence[Tool], seed: int):
+        self._seed = seed
         self._tools = {tool.name: tool for tool in tools}
         self._made: dict[str, Callable[..., Any]] = {}
 
@@ -186,8 +196,8 @@ class EpisodeTools:
         if name not in self._tools:
             return f"error: there is no tool {name}; there are {', '.join(self._tools)}", False
         if name not in self._made:
-            self._made[name] = self._tools[name].make()
-        made = self._made[name]
+            self._made[name] = self._tools[name].make(self._seed)
+        made: Any = self._made[name]
         called = made if inspect.isroutine(made) else made.__call__
         try:
             result = validate_call(called)(**arguments)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from hjax.environments.episode import DrawTurns, Episode, EpisodeLimits
     from hjax.environments.episode_pool import EpisodePool
     from hjax.environments.episode_text import ObservationEncoder
+    from hjax.rewards.graders import Grader
+    from hjax.run.grading import GradedResponse
 
 # Turns of an episode where neither the task nor a flag says how many.
 MAX_TURNS = 20
@@ -30,6 +32,7 @@ ENVIRONMENT_FLAGS: Mapping[str, Any] = {
     "data": "",
     "task": "",
     "environment": "",
+    "tools": "",
     "max_turns": 0,
     "turn_tokens": 0,
     "step_seconds": 60.0,
@@ -40,6 +43,8 @@ ENVIRONMENT_RULES: Mapping[str, Rule] = {
     "step_seconds": above(0),
 }
 ENVIRONMENT_HELP = f"""\
+  --tools=PATH.py:NAME,...  functions that the model may call in chats of --data; python is an
+                        interpreter (docs/agents.md); the last turn is the answer
   --max_turns=N         turns of an episode ({MAX_TURNS}; of a task what it needs)
   --turn_tokens=N       length limit of a turn, in tokens (what the model's positions leave; of a
                         task what it needs); --max_new_tokens is that of all that follows the first
@@ -55,6 +60,7 @@ def play_and_report(
     questions: Dataset,
     options: dict[str, Any],
     output: Path | None,
+    grader: Grader | None,
 ) -> None:
     """Play ``args.samples`` episodes of each question's environment, and print the results.
 
@@ -63,6 +69,7 @@ def play_and_report(
       task: the built-in task, or None for the rows of a file.
       options: of sampling, with the stops.
       output: a file for a row per episode.
+      grader: of the last turns of conversations with tools; None: the environment rewards them.
 
     Raises:
       ConfigError: no tokenizer, a template that cannot continue a chat, or an environment that
@@ -74,10 +81,11 @@ def play_and_report(
     encoder = observation_encoder(args, info)
     limits = episode_limits(args, info, task)
     start = time.monotonic()
-    with environment_pool(args, task, args.processes or min(os.cpu_count() or 1, 8)) as pool:
+    processes = args.processes or min(os.cpu_count() or 1, 8)
+    with environment_pool(args, task, encoder, processes) as pool:
         policy = model_policy(args, info, options, slots=args.batch)
         with PartsDisplay("playing", sys.stderr.isatty(), sys.stderr) as progress:
-            played = play_questions(
+            played, graded = play_questions(
                 policy,
                 pool,
                 encoder,
@@ -88,8 +96,18 @@ def play_and_report(
                 at_a_time=2 * args.batch,
                 progress=progress,
                 write=lambda some: _write(output, some, args.samples),
+                grader=grader,
             )
-    _report(args, task, played, options, limits, time.monotonic() - start)
+    _report(args, task, played, graded, grader, options, limits, time.monotonic() - start)
+
+
+def check_tool_flags(args: Any) -> None:
+    """Refuse --tools beside what plays the episodes already."""
+    other = args.environment or args.task
+    if args.tools and other:
+        raise ConfigError(
+            f"--tools={args.tools}: tools are of chats of --data, and {other} is not; keep one"
+        )
 
 
 def observation_encoder(args: Any, info: ModelInfo) -> ObservationEncoder:
@@ -102,20 +120,25 @@ def observation_encoder(args: Any, info: ModelInfo) -> ObservationEncoder:
 
     if info.tokenizer is None:
         raise ConfigError(f"an environment speaks text, and {info.path} has no tokenizer")
-    if args.chat:
+    if args.chat or args.tools:
         info.check_chat()
     try:
-        return ObservationEncoder(info.tokenizer, chat=args.chat)
+        return ObservationEncoder(info.tokenizer, chat=args.chat or bool(args.tools))
     except DataError as error:
         raise ConfigError(str(error)) from error
 
 
-def environment_pool(args: Any, task: Task | None, processes: int) -> EpisodePool:
-    """The processes of the environment of --environment, or of the task."""
+def environment_pool(
+    args: Any, task: Task | None, encoder: ObservationEncoder, processes: int
+) -> EpisodePool:
+    """The processes of the environment of --environment or --tools, or of the task."""
     from hjax.environments.episode_pool import EpisodePool
+    from hjax.environments.tool_environment import TOOL_ENVIRONMENT, tool_options
 
+    own = TOOL_ENVIRONMENT if args.tools else args.environment
     return EpisodePool(
-        args.environment or (task.environment if task is not None else ""),
+        own or (task.environment if task is not None else ""),
+        tool_options(args.tools, encoder, "--tools") if args.tools else {},
         processes=processes,
         step_seconds=args.step_seconds,
         setting="--environment",
@@ -198,24 +221,25 @@ def _report(
     args: Any,
     task: Task | None,
     played: Sequence[Episode],
+    graded: Sequence[GradedResponse],
+    grader: Grader | None,
     options: dict[str, Any],
     limits: EpisodeLimits,
     seconds: float,
 ) -> None:
-    from hjax.run.episode_evaluation import graded_episode
     from hjax.run.grading import estimate_metrics, estimates_json
     from hjax.show.answers import print_measures
     from hjax.show.format import duration
     from hjax.show.tables import wide_console
 
-    graded = [graded_episode(episode, args.samples) for episode in played]
-    found, means = estimate_metrics(graded, args.samples, None), episode_means(played)
+    found, means = estimate_metrics(graded, args.samples, grader), episode_means(played)
     tokens, questions = sum(row.tokens for row in graded), len(graded) // args.samples
     if args.json:
         result = {
             "model": args.model,
             **question_source(args.data, task),
             "environment": args.environment or (task.environment if task is not None else ""),
+            **({"tools": args.tools} if args.tools else {}),
             "questions": questions,
             "samples": args.samples,
             **all_options(options),

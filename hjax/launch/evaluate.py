@@ -51,6 +51,7 @@ from hjax.launch.episodes import (
     ENVIRONMENT_FLAGS,
     ENVIRONMENT_HELP,
     ENVIRONMENT_RULES,
+    check_tool_flags,
     play_and_report,
 )
 from hjax.launch.process_exit import run_and_exit
@@ -109,6 +110,7 @@ def parse(arguments: Sequence[str]) -> Any:
         raise ConfigError("--reward is missing: path.py:name, or math; see --help")
     if args.environment and args.reward:
         raise ConfigError("--environment rewards its episodes itself; leave --reward out")
+    check_tool_flags(args)
     if args.samples > 1 and args.temperature == 0:
         raise ConfigError(
             f"--temperature=0 gives the same answer {args.samples} times; set it above 0, or leave "
@@ -123,17 +125,18 @@ def _run(arguments: Sequence[str]) -> int:
     if args.data:
         existing_file("data", args.data)
     task = find_task(args.task, args.model) if args.task else None
-    plays = bool(args.environment or (task is not None and task.environment))
-    _check_flags_of_environments(args, plays)
-    grader = None if plays else _grader(args, task)
+    rewards_itself = bool(args.environment or (task is not None and task.environment))
+    plays = rewards_itself or bool(args.tools)
+    _check_flags_of_environments(args, rewards_itself, plays)
+    grader = None if rewards_itself else _grader(args, task)
     info = ModelInfo.read(args.model)
     options = generate_options(args, info, temperature=0.0 if args.samples == 1 else 1.0)
     questions = read_questions(args, task, info, limit=args.limit, instruction=args.instruction)
-    if grader is None:
-        play_and_report(args, info, task, questions, options, output)
-        return 0
-    if grader.check is not None:
+    if grader is not None and grader.check is not None:
         grader.check(questions.columns)
+    if grader is None or plays:
+        play_and_report(args, info, task, questions, options, output, grader)
+        return 0
     from hjax.run.batched_generation import length_limit
 
     usual = (task.response_length if task is not None else None) or LENGTH
@@ -144,9 +147,11 @@ def _run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _check_flags_of_environments(args: Any, plays: bool) -> None:
+def _check_flags_of_environments(args: Any, rewards_itself: bool, plays: bool) -> None:
     """Refuse flags that would have no effect."""
-    if plays and (args.reward or args.instruction):
+    if args.tools and args.instruction:
+        raise ConfigError("--instruction: with --tools the prompts stay as --data has them")
+    if rewards_itself and (args.reward or args.instruction):
         flag = "reward" if args.reward else "instruction"
         raise ConfigError(f"--{flag} is for answers, and --task={args.task} is an environment's")
     for flag in ("max_turns", "turn_tokens", "processes"):

@@ -90,7 +90,7 @@ def parse(arguments: Sequence[str]) -> Any:
     constraints = dict(regex=str, json_schema=str, grammar=str, choice=list)
     own = dict(prompt=str, prompts=str, human=False, **constraints)
     args = read_flags(arguments, ENVIRONMENT_RULES, **own, **ENVIRONMENT_FLAGS)
-    if args.task or args.environment:
+    if args.task or args.environment or args.tools:
         check_episode_flags(args)
         return args
     for flag in ("data", "human", "max_turns", "turn_tokens"):
@@ -112,7 +112,7 @@ def parse(arguments: Sequence[str]) -> Any:
 
 def _run(arguments: Sequence[str]) -> int:
     args = parse(arguments)
-    if args.task or args.environment:
+    if args.task or args.environment or args.tools:
         return watch_episodes(args)
     if args.prompts is not None:
         existing_file("prompts", args.prompts)

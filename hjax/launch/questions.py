@@ -74,6 +74,12 @@ def read_questions(
     if task is None:
         path = existing_file("data", args.data)
         options: dict[str, Any] = {"vocab_size": info.vocab_size, "format_prompt": wording}
+        if getattr(args, "tools", ""):
+            from hjax.data.read_options import ReadOptions
+            from hjax.environments.tool_environment import tool_definitions
+
+            tools = tool_definitions(args.tools, info.tokenizer, "--tools")
+            options["options"] = ReadOptions(chat=True, tools=tools)
         found = Dataset.from_file(path, info.tokenizer, **options)
         return found.select(range(min(limit or len(found), len(found))))
     if info.tokenizer is None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hjax.environments.episode import DrawnTurn, DrawTurns, Episode, EpisodePlayer, TurnRequest
 from hjax.errors import ConfigError, DataError
 from hjax.launch.episodes import (
+    check_tool_flags,
     environment_pool,
     episode_limits,
     model_policy,
@@ -58,7 +59,9 @@ def watch_episodes(args: Any) -> int:
     if args.data:
         existing_file("data", args.data)
     task = find_task(args.task, args.model) if args.task else None
-    if not args.environment and (task is None or not task.environment):
+    check_tool_flags(args)
+    plays = args.environment or args.tools
+    if not plays and (task is None or not task.environment):
         raise ConfigError(
             f"--task={args.task} has no environment: one response answers a prompt; give --prompt"
         )
@@ -66,7 +69,7 @@ def watch_episodes(args: Any) -> int:
     options = generate_options(args, info, temperature=1.0)
     encoder, limits = observation_encoder(args, info), episode_limits(args, info, task)
     questions = read_questions(args, task, info)
-    with environment_pool(args, task, processes=1) as pool:
+    with environment_pool(args, task, encoder, processes=1) as pool:
         policy = None if args.human else model_policy(args, info, options, slots=1)
         watcher = EpisodeWatcher(pool, encoder, limits, policy)
         return watcher.run(questions, args.seed)

@@ -63,7 +63,10 @@ class RewardResult:
 
     def without(self, rows: np.ndarray) -> RewardResult:
         """The result with some sequences unscored; ``rows``: bool [N]."""
-        unscored = functools.partial(np.where, rows, np.float32(np.nan))
+
+        def unscored(values: np.ndarray) -> np.ndarray:
+            return np.where(rows, np.float32(np.nan), values)
+
         return dataclasses.replace(
             self,
             rewards=unscored(self.rewards),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from hjax.environments.episode import (
     DrawTurns,
@@ -16,6 +19,7 @@ from hjax.environments.episode import (
 from hjax.environments.episode_pool import EpisodePool
 from hjax.environments.episode_text import ObservationEncoder
 from hjax.errors import RunError
+from hjax.rewards.graders import Grader, grade
 from hjax.run.grading import GradedResponse
 
 if TYPE_CHECKING:
@@ -34,18 +38,21 @@ def play_questions(
     at_a_time: int,
     progress: Callable[[int, int, str], None],
     write: Callable[[Sequence[Episode]], None],
-) -> list[Episode]:
-    """Play ``samples`` episodes of every row of a dataset.
+    grader: Grader | None = None,
+) -> tuple[list[Episode], list[GradedResponse]]:
+    """Play ``samples`` episodes of every row of a dataset; returns them, and their grades.
 
     Args:
       at_a_time: episodes that are open together.
       progress: called with (episodes played, all, text).
       write: called with each part of the episodes that was played.
+      grader: rewards the last turn of each; None: the environment has rewarded them.
 
     Raises:
       RunError: the environment failed in every episode.
     """
     played: list[Episode] = []
+    graded: list[GradedResponse] = []
     total = len(questions) * samples
     for start in range(0, total, at_a_time):
         numbers = range(start, min(start + at_a_time, total))
@@ -56,10 +63,35 @@ def play_questions(
 
         EpisodePlayer(pool, encoder, limits, policy, progress=report_progress).play(episodes)
         played += episodes
+        graded += _graded(episodes, samples, questions, grader)
         write(episodes)
     if all(episode.fault for episode in played):
         raise RunError(f"the environment failed in all {total} episodes: {played[0].fault}")
-    return played
+    return played, graded
+
+
+def _graded(
+    episodes: Sequence[Episode], samples: int, questions: Dataset, grader: Grader | None
+) -> list[GradedResponse]:
+    """The episodes' grades; those of a grader become the rewards of their last turns."""
+    if grader is None:
+        return [graded_episode(episode, samples) for episode in episodes]
+    ended = [each for each in episodes if each.turns and not each.fault]
+    asked = questions.rows([each.number // samples for each in ended])
+    texts, prompts = [each.turns[-1].text for each in ended], asked["prompt_tokens"]
+    tokens = [each.turns[-1].tokens for each in ended]
+    found = grade(grader, asked["prompt_text"] or prompts, texts, asked["columns"], prompts, tokens)
+    rows = {}
+    for i, episode in enumerate(ended):
+        episode.turns[-1].reward = float(found.rewards[i])
+        rows[episode.number] = dataclasses.replace(
+            graded_episode(episode, samples),
+            response=texts[i],
+            reward=None if np.isnan(found.rewards[i]) else float(found.rewards[i]),
+            right=None if found.right is None else found.right[i],
+            answer=None if found.answers is None else found.answers[i],
+        )
+    return [rows.get(each.number) or graded_episode(each, samples) for each in episodes]
 
 
 def question_episodes(

@@ -16,7 +16,7 @@ from hjax.data.tasks import TASKS, Task, get_task
 from hjax.data.template_continuation import template_continuation
 from hjax.data.tokenizer import Tokenizer
 from hjax.data.tokenizer_files import holds_tokenizer
-from hjax.environments.tool_environment import check_template_of_tools, tools_of_row
+from hjax.environments.tool_environment import tool_definitions, tools_of_row
 from hjax.environments.tools import load_tools
 from hjax.errors import ConfigError, DataError
 from hjax.models.families import family_config
@@ -234,9 +234,8 @@ def _read_options(config: ConfigDict, tokenizer: Tokenizer | None) -> ReadOption
     options = ReadOptions.from_config(config.data)
     if not config.environment.tools:
         return options
-    check_template_of_tools(tokenizer)
-    tools = load_tools(config.environment.tools)
-    return dataclasses.replace(options, chat=True, tools=tuple(tool.definition for tool in tools))
+    tools = tool_definitions(config.environment.tools, tokenizer)
+    return dataclasses.replace(options, chat=True, tools=tools)
 
 
 def make_prompt_sampler(config: ConfigDict, train: Dataset) -> PromptSampler | MixedSampler:
