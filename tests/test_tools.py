@@ -153,7 +153,7 @@ def test_calls_results_and_errors(file):
         tools.call("add", {"a": 100})
     tools.close()
     tools.close()
-    assert tools._tools["count"].make(0).closed == [12]
+    assert tools._tools["count"].make(seed=0, sandbox=None).closed == [12]
 
 
 @pytest.mark.parametrize("names, says", [

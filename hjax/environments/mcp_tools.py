@@ -97,6 +97,39 @@ def connect_tools(
         raise
 
 
+class SharedMcpTools:
+    """Tools of MCP servers that all episodes of a process use by one connection, which is made
+    with the first call, and made anew after a server was lost.
+
+    Args:
+      config_file, wanted: as of ``connect_tools``.
+    """
+
+    def __init__(self, config_file: str, wanted: Sequence[tuple[str, str]]):
+        self._file, self._wanted = config_file, list(wanted)
+        self._tools: dict[str, McpTool] = {}
+
+    def connect(self) -> dict[str, McpTool]:
+        """The tools by name; raises as ``connect_tools`` does."""
+        if not self._tools:
+            self._tools = {x.name: x for x in connect_tools(self._file, self._wanted)}
+        return self._tools
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """As ``McpTool.call``."""
+        try:
+            return self.connect()[name].call(arguments)
+        except RunError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give up the connections."""
+        tools, self._tools = self._tools, {}
+        for each in tools.values():
+            each.close()
+
+
 def _read_config(file: str) -> dict[str, Mapping[str, Any]]:
     """Servers by name."""
     try:

@@ -1,8 +1,6 @@
 """The tool `python`: an interpreter in the sandbox that keeps an episode's variables."""
 
-import functools
-
-from hjax.sandbox.local_sandbox import LocalSandbox, Sandbox
+from hjax.sandbox.local_sandbox import Sandbox
 from hjax.sandbox.python_session import PythonSession
 
 
@@ -14,8 +12,8 @@ class Python:
 
     name = "python"
 
-    def __init__(self, seed: int = 0):
-        self._session = PythonSession(_sandbox(), seed)
+    def __init__(self, seed: int, sandbox: Sandbox):
+        self._session = PythonSession(sandbox, seed)
 
     def __call__(self, code: str) -> str:
         """Runs Python code, and shows what it prints and the value of its last line.
@@ -28,9 +26,3 @@ class Python:
     def close(self) -> None:
         """End the interpreter."""
         self._session.close()
-
-
-@functools.cache
-def _sandbox() -> Sandbox:
-    """One for all episodes of a process; each interpreter has a folder and processes of its own."""
-    return LocalSandbox()

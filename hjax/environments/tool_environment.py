@@ -16,6 +16,7 @@ from hjax.environments.environment import Environment, Observation, Step
 from hjax.environments.episode_text import ObservationEncoder
 from hjax.environments.tools import SETTING, EpisodeTools, Tool, load_tools
 from hjax.errors import ConfigError, DataError, short_repr
+from hjax.sandbox.sandbox_settings import THIS_MACHINE, SandboxSettings
 
 ARGUMENTS = "chat_template_kwargs"
 TOOL_ENVIRONMENT = f"{__name__}:ToolEnvironment"
@@ -36,9 +37,17 @@ class ToolEnvironment(Environment):
       tools: as in ``environment.tools``.
       form: how the chat template has calls written, as ``dataclasses.asdict`` of a CallForm.
       setting: that names the tools, for messages.
+      sandbox: of tools that run programs.
     """
 
-    def __init__(self, tools: str, form: Mapping[str, str], setting: str = SETTING):
+    def __init__(
+        self,
+        tools: str,
+        form: Mapping[str, str],
+        setting: str = SETTING,
+        sandbox: SandboxSettings = THIS_MACHINE,
+    ):
+        self._sandbox = sandbox
         self._tools = _loaded(tools, setting)
         self._form, self._setting = CallForm(**form), setting
 
@@ -48,7 +57,7 @@ class ToolEnvironment(Environment):
             prompt = [{"role": "user", "content": prompt}]
         self._turn = 0
         tools, definitions = tools_of_row(self._tools, task, self._setting)
-        self._episode = EpisodeTools(tools, seed)
+        self._episode = EpisodeTools(tools, seed, self._sandbox)
         return Observation(
             messages=read_messages(prompt, "prompt"),
             tools=definitions,
@@ -127,16 +136,22 @@ def _form_of_calls(tokenizer: Tokenizer | None, setting: str) -> CallForm:
     return form
 
 
-def tool_options(spec: str, encoder: ObservationEncoder, setting: str = SETTING) -> dict[str, Any]:
+def tool_options(
+    spec: str,
+    encoder: ObservationEncoder,
+    setting: str = SETTING,
+    sandbox: SandboxSettings = THIS_MACHINE,
+) -> dict[str, Any]:
     """Options of a ToolEnvironment, whose conversations are tried with the template.
 
     Args:
       spec: of the tools.
       encoder: of the observations.
       setting: that names the tools.
+      sandbox: of tools that run programs.
 
     Raises:
-      ConfigError: tools or a template that cannot be used.
+      ConfigError: tools, a sandbox or a template that cannot be used.
     """
     form = _form_of_calls(encoder.tokenizer, setting)
     tools = load_tools(spec, setting)
@@ -148,7 +163,11 @@ def tool_options(spec: str, encoder: ObservationEncoder, setting: str = SETTING)
         encoder.check([tool.definition for tool in tools], [turn, result])
     except DataError as error:
         raise ConfigError(f"{setting}: {error}") from error
-    return {"tools": spec, "form": dataclasses.asdict(form), "setting": setting}
+    if any(tool.uses_sandbox for tool in tools):
+        sandbox.make()
+    return {
+        "tools": spec, "form": dataclasses.asdict(form), "setting": setting, "sandbox": sandbox
+    }  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4)

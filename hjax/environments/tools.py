@@ -3,31 +3,42 @@
     environment.tools=path.py:add,lookup
 
 A function's name, its docstring and the types of its arguments make the definition that the chat
-template shows the model. A class is made anew for each episode, with ``seed`` if it takes one, so
-its object may hold state: it is called, and closed at the episode's end if it has ``close``.
+template shows the model. A class is made anew for each episode, with ``seed`` and ``sandbox`` if it
+takes them, so its object may hold state: it is called, and closed at the episode's end if it has
+``close``. Tools of MCP servers are named ``servers.json:SERVER/TOOL``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hjax.environments.mcp_tools import SharedMcpTools
 from hjax.errors import ConfigError, RunError, short_repr
+from hjax.sandbox.local_sandbox import Sandbox
+from hjax.sandbox.sandbox_settings import THIS_MACHINE, SandboxSettings
 from hjax.user_code import load_object
 
 SETTING = "environment.tools"
 # Tools of hjax, by their name in the setting.
 BUILT_IN = {"python": "hjax.environments.python_tool:Python"}
+# One for all episodes of a process; each program has a folder and processes of its own.
+_made_sandbox = functools.cache(SandboxSettings.make)
 # Longest result of a call, in characters; a longer one is cut, and says so.
 RESULT_LIMIT = 8192
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 # An argument in a docstring's section "Args:", and its text up to the next.
 _ARGUMENT = re.compile(r"^( *)(\w+)(?: *\([^)\n]*\))?: *(.*(?:\n\1 +.*)*)", re.MULTILINE)
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Example|Examples):", re.M)
+
+
+def _nothing(**_: Any) -> Callable[..., Any]:
+    raise NotImplementedError("a tool of an MCP server")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +48,18 @@ class Tool:
     Attributes:
       name, description: as the model is told.
       parameters: JSON schema of the arguments, an object.
-      make: of an episode's seed makes what answers its calls, a function of keyword arguments.
+      make: of an episode's seed, and the sandbox where it runs programs, makes what answers its
+        calls: a function of keyword arguments.
+      uses_sandbox: whether it runs programs.
+      shared: the connection to an MCP server; None: ``make`` does.
     """
 
     name: str
     description: str
     parameters: Mapping[str, Any]
-    make: Callable[[int], Callable[..., Any]]
+    make: Callable[..., Callable[..., Any]] = _nothing
+    uses_sandbox: bool = False
+    shared: SharedMcpTools | None = None
 
     @property
     def definition(self) -> dict[str, Any]:
@@ -67,20 +83,41 @@ def load_tools(spec: str, setting: str = SETTING) -> list[Tool]:
     Raises:
       ConfigError: no such file or name, or something whose definition cannot be made.
     """
-    tools, file = list[Tool](), ""
+    tools, file, of_servers = list[Tool](), "", dict[str, list[tuple[str, str]]]()
     for part in (part.strip() for part in spec.split(",")):
         where, colon, name = part.rpartition(":")
         file = where if colon else file
+        if file.endswith(".json"):
+            server, _, name = name.partition("/")
+            of_servers.setdefault(file, []).append((server, name))
+            if name:
+                continue
         if not name or not (file or name in BUILT_IN):
             raise ConfigError(
                 f"{setting}={spec!r}: {part!r} must look like path.py:name, or be one of hjax's: "
                 f"{', '.join(BUILT_IN)}"
             )
         tools.append(_tool(f"{file}:{name}" if file else BUILT_IN[name], f"{setting}={spec!r}"))
+    for path, wanted in of_servers.items():
+        tools += _tools_of_servers(path, wanted, f"{setting}={spec!r}")
     names = [tool.name for tool in tools]
     if twice := next((name for name in names if names.count(name) > 1), ""):
         raise ConfigError(f"{setting}={spec!r}: two tools are called {twice}; rename one")
     return tools
+
+
+def _tools_of_servers(file: str, wanted: list[tuple[str, str]], setting: str) -> list[Tool]:
+    """The tools of MCP servers, which are connected to for their definitions."""
+    shared = SharedMcpTools(file, wanted)
+    try:
+        return [
+            Tool(each.name, each.description, each.parameters, shared=shared)
+            for each in shared.connect().values()
+        ]
+    except (ConfigError, RunError) as error:
+        raise ConfigError(f"{setting}: {error}") from error
+    finally:
+        shared.close()
 
 
 def _tool(spec: str, setting: str) -> Tool:
@@ -137,14 +174,16 @@ def tool_of(function: Callable[..., Any], setting: str = SETTING) -> Tool:
         if key in schema.get("properties", {}):
             schema["properties"][key]["description"] = told
 
-    def make(seed: int) -> Callable[..., Any]:
+    taken = set(inspect.signature(function).parameters) if is_class else set()
+
+    def make(seed: int, sandbox: Sandbox | None) -> Callable[..., Any]:
         if not is_class:
             return function
-        takes_seed = "seed" in inspect.signature(function).parameters
-        made: Callable[..., Any] = function(seed=seed) if takes_seed else function()
+        given = {"seed": seed, "sandbox": sandbox}
+        made: Callable[..., Any] = function(**{k: x for k, x in given.items() if k in taken})
         return made
 
-    return Tool(name, description, schema, make)
+    return Tool(name, description, schema, make, uses_sandbox="sandbox" in taken)
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
@@ -177,10 +216,13 @@ class EpisodeTools:
     Args:
       tools: that it may call.
       seed: for those that take one.
+      sandbox: of those that run programs.
     """
 
-    def __init__(self, tools: Sequence[Tool], seed: int):
-        self._seed = seed
+    def __init__(
+        self, tools: Sequence[Tool], seed: int, sandbox: SandboxSettings = THIS_MACHINE
+    ):
+        self._seed, self._sandbox = seed, sandbox
         self._tools = {tool.name: tool for tool in tools}
         self._made: dict[str, Callable[..., Any]] = {}
 
@@ -195,8 +237,12 @@ class EpisodeTools:
 
         if name not in self._tools:
             return f"error: there is no tool {name}; there are {', '.join(self._tools)}", False
+        tool = self._tools[name]
+        if tool.shared is not None:
+            return _cut(tool.shared.call(name, arguments)), True
         if name not in self._made:
-            self._made[name] = self._tools[name].make(self._seed)
+            sandbox = _made_sandbox(self._sandbox) if tool.uses_sandbox else None
+            self._made[name] = tool.make(seed=self._seed, sandbox=sandbox)
         made: Any = self._made[name]
         called = made if inspect.isroutine(made) else made.__call__
         try:

@@ -37,6 +37,7 @@ from hjax.environments.episode_text import ObservationEncoder
 from hjax.environments.tool_environment import TOOL_ENVIRONMENT, tool_options
 from hjax.errors import ConfigError, RunError
 from hjax.rollout.generator import bucket_length
+from hjax.sandbox.sandbox_settings import SandboxSettings
 
 _LOG = logging.getLogger(__name__)
 # Column of the batch with an episode's return, None where the environment failed.
@@ -112,7 +113,13 @@ class EpisodeRollout:
         )
         self._pool = EpisodePool(
             name,
-            tool_options(section.tools, self._encoder) if self._plays_tools else {},
+            tool_options(
+                section.tools,
+                self._encoder,
+                sandbox=SandboxSettings.of_config(config.sandbox),
+            )
+            if self._plays_tools
+            else {},
             processes=section.processes or min(os.cpu_count() or 1, 8),
             step_seconds=section.step_seconds,
             memory_bytes=int(section.memory_gib * 2**30),

@@ -9,11 +9,13 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm
 from hjax.data.row_answers import demonstration_texts
+from hjax.environments.tools import load_tools
 from hjax.errors import RunError
 from hjax.rewards.function import RewardFunction, first_failure
 from hjax.rewards.reward_results import RewardResult
 from hjax.run.episode_rollout import RETURN_COLUMN, environment_of
 from hjax.run.inputs import Inputs
+from hjax.sandbox.sandbox_settings import SandboxSettings
 from hjax.settings.config_checks import on_cluster
 
 TRIAL_ROWS = 4
@@ -78,13 +80,18 @@ class RewardTrial:
 
 
 def sandbox_remark(config: ConfigDict, functions: Mapping[str, RewardFunction]) -> str:
-    """The sandbox of a reward function that runs programs, in one line; empty: none does, or it
-    is on a cluster's other machines.
+    """The sandbox of a reward function or a tool that runs programs, in one line; empty: none
+    does, or it is on a cluster's other machines.
 
     Raises:
       ConfigError: programs cannot be run there.
     """
     uses = [each.sandbox for each in functions.values() if hasattr(each.function, "use_sandbox")]
+    if config.environment.tools:  # which are called in processes beside this one
+        tools = load_tools(config.environment.tools)
+        settings = SandboxSettings.of_config(config.sandbox)
+        if any(tool.uses_sandbox for tool in tools):
+            return settings.describe()
     return uses[0].describe() if uses and not on_cluster(config) else ""
 
 

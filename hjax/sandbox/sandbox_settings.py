@@ -59,3 +59,6 @@ class SandboxSettings:
         """The sandbox in one line, for a run's head; raises as ``make`` does."""
         self.make()
         return f"sandbox: {self.function}" if self.function else sandbox_layers(self.allow_network)
+
+
+THIS_MACHINE = SandboxSettings()
