@@ -176,7 +176,7 @@ def make(folder: Path, task: str, count: int, plain: bool) -> None:
 
 
 def make_tokenizer(folder: Path, demonstrations: list[dict[str, Any]]) -> None:
-    """Train a byte-level BPE on the calls, and write it with the template."""
+    """Train a byte-level BPE on the conversations, and write it with the template."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -190,7 +190,7 @@ def make_tokenizer(folder: Path, demonstrations: list[dict[str, Any]]) -> None:
     special = ["<|im_start|>", "<|im_end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=len(alphabet) + 60,
+        vocab_size=len(alphabet) + 150,
         special_tokens=special,
         initial_alphabet=alphabet,
         show_progress=False,
@@ -203,7 +203,8 @@ def make_tokenizer(folder: Path, demonstrations: list[dict[str, Any]]) -> None:
         for c in turn.get("tool_calls", ())
     ]
     fixed = ["user\n", "assistant\n", "system\n", "<tool_response>", "</tool_response>"]
-    library.train_from_iterator([*texts, *(fixed * 500)], trainer)
+    said = [turn["content"] for row in demonstrations for turn in row["messages"]]
+    library.train_from_iterator([*texts, *said, *(fixed * len(texts))], trainer)
     library.save(str(folder / "tokenizer.json"))
     config = {"eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

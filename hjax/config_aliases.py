@@ -73,8 +73,8 @@ WISHES: Mapping[str, str] = _by_name({
     "environment_factory env_class env_name env multi_turn multi_turn.enable "
     "orchestrator.train.env orchestrator.train.source":
         f"{_ENVIRONMENT}, played once for each sample of a row of config.data.path",
-    "tools tool_config_path": f"an environment reads the call in a turn, and runs it: "
-        f"{_ENVIRONMENT}",
+    "tools tool_config_path":
+        "config.environment.tools=FILE.py:NAME,..., what the policy may call (docs/agents.md)",
     "interaction_config_path":
         f"what the user says is an environment's observation: {_ENVIRONMENT}",
     "agent_loop_config_path default_agent_loop agent_func_path rollout_func":

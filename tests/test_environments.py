@@ -547,26 +547,20 @@ def test_the_wrapped_game_of_the_docs_plays(examples):
     assert [each.done for each in found] == [False] * 4 + [True] and found[-1].reward == 1.0
 
 
-def test_the_tool_loop_of_the_docs_plays(examples):
-    def call(name, **arguments):
-        text = json.dumps({"name": name, "arguments": arguments})
-        return f"<tool_call>{text}</tool_call>"
+def test_the_tools_of_the_docs_play(examples):
+    from hjax.environments.tools import EpisodeTools, load_tools
 
-    said = [
-        f"Two. {call('add', a=40, b=2)}\n{call('length', text='abc')}",
-        "<tool_call>{</tool_call>",
-        call("subtract"),
-        "It is 42.",
-    ]
-    with EpisodePool(f"{examples}/tools.py:Tools") as pool:
-        answer(pool.reset(0, {"prompt": "?", "answer": 42}, 0))
-        found = [answer(pool.step(0, each)) for each in said]
-    right, no_json, no_tool, last = (each.observation for each in found)
-    assert right == "<tool_response>42</tool_response>\n<tool_response>3</tool_response>"
-    assert "JSONDecodeError" in no_json and "KeyError: 'subtract'" in no_tool and last == ""
-    assert [each.valid for each in found] == [True, False, False, True]
-    assert [each.metrics for each in found] == [{"calls": 2}, {"calls": 1}, {"calls": 1}, {}]
-    assert found[-1].done and found[-1].reward == 1.0
+    price, cart = load_tools(f"{examples}/shop.py:price,Cart")
+    assert price.definition["function"]["description"] == "The price of an item."
+    item = {"type": "string", "description": "its name, in the singular."}
+    assert price.parameters["properties"] == {"item": item}
+    tools = EpisodeTools([price, cart], seed=0)
+    assert tools.call("price", {"item": "melon"}) == ("3.0", True)
+    assert [tools.call("cart", {"item": "pear", "count": n})[0] for n in (2, 1)] == [
+        "0.8", "1.2000000000000002",
+    ]  # fmt: skip
+    assert tools.call("price", {"item": "pears"}) == ("error: KeyError: 'pears'", True)
+    tools.close()
 
 
 def test_the_config_of_the_docs_is_one(examples):

@@ -97,7 +97,7 @@ def load_tools(spec: str, setting: str = SETTING) -> list[Tool]:
                 f"{setting}={spec!r}: {part!r} must look like path.py:name, or be one of hjax's: "
                 f"{', '.join(BUILT_IN)}"
             )
-        tools.append(_tool(f"{file}:{name}" if file else BUILT_IN[name], f"{setting}={spec!r}"))
+        tools.append(_tool(f"{file}:{name}" if file else BUILT_IN[name], setting))
     for path, wanted in of_servers.items():
         tools += _tools_of_servers(path, wanted, f"{setting}={spec!r}")
     names = [tool.name for tool in tools]
@@ -126,6 +126,7 @@ def _tool(spec: str, setting: str) -> Tool:
         found = getattr(__import__(module, fromlist=[name]), name)
     else:
         found = load_object(spec, setting)
+    setting = f"{setting}={spec!r}"
     if not callable(found):
         raise ConfigError(f"{setting}: {name} is {short_repr(found, 60)}, no function or class")
     return tool_of(found, setting)
@@ -219,9 +220,7 @@ class EpisodeTools:
       sandbox: of those that run programs.
     """
 
-    def __init__(
-        self, tools: Sequence[Tool], seed: int, sandbox: SandboxSettings = THIS_MACHINE
-    ):
+    def __init__(self, tools: Sequence[Tool], seed: int, sandbox: SandboxSettings = THIS_MACHINE):
         self._seed, self._sandbox = seed, sandbox
         self._tools = {tool.name: tool for tool in tools}
         self._made: dict[str, Callable[..., Any]] = {}
