@@ -106,10 +106,7 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
     if invalid:
         remarks.append(f"rows left out: {invalid}")
     if config.environment.tools and tokenizer is not None:
-        for dataset in (train, held_out):
-            _check_tools(config, dataset)
-        kind = template_continuation(tokenizer).kind
-        remarks.append(f"tools: the chat template of tokenizer {tokenizer.name} is {kind}")
+        remarks.append(_check_tools(config, tokenizer, train, held_out))
     return Inputs(
         tokenizer=tokenizer,
         task=task,
@@ -315,15 +312,21 @@ def _check_tokens(name: str, dataset: Dataset | None, vocab: int) -> None:
             )
 
 
-def _check_tools(config: ConfigDict, dataset: Dataset | None) -> None:
-    """Raise DataError for a row whose column ``tools`` has one that is not there."""
+def _check_tools(config: ConfigDict, tokenizer: Tokenizer, *datasets: Dataset | None) -> str:
+    """How the chat template continues conversations, in a sentence.
+
+    Raises:
+      DataError: a row whose column ``tools`` has one that is not there.
+    """
     tools = load_tools(config.environment.tools)
-    for number, given in enumerate(dataset.columns.get("tools", ()) if dataset else ()):
-        try:
-            tools_of_row(tools, {"tools": given})
-        except DataError as error:
-            assert dataset is not None
-            raise DataError(f"{dataset.location(number)}: {error}") from error
+    for dataset in filter(None, datasets):
+        for number, given in enumerate(dataset.columns.get("tools", ())):
+            try:
+                tools_of_row(tools, {"tools": given})
+            except DataError as error:
+                raise DataError(f"{dataset.location(number)}: {error}") from error
+    kind = template_continuation(tokenizer).kind
+    return f"tools: the chat template of tokenizer {tokenizer.name} is {kind}"
 
 
 def _reward_of(config: ConfigDict, task: Task | None) -> Callable[..., Any] | None:
