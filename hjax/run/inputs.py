@@ -103,10 +103,8 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
     if held_out is not None and source in ("pairs", "steps") and config.eval.every:
         judged = load_examples(config, task, tokenizer, held_out, source, invalid)
         held_out = held_out if judged.rows is None else held_out.select(judged.rows)
-    if invalid:
-        remarks.append(f"rows left out: {invalid}")
-    if config.environment.tools and tokenizer is not None:
-        remarks.append(_check_tools(config, tokenizer, train, held_out))
+    remarks += [f"rows left out: {invalid}"] if invalid else []
+    remarks += _check_tools(config, tokenizer, train, held_out)
     return Inputs(
         tokenizer=tokenizer,
         task=task,
@@ -312,12 +310,16 @@ def _check_tokens(name: str, dataset: Dataset | None, vocab: int) -> None:
             )
 
 
-def _check_tools(config: ConfigDict, tokenizer: Tokenizer, *datasets: Dataset | None) -> str:
-    """How the chat template continues conversations, in a sentence.
+def _check_tools(
+    config: ConfigDict, tokenizer: Tokenizer | None, *datasets: Dataset | None
+) -> list[str]:
+    """How the chat template continues conversations, in a sentence; nothing without tools.
 
     Raises:
       DataError: a row whose column ``tools`` has one that is not there.
     """
+    if not config.environment.tools or tokenizer is None:
+        return []
     tools = load_tools(config.environment.tools)
     for dataset in filter(None, datasets):
         for number, given in enumerate(dataset.columns.get("tools", ())):
@@ -326,7 +328,7 @@ def _check_tools(config: ConfigDict, tokenizer: Tokenizer, *datasets: Dataset | 
             except DataError as error:
                 raise DataError(f"{dataset.location(number)}: {error}") from error
     kind = template_continuation(tokenizer).kind
-    return f"tools: the chat template of tokenizer {tokenizer.name} is {kind}"
+    return [f"tools: the chat template of tokenizer {tokenizer.name} is {kind}"]
 
 
 def _reward_of(config: ConfigDict, task: Task | None) -> Callable[..., Any] | None:
