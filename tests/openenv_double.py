@@ -31,13 +31,14 @@ class OpenEnvDouble:
     Attributes:
       resets: the data of each reset; ``actions``: of each step.
       sessions: that may be open at a time; ``open``: that are.
+      hits: how often a number was guessed.
       action: the JSON schema of actions.
     """
 
     def __init__(self) -> None:
         self.resets: list[dict[str, Any]] = []
         self.actions: list[Any] = []
-        self.sessions, self.open, self.action = 8, 0, GUESS
+        self.sessions, self.open, self.hits, self.action = 8, 0, 0, GUESS
         self.lock = threading.Lock()
         self.address = ""
 
@@ -88,6 +89,8 @@ class OpenEnvDouble:
                 send(socket, "error", message="Invalid message", code=code, errors=about)
             else:
                 hit = number == secret
+                with self.lock:
+                    self.hits += hit
                 seen = "yes" if hit else "higher" if number < secret else "lower"
                 reward = 1.0 if hit else None
                 shown = {"text": seen, "metadata": {"secret": secret}}
