@@ -200,7 +200,7 @@ def test_it_reaches_no_network(sandbox, name, kind, tmp_path):
 def test_it_reads_and_changes_no_file_outside(sandbox, name, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("s3cret")
-    for folder in (secret, *tmp_path.parents[:3]):
+    for folder in (secret, *tmp_path.parents[:2]):
         os.chmod(folder, 0o644 if folder == secret else 0o755)
     before = secret.stat()
     tries = [
