@@ -16,6 +16,7 @@ from hjax.environments.episode_text import ObservationEncoder
 from hjax.environments.tool_environment import (
     TOOL_ENVIRONMENT,
     ToolEnvironment,
+    settings_of_row,
     tool_definitions,
     tool_options,
     tools_of_row,
@@ -248,6 +249,34 @@ def test_a_row_has_its_own_tools(file):
         function = own["function"] | change
         with pytest.raises(DataError, match=says):
             tools_of_row(tools, {"tools": [own | {"function": function}]})
+
+
+def test_classes_are_made_with_what_rows_give_them(tmp_path):
+    path = tmp_path / "board.py"
+    path.write_text(
+        'class Board:\n    """Shows."""\n    name = "board"\n'
+        "    def __init__(self, cells, size=3, seed=0):\n        self.all = cells, size, seed\n"
+        "    def __call__(self) -> str:\n        return repr(self.all)\n"
+        'def plain() -> str:\n    """Plain."""\n    return "p"\n'
+    )
+    # As verl writes them into parquet files, where every tool has the keys of all.
+    groups = {"create_kwargs": {"cells": "ab", "size": None}, "execute_kwargs": None}
+    row = {"prompt": "q", "extra_info": {"tools_kwargs": {"board": groups, "plain": None}}}
+    playing = ToolEnvironment(f"{path}:Board,plain", dataclasses.asdict(TAGGED))
+    playing.reset(row, 5)
+    step = playing.step(said("board") + said("plain"))
+    assert [m["content"] for m in step.observation.messages[1:]] == ["('ab', 3, 5)", "p"]
+    playing.reset({"prompt": "q", "tools_kwargs": {"board": {"create_kwargs": {"cells": 1}}}}, 6)
+    assert "(1, 3, 6)" in playing.step(said("board")).observation.text
+    tools = load_tools(f"{path}:Board,plain")
+    for given, says in (
+        ({"bord": {"create_kwargs": {"cells": 1}}}, "'bord' is no tool of the row: board, plain"),
+        ({"board": {"release_kwargs": {"a": 1}}}, "board.release_kwargs is not read here"),
+        ({"board": {"create_kwargs": {"seed": 1}}}, "has 'seed'; .* takes cells, size"),
+        ({"plain": {"create_kwargs": {"x": 1}}}, "has 'x'; .*it takes nothing"),
+    ):
+        with pytest.raises(DataError, match=says):
+            settings_of_row(tools, {"tools_kwargs": given})
 
 
 @pytest.mark.parametrize("name, says", [

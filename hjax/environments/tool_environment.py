@@ -26,7 +26,8 @@ class ToolEnvironment(Environment):
     """Runs the tool calls of a turn until a turn has none, which is the answer.
 
     The row's ``prompt`` is a text or chat messages; its column ``tools``, definitions, says which
-    of the tools it has, all if it has none. Each call's result is a message of the role ``tool``;
+    of the tools it has, all if it has none, and ``tools_kwargs`` what classes are made with
+    (``settings_of_row``). Each call's result is a message of the role ``tool``;
     an error, a call of no tool and one with arguments that its tool does not take are results too.
     A call that cannot be read is answered by a user's message. Rewards are 0: what scores the last
     turn is the run's reward function.
@@ -57,7 +58,8 @@ class ToolEnvironment(Environment):
             prompt = [{"role": "user", "content": prompt}]
         self._turn = 0
         tools, definitions = tools_of_row(self._tools, task, self._setting)
-        self._episode = EpisodeTools(tools, seed, self._sandbox)
+        settings = settings_of_row(tools, task)
+        self._episode = EpisodeTools(tools, seed, self._sandbox, settings)
         return Observation(
             messages=read_messages(prompt, "prompt"),
             tools=definitions,
@@ -205,3 +207,35 @@ def tools_of_row(
             )
         found.append(tool)
     return found, wanted
+
+
+def settings_of_row(tools: Sequence[Tool], row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What a row makes its tools with, by tool, in verl's form: ``tools_kwargs``, of its own or in
+    ``extra_info``, has ``{TOOL: {"create_kwargs": {...}}}``.
+
+    Raises:
+      DataError: a tool that the row has not, an argument that its class does not take, or others
+        than those of ``create_kwargs``.
+    """
+    given = row.get("tools_kwargs") or (row.get("extra_info") or {}).get("tools_kwargs") or {}
+    known, found = {tool.name: tool for tool in tools}, dict[str, dict[str, Any]]()
+    for name, groups in given.items():
+        groups = {key: value for key, value in (groups or {}).items() if value}
+        if not groups:
+            continue
+        if name not in known:
+            raise DataError(f"tools_kwargs: {name!r} is no tool of the row: {', '.join(known)}")
+        if other := next((key for key in groups if key != "create_kwargs"), ""):
+            raise DataError(
+                f"tools_kwargs: {name}.{other} is not read here, only create_kwargs, with which a "
+                "tool's class is made; leave it out"
+            )
+        arguments = {k: v for k, v in groups["create_kwargs"].items() if v is not None}
+        if unknown := sorted(arguments.keys() - known[name].settings):
+            taken = ", ".join(sorted(known[name].settings)) or "nothing"
+            raise DataError(
+                f"tools_kwargs: {name}.create_kwargs has {unknown[0]!r}; a class of this name "
+                f"takes it in __init__ (it takes {taken})"
+            )
+        found[name] = arguments
+    return found

@@ -51,6 +51,7 @@ class Tool:
       make: of an episode's seed, and the sandbox where it runs programs, makes what answers its
         calls: a function of keyword arguments.
       uses_sandbox: whether it runs programs.
+      settings: further arguments of ``make``, which rows may give (``settings_of_row``).
       shared: the connection to an MCP server; None: ``make`` does.
     """
 
@@ -59,6 +60,7 @@ class Tool:
     parameters: Mapping[str, Any]
     make: Callable[..., Callable[..., Any]] = _nothing
     uses_sandbox: bool = False
+    settings: frozenset[str] = frozenset()
     shared: SharedMcpTools | None = None
 
     @property
@@ -177,14 +179,16 @@ def tool_of(function: Callable[..., Any], setting: str = SETTING) -> Tool:
 
     taken = set(inspect.signature(function).parameters) if is_class else set()
 
-    def make(seed: int, sandbox: Sandbox | None) -> Callable[..., Any]:
+    def make(seed: int, sandbox: Sandbox | None, **of_row: Any) -> Callable[..., Any]:
         if not is_class:
             return function
         given = {"seed": seed, "sandbox": sandbox}
-        made: Callable[..., Any] = function(**{k: x for k, x in given.items() if k in taken})
+        own = {key: value for key, value in given.items() if key in taken}
+        made: Callable[..., Any] = function(**own, **of_row)
         return made
 
-    return Tool(name, description, schema, make, uses_sandbox="sandbox" in taken)
+    settings = frozenset(taken - {"seed", "sandbox"})
+    return Tool(name, description, schema, make, "sandbox" in taken, settings)
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
@@ -218,10 +222,17 @@ class EpisodeTools:
       tools: that it may call.
       seed: for those that take one.
       sandbox: of those that run programs.
+      settings: by tool, what the row gives it.
     """
 
-    def __init__(self, tools: Sequence[Tool], seed: int, sandbox: SandboxSettings = THIS_MACHINE):
-        self._seed, self._sandbox = seed, sandbox
+    def __init__(
+        self,
+        tools: Sequence[Tool],
+        seed: int,
+        sandbox: SandboxSettings = THIS_MACHINE,
+        settings: Mapping[str, Mapping[str, Any]] = {},
+    ):
+        self._seed, self._sandbox, self._settings = seed, sandbox, settings
         self._tools = {tool.name: tool for tool in tools}
         self._made: dict[str, Callable[..., Any]] = {}
 
@@ -241,7 +252,8 @@ class EpisodeTools:
             return _cut(tool.shared.call(name, arguments)), True
         if name not in self._made:
             sandbox = _made_sandbox(self._sandbox) if tool.uses_sandbox else None
-            self._made[name] = tool.make(seed=self._seed, sandbox=sandbox)
+            of_row = self._settings.get(name, {})
+            self._made[name] = tool.make(seed=self._seed, sandbox=sandbox, **of_row)
         made: Any = self._made[name]
         called = made if inspect.isroutine(made) else made.__call__
         try:

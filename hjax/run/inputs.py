@@ -16,7 +16,11 @@ from hjax.data.tasks import TASKS, Task, get_task
 from hjax.data.template_continuation import template_continuation
 from hjax.data.tokenizer import Tokenizer
 from hjax.data.tokenizer_files import holds_tokenizer
-from hjax.environments.tool_environment import tool_definitions, tools_of_row
+from hjax.environments.tool_environment import (
+    settings_of_row,
+    tool_definitions,
+    tools_of_row,
+)
 from hjax.environments.tools import load_tools
 from hjax.errors import ConfigError, DataError
 from hjax.models.families import family_config
@@ -322,9 +326,12 @@ def _check_tools(
         return []
     tools = load_tools(config.environment.tools)
     for dataset in filter(None, datasets):
-        for number, given in enumerate(dataset.columns.get("tools", ())):
+        names = [n for n in ("tools", "tools_kwargs", "extra_info") if n in dataset.columns]
+        rows = zip(*(dataset.columns[n] for n in names), strict=True)
+        for number, values in enumerate(rows):
+            row = dict(zip(names, values, strict=True))
             try:
-                tools_of_row(tools, {"tools": given})
+                settings_of_row(tools_of_row(tools, row)[0], row)
             except DataError as error:
                 raise DataError(f"{dataset.location(number)}: {error}") from error
     kind = template_continuation(tokenizer).kind
