@@ -182,7 +182,7 @@ def test_an_engine_that_is_faster_than_its_client_leaves_the_others_their_turns(
 def test_a_text_that_is_no_call_after_all_is_read_once(text):
     """Its length may not count twice: the text of an answer is a model's."""
     began = time.monotonic()
-    assert read_calls(text, TAGGED, ("f",)) == ()
+    assert read_calls(text, TAGGED, ("f",), {}) == ()
     assert time.monotonic() - began < 1
 
 

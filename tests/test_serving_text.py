@@ -10,7 +10,7 @@ from tokenizers import decoders, models
 
 from hjax.data.response_text import MAX_HELD_TOKENS, ResponseText
 from hjax.data.tokenizer import Tokenizer
-from hjax.data.tool_call_forms import BARE, TAGGED, CallPart, call_form, read_calls
+from hjax.data.tool_call_forms import BARE, IN_TAGS, TAGGED, CallPart, call_form, read_calls
 from hjax.serving.tool_calls import AllowedCalls
 
 TEXT = "Zwölf Boxkämpfer, 😀😀 日本語 e\u0301 \u200d🏳️\u200d🌈  two  spaces\n\ttab Ωmega."
@@ -123,7 +123,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "</x>"}}\n</tool
     ],
 )
 def test_calls_are_read_only_where_all_is_calls(text, names):
-    assert [call.name for call in read_calls(text, TAGGED, NAMES)] == names
+    assert [call.name for call in read_calls(text, TAGGED, NAMES, {})] == names
 
 
 @pytest.mark.parametrize(
@@ -138,11 +138,11 @@ def test_calls_are_read_only_where_all_is_calls(text, names):
     ],
 )
 def test_bare_calls_are_read_where_they_are_the_answer(text, names):
-    assert [call.name for call in read_calls(text, BARE, NAMES)] == names
+    assert [call.name for call in read_calls(text, BARE, NAMES, {})] == names
 
 
 def test_arguments_are_json_text():
-    [call] = read_calls(CALL, TAGGED, NAMES)
+    [call] = read_calls(CALL, TAGGED, NAMES, {})
     assert json.loads(call.arguments) == {"a": 1, "b": "</x>"}
     assert call.index == 0 and call.id.startswith("call_")
 
@@ -204,6 +204,8 @@ def test_templates_of_real_models(test_data):
     }
     tagged = ["qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_training"]
     known = dict.fromkeys(tagged, TAGGED) | {"llama3_1": BARE, "llama3_2": BARE}
+    tags = ["qwen3_5_think", "qwen3_5_think_training", "qwen3_6", "nemotron_3_nano"]
+    known |= dict.fromkeys(tags, IN_TAGS)
     # Others ask for calls in forms of their own, or for none.
     assert found == dict.fromkeys(found, None) | {n: f for n, f in known.items() if n in found}
     assert {"qwen2_5", "llama3_1"} <= found.keys()

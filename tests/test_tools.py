@@ -9,7 +9,7 @@ from test_template_continuation import with_template
 
 from hjax.data.dataset import Dataset
 from hjax.data.read_options import ReadOptions
-from hjax.data.tool_call_forms import BARE, TAGGED, split_calls
+from hjax.data.tool_call_forms import BARE, IN_TAGS, TAGGED, split_calls
 from hjax.environments.episode import DrawnTurn, Episode, EpisodeLimits, EpisodePlayer
 from hjax.environments.episode_pool import EpisodePool
 from hjax.environments.episode_text import ObservationEncoder
@@ -191,13 +191,38 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     (BARE, "7"), (BARE, '[{"name": "add", "parameters": {}}]'),
 ])  # fmt: skip
 def test_calls_are_those_that_the_server_reads(form, text):
-    shown, calls, is_malformed = split_calls(text, form)
+    shown, calls, is_malformed = split_calls(text, form, {})
     reader = AllowedCalls(form, ("add",)).reader()
     streamed = "".join(reader.feed(c)[0] for c in text)
     rest, expected = reader.close()
     assert [(c.name, c.arguments) for c in calls] == [(c.name, c.arguments) for c in expected]
     assert shown == streamed + rest
     assert is_malformed == (form is TAGGED and "<tool_call>" in text and not expected)
+
+
+def test_calls_in_tags_are_the_templates_own(test_data):
+    """Values of every kind, as a published template writes them, are what they were."""
+    tokenizer = with_template("qwen3_6", test_data)
+    arguments = {"text": 'a "b"\n<c> é', "number": "12", "count": 3, "share": 0.5, "on": True,
+                 "list": [1, "x"], "object": {"a": None}, "either": "7", "kind": "1"}  # fmt: skip
+    kinds = {"count": "integer", "share": "number", "on": "boolean", "list": "array",
+             "object": "object"}  # fmt: skip
+    properties = {name: {"type": kinds.get(name, "string")} for name in arguments}
+    properties["either"] = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    properties["kind"] = {"enum": ["1", "2"]}
+    function = {"name": "f", "arguments": arguments}
+    other = {"name": "g", "arguments": {}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [
+        {"type": "function", "function": each} for each in (function, other)]}  # fmt: skip
+    question = {"role": "user", "content": "q"}
+    asked = tokenizer.chat([question], True)
+    said, _ = tokenizer.turn_ends.cut(tokenizer.chat([question, turn], False)[len(asked) :])
+    said = said.removesuffix("<|im_end|>")
+    text, calls, malformed = split_calls(said, IN_TAGS, {"f": {"properties": properties}})
+    assert [(c.name, json.loads(c.arguments)) for c in calls] == [("f", arguments), ("g", {})]
+    assert not malformed and text.strip() == "</think>"
+    for cut in ("</parameter>", "</function>", "</tool_call>", "<function=f>"):
+        assert split_calls(said.replace(cut, "", 1), IN_TAGS, {})[1:] == ((), True)
 
 
 def environment(file, names="zip_code,add,Counter"):
@@ -281,7 +306,7 @@ def test_classes_are_made_with_what_rows_give_them(tmp_path):
 
 @pytest.mark.parametrize("name, says", [
     ("gemma3", "refuses tools"), ("lfm2", "loses calls"), ("llama3", "loses calls"),
-    ("qwen3_6", "does not say how calls are written"), ("gptoss", "does not say how"),
+    ("gptoss", "does not say how"),
     ("mistral_small", "does not say how"),
 ])  # fmt: skip
 def test_templates_without_usable_calls(name, says, file, test_data):

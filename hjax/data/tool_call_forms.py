@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_FUNCTION = re.compile(r"<function=([^<>\n]+)>(.*)</function>", re.DOTALL)
+_PARAMETER = re.compile(
+    r"<parameter=([^<>\n]+)>\n?((?:(?!<parameter=).)*?)\n?</parameter>", re.DOTALL
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class CallForm:
-    """How a model writes a tool call: JSON with a name and arguments.
+    """How a model writes a tool call: JSON with a name and arguments, or tags around each.
 
     Attributes:
       begin, end: the tags around it; empty: the call is the whole answer.
       arguments: the JSON's key of the arguments.
+      in_tags: whether it is ``<function=NAME>`` with ``<parameter=KEY>`` around each value instead.
     """
 
     begin: str
     end: str
     arguments: str
+    in_tags: bool = False
 
     @property
     def several(self) -> bool:
@@ -27,8 +37,9 @@ class CallForm:
         return bool(self.begin)
 
 
-# Those of Hermes and Qwen; and of Llama 3.
+# Those of Hermes and Qwen up to 3; of Qwen 3.5 and Nemotron 3; and of Llama 3.
 TAGGED = CallForm("<tool_call>", "</tool_call>", "arguments")
+IN_TAGS = CallForm("<tool_call>", "</tool_call>", "", in_tags=True)
 BARE = CallForm("", "", "parameters")
 
 
@@ -36,6 +47,8 @@ def call_form(template: str) -> CallForm | None:
     """How a chat template has the model write calls; None: it does not say, or in another form."""
     if all(part in template for part in (TAGGED.begin, TAGGED.end, '"name"', '"arguments"')):
         return TAGGED
+    if all(part in template for part in (IN_TAGS.begin, IN_TAGS.end, "<function=", "<parameter=")):
+        return IN_TAGS
     if all(part in template for part in ("""'{"name": "' +""", """'"parameters": '""")):
         return BARE
     return None
@@ -73,8 +86,21 @@ class CallPart:
         return tuple(calls.values())
 
 
-def read_calls(text: str, form: CallForm, names: Sequence[str]) -> tuple[CallPart, ...]:
-    """The calls that a text consists of; none if any of it is not a call."""
+# By function the JSON schema of its arguments.
+Parameters = Mapping[str, Mapping[str, Any]]
+
+
+def read_calls(
+    text: str, form: CallForm, names: Sequence[str], parameters: Parameters
+) -> tuple[CallPart, ...]:
+    """The calls that a text consists of; none if any of it is not a call.
+
+    Args:
+      text: from the first call on.
+      form: of the calls.
+      names: of the functions, for calls without tags around them.
+      parameters: say which values in tags are text; others are JSON.
+    """
     if not form.begin:
         call = _read(text.strip(), form)
         return () if call is None or call[0] not in names else (CallPart.first(0, *call),)
@@ -82,7 +108,10 @@ def read_calls(text: str, form: CallForm, names: Sequence[str]) -> tuple[CallPar
     found: list[CallPart] = []
     for block in blocks:
         before, tag, inside = block.partition(form.begin)
-        call = _read(inside.strip(), form) if tag and not before.strip() else None
+        if not tag or before.strip():
+            return ()
+        inside = inside.strip()
+        call = _read_tags(inside, parameters) if form.in_tags else _read(inside, form)
         if call is None:
             return ()
         found.append(CallPart.first(len(found), *call))
@@ -103,7 +132,35 @@ def _read(text: str, form: CallForm) -> tuple[str, str] | None:
     return name, json.dumps(arguments, ensure_ascii=False)
 
 
-def split_calls(text: str, form: CallForm) -> tuple[str, tuple[CallPart, ...], bool]:
+def _read_tags(text: str, parameters: Parameters) -> tuple[str, str] | None:
+    """As ``_read``, of a function in tags."""
+    found = _FUNCTION.fullmatch(text)
+    if found is None or _PARAMETER.sub("", found[2]).strip():
+        return None
+    known = parameters.get(found[1], {}).get("properties", {})
+    arguments = {}
+    for key, value in _PARAMETER.findall(found[2]):
+        arguments[key] = value
+        if not _is_text(known.get(key, {})):
+            with contextlib.suppress(ValueError, RecursionError):
+                arguments[key] = json.loads(value)
+    return found[1], json.dumps(arguments, ensure_ascii=False)
+
+
+def _is_text(schema: Mapping[str, Any]) -> bool:
+    """Whether a JSON schema allows texts, or does not say."""
+    types = schema.get("type")
+    options = schema.get("anyOf") or schema.get("oneOf") or ()
+    texts = [isinstance(value, str) for value in schema.get("enum", ())]
+    if types is None and not options and not texts:
+        return "$ref" not in schema
+    named = types if isinstance(types, list) else [types]
+    return "string" in named or any(texts) or any(map(_is_text, options))
+
+
+def split_calls(
+    text: str, form: CallForm, parameters: Parameters
+) -> tuple[str, tuple[CallPart, ...], bool]:
     """The text of a turn before its calls, the calls, and whether there is a beginning of a call
     that cannot be read (the text is then the whole turn)."""
     if not form.begin:
@@ -112,5 +169,5 @@ def split_calls(text: str, form: CallForm) -> tuple[str, tuple[CallPart, ...], b
             return text, (), False
         return "", (CallPart.first(0, *call),), False
     before, tag, rest = text.partition(form.begin)
-    calls = read_calls(tag + rest, form, ()) if tag else ()
+    calls = read_calls(tag + rest, form, (), parameters) if tag else ()
     return (before, calls, False) if calls else (text, (), bool(tag))

@@ -68,9 +68,10 @@ class ToolEnvironment(Environment):
 
     def step(self, action: str) -> Step:
         self._turn += 1
-        text, calls, is_malformed = split_calls(action, self._form)
+        parameters = {tool.name: tool.parameters for tool in self._tools}
+        text, calls, is_malformed = split_calls(action, self._form, parameters)
         if is_malformed:
-            said = "error: the tool call could not be read; write its JSON as the tools say"
+            said = "error: the tool call could not be read; write it as the tools say"
             messages = [{"role": "user", "content": said}]
             return Step(
                 Observation(messages=messages), valid=False,
@@ -132,8 +133,8 @@ def _form_of_calls(tokenizer: Tokenizer | None, setting: str) -> CallForm:
         raise ConfigError(
             f"{setting}: the chat template of tokenizer {tokenizer.name} "
             + (f"{why}" if why else "does not say how calls are written in a form read here")
-            + "; take one that writes them as JSON between <tool_call> and </tool_call> (Qwen's, "
-            "Hermes's), or as Llama 3.1 does"
+            + "; take one that writes them between <tool_call> and </tool_call>, as JSON or in "
+            "tags (Qwen's, Hermes's), or as Llama 3.1 does"
         )
     return form
 

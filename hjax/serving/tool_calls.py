@@ -6,7 +6,7 @@ import dataclasses
 import json
 import re
 
-from hjax.data.tool_call_forms import CallForm, CallPart, read_calls
+from hjax.data.tool_call_forms import CallForm, CallPart, Parameters, read_calls
 from hjax.rollout.stop_strings import StopStrings
 
 
@@ -22,6 +22,7 @@ class AllowedCalls:
         turned out to be calls.
       forced: whether the answer is calls and nothing else.
       finish: the finish reason of an answer with calls.
+      parameters: by function the JSON schema of its arguments.
     """
 
     form: CallForm
@@ -29,6 +30,7 @@ class AllowedCalls:
     constrained: bool = False
     forced: bool = False
     finish: str = "tool_calls"
+    parameters: Parameters = dataclasses.field(default_factory=dict)
 
     def reader(self) -> CallReader | HeldCalls:
         """A parser of one answer."""
@@ -91,7 +93,7 @@ class CallReader:
         rest = self._before.rest
         if rest is None:
             return self._before.close(), ()
-        calls = read_calls(rest, self._calls.form, self._calls.names)
+        calls = read_calls(rest, self._calls.form, self._calls.names, self._calls.parameters)
         return ("" if calls else rest), calls
 
     @property

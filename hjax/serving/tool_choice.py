@@ -87,12 +87,13 @@ class RequestTools:
         """
         if not self.functions:
             return None
-        if form is None:
-            if text is None and not self.constrained(form):
+        is_constrained = text is not None or self.constrained(form)
+        if form is None or (form.in_tags and is_constrained):
+            if not is_constrained:
                 return None
             raise RequestRefused(
-                f"{self._field}: the chat template of {name} does not say how calls are written "
-                "(as JSON between <tool_call> and </tool_call>, or as Llama 3 does); leave it out",
+                f"{self._field}: the chat template of {name} does not say that calls are written "
+                "as JSON between <tool_call> and </tool_call>, or as Llama 3 does; leave it out",
                 param=self._field,
             )
         # As OpenAI does: a call of a named function ends with "stop".
@@ -100,7 +101,8 @@ class RequestTools:
         names = tuple(function.name for function in self.functions.values())
         # Where the text has a format too, only the whole answer says which of both it is.
         streamed = self.forced or (text is None and self.constrained(form))
-        return AllowedCalls(form, names, streamed, self.forced, finish)
+        parameters = {each.name: each.parameters for each in self.functions.values()}
+        return AllowedCalls(form, names, streamed, self.forced, finish, parameters)
 
     def format(self, form: CallForm, text: TextFormat | None = None) -> TextFormat | None:
         """The grammar that constrains the answer; None: nothing does.

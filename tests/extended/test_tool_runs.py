@@ -35,8 +35,8 @@ def keys(tmp_path_factory):
         if wrong == 1:
             turns[:0] = [
                 tool_tasks.answer("<tool_call>{"),
-                {"role": "user", "content": "error: the tool call could not be read; write its "
-                 "JSON as the tools say"},
+                {"role": "user", "content": "error: the tool call could not be read; write it "
+                 "as the tools say"},
             ]  # fmt: skip
         turns.append(tool_tasks.answer(2 * n + (wrong == 2)))
         talks.append({"messages": [{"role": "user", "content": f"{n}?"}, *turns], "tools": [shown]})
