@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
-from hjax.data.tool_call_forms import TAGGED, read_calls
+from hjax.data.tool_call_forms import TAGGED, split_calls
 from hjax.environments.adapted_environment import AdaptedEnvironment, adapter_package
 from hjax.environments.environment import Observation, Step
 from hjax.errors import ConfigError, DataError, RunError, one_line, short_repr
@@ -158,8 +158,7 @@ def assistant_message(action: str, names: Sequence[str], ids: str) -> dict[str, 
       names: of the tools that it may call.
       ids: what the ids of its calls begin with.
     """
-    before, tag, rest = action.partition(TAGGED.begin)
-    calls = read_calls(tag + rest, TAGGED, names) if tag else ()
+    before, calls, _ = split_calls(action, TAGGED, {})
     if not calls or any(call.name not in names for call in calls):
         return {"role": "assistant", "content": action}
     made = [
