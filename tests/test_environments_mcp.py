@@ -69,6 +69,7 @@ def test_a_server_that_ends(config):
         tool.close()
 
 
+@pytest.mark.extended
 def test_a_call_that_takes_too_long(config):
     tools = connect_tools(config(one=own()), [("one", "hang")], seconds=4.0)
     begun = time.monotonic()

@@ -719,6 +719,8 @@ def test_a_model_without_tokenizer_takes_and_gives_ids():
     [(None, {}, "no chat template"), ("{{ messages }}", {"tools": [TOOL]}, "no place for them"),
      ("{{ tools }}", {"tools": [TOOL], "tool_choice": "required"}, "does not say how calls"),
      ("{{ tools }}", {"tools": [TOOL], "parallel_tool_calls": False}, "does not say how calls"),
+     ("{{ tools }}<tool_call><function=f><parameter=a></parameter></function></tool_call>",
+      {"tools": [TOOL], "tool_choice": "required"}, "calls written in tags"),
      ("{{ raise_exception('roles must alternate') }}", {}, "roles must alternate")],
 )  # fmt: skip
 def test_chat_templates_that_do_not_do(template, fields, why):

@@ -124,8 +124,11 @@ def real_tokenizer(which, name, test_data):
                      chat_templates={"default": made.chat_template})  # fmt: skip
 
 
-@pytest.mark.parametrize("which", ["tokenizers/gpt2", "tokenizers/minimind",
-                                   "weights/stories260K-hf"])  # fmt: skip
+@pytest.mark.parametrize("which", [
+    "tokenizers/minimind",
+    *(pytest.param(name, marks=pytest.mark.extended)
+      for name in ("tokenizers/gpt2", "weights/stories260K-hf")),
+])  # fmt: skip
 @pytest.mark.parametrize("name", APPENDING)
 def test_ids_between_turns_are_the_templates_own(name, which, test_data):
     tokenizer = real_tokenizer(which, name, test_data)

@@ -9,6 +9,7 @@ from test_template_continuation import with_template
 
 from hjax.data.dataset import Dataset
 from hjax.data.read_options import ReadOptions
+from hjax.data.tokenizer import Tokenizer
 from hjax.data.tool_call_forms import BARE, IN_TAGS, TAGGED, split_calls
 from hjax.environments.episode import DrawnTurn, Episode, EpisodeLimits, EpisodePlayer
 from hjax.environments.episode_pool import EpisodePool
@@ -312,6 +313,15 @@ def test_classes_are_made_with_what_rows_give_them(tmp_path):
 def test_templates_without_usable_calls(name, says, file, test_data):
     with pytest.raises(ConfigError, match=f"--tools: the chat template of tokenizer .*{says}"):
         tool_definitions(f"{file}:add", with_template(name, test_data), "--tools")
+
+
+def test_tags_that_decoding_leaves_out_are_refused(file, test_data):
+    tokenizer = with_template("qwen2_5", test_data)
+    tokenizer._library.add_special_tokens(["<tool_call>", "</tool_call>"])
+    again = Tokenizer(tokenizer._library, tokenizer._config, name="tags",
+                      chat_templates={"default": tokenizer.chat_template})  # fmt: skip
+    with pytest.raises(ConfigError, match="<tool_call> is a special token of tokenizer tags"):
+        tool_definitions(f"{file}:add", again)
 
 
 def test_without_a_template(file):

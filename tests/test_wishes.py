@@ -103,7 +103,7 @@ TYPED = [
     ("actor_rollout_ref.rollout.multi_turn.enable=True", "config.environment.function"),
     ("actor_rollout_ref.rollout.multi_turn.max_user_turns=4", "config.environment.max_turns"),
     ("actor_rollout_ref.rollout.multi_turn.max_assistant_turns=5", "config.environment.max_turns"),
-    ("actor_rollout_ref.rollout.multi_turn.tool_config_path=t.yaml", "reads the call in a turn"),
+    ("actor_rollout_ref.rollout.multi_turn.tool_config_path=t.yaml", "environment.tools=FILE"),
     ("actor_rollout_ref.rollout.multi_turn.interaction_config_path=i.yaml", "observation"),
     ("actor_rollout_ref.rollout.multi_turn.max_tool_response_length=256", "cuts its observations"),
     ("actor_rollout_ref.rollout.multi_turn.format=hermes", "in any form"),
@@ -112,7 +112,7 @@ TYPED = [
     ("actor_rollout_ref.rollout.agent.num_workers=8", "config.environment.processes"),
     # Episodes in TRL, SkyRL, NeMo-RL, prime-rl, OpenRLHF, Tunix, verl-agent, VAGEN and AReaL.
     ("--config.environment_factory=Game", "config.environment.function=FILE.py:CLASS"),
-    ("--config.tools=[search]", "config.environment.function=FILE.py:CLASS"),
+    ("--config.tools=[search]", "config.environment.tools=FILE.py:NAME"),
     ("--config.max_tool_calling_iterations=8", "config.environment.max_turns"),
     ("environment.env_class=gsm8k", "config.environment.function=FILE.py:CLASS"),
     ("environment.max_env_workers=10", "config.environment.processes"),

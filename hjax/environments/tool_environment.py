@@ -44,13 +44,14 @@ class ToolEnvironment(Environment):
     def __init__(
         self,
         tools: str,
-        form: Mapping[str, str],
+        form: Mapping[str, Any],
         setting: str = SETTING,
         sandbox: SandboxSettings = THIS_MACHINE,
     ):
         self._sandbox = sandbox
         self._tools = _loaded(tools, setting)
         self._form, self._setting = CallForm(**form), setting
+        self._episode = EpisodeTools([], 0)
 
     def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
         prompt = task.get("prompt")
@@ -135,6 +136,13 @@ def _form_of_calls(tokenizer: Tokenizer | None, setting: str) -> CallForm:
             + (f"{why}" if why else "does not say how calls are written in a form read here")
             + "; take one that writes them between <tool_call> and </tool_call>, as JSON or in "
             "tags (Qwen's, Hermes's), or as Llama 3.1 does"
+        )
+    tags = tokenizer.encode(form.begin + form.end, add_special=False) if form.begin else []
+    if form.begin not in tokenizer.decode(tags):
+        raise ConfigError(
+            f"{setting}: {form.begin} is a special token of tokenizer {tokenizer.name}, so the "
+            "text of a turn has no calls; write it into tokenizer.json as an added token that is "
+            "not special"
         )
     return form
 

@@ -91,9 +91,14 @@ class RequestTools:
         if form is None or (form.in_tags and is_constrained):
             if not is_constrained:
                 return None
+            said = (
+                "has calls written in tags, which no grammar forces"
+                if form is not None
+                else "does not say how calls are written (as JSON between <tool_call> and "
+                "</tool_call>, or as Llama 3 does)"
+            )
             raise RequestRefused(
-                f"{self._field}: the chat template of {name} does not say that calls are written "
-                "as JSON between <tool_call> and </tool_call>, or as Llama 3 does; leave it out",
+                f"{self._field}: the chat template of {name} {said}; leave it out",
                 param=self._field,
             )
         # As OpenAI does: a call of a named function ends with "stop".
