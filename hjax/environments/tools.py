@@ -37,10 +37,6 @@ _ARGUMENT = re.compile(r"^( *)(\w+)(?: *\([^)\n]*\))?: *(.*(?:\n\1 +.*)*)", re.M
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Example|Examples):", re.M)
 
 
-def _nothing(**_: Any) -> Callable[..., Any]:
-    raise NotImplementedError("a tool of an MCP server")
-
-
 @dataclasses.dataclass(frozen=True)
 class Tool:
     """What a policy may call.
@@ -58,7 +54,7 @@ class Tool:
     name: str
     description: str
     parameters: Mapping[str, Any]
-    make: Callable[..., Callable[..., Any]] = _nothing
+    make: Callable[..., Callable[..., Any]] | None = None
     uses_sandbox: bool = False
     settings: frozenset[str] = frozenset()
     shared: SharedMcpTools | None = None
@@ -251,6 +247,7 @@ class EpisodeTools:
         if tool.shared is not None:
             return _cut(tool.shared.call(name, arguments)), True
         if name not in self._made:
+            assert tool.make is not None
             sandbox = _made_sandbox(self._sandbox) if tool.uses_sandbox else None
             of_row = self._settings.get(name, {})
             self._made[name] = tool.make(seed=self._seed, sandbox=sandbox, **of_row)

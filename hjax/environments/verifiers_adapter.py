@@ -205,12 +205,12 @@ class _HarnessRunner:
         [slot] = self._environment.slots(task, 1)
         known: list[str] = []
 
-        def minted(trace: Any) -> None:
+        def keep_trace(trace: Any) -> None:
             known.append(trace.id)
             self._asked[trace.id] = asked
 
         try:
-            return await self._environment.run_slot(slot, self._context, on_trace=minted)
+            return await self._environment.run_slot(slot, self._context, on_trace=keep_trace)
         finally:
             for name in known:
                 del self._asked[name]
