@@ -316,7 +316,7 @@ def test_what_a_run_with_experts_learned_goes_out(experts, tmp_path, changes):
          "config.rollout.speculative_tokens=2 is of single responses, .*; use 0"),
         ("GRPO", {**MAZE, "rollout.extra_samples": 1}, "rollout.extra_samples=1 is of single"),
         ("GRPO", {**MAZE, **PARTS}, "rollout.partial_tokens=2 is of single responses, .*; use 0"),
-        ("GRPO", {**MAZE, **JUDGED}, "reward.while_generating=True: the environment .* leave it"),
+        ("GRPO", {**MAZE, **JUDGED}, "reward.while_generating=True is of single responses, .* leave it out"),
         ("GRPO", {**MAZE, "reward.function": "sorted_digits.py:reward"},
          "reward.function=sorted_digits.py:reward: the environment .* rewards its episodes"),
         ("GRPO", {**MAZE, **STAGES, "layout.actor.generate.pipe": 2},
