@@ -248,7 +248,9 @@ WISHES: Mapping[str, str] = _by_name({
     "overwrite_output_dir": "--overwrite starts a run anew where one is",
     "save_steps save_freq save_interval_steps save_strategy": "config.checkpoint.every, in steps",
     "save_total_limit max_to_keep max_ckpt_num": "config.checkpoint.keep",
-    "load_best_model_at_end": "the newest checkpoints stay; one chosen by a metric is not built",
+    "load_best_model_at_end metric_for_best_model best_metric_key":
+        "config.checkpoint.best=METRIC keeps the best checkpoint too, WORKDIR/checkpoints/best",
+    "greater_is_better": "config.checkpoint.best_mode, max or min",
     "push_to_hub": "python -m hjax.launch.export writes a Hugging Face directory to push",
     "eval_steps eval_strategy eval_every_n_steps evaluation_strategy test_freq":
         "config.eval.every, in steps",

@@ -28,6 +28,8 @@ STARTS = "starts.jsonl"
 CALIBRATION = "calibration.jsonl"
 # Rows of the data that a run leaves out: locations by what is wrong with them.
 LEFT_OUT = "left_out_rows.json"
+# Which checkpoint is the best by ``checkpoint.best``: its step, the metric and its value.
+BEST = "best.json"
 # Which kernels and collectives a run on an accelerator takes, see hjax/kernels/verdict.py.
 KERNELS = "kernels.json"
 

@@ -85,7 +85,7 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_not_called_damaged(
 
     monkeypatch.setattr(checkpoint, "verify_checksums", verified)
     with pytest.raises(DataError, match="checkpoints/3: .* removed while it was read.*keep") as at:
-        checkpoint.restore_params(checkpoints.directory, "actor")
+        checkpoint.restore_params(checkpoints.folder(3), "actor")
     assert "--repair" not in str(at.value)
     # Of a single one it can only be damage.
     for step in (1, 2):

@@ -1,11 +1,13 @@
 """What --help prints fits the terminal, and says the same at every width."""
 
 import importlib
+import re
 import sys
 
 import pytest
 
 from hjax.launch.command import MAX_HELP_WIDTH, wrap_help
+from hjax.planning.strategies import STRATEGIES
 
 COMMANDS = (
     "__main__", "compare", "compile", "evaluate", "export", "generate", "plan", "serve",
@@ -59,3 +61,10 @@ def test_every_command_at_every_width(command, monkeypatch, capsys):
     assert all(len(line) <= 60 or " " not in line.strip() for line in shown[60].splitlines())
     assert max(map(len, shown[200].splitlines())) <= MAX_HELP_WIDTH
     assert shown[60].split() == shown[80].split() == shown[200].split()
+
+
+def test_help_of_plan_names_every_strategy():
+    text = importlib.import_module("hjax.launch.plan").__doc__
+    said = text.partition("  --strategy=auto")[2].partition("--candidates")[0]
+    named = re.sub(r"\(.*?\)|or as other systems\s+place", "", said)
+    assert set(re.findall(r"[a-z_]+", named)) == set(STRATEGIES)

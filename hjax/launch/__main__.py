@@ -57,6 +57,7 @@ from hjax.launch.command import define_flags, parse_flags, print_help, split_con
 from hjax.launch.jax_setup import prepare_jax
 from hjax.launch.process_exit import run_and_exit
 from hjax.launch.stages import Stages, dry_run_stages, read_stages, run_stages
+from hjax.run.best_checkpoint import describe_best
 from hjax.run.workdir import Workdir, check_unlocked
 from hjax.settings.config_loading import (
     check_config,
@@ -299,6 +300,8 @@ def _finish(path: Path, command: TrainCommand, received: int) -> int:
     elif command.config is not None and command.config.display.enabled:
         report = path / "report.html"
         print(f"done: {step} steps in {path}" + (f", see {report}" if report.exists() else ""))
+        if best := describe_best(path):
+            print(best)
     _print_summary(command, path, step, last, bool(received))
     return 128 + received if received else 0
 

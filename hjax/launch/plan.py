@@ -26,7 +26,8 @@ training and generation, such that a step is fastest and everything fits. Nothin
   --batch=1024          sequences of a step
   --samples=N           of them share a prompt; without it as many as in the algorithm's config
   --updates=8           optimizer updates that a step's sequences are cut into
-  --strategy=auto       {strategies}
+  --strategy=auto       auto (every placement), colocate, split, standalone, or as other systems
+                        place: deepspeed_chat, openrlhf, nemo_aligner, nemo_recompute
   --candidates=5        how many placements to show
   --numerics=masters    hjax's own: masters, 32-bit weights with a 16-bit generation copy, or
                         float32. mixed: the paper's 16-bit weights and 32-bit optimizer, and
@@ -49,32 +50,32 @@ training and generation, such that a step is fastest and everything fits. Nothin
 exit status: 0 done; 1 failed; 2 wrong input, or the models do not fit
 """
 
+from __future__ import annotations
+
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hjax.devices import DEVICES
 from hjax.errors import ConfigError
 from hjax.files import json_line, replace_files
-from hjax.kernels.verdict import known_or_assumed
 from hjax.launch.command import print_json, run_or_help
 from hjax.launch.huge_pages import use_huge_pages
-from hjax.launch.plan_flags import PlanCommand, parse
 from hjax.launch.process_exit import run_and_exit
 from hjax.launch.signals import is_main_module
-from hjax.planning.result import config_text, describe_candidate, describe_result
-from hjax.planning.search import SearchResult
-from hjax.planning.strategies import STRATEGIES, search_runnable
-from hjax.show.plan_rows import plan_page, print_plan
 from hjax.show.tables import wide_console
+
+if TYPE_CHECKING:  # these import JAX, which --help does not need
+    from hjax.launch.plan_flags import PlanCommand
+    from hjax.planning.search import SearchResult
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    names = {"devices": ", ".join(DEVICES), "strategies": ", ".join(STRATEGIES)}
-    text = str(__doc__).format(**names, algorithms="ppo, grpo, remax, safe_rlhf")
+    named = ", ".join(DEVICES)
+    text = str(__doc__).format(devices=named, algorithms="ppo, grpo, remax, safe_rlhf")
     return run_or_help(arguments, lambda: text, _run)
 
 
@@ -82,6 +83,12 @@ def _run(arguments: Sequence[str]) -> int:
     workdirs = [a.partition("=")[2] for a in arguments if re.match(r"--?explain=", a)]
     if workdirs:
         return _explain(Path(workdirs[-1]), "--json" in arguments)
+    from hjax.kernels.verdict import known_or_assumed
+    from hjax.launch.plan_flags import parse
+    from hjax.planning.result import describe_result
+    from hjax.planning.strategies import search_runnable
+    from hjax.show.plan_rows import print_plan
+
     request = parse(arguments)
     if request is None:
         return _calibrate("--json" in arguments)
@@ -133,6 +140,9 @@ def _explain(workdir: Path, as_json: bool) -> int:
 
 def _write(request: PlanCommand, found: SearchResult, described: dict[str, Any]) -> list[str]:
     """Write the plan, its page, the runners-up and the run's config; returns the file names."""
+    from hjax.planning.result import config_text, describe_candidate
+    from hjax.show.plan_rows import plan_page
+
     assert request.output is not None
     files = {"plan.json": json_line(described) + "\n", "plan.html": plan_page(described)}
     chosen = [list(group) for group in described["placement"]]

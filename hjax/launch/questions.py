@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hjax.errors import ConfigError
@@ -37,12 +36,13 @@ def find_task(text: str, model: str) -> Task:
     """
     from hjax.data.tasks import get_task
     from hjax.data.tasks.task import split_options
+    from hjax.models.base_checkpoints import split_checkpoint
     from hjax.models.weights import is_workdir
 
     name, settings = split_options(text)
     options: dict[str, Any] = {}
     if is_workdir(model):
-        data = read_json(Path(model) / "config.json")["data"]
+        data = read_json(split_checkpoint(model)[0] / "config.json")["data"]
         if data["task"] == name and not data["path"]:
             options |= data["task_options"]
     for part in filter(None, settings.split(",")):

@@ -1,8 +1,9 @@
 """Base checkpoints: which checkpoints of other runs a run's models were loaded from.
 
-A path to a workdir means its newest checkpoint. Adapters are trained on the frozen weights of one
-checkpoint, so a run records which one by path (``bases.json`` in its workdir), and later loads read
-the same one.
+A path to a workdir means its newest checkpoint; ``WORKDIR/checkpoints/STEP`` is another one, and
+``WORKDIR/checkpoints/best`` the best by the run's ``checkpoint.best``. Adapters are trained on the
+frozen weights of one checkpoint, so a run records which one by path (``bases.json`` in its
+workdir), and later loads read the same one.
 """
 
 import dataclasses
@@ -11,12 +12,52 @@ from pathlib import Path
 from typing import Any
 
 from hjax.errors import DataError
-from hjax.files import StrPath, read_json, saved_steps
-from hjax.models.checkpoint import damaged_error
+from hjax.files import BEST, StrPath, read_json, saved_steps
 from hjax.models.checksums import read_checksums
 
 RECORD = "bases.json"
+MODEL_DIRECTORY = "model"  # in a workdir: config.json and tokenizer of its actor
 _ITEMS = ("actor.params", "actor.base")  # the items that are loaded from a checkpoint
+
+
+def split_checkpoint(path: StrPath) -> tuple[Path, int | None]:
+    """The workdir and the step of ``WORKDIR/checkpoints/STEP``; of another path itself and None.
+
+    Raises:
+      DataError: ``WORKDIR/checkpoints/best`` of a run that has no best checkpoint.
+    """
+    path = Path(path)
+    workdir, name = path.parent.parent, path.name
+    named = name == "best" or name.isdecimal()
+    if path.parent.name != "checkpoints" or not named:
+        return path, None
+    if not (workdir / MODEL_DIRECTORY / "config.json").is_file():
+        return path, None  # a folder of another program's
+    if name != "best":
+        return workdir, int(name)
+    record = read_json(workdir / BEST)
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        raise DataError(
+            f"{path}: this run has no best checkpoint ({BEST}); set checkpoint.best to the metric "
+            "that says which is, or name a step"
+        )
+    return workdir, record["step"]
+
+
+def checkpoint_step(path: StrPath) -> int:
+    """The step of the checkpoint that a workdir's path means, its newest if it names none.
+
+    Raises:
+      DataError: it is not there.
+    """
+    workdir, step = split_checkpoint(path)
+    checkpoints = workdir / "checkpoints"
+    saved = saved_steps(checkpoints) if checkpoints.is_dir() else []
+    if not saved:
+        raise DataError(f"{path}: no complete checkpoint there; train a step first")
+    if step is not None and step not in saved:
+        raise DataError(f"{path}: no such checkpoint; saved: {', '.join(map(str, saved))}")
+    return saved[-1] if step is None else step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +78,7 @@ class BaseCheckpoint:
         Raises:
           DataError: the checkpoint is gone, or its checksums differ.
         """
-        checkpoints = Path(workdir) / "checkpoints"
+        checkpoints = split_checkpoint(workdir)[0] / "checkpoints"
         saved = saved_steps(checkpoints) if checkpoints.is_dir() else []
         if self.step not in saved:
             wrong = f"is gone (saved: {', '.join(map(str, saved)) or 'none'})"
@@ -52,16 +93,17 @@ class BaseCheckpoint:
         )
 
 
-def newest_base(workdir: StrPath) -> BaseCheckpoint | None:
-    """The newest checkpoint of a run, None if it has none.
+def base_of(path: StrPath) -> BaseCheckpoint | None:
+    """The checkpoint of a run that a path means, None if the run has none.
 
     Raises:
-      DataError: its checksums are damaged.
+      DataError: it is not there, or its checksums are damaged.
     """
-    checkpoints = Path(workdir) / "checkpoints"
-    if not (steps := saved_steps(checkpoints)):
+    workdir, step = split_checkpoint(path)
+    if step is None and not saved_steps(workdir / "checkpoints"):
         return None
-    return BaseCheckpoint(steps[-1], _item_checksums(checkpoints / str(steps[-1])))
+    step = checkpoint_step(path)
+    return BaseCheckpoint(step, _item_checksums(workdir / "checkpoints" / str(step)))
 
 
 def read_bases(workdir: StrPath) -> dict[str, BaseCheckpoint]:
@@ -92,5 +134,7 @@ def _item_checksums(folder: Path) -> dict[str, Any]:
     try:
         saved = read_checksums(folder)
     except (OSError, ValueError) as error:
+        from hjax.models.checkpoint import damaged_error  # imports JAX
+
         raise damaged_error(folder, error) from error
     return {item: saved[item] for item in _ITEMS if item in saved}

@@ -38,19 +38,26 @@ class Checkpoints:
     Args:
       directory: ``checkpoints/`` of a workdir; created if missing.
       keep: how many of the newest checkpoints stay.
+      best: called with the steps that are saved once another one is; the checkpoint of the step
+        that it returns stays too.
 
     Raises:
       RunError: the directory cannot be created.
     """
 
-    def __init__(self, directory: Path, keep: int = 2):
+    def __init__(
+        self,
+        directory: Path,
+        keep: int = 2,
+        best: Callable[[Sequence[int]], int | None] = lambda steps: None,
+    ):
         self.directory = Path(directory).absolute()
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             found = special_file(self.directory) or error.strerror
             raise RunError(f"{self.directory}: {found}; checkpoints go there") from error
-        self.keep = keep
+        self.keep, self._best = keep, best
         for ending in (SAVING, REMOVING):  # left by a run that was killed
             for left in self.directory.glob(f".*{ending}"):
                 _remove(left)
@@ -214,7 +221,11 @@ class Checkpoints:
                 raise errors[0]
             write_checksums(saving, step)
             saving.rename(self.folder(step))
-            for old in self._saved_steps()[: -self.keep]:
+            saved = self._saved_steps()
+            best = self._best(saved)
+            for old in saved[: -self.keep]:
+                if old == best:
+                    continue
                 # Rename first: a half-deleted checkpoint must not keep its number.
                 _remove(self.folder(old).rename(self.directory / f".{old}{REMOVING}"))
         except BaseException as error:
@@ -303,14 +314,6 @@ def _copy(x: Any) -> Any:
     return jax.device_put(x, sharding, may_alias=False)
 
 
-def newest_step(directory: Path) -> int:
-    """The step of a run's newest complete checkpoint; DataError if there is none."""
-    steps = saved_steps(Path(directory).absolute())
-    if not steps:
-        raise DataError(f"{directory}: no complete checkpoint; train a step first")
-    return steps[-1]
-
-
 def _remove(path: Path) -> None:
     """Delete a folder or file, if it exists."""
     if path.is_dir() and not path.is_symlink():
@@ -319,32 +322,30 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def saved_parameter_names(directory: Path, role: str) -> set[str]:
-    """Top-level names of a role's parameters in the newest checkpoint; reads metadata only.
+def saved_parameter_names(folder: Path, role: str) -> set[str]:
+    """Top-level names of a role's parameters in a checkpoint's folder; reads metadata only.
 
     Raises:
-      DataError: no complete checkpoint there, or a damaged one.
+      DataError: it is damaged.
     """
-    path = Path(directory).absolute() / str(newest_step(directory)) / f"{role}.params"
+    path = folder.absolute() / f"{role}.params"
     with _one_line_errors(path), _orbax().StandardCheckpointer() as reader:
         return set(reader.metadata(path).item_metadata.tree)
 
 
-def restore_params(folder: Path, role: str, kind: str = "params", step: int | None = None) -> Any:
+def restore_params(folder: Path, role: str, kind: str = "params") -> Any:
     """Restore a role's parameters as numpy arrays; None if the checkpoint has no such kind.
 
     Args:
-      folder: of the run's checkpoints.
+      folder: of the checkpoint.
       role: the worker's role.
       kind: which of its trees.
-      step: of the checkpoint; None: the newest.
 
     Raises:
-      DataError: no complete checkpoint there, or a damaged one.
+      DataError: it is damaged.
     """
     ocp = _orbax()
-    step = newest_step(folder) if step is None else step
-    path = Path(folder).absolute() / str(step) / f"{role}.{kind}"
+    path = folder.absolute() / f"{role}.{kind}"
     if kind != "params" and not path.is_dir():
         return None
     try:

@@ -11,9 +11,14 @@ import numpy as np
 
 from hjax.data.tokenizer_files import CONVERTED
 from hjax.errors import ConfigError, DataError
-from hjax.files import StrPath, saved_steps
+from hjax.files import StrPath
 from hjax.models import huggingface
-from hjax.models.base_checkpoints import recorded_step
+from hjax.models.base_checkpoints import (
+    MODEL_DIRECTORY,
+    checkpoint_step,
+    recorded_step,
+    split_checkpoint,
+)
 from hjax.models.lora import Lora, layers_of, with_layers
 from hjax.models.lora_compute import initial_magnitudes, merge_adapters
 from hjax.models.model_config import ModelConfig
@@ -26,12 +31,11 @@ from hjax.sharding.layout import Layout
 from hjax.user_input import read_object, user_path
 
 _SCALAR = ("head", "bias")  # parameters of a scalar model besides its decoder
-MODEL_DIRECTORY = "model"  # in a workdir: config.json and tokenizer of its actor
 
 
 def is_workdir(path: StrPath) -> bool:
-    """Whether ``path`` is a workdir with an actor's checkpoints."""
-    path = Path(path)
+    """Whether ``path`` is a workdir with an actor's checkpoints, or one of these checkpoints."""
+    path, _ = split_checkpoint(path)
     return (path / MODEL_DIRECTORY / "config.json").is_file() and (path / "checkpoints").is_dir()
 
 
@@ -44,7 +48,7 @@ def model_directory(path: StrPath) -> Path:
     """
     if is_adapter(path):
         return model_directory(Adapter(path).base)
-    directory = user_path(path, "model ")
+    directory = user_path(split_checkpoint(path)[0], "model ")
     if not directory.is_dir():
         if str(path).lower() in PRESETS:
             raise ConfigError(
@@ -106,8 +110,8 @@ def check_weights(path: StrPath) -> None:
     if not is_workdir(path):
         huggingface.check_headers(directory)
         _adapter(path)
-    elif not saved_steps(Path(path) / "checkpoints"):
-        raise ConfigError(f"{path}: no complete checkpoint there; train a step first")
+    else:
+        checkpoint_step(path)
 
 
 def has_score_head(path: StrPath) -> bool:
@@ -120,21 +124,20 @@ def has_score_head(path: StrPath) -> bool:
     from hjax.models.checkpoint import saved_parameter_names
 
     if is_workdir(path):
-        return "decoder" in saved_parameter_names(Path(path) / "checkpoints", "actor")
+        folder = split_checkpoint(path)[0] / "checkpoints" / str(checkpoint_step(path))
+        return "decoder" in saved_parameter_names(folder, "actor")
     adapter = _adapter(path)
     learned = adapter is not None and huggingface.SCORE_HEAD in adapter.names
     return learned or huggingface.has_score_head(model_directory(path))
 
 
 def newest_checkpoint(path: StrPath) -> int | None:
-    """Step of a workdir's newest checkpoint; None if the path is no workdir.
+    """Step of the checkpoint that a workdir's path means; None if the path is no workdir.
 
     Raises:
-      DataError: the workdir has no complete checkpoint.
+      DataError: the checkpoint is not there.
     """
-    from hjax.models.checkpoint import newest_step
-
-    return newest_step(Path(path) / "checkpoints") if is_workdir(path) else None
+    return checkpoint_step(path) if is_workdir(path) else None
 
 
 def load_params(
@@ -150,7 +153,7 @@ def load_params(
       network: a language model or scalar model of the shapes at the path.
       layout: for the parameters.
       seed: of new adapters, which the network has and the path lacks.
-      checkpoint: step in a workdir; None: the newest.
+      checkpoint: step in a workdir; None: the one that the path means.
 
     Raises:
       ConfigError: missing or unfit files, by name.
@@ -224,7 +227,7 @@ def load_decoder(path: StrPath, checkpoint: int | None = None) -> tuple[ModelCon
 
     Args:
       path: a Hugging Face directory or name, or an hjax workdir.
-      checkpoint: step in a workdir; None: the newest.
+      checkpoint: step in a workdir; None: the one that the path means.
 
     Raises:
       ConfigError: missing or unfit files, by name, or a scalar model.
@@ -276,24 +279,24 @@ def load_actor_checkpoint(
     """The actor in a workdir's checkpoint.
 
     Args:
-      path: the workdir.
-      checkpoint: its step; None: the newest.
+      path: the workdir, or a checkpoint of it.
+      checkpoint: its step; None: the one that the path means.
 
     Returns:
       the network, with scalar head and adapters as in the run; trainable parameters as numpy
       arrays; and frozen ones, None if they are in another directory.
     """
-    from hjax.models.checkpoint import newest_step, restore_params
+    from hjax.models.checkpoint import restore_params
 
     config = read_config(path)
     settings = _settings(path).get("lora")
     lora = Lora.from_settings(settings, bool(config.experts)) if settings else None
-    checkpoints = Path(path) / "checkpoints"
-    step = newest_step(checkpoints) if checkpoint is None else checkpoint
-    base = restore_params(checkpoints, "actor", "base", step) if lora is not None else None
+    step = checkpoint_step(path) if checkpoint is None else checkpoint
+    folder = split_checkpoint(path)[0] / "checkpoints" / str(step)
+    base = restore_params(folder, "actor", "base") if lora is not None else None
     form = (settings or {}).get("base", FLOAT)
     quantized = "" if lora is None or form == FLOAT else form
-    learned = restore_params(checkpoints, "actor", step=step)
+    learned = restore_params(folder, "actor")
     made = scalar_network if "decoder" in learned else decoder_network
     return made(dataclasses.replace(config, lora=lora, quantized=quantized)), learned, base
 
@@ -320,7 +323,7 @@ def base_model_path(path: StrPath) -> str:
 
 def _settings(path: StrPath) -> dict[str, Any]:
     """The section ``actor`` of a workdir's config; DataError if there is none."""
-    file = Path(path) / "config.json"
+    file = split_checkpoint(path)[0] / "config.json"
     found = read_object(file).get("actor")
     if not isinstance(found, dict) or not isinstance(found.get("path"), str):
         raise DataError(f"{file}: not the config of a run: it has no actor with a path")

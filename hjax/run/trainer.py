@@ -9,6 +9,7 @@ from hjax.errors import ConfigError, RunError
 from hjax.files import CALIBRATION, StrPath
 from hjax.models.export import check_output
 from hjax.run.async_rollout import AsyncRollout, StalenessSchedule
+from hjax.run.best_checkpoint import check_has_metric
 from hjax.run.evaluation import evaluate, evaluate_predictions
 from hjax.run.examples import Demonstrations
 from hjax.run.recovery import RecoveringRun
@@ -122,6 +123,8 @@ class Trainer(RecoveringRun):
             metrics |= before
         elif every and (step % every == 0 or step == self.config.steps):
             metrics |= self.evaluate(step)
+        if step == 1:
+            check_has_metric(self.config.checkpoint.best, [metrics])
         self._report(metrics)
         return metrics
 
@@ -193,9 +196,7 @@ class Trainer(RecoveringRun):
                 if self.async_rollout is not None:
                     self.async_rollout.drain(self.step_number)
                 with self.reporter.phase("evaluate"):
-                    metrics, shown = evaluate(
-                        self.config, self.inputs, self.roles, self.algorithm
-                    )
+                    metrics, shown = evaluate(self.config, self.inputs, self.roles, self.algorithm)
                 break
             except Exception:
                 # Otherwise the step before this evaluation would have to be redone.

@@ -21,6 +21,7 @@ from hjax.models.checkpoint import Checkpoints, damaged_error
 from hjax.progress import progress_listener
 from hjax.run.async_rollout import AsyncRollout
 from hjax.run.backends import Backend, ClusterBackend, LocalBackend
+from hjax.run.best_checkpoint import best_chooser, check_has_metric
 from hjax.run.config_validation import check_offloads
 from hjax.run.dataflow import absent_roles
 from hjax.run.episode_rollout import EpisodeRollout, environment_of
@@ -236,7 +237,11 @@ class TrainingRun:
         if self.workdir is None:
             self._check_memory()
         elif self.checkpoints is None:
-            self.checkpoints = Checkpoints(self.workdir.checkpoints, self.config.checkpoint.keep)
+            self.checkpoints = Checkpoints(
+                self.workdir.checkpoints,
+                self.config.checkpoint.keep,
+                best_chooser(self.config, self.workdir.path),
+            )
             scalar = self.roles.table["actor"].scalar
             with self.workdir.writing("model"):
                 start = self.config.actor.path
@@ -262,6 +267,8 @@ class TrainingRun:
             with self.reporter.phase("restore"):
                 self._restore(latest)
             self._report_missing_rows()
+            if self.workdir is not None:
+                check_has_metric(self.config.checkpoint.best, self.workdir.rows(METRICS))
             if latest and not self.restarts:
                 folder = self.checkpoints.folder(latest) if self.checkpoints else ""
                 self.reporter.message(f"going on after step {latest}, from {folder}")

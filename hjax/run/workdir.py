@@ -19,6 +19,7 @@ from hjax.config import AUTO, Config, flatten
 from hjax.config_aliases import WISHES, with_current_names
 from hjax.errors import ConfigError, DataError, RunError, output_error
 from hjax.files import (
+    BEST,
     CALIBRATION,
     CONTROLLER,
     HISTOGRAMS,
@@ -49,7 +50,7 @@ MODEL, TENSORBOARD, LOCK = "model", "tensorboard", ".lock"
 RUN_FOLDERS = ("checkpoints", MODEL, TENSORBOARD, "skipped")
 RUN_FILES = (
     "config.json", "plan.json", BASES, "timeline.json", "report.html", METRICS, WARM_START, SAMPLES,
-    CALIBRATION, HISTOGRAMS, STARTS, LEFT_OUT, KERNELS, *RUN_FOLDERS,
+    CALIBRATION, HISTOGRAMS, STARTS, BEST, LEFT_OUT, KERNELS, *RUN_FOLDERS,
 )  # fmt: skip
 # Suffix of folders that --overwrite is removing.
 _REMOVING = ".removing"

@@ -68,6 +68,7 @@ def validate(config: ConfigDict | Mapping[str, Any]) -> Config:
     _check_batches(complete)
     _check_adapters(complete)
     _check_decay(complete)
+    _check_best_metric(complete)
     return complete
 
 
@@ -238,6 +239,23 @@ def _check_adapters(config: ConfigDict) -> None:
                     f"config.{role}.lora.rank=0 makes none; set the rank to 1 or more as well, or "
                     f"leave {name} out"
                 )
+
+
+def _check_best_metric(config: ConfigDict) -> None:
+    """Check that evaluations meet checkpoints, if the best one is chosen by them."""
+    metric, saved, evaluated = config.checkpoint.best, config.checkpoint.every, config.eval.every
+    if not metric.startswith("eval/"):
+        return
+    if not evaluated:
+        raise ConfigError(
+            f"config.checkpoint.best={metric}: nothing is evaluated; set config.eval.every above 0"
+        )
+    if saved and saved % evaluated and evaluated % saved:
+        raise ConfigError(
+            f"config.checkpoint.best={metric}: evaluations every {evaluated} steps rarely meet "
+            f"checkpoints every {saved}; make one of eval.every and checkpoint.every a multiple of "
+            "the other"
+        )
 
 
 def _check_decay(config: ConfigDict) -> None:

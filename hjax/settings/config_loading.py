@@ -122,6 +122,7 @@ def apply_overrides(
         wanted = flatten(overrides)
         _drop_inapplicable(given, wanted)
         return validate(given | wanted)
+    _check_common_keys(overrides)
     _drop_inapplicable(given, _selected_owners(overrides))
     config = complete_config(given)
     _parse_flags(config, overrides, flag_values if flag_values is not None else flags.FlagValues())
@@ -183,6 +184,19 @@ def find_config(name_or_path: str) -> Path:
         f"--config={name_or_path}: no such file; give a path, or one of "
         f"{', '.join(config_names(stages=True))}"
     )
+
+
+def _check_common_keys(arguments: Sequence[str]) -> None:
+    """Refuse unknown keys of sections that all runs have, before an algorithm imports JAX."""
+    common = flatten(default_config())
+    for argument in arguments:
+        match = _OVERRIDE.match(argument)
+        if match is None or match[2] in common or match[2].startswith(tuple(OWNED_SECTIONS)):
+            continue
+        # What is like none of these may be like a key of the algorithm's.
+        section = any(key.startswith(f"{match[2]}.") for key in common)
+        if section or wish(match[2]) or difflib.get_close_matches(match[2], common, cutoff=0.75):
+            raise unknown_key(match[2], common, common)
 
 
 def _selected_owners(arguments: Sequence[str]) -> dict[str, str]:

@@ -541,6 +541,15 @@ KEYS: dict[str, Any] = {
     "checkpoint": {
         "every": Key(20, "steps between checkpoints; 0: only at the end", at_least(0)),
         "keep": Key(2, "newest checkpoints to keep", at_least(1)),
+        "best": Key(
+            "",
+            "metric, such as eval/reward, whose best checkpoint is kept beside the newest ones. "
+            "WORKDIR/checkpoints/best names it wherever a model is named. Steps count that have "
+            "both a checkpoint and the metric; empty: the newest ones alone",
+        ),
+        "best_mode": Key(
+            "max", "whether the largest or the smallest is best", one_of("max", "min")
+        ),
     },
     "placement": Key(
         "colocate",
