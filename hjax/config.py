@@ -20,6 +20,11 @@ AUTO = "auto"
 SWITCH = (AUTO, "true", "false")
 
 
+def data_path(data: Mapping[str, Any]) -> str:
+    """The files that a run's section ``data`` names; empty: it has a built-in task's prompts."""
+    return str(data.get("mixture") or data["path"])
+
+
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted key to value of a nested (or flat) mapping; an empty section has no entry."""
     flat: dict[str, Any] = {}

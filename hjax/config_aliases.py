@@ -227,7 +227,9 @@ WISHES: Mapping[str, str] = _by_name({
     "val_files eval_dataset val_data":
         "config.data.eval_path, or a share of the data by config.data.eval_fraction",
     "dataset_split": "a data set of Hugging Face's is named with its split: owner/name:split",
-    "prompt_data_probs": "config.data.weights, by `data_source`",
+    "prompt_data_probs dataset_mixer dataset_mixture interleave_probs mix_strategy":
+        "config.data.mixture=NAME=FILE*WEIGHT,..., or config.data.weights by the column "
+        "`data_source`",
     "prompt_key input_key dataset_text_field": "config.data.columns, such as question=prompt",
     "label_key reward_fn_key":
         "a reward function gets every column by its name; config.data.columns renames",

@@ -8,7 +8,7 @@ import pytest
 
 from hjax.data.dataset import Dataset
 from hjax.data.invalid_rows import InvalidRows
-from hjax.data.mixing import MixedSampler
+from hjax.data.mixing import MixedSampler, Mixing
 from hjax.data.read_options import ReadOptions, parse_source_weights
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, DataError
@@ -107,7 +107,8 @@ def test_several_files_a_pattern_and_a_folder(tmp_path):
 
 def test_sources_have_their_shares_and_go_on_after_a_resume():
     sources = ["a"] * 3 + ["b"] * 50 + ["c"] * 20
-    make = lambda: MixedSampler(sources, {"a": 2, "b": 1, "c": 1}, 7, seed=3)  # noqa: E731
+    mixing = Mixing(sources, {"a": 2, "b": 1, "c": 1}, "data.weights")
+    make = lambda: MixedSampler(mixing, 7, seed=3)  # noqa: E731
     sampler, steps = make(), []
     for number in range(40):
         if number == 17:
@@ -125,7 +126,7 @@ def test_sources_have_their_shares_and_go_on_after_a_resume():
     other.restore(json.loads(json.dumps(state)))
     assert np.array_equal(np.concatenate([other.next() for _ in range(23)]), drawn[17 * 7 :])
     with pytest.raises(DataError, match="other sources or another seed"):
-        MixedSampler(sources, {"a": 2, "b": 1, "c": 1}, 7, seed=4).restore(state)
+        MixedSampler(mixing, 7, seed=4).restore(state)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,7 @@ def test_refused_in_one_line(tmp_path, changes, says):
         changes = {"path": path} | changes
         config = load_config("base.py", {"data": changes, "tokenizer.path": str(tmp_path)})
         config = check_config(config)
-        make_prompt_sampler(config, load_inputs(config).train)
+        make_prompt_sampler(config, load_inputs(config))
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 

@@ -177,7 +177,7 @@ def test_a_room_imports_only_from_below(room):
 def test_every_room_is_known():
     rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
     assert rooms == {*FLOORS, *BESIDE}
-    assert {path.stem for path in PACKAGE.glob("*.py")} == {"__init__", *GROUND}
+    assert {path.stem for path in PACKAGE.glob("*.py")} == {"__init__", "__main__", *GROUND}
 
 
 @pytest.mark.parametrize("name", GROUND)

@@ -254,19 +254,46 @@ def _columns(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, l
     return {name: [row.get(name) for row in rows] for name in names}
 
 
-def split_held_out(dataset: Dataset, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
+def split_held_out(
+    dataset: Dataset, fraction: float, seed: int, sources: Sequence[Any] | None = None
+) -> tuple[Dataset, Dataset]:
     """Split off a seeded random held-out set: (train, held out), each at least one prompt.
 
-    `fraction` is the held-out share, above 0 and below 1; rows keep their order.
+    Args:
+      dataset: its rows keep their order.
+      fraction: the held-out share, above 0 and below 1.
+      seed: of the choice.
+      sources: of the rows; the share is held out of each source.
+
+    Raises:
+      DataError: a source of a single row.
     """
-    size = len(dataset)
     if not 0 < fraction < 1:
         raise ConfigError(f"held-out share {fraction}: it must lie above 0 and below 1")
-    if size < 2:
-        raise DataError(f"a dataset of {size} prompt cannot be split; give data.eval_path instead")
-    held = min(max(round(fraction * size), 1), size - 1)
-    order = np.random.default_rng(seed).permutation(size)
-    return dataset.select(np.sort(order[held:])), dataset.select(np.sort(order[:held]))
+    if not len(dataset):
+        raise DataError("a dataset of 0 prompts cannot be split; give data.eval_path instead")
+    names = np.array([""] * len(dataset) if sources is None else list(map(str, sources)))
+    random, held_out = np.random.default_rng(seed), np.zeros(len(dataset), bool)
+    for name in dict.fromkeys(names.tolist()):
+        rows = np.flatnonzero(names == name)
+        if len(rows) < 2:
+            raise DataError(
+                f"a dataset{f' {name}' if name else ''} of {len(rows)} prompt cannot be split; "
+                "give data.eval_path instead"
+            )
+        held = min(max(round(fraction * len(rows)), 1), len(rows) - 1)
+        held_out[rows[random.permutation(len(rows))[:held]]] = True
+    return dataset.select(np.flatnonzero(~held_out)), dataset.select(np.flatnonzero(held_out))
+
+
+def alternate(sources: Sequence[Any]) -> list[int]:
+    """The rows' numbers, one of each source in turn as long as it has some."""
+    taken: dict[Any, int] = {}
+    turns = []
+    for row, source in enumerate(sources):
+        turns.append((taken.get(source, 0), row))
+        taken[source] = taken.get(source, 0) + 1
+    return [row for _, row in sorted(turns)]
 
 
 class PromptSampler:
@@ -295,6 +322,10 @@ class PromptSampler:
             missing -= len(part)
             self.position += len(part)
         return np.concatenate(taken)
+
+    def restart(self) -> None:
+        """Begin from the start."""
+        self.position = 0
 
     def state(self) -> dict[str, int]:
         """The sampler's position for a checkpoint: plain ints."""

@@ -1,11 +1,89 @@
-"""Mixing prompts of several data sources by weight."""
+"""Mixing prompts, or examples, of several data sources by weight."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 import numpy as np
 
-from hjax.data.dataset import PromptSampler, check_sampler_state
+from hjax.data.dataset import Dataset, PromptSampler, check_sampler_state
+from hjax.data.read_options import parse_mixture, parse_source_weights
+from hjax.data.sources import MIXTURE
 from hjax.errors import ConfigError, DataError
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixing:
+    """Which source each row of the data has, and the sources' weights.
+
+    Attributes:
+      sources: of the rows.
+      weights: by source, above 0.
+      key: of the config, that has the weights.
+    """
+
+    sources: Sequence[str]
+    weights: Mapping[str, float]
+    key: str
+
+    @classmethod
+    def from_config(cls, data: Any, dataset: Dataset) -> Self | None:
+        """The mixing of the config's section `data`; None if all rows are equally frequent.
+
+        Raises:
+          ConfigError: `data.weights` without the column `data_source`, or a source of the data
+            without a weight, or a weight without a source.
+        """
+        if data.mixture:
+            weights = parse_mixture(data.mixture)[1]
+            sources = dataset.columns[MIXTURE]
+        elif not data.weights:
+            return None
+        else:
+            weights = parse_source_weights(data.weights)
+            if (sources := dataset.columns.get("data_source")) is None:
+                raise ConfigError(
+                    f"config.data.weights={data.weights!r} weighs the column data_source, which "
+                    f"this data has not; it has {', '.join(dataset.columns)} (config.data.columns "
+                    "renames)"
+                )
+        key = "config.data.mixture" if data.mixture else "config.data.weights"
+        return cls(list(map(str, sources)), weights, key).checked()
+
+    def checked(self) -> Self:
+        """Itself, if its sources are those that have weights."""
+        there = list(dict.fromkeys(self.sources))
+        for name in there:
+            if name not in self.weights:
+                raise ConfigError(f"{self.key} has no weight for data_source {name!r}")
+        for name in self.weights:
+            if name not in there:
+                raise ConfigError(
+                    f"{self.key}: no row has data_source {name!r}; there are {', '.join(there)}"
+                )
+        return self
+
+    def select(self, rows: Sequence[int]) -> Self:
+        """The mixing of some rows."""
+        chosen = [self.sources[i] for i in rows]
+        return dataclasses.replace(self, sources=chosen).checked()
+
+    def describe(self) -> str:
+        """Each source's share of what is drawn, and its rows."""
+        total = sum(self.weights.values())
+        return "drawn from " + ", ".join(
+            f"{name} {100 * self.weights[name] / total:.3g}% ({self.sources.count(name)} rows)"
+            for name in dict.fromkeys(self.sources)
+        )
+
+
+def make_sampler(
+    rows: int, per_step: int, seed: int, mixing: Mixing | None
+) -> "PromptSampler | MixedSampler":
+    """The sampler of each step's rows, mixed where there are weights."""
+    if mixing is None:
+        return PromptSampler(rows, per_step, seed)
+    return MixedSampler(mixing, per_step, seed)
 
 
 class MixedSampler:
@@ -16,32 +94,18 @@ class MixedSampler:
     repeats more often.
 
     Args:
-      sources: the source of each prompt of the dataset.
-      weights: by source, above 0; a source's share is its weight over their sum.
+      mixing: a source's share is its weight over their sum.
       per_step: prompts per step.
       seed: of the shuffles.
-
-    Raises:
-      ConfigError: a source of the data without a weight, or a weight without a source.
     """
 
-    def __init__(
-        self, sources: Sequence[str], weights: Mapping[str, float], per_step: int, seed: int
-    ):
-        there = list(dict.fromkeys(map(str, sources)))
-        for name in there:
-            if name not in weights:
-                raise ConfigError(f"config.data.weights has no weight for data_source {name!r}")
-        for name in weights:
-            if name not in there:
-                raise ConfigError(
-                    f"config.data.weights: no row has data_source {name!r}; there are "
-                    f"{', '.join(there)}"
-                )
+    def __init__(self, mixing: Mixing, per_step: int, seed: int):
+        sources, weights = mixing.sources, mixing.weights
+        there = list(dict.fromkeys(sources))
         self.size, self.per_step, self.seed = len(sources), per_step, seed
         total = sum(weights.values())
         self._shares = np.array([weights[name] / total for name in there])
-        of = np.array([there.index(str(name)) for name in sources])
+        of = np.array([there.index(name) for name in sources])
         self._rows = [np.flatnonzero(of == i) for i in range(len(there))]
         self._orders = [PromptSampler(len(rows), 1, seed + i) for i, rows in enumerate(self._rows)]
 
@@ -60,6 +124,11 @@ class MixedSampler:
             [index] = self._orders[source].next()
             found.append(self._rows[source][index])
         return np.array(found)
+
+    def restart(self) -> None:
+        """Begin from the start."""
+        for order in self._orders:
+            order.restart()
 
     def state(self) -> dict[str, int]:
         """The samplers' positions for a checkpoint: plain ints."""

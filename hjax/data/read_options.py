@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from hjax.data.row_formats import COLUMNS, read_format
+from hjax.data.sources import split_name, split_paths
 from hjax.errors import ConfigError, DataError
 
 OVERLONG = ("error", "filter", "truncate_left")
@@ -113,6 +114,34 @@ def parse_source_weights(text: str) -> dict[str, float]:
                 "number above 0 (leave a source out of the data to have none of it)"
             )
     return found
+
+
+def parse_mixture(text: str) -> tuple[str, dict[str, float]]:
+    """Parse a mixture, `math=gsm8k.jsonl*2, code=mbpp.parquet`.
+
+    Returns:
+      the named files, as a `data.path` has them, and the weights by name; 1 where none is given.
+
+    Raises:
+      ConfigError: a file without a name, a name twice, or a weight that is not above 0.
+    """
+    parts, weights = [], {}
+    for part in split_paths(text):
+        name, path = split_name(part)
+        file, star, number = path.rpartition("*")
+        try:
+            weight = float(number) if star else 1.0
+        except ValueError:  # the star is a pattern's
+            file, weight = path, 1.0
+        if not name or name in weights or not 0 < weight < float("inf"):
+            wrong = f"{name} is there twice" if name in weights else f"{part!r} is not so"
+            raise ConfigError(
+                f"config.data.mixture={text!r}: {wrong}; files are NAME=FILE or NAME=FILE*WEIGHT, "
+                "of different names and with weights above 0, separated by commas"
+            )
+        parts.append(f"{name}={(file if star else path).strip()}")
+        weights[name] = weight
+    return ",".join(parts), weights
 
 
 def parse_template_arguments(text: str) -> dict[str, Any]:

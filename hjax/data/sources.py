@@ -7,6 +7,7 @@ import glob
 import gzip
 import io
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,10 @@ _COMPRESSED = (".gz", ".zst")  # may follow the others, except .parquet
 _NAMES = f"{', '.join(SUFFIXES[:-1])} or .txt; all but .parquet also with .gz or .zst behind it"
 # owner/name, optionally with a configuration and a split: owner/name/main:train.
 _HUB = re.compile(r"([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?::([\w\[\]%:+-]+))?")
+# A source with a name: math=gsm8k.jsonl.
+_NAMED = re.compile(r"([A-Za-z][\w.-]*)\s*=\s*(.+)", re.DOTALL)
+# The column that has the name.
+MIXTURE = "mixture"
 # Metadata files of `datasets.save_to_disk`.
 _SAVED = ("state.json", "dataset_dict.json")
 # Fields by which chat messages and tools are known in Arrow's tables.
@@ -100,16 +105,34 @@ def huggingface_rows(part: str, split: str = "train") -> Iterator[tuple[str, dic
 
 
 def read_sources(path: str | Path, invalid: InvalidRows) -> list[tuple[str, dict[str, Any]]]:
-    """(location, row) pairs of all sources of a `data.path`, in order."""
+    """(location, row) pairs of all sources of a `data.path`, in order.
+
+    Raises:
+      DataError: a source that cannot be read, or that has a name and a column for it.
+    """
     rows: list[tuple[str, dict[str, Any]]] = []
     for part in split_paths(path):
+        name, part = split_name(part)
         files = data_files(part)
-        if files is None:
-            rows += huggingface_rows(part)
-        else:
-            for file in files:
-                rows += _read_rows(file, invalid)
+        found = list(huggingface_rows(part)) if files is None else []
+        for file in files or ():
+            found += _read_rows(file, invalid)
+        if name:
+            taken = [where for where, row in found if MIXTURE in row]
+            if taken:
+                raise DataError(
+                    f"{taken[0]}: it has a column {MIXTURE!r}, which is to have the name {name!r} "
+                    "of its file; rename the column (data.columns)"
+                )
+            found = [(where, {**row, MIXTURE: name}) for where, row in found]
+        rows += found
     return rows
+
+
+def split_name(part: str) -> tuple[str, str]:
+    """The name and the path of a source, `math=gsm8k.jsonl`; the name is empty if it has none."""
+    match = _NAMED.fullmatch(part)
+    return (match[1], match[2]) if match and not os.path.exists(part) else ("", part)
 
 
 def _kind(path: Path) -> str:

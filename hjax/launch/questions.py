@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING, Any
 
+from hjax.config import data_path
 from hjax.errors import ConfigError
 from hjax.files import read_json
 from hjax.launch.sampling_flags import ModelInfo, existing_file
@@ -43,7 +44,7 @@ def find_task(text: str, model: str) -> Task:
     options: dict[str, Any] = {}
     if is_workdir(model):
         data = read_json(split_checkpoint(model)[0] / "config.json")["data"]
-        if data["task"] == name and not data["path"]:
+        if data["task"] == name and not data_path(data):
             options |= data["task_options"]
     for part in filter(None, settings.split(",")):
         key, equals, value = part.partition("=")

@@ -2,7 +2,7 @@
 that predict known outcomes (preference pairs, labels, steps)."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from hjax.algorithms import Algorithm
 from hjax.algorithms.prediction_calibration import calibration_bins, prediction_metrics
 from hjax.batches import sample_rows, select_rows
 from hjax.controller import join
+from hjax.data.sources import MIXTURE
 from hjax.run.examples import Demonstrations
 from hjax.run.inputs import Inputs, prompt_batch
 from hjax.run.role_groups import RoleGroups
@@ -25,8 +26,8 @@ def evaluate(
     one, and score the answers.
 
     Returns:
-      ``eval/reward`` where there is a reward, ``eval/accuracy`` where the task has a verifier; and
-      the first batch of responses.
+      ``eval/reward`` where there is a reward, ``eval/accuracy`` where the task has a verifier, both
+      by group too, as ``eval/GROUP/reward`` (``eval.by``); and the first batch of responses.
     """
     assert inputs.held_out is not None
     count = min(config.eval.prompts or len(inputs.held_out), len(inputs.held_out))
@@ -46,7 +47,38 @@ def evaluate(
     correct = [right for chunk in chunks for right in _correct(chunk, inputs)]
     if correct:
         metrics["eval/accuracy"] = float(np.mean(correct))
+    if by := group_column(config, inputs):
+        groups = [str(value) for chunk in chunks for value in chunk["columns"][by]]
+        values = {"reward": scores if "reward" in roles.groups else (), "accuracy": correct}
+        for name, of_rows in values.items():
+            if len(of_rows):
+                metrics |= {
+                    f"eval/{group}/{name}": mean
+                    for group, mean in means_by_group(groups, np.asarray(of_rows, float)).items()
+                }
     return metrics, chunks[0]
+
+
+def group_column(config: ConfigDict, inputs: Inputs) -> str:
+    """The column by whose values evaluations have metrics too; empty: none."""
+    assert inputs.held_out is not None
+    named = MIXTURE if MIXTURE in inputs.held_out.columns else ""
+    return str(config.eval.by or named)
+
+
+def means_by_group(groups: Sequence[str], values: np.ndarray) -> dict[str, float]:
+    """The mean of each group's values without NaN, of groups that have some.
+
+    Args:
+      groups: of the rows, in the order of the result.
+      values: float [rows].
+    """
+    of_rows, found = np.asarray(groups), {}
+    for group in dict.fromkeys(groups):
+        known = values[(of_rows == group) & ~np.isnan(values)]
+        if known.size:
+            found[group] = float(known.mean())
+    return found
 
 
 def eval_batch_size(config: ConfigDict, held_out: int, roles: RoleGroups) -> int:

@@ -11,10 +11,12 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm
+from hjax.config import data_path
 from hjax.data.conversation import encode_example, response_end
-from hjax.data.dataset import Dataset, PromptSampler, pad_left, pad_right
+from hjax.data.dataset import Dataset, pad_left, pad_right
 from hjax.data.invalid_rows import InvalidRows
 from hjax.data.labels import PAIR_LABELS
+from hjax.data.mixing import Mixing, make_sampler
 from hjax.data.row_answers import RowAnswers, answers_by_row, task_records
 from hjax.data.tasks import Task
 from hjax.data.tokenizer import Tokenizer
@@ -117,7 +119,7 @@ def load_examples(
                 found.labels.extend(answers.labels)
             rows.append(i)
     if needed and not found.examples:
-        raise DataError(f"{config.data.path}: every row is left out: {invalid}")
+        raise DataError(f"{data_path(config.data)}: every row is left out: {invalid}")
     return found._replace(rows=rows if needed else None)
 
 
@@ -161,9 +163,9 @@ def _check_pair_labels(config: ConfigDict, source: str, task: Task | None, data:
         return
     if config.algorithm.get("label_coef") and not set(PAIR_LABELS) <= data.columns.keys():
         raise ConfigError(
-            f"config.algorithm.label_coef={config.algorithm.label_coef}: {config.data.path} has no "
-            "columns `chosen_label` and `rejected_label` (1 good or safe, 0 not); add them, or set "
-            "label_coef=0"
+            f"config.algorithm.label_coef={config.algorithm.label_coef}: "
+            f"{data_path(config.data)} has no columns `chosen_label` and `rejected_label` (1 good "
+            "or safe, 0 not); add them, or set label_coef=0"
         )
 
 
@@ -227,6 +229,7 @@ class Demonstrations:
       annotations: of the examples.
       labels: of unpaired responses; the batch has them as ``positive``.
       drawn: of episodes, which tokens of each response are the policy's turns; empty: all are.
+      mixing: of the examples; None: all are equally frequent.
     """
 
     def __init__(
@@ -239,12 +242,14 @@ class Demonstrations:
         annotations: Annotations | None = None,
         labels: Sequence[bool] | None = None,
         drawn: Sequence[Sequence[bool]] = (),
+        mixing: Mixing | None = None,
     ):
         self._drawn = drawn
         self._examples, self._annotations = examples, annotations or {}
         self._lengths = prompt_length, response_length
         self._labels = labels
-        self.sampler = PromptSampler(len(examples), batch // (len(examples[0]) - 1), seed)
+        per_step = batch // (len(examples[0]) - 1)
+        self.sampler = make_sampler(len(examples), per_step, seed, mixing)
 
     def __call__(self) -> dict[str, np.ndarray]:
         """The next ``batch_of``."""
@@ -324,14 +329,21 @@ def make_example_sources(
             annotations=inputs.annotations,
             labels=inputs.labels,
             drawn=inputs.drawn,
+            mixing=inputs.example_mixing,
         )
-        shown = [example[:2] for example in examples]  # the chosen response of a pair
-        if inputs.labels is not None:  # only the right unpaired responses
-            pairs = zip(shown, inputs.labels, strict=True)
-            shown = [example for example, right in pairs if right]
-        seed = config.seed + 2
-        drawn = {"drawn": inputs.drawn}
-        imitated = Demonstrations(shown, batch, **lengths, seed=seed, **drawn) if shown else None
+        # Of unpaired responses only the right ones are imitated.
+        right = [i for i in range(len(examples)) if inputs.labels is None or inputs.labels[i]]
+        imitated = None
+        if right:
+            mixing = inputs.example_mixing
+            imitated = Demonstrations(
+                [examples[i][:2] for i in right],  # of a pair the chosen response
+                batch,
+                **lengths,
+                seed=config.seed + 2,
+                drawn=inputs.drawn,
+                mixing=None if mixing is None else mixing.select(right),
+            )
         found = ExampleSources(learned, imitated)
     if config.warm_start.steps and not config.actor.path and found.warm_start is None:
         raise ConfigError(

@@ -8,10 +8,12 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from hjax.algorithms import get_algorithm
-from hjax.data.dataset import Dataset, PromptSampler, pad_left, split_held_out
+from hjax.config import data_path
+from hjax.data.dataset import Dataset, PromptSampler, alternate, pad_left, split_held_out
 from hjax.data.invalid_rows import InvalidRows
-from hjax.data.mixing import MixedSampler
-from hjax.data.read_options import ReadOptions, parse_source_weights
+from hjax.data.mixing import MixedSampler, Mixing, make_sampler
+from hjax.data.read_options import ReadOptions, parse_mixture
+from hjax.data.sources import MIXTURE
 from hjax.data.tasks import TASKS, Task, get_task
 from hjax.data.template_continuation import template_continuation
 from hjax.data.tokenizer import Tokenizer
@@ -39,6 +41,8 @@ from hjax.run.examples import (
 
 # Most training prompts of a built-in task.
 TASK_PROMPTS = 8192
+# Most values of the column ``eval.by``.
+MAX_GROUPS = 50
 # Keys of the section ``model`` that a model from scratch takes unchanged.
 _SIZES = ("hidden_size", "mlp_size", "layers", "heads", "kv_heads", "tie_embeddings")
 
@@ -55,6 +59,8 @@ class Inputs:
     prompt_length: int
     reward: Callable[..., Any] | None
     cost: Callable[..., Any] | None
+    mixing: Mixing | None  # weights of the sources of the training prompts
+    example_mixing: Mixing | None  # of the demonstrations
     demonstrations: Examples  # tokens of a prompt and one response, or a pair of responses
     eos_ids: tuple[int, ...] = ()
     remarks: tuple[str, ...] = ()  # messages about changes to the data, for the user
@@ -78,36 +84,34 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
     Raises:
       ConfigError, DataError: something is missing or invalid, in one line.
     """
-    if not config.data.path and not config.data.task:
+    path = data_path(config.data)
+    if not path and not config.data.task:
         raise ConfigError(
             "there is no data: set config.data.path=FILE, prompts of your own (docs/data.md), or "
             f"config.data.task, one of {', '.join(sorted(TASKS))}"
         )
-    task = None if config.data.path else get_task(config.data.task, **config.data.task_options)
+    task = None if path else get_task(config.data.task, **config.data.task_options)
     tokenizer = _tokenizer(config, task)
     remarks: list[str] = []
     invalid = InvalidRows(config.data.invalid)
     train, held_out = _datasets(config, task, tokenizer, remarks.append, invalid, source)
     longest = max(d.longest_prompt for d in (train, held_out) if d is not None)
     prompt_length = config.rollout.max_prompt_length or longest
-    if longest > prompt_length:  # only a task's: a file's prompts were checked one by one
-        raise DataError(
-            f"data.task={config.data.task}: its prompts have up to {longest} tokens, above "
-            f"rollout.max_prompt_length={prompt_length}; raise that key (0: the longest prompt)"
-        )
     model = _model(config, tokenizer, prompt_length)
     if task is not None:  # a file's rows were checked one by one
-        for dataset in (train, held_out):
-            _check_tokens(f"data.task={config.data.task}", dataset, model.vocab_size)
+        _check_task(config, longest, model.vocab_size, train, held_out)
     _check_positions(prompt_length, config.rollout.max_response_length, model)
     learned = load_examples(config, task, tokenizer, train, source, invalid, remarks.append)
     if learned.rows is not None:
         train = train.select(learned.rows)
+    mixing = Mixing.from_config(config.data, train)
     judged = LearnedExamples()
     if held_out is not None and source in ("pairs", "steps") and config.eval.every:
         judged = load_examples(config, task, tokenizer, held_out, source, invalid)
         held_out = held_out if judged.rows is None else held_out.select(judged.rows)
     remarks += [f"rows left out: {invalid}"] if invalid else []
+    remarks += [mixing.describe()] if mixing is not None else []
+    _check_groups(config.eval.by, held_out)
     remarks += _check_tools(config, tokenizer, train, held_out)
     return Inputs(
         tokenizer=tokenizer,
@@ -118,6 +122,8 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
         prompt_length=prompt_length,
         reward=_function(config, "reward", _reward_of(config, task)),
         cost=_function(config, "cost", task.cost if task and task.has_cost else None),
+        mixing=mixing,
+        example_mixing=None if learned.rows is None else mixing,
         demonstrations=learned.examples,
         eos_ids=_eos_ids(config, tokenizer),
         remarks=tuple(remarks),
@@ -138,7 +144,6 @@ def check_inputs(config: ConfigDict) -> Inputs:
     """
     algorithm = get_algorithm(config.algorithm.name)
     inputs = load_inputs(config, algorithm.source)
-    make_prompt_sampler(config, inputs.train)
     algorithm(  # which refuses data without what it learns from
         config.algorithm,
         absent_roles(algorithm, ()),
@@ -216,13 +221,17 @@ def _datasets(
     }
     options |= {"notify": notify, "invalid": invalid, "learns_pairs": source == "pairs"}
     options["learns_demonstrations"] = source == "demonstrations"
-    train = Dataset.from_file(data.path, tokenizer, limit, **options)
+    path = parse_mixture(data.mixture)[0] if data.mixture else data.path
+    train = Dataset.from_file(path, tokenizer, limit, **options)
     if data.eval_path:
         held_out = Dataset.from_file(data.eval_path, tokenizer, limit, **options)
     elif data.eval_fraction and config.eval.every:
-        train, held_out = split_held_out(train, data.eval_fraction, seed)
+        sources = train.columns.get(MIXTURE) if data.mixture else None
+        train, held_out = split_held_out(train, data.eval_fraction, seed, sources)
     else:
         return train, None
+    if MIXTURE in held_out.columns:  # so that the first rows are of every set
+        held_out = held_out.select(alternate(held_out.columns[MIXTURE]))
     if data.eval_size and len(held_out) > data.eval_size:
         held_out = held_out.select(range(data.eval_size))
     return train, held_out
@@ -237,22 +246,9 @@ def _read_options(config: ConfigDict, tokenizer: Tokenizer | None) -> ReadOption
     return dataclasses.replace(options, chat=True, tools=tools)
 
 
-def make_prompt_sampler(config: ConfigDict, train: Dataset) -> PromptSampler | MixedSampler:
-    """The sampler of each step's prompts.
-
-    Raises:
-      ConfigError: `data.weights` without the column `data_source`, or for sources it does not have.
-    """
-    per_step = config.rollout.prompts
-    if not config.data.weights:
-        return PromptSampler(len(train), per_step, config.seed)
-    sources = train.columns.get("data_source")
-    if sources is None:
-        raise ConfigError(
-            f"config.data.weights={config.data.weights!r} weighs the column data_source, which "
-            f"this data has not; it has {', '.join(train.columns)} (config.data.columns renames)"
-        )
-    return MixedSampler(sources, parse_source_weights(config.data.weights), per_step, config.seed)
+def make_prompt_sampler(config: ConfigDict, inputs: Inputs) -> PromptSampler | MixedSampler:
+    """The sampler of each step's prompts."""
+    return make_sampler(len(inputs.train), config.rollout.prompts, config.seed, inputs.mixing)
 
 
 def _vocabulary(config: ConfigDict, tokenizer: Tokenizer | None) -> int:
@@ -304,14 +300,39 @@ def _check_positions(prompt_length: int, response_length: int, model: ModelConfi
         )
 
 
-def _check_tokens(name: str, dataset: Dataset | None, vocab: int) -> None:
-    for row, tokens in enumerate(dataset.prompt_tokens if dataset else ()):
+def _check_task(config: ConfigDict, longest: int, vocab: int, *datasets: Dataset | None) -> None:
+    """Check a built-in task's prompts: their lengths, of which the ``longest``, and token ids."""
+    name, limit = f"data.task={config.data.task}", config.rollout.max_prompt_length
+    if 0 < limit < longest:
+        raise DataError(
+            f"{name}: its prompts have up to {longest} tokens, above "
+            f"rollout.max_prompt_length={limit}; raise that key (0: the longest prompt)"
+        )
+    prompts = [p for d in datasets if d is not None for p in enumerate(d.prompt_tokens)]
+    for row, tokens in prompts:
         if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
             wrong = min(tokens) if min(tokens) < 0 else max(tokens)
             raise DataError(
                 f"{name}: prompt {row} has token id {wrong}; the model's vocabulary is 0 to "
                 f"{vocab - 1}"
             )
+
+
+def _check_groups(column: str, held_out: Dataset | None) -> None:
+    """Check that ``eval.by`` is a column of few values."""
+    if not column or held_out is None:
+        return
+    if column not in held_out.columns:
+        raise ConfigError(
+            f"config.eval.by={column}: no column of the held-out data, which has "
+            f"{', '.join(held_out.columns)}"
+        )
+    values = len(set(map(str, held_out.columns[column])))
+    if values > MAX_GROUPS:
+        raise ConfigError(
+            f"config.eval.by={column}: {values} values, of at most {MAX_GROUPS} of which each has "
+            "metrics of its own; name a column of few values"
+        )
 
 
 def _check_tools(

@@ -12,6 +12,7 @@ from hjax.algorithms.algorithm import reference_kl
 from hjax.algorithms.losses import explained_variance
 from hjax.batches import response_lengths, sample_rows
 from hjax.controller import join
+from hjax.data.sources import MIXTURE
 from hjax.environments.episode_batch import episode_summary
 from hjax.errors import RunError
 
@@ -66,6 +67,7 @@ class StepRecorder:
             metrics |= batch_metrics(self.batch, algorithm.kl.coef)
             if "episode" in self.batch:
                 metrics |= episode_summary(self.batch)
+            metrics |= mixture_metrics(self.batch)
             metrics |= algorithm.batch_metrics(self.batch)
         metrics |= self._update_metrics()
         return self.batch, metrics | algorithm.finish(metrics)
@@ -120,6 +122,27 @@ class StepRecorder:
         """Restore a ``state()``."""
         self._skipped = dict(state["skipped"])
         self._skipped_in_a_row = dict(state["in_a_row"])
+
+
+def mixture_metrics(batch: Batch) -> dict[str, float]:
+    """Share and mean reward of each file of a mixture, as ``mixture/NAME/share`` and ``/reward``.
+
+    Args:
+      batch: numpy arrays; rows of a mixture have its names in the column ``mixture``.
+    """
+    names = (batch.get("columns") or {}).get(MIXTURE)
+    if names is None:
+        return {}
+    samples = sample_rows(batch)
+    names, metrics = np.asarray([str(names[row]) for row in samples]), {}
+    rewards = batch.get("rewards")
+    for name in dict.fromkeys(names.tolist()):
+        metrics[f"mixture/{name}/share"] = float((names == name).mean())
+        if rewards is not None:
+            scored = np.asarray(rewards, np.float64)[samples][names == name]
+            scored = scored[~np.isnan(scored)]
+            metrics[f"mixture/{name}/reward"] = float(scored.mean()) if scored.size else np.nan
+    return metrics
 
 
 def batch_metrics(batch: Batch, kl_coefficient: float) -> dict[str, float]:

@@ -139,7 +139,7 @@ class TrainingRun:
     def _set_up(self, workdir: str | Path | None, overwrite: bool) -> None:
         config, inputs = self.config, self.inputs
         self.timeline = self.roles.timeline
-        self.prompts = make_prompt_sampler(config, inputs.train)
+        self.prompts = make_prompt_sampler(config, inputs)
         self.async_rollout: AsyncRollout | None = None
         self._async_state: dict[str, int] | None = None
         self._example_sources = make_example_sources(config, self.algorithm_class, inputs)
@@ -267,8 +267,6 @@ class TrainingRun:
             with self.reporter.phase("restore"):
                 self._restore(latest)
             self._report_missing_rows()
-            if self.workdir is not None:
-                check_has_metric(self.config.checkpoint.best, self.workdir.rows(METRICS))
             if latest and not self.restarts:
                 folder = self.checkpoints.folder(latest) if self.checkpoints else ""
                 self.reporter.message(f"going on after step {latest}, from {folder}")
@@ -323,7 +321,8 @@ class TrainingRun:
     def _warm_start(self) -> None:
         shown, total = self._example_sources.warm_start, self.config.warm_start.steps
         assert shown is not None
-        actor, shown.sampler.position = self.roles.groups["actor"], 0
+        actor = self.roles.groups["actor"]
+        shown.sampler.restart()
         with self.reporter.phase("warm start"):
             actor.begin_stage("warm_start").result()
             pending: list[tuple[int, Any]] = []
@@ -403,7 +402,9 @@ class TrainingRun:
         return latest
 
     def _report_missing_rows(self) -> None:
-        """Report the steps of which metrics.jsonl has no row."""
+        """Report the steps of which metrics.jsonl has no row; check the metric of the best one."""
+        if self.workdir is not None:
+            check_has_metric(self.config.checkpoint.best, self.workdir.rows(METRICS))
         missing = self.workdir.missing_steps(self.step_number) if self.workdir is not None else []
         if missing:
             shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")

@@ -7,7 +7,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from hjax.config import Config, convert, flatten, nearest_keys, section_error
+from hjax.config import Config, convert, data_path, flatten, nearest_keys, section_error
 from hjax.config_aliases import wish
 from hjax.errors import ConfigError, safe_repr
 from hjax.settings.keys import (
@@ -50,7 +50,7 @@ def resolve_sizes(config: Config) -> Config:
     if config.rollout.max_response_length:
         return config
     length = None
-    if not config.data.path and config.data.task:
+    if not data_path(config.data) and config.data.task:
         from hjax.data.tasks import get_task
 
         length = get_task(config.data.task, **config.data.task_options).response_length
@@ -69,6 +69,7 @@ def validate(config: ConfigDict | Mapping[str, Any]) -> Config:
     _check_adapters(complete)
     _check_decay(complete)
     _check_best_metric(complete)
+    _check_mixture(complete)
     return complete
 
 
@@ -239,6 +240,16 @@ def _check_adapters(config: ConfigDict) -> None:
                     f"config.{role}.lora.rank=0 makes none; set the rank to 1 or more as well, or "
                     f"leave {name} out"
                 )
+
+
+def _check_mixture(config: ConfigDict) -> None:
+    data = config.data
+    for key in ("path", "weights"):
+        if data.mixture and data[key]:
+            raise ConfigError(
+                f"config.data.{key}={data[key]} beside config.data.mixture, which names its files "
+                "with their weights; leave one of the two out"
+            )
 
 
 def _check_best_metric(config: ConfigDict) -> None:

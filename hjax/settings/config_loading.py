@@ -59,6 +59,7 @@ STAGES = CONFIGS / "stages"
 # Keys of a config that suit its built-in task only. A data file drops all of them; another task
 # keeps the first two, under its own meaning, but not the length.
 _TASK_KEYS = ("data.task_options.", "warm_start.steps")
+_DATA_KEYS = ("data.path", "data.mixture")
 _LENGTH_KEY = "rollout.max_response_length"
 
 _OVERRIDE = re.compile(r"^--?(no)?config\.([^=]+)(?:=(.*))?$", re.DOTALL)
@@ -204,7 +205,7 @@ def _selected_owners(arguments: Sequence[str]) -> dict[str, str]:
     named = {}
     for argument, following in zip(arguments, [*arguments[1:], ""]):
         match = _OVERRIDE.match(argument)
-        if match and match[2] in (*OWNED_SECTIONS.values(), "data.path"):
+        if match and match[2] in (*OWNED_SECTIONS.values(), *_DATA_KEYS):
             named[match[2]] = following if match[3] is None else match[3]
     return named
 
@@ -224,7 +225,10 @@ def _drop_inapplicable(given: dict[str, Any], named: Mapping[str, Any]) -> None:
         dropped = owned_defaults(section, before).keys() - owned_defaults(section, given[selector])
         for key in dropped:
             given.pop(f"{section}.{key}", None)
-    own_file = bool(named.get("data.path")) and not given.get("data.path")
+    own_file = any(map(named.get, _DATA_KEYS)) and not any(map(given.get, _DATA_KEYS))
+    if any(map(named.get, _DATA_KEYS)):  # one of them takes the other's place
+        for key in _DATA_KEYS:
+            given.pop(key, None)
     if own_file:
         for key in [k for k in given if k.startswith(_TASK_KEYS)]:
             del given[key]
@@ -349,13 +353,14 @@ def setting_origins(name_or_path: str, config: ConfigDict) -> list[dict[str, Any
     named = {key: flatten(config)[key] for key in OWNED_SECTIONS.values()}
     defaults = flatten(complete_config(named))
     file = name_or_path.partition(":")[0].rpartition("/")[2]
+    chosen = {key: flatten(config)[key] for key in _DATA_KEYS}
     # With the command's algorithm, task and data, which decide what the file's settings mean.
-    own = flatten(load_config(name_or_path, named | {"data.path": config.data.path}))
+    own = flatten(load_config(name_or_path, named | chosen))
     given = flatten(load_config(name_or_path))
     rows = []
     for key, value in flatten(config).items():
         default, in_file = defaults[key], own.get(key, defaults[key])
-        if key in named or key == "data.path":
+        if key in named or key in _DATA_KEYS:
             in_file = given[key]
         if value == default and value == in_file:
             continue

@@ -256,7 +256,19 @@ KEYS: dict[str, Any] = {
             "owner/name:split; several are separated by commas (docs/data.md); replaces data.task "
             "if not empty",
         ),
-        "eval_path": Key("", "held-out prompts, as data.path; empty: a seeded share of data.path"),
+        "mixture": Key(
+            "",
+            "several files with names and weights in place of data.path, such as "
+            "`math=gsm8k.jsonl*2, code=mbpp.parquet` (a weight left out is 1): each step's "
+            "prompts, or examples, come from them in these shares, metrics are also by name, and "
+            "rows have it in the column `mixture`",
+        ),
+        "eval_path": Key(
+            "",
+            "held-out prompts, as data.path; several sets are named, as `math=a.jsonl, "
+            "code=b.jsonl`, and evaluated each by itself too; empty: a seeded share of data.path, "
+            "of each file of a mixture",
+        ),
         "format": Key(
             COLUMNS,
             "whose columns the rows have: hjax's (prompt, messages, response and so on), Alpaca's "
@@ -537,6 +549,11 @@ KEYS: dict[str, Any] = {
             at_least(0),
         ),
         "prompts": Key(128, "held-out prompts per evaluation; 0: all", at_least(0)),
+        "by": Key(
+            "",
+            "column of the data by whose values evaluations have metrics too, such as "
+            "`eval/easy/accuracy`; empty: by the name of a mixture's or an evaluation set's file",
+        ),
     },
     "checkpoint": {
         "every": Key(20, "steps between checkpoints; 0: only at the end", at_least(0)),

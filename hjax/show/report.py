@@ -77,7 +77,7 @@ def run_content(path: Path) -> dict[str, Any]:
     histograms = read_rows(path / HISTOGRAMS)
     plan = read_json(path / "plan.json") or {}
     algorithm, run = config.get("algorithm.name", "hjax"), path.resolve().name
-    data = config.get("data.path") or config.get("data.task", "")
+    data = config.get("data.mixture") or config.get("data.path") or config.get("data.task", "")
     model = config.get("actor.path") or "a model from scratch"
     limit = config.get("algorithm.cost_limit")
     cards, more_cards = curve_cards(
