@@ -30,6 +30,8 @@ CALIBRATION = "calibration.jsonl"
 LEFT_OUT = "left_out_rows.json"
 # Which checkpoint is the best by ``checkpoint.best``: its step, the metric and its value.
 BEST = "best.json"
+# What the devices' time went to in the steps of --profile, see hjax/run/device_trace.py.
+PROFILE = "profile.json"
 # Which kernels and collectives a run on an accelerator takes, see hjax/kernels/verdict.py.
 KERNELS = "kernels.json"
 

@@ -278,6 +278,10 @@ def test_a_reward_function_that_fails_ends_the_run_with_status_1(
     assert status == 1, printed
     *frames, line = printed.err.splitlines(keepends=True)
     assert re.search(cause, line), printed.err
+    if function != "nan":
+        assert line.endswith("; the data's columns are prompt, answer\n") and not (
+            tmp_path / "run"
+        ).exists()
     if function != "raises":
         assert not frames
     elif sys.version_info < (3, 12):  # later ones have no frame of a list's own

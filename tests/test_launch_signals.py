@@ -1,6 +1,8 @@
 """What a signal does to the command, and where it is a guest in another's process."""
 
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -8,6 +10,7 @@ import time
 import types
 
 import pytest
+from helpers import ONE_DEVICE, TINY, command, computed, read_rows
 
 from hjax.launch import signals as launch_signals
 from hjax.launch.signals import Signals, is_main_module
@@ -72,6 +75,112 @@ def test_in_a_notebook_the_first_interrupt_stops_and_a_later_one_is_its_own(monk
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+class Step:
+    """A run whose step takes a time of which some has gone, on a clock of its own."""
+
+    workdir = types.SimpleNamespace(path="runs/x")
+
+    def __init__(self, seconds: float, saving: float, updates_at: float = math.inf):
+        self.now, self.step_number, self.joined = 0.0, 12, []
+        self.seconds, self.updates_at = seconds, updates_at
+        self.checkpoints = types.SimpleNamespace(save_seconds=saving, join=self.join)
+
+    def seconds_left(self):
+        if self.now >= min(self.updates_at, self.ends):
+            return None
+        return max(self.seconds - self.now, 0.0)
+
+    def join(self, seconds):
+        self.joined.append(seconds)
+        return 10
+
+    ends = math.inf  # when the step ends, whatever was expected
+
+
+@pytest.mark.parametrize(
+    ("run", "left_at"),
+    [
+        (Step(5, saving=2), None),  # 5 + 2 + 1 of 10 seconds
+        (Step(8, saving=2), 0.0),  # 8 + 2 + 1
+        (Step(math.inf, saving=0), 0.0),  # the first one's time is not known
+        (Step(5, saving=2, updates_at=3), None),
+        (Step(5, saving=2, updates_at=60), 7.0),  # it is late: the last moment for saving
+    ],
+)
+def test_a_step_is_left_if_it_cannot_end_in_the_time_of_grace(run, left_at, ended, monkeypatch):
+    def sleep(seconds):
+        run.now += seconds
+
+    monkeypatch.setattr(time, "monotonic", lambda: run.now)
+    monkeypatch.setattr(time, "sleep", sleep)
+    if run.updates_at == math.inf:
+        run.ends = run.seconds
+    if left_at is None:
+        launch_signals._leave_in_time(run, 10.0)
+        assert run.joined == []
+        return
+    with pytest.raises(Left) as left:
+        launch_signals._leave_in_time(run, 10.0)
+    assert run.now == pytest.approx(left_at, abs=0.11)
+    assert left.value.args == (
+        143,
+        "hjax: stopped by SIGTERM: step 13 would not have ended in time and is left; checkpoint "
+        "10 stands, go on with the same command and --workdir=runs/x\n",
+    )
+    assert run.joined == [pytest.approx(9.0 - left_at, abs=0.11)]
+
+
+# A reward function that waits from the moment on that a file is there.
+SLOW = """
+import pathlib, time
+def reward(prompts, responses, **columns):
+    here = pathlib.Path(__file__)
+    here.with_name("called").write_text("")
+    while here.with_name("wait").exists():
+        time.sleep(0.05)
+    return [float(len(r)) for r in responses]
+"""
+
+
+@pytest.mark.extended
+def test_a_run_that_waits_for_rewards_leaves_its_step_and_goes_on(tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW)
+    keys = {**TINY, **ONE_DEVICE, "algorithm.name": "GRPO", "checkpoint.every": 2, "steps": 5}
+    keys |= {"reward.function": f"{tmp_path}/slow.py:reward", "reward.timeout_seconds": 600}
+
+    def start(name, *more):
+        arguments = ["--config=base.py", f"--workdir={tmp_path}/{name}", *command(keys), *more]
+        return subprocess.Popen(
+            [sys.executable, "-m", "hjax.launch", *arguments],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def rows(name):
+        file = tmp_path / name / "metrics.jsonl"
+        return file.read_text().count("\n") if file.exists() else 0
+
+    run = start("left", "--grace_seconds=8")
+    while rows("left") < 3:
+        assert run.poll() is None, run.communicate()
+        time.sleep(0.05)
+    (tmp_path / "called").unlink()
+    (tmp_path / "wait").write_text("")
+    while not (tmp_path / "called").exists():
+        time.sleep(0.05)
+    began = time.monotonic()
+    run.send_signal(signal.SIGTERM)
+    _, said = run.communicate(timeout=60)
+    assert time.monotonic() - began < 8
+    assert run.returncode == 143
+    match = re.search(r"step (\d) would not have ended in time and is left; checkpoint (\d)", said)
+    assert match and int(match[2]) in (2, 4) and int(match[2]) < int(match[1]), said
+    (tmp_path / "wait").unlink()
+    for name in ("left", "whole"):
+        _, said = start(name).communicate(timeout=240)
+    left, whole = ([computed(r) for r in read_rows(tmp_path / n)] for n in ("left", "whole"))
+    assert len(left) == 5 and left == whole
 
 
 # Prints what a child gets that is forked after the command has its handlers; they are the parent's.

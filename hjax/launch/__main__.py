@@ -1,5 +1,6 @@
 """usage: python -m hjax.launch --config=NAME.py [--workdir=DIR] [--overwrite] [--dry_run]
-                             [--repair] [--json] [--debug=ROLE] [--config.a.b=VALUE ...]
+                             [--repair] [--json] [--debug=ROLE] [--profile=STEPS]
+                             [--grace_seconds=SECONDS] [--config.a.b=VALUE ...]
 
 Train a model as a config says. Running the same command again with the same workdir goes on
 from the last checkpoint. Ctrl-C saves and stops; once more, a second later, stops at once.
@@ -23,8 +24,13 @@ from the last checkpoint. Ctrl-C saves and stops; once more, a second later, sto
   --workdir=DIR         where the run is kept; without it a new runs/<config>-<time>
   --overwrite           remove the run that --workdir has, and start anew
   --repair              if the last checkpoint is damaged, go on from the last that is not
+  --profile=5-7         trace the devices in these steps, for TensorBoard's profile page and, by
+                        program, for the report (docs/logging.md)
   --dry_run             print batch arithmetic, settings, what the reward function says of some
                         answers, placement, parameters and memory, and stop
+  --grace_seconds=30    after SIGTERM the process has so long: a step that still generates or waits
+                        for rewards, and cannot end and be saved by then, is left; without it the
+                        step is always finished
   --debug=ROLE          stop in a debugger at every call of a role, which runs in this process
   --json                print one line of JSON as the last line of the output
   --version             print the versions of hjax and of what it computes with
@@ -58,6 +64,7 @@ from hjax.launch.jax_setup import prepare_jax
 from hjax.launch.process_exit import run_and_exit
 from hjax.launch.stages import Stages, dry_run_stages, read_stages, run_stages
 from hjax.run.best_checkpoint import describe_best
+from hjax.run.device_trace import parse_steps
 from hjax.run.workdir import Workdir, check_unlocked
 from hjax.settings.config_loading import (
     check_config,
@@ -69,7 +76,8 @@ from hjax.settings.config_loading import (
 )
 from hjax.user_input import user_path
 
-_FLAGS = dict(workdir=str, dry_run=False, overwrite=False, debug="", json=False, repair=False)
+_FLAGS = dict(workdir=str, dry_run=False, overwrite=False, debug="", json=False, repair=False,
+              profile="", grace_seconds=float)  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -84,6 +92,8 @@ class TrainCommand:
     debug: str = ""
     overwrite: bool = False
     repair: bool = False
+    profile: str = ""
+    grace_seconds: float | None = None
     stages: Stages | None = None
     stages_workdir: Path | None = None  # the workdir of all stages, where this is one stage
 
@@ -136,6 +146,12 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
             f"--overwrite: {name} runs in stages, each in a folder of {workdir}; remove those that "
             "are to run anew"
         )
+    if args.grace_seconds is not None and not args.grace_seconds > 0:
+        raise ConfigError(f"--grace_seconds={args.grace_seconds:g}: must be above 0 seconds")
+    if args.profile:
+        parse_steps(args.profile)
+        if args.dry_run or stages is not None or (config is not None and not config.steps):
+            raise ConfigError(f"--profile={args.profile}: no step is taken; trace one run's steps")
     given: dict[str, Any] = {flag: args[flag].value for flag in _FLAGS if flag != "workdir"}
     return TrainCommand(name, config, workdir, stages=stages, **given)
 
@@ -210,9 +226,10 @@ def _run(command: TrainCommand, signals: Signals) -> int:
         debug=command.debug,
         overwrite=command.overwrite,
         repair=command.repair,
+        profile=parse_steps(command.profile) if command.profile else None,
     )
     seconds = None
-    with signals.watching(trainer, display):
+    with signals.watching(trainer, display, command.grace_seconds):
         try:
             display.start(f"{command.name}  {config.algorithm.name}  {path}")
             if remark:

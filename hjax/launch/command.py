@@ -34,8 +34,11 @@ def split_config_flag(arguments: Sequence[str]) -> tuple[str, list[str]]:
         else:
             rest.append(argument)
     if not name:
+        named = next((x for x in rest if x.endswith(".py") and not x.startswith("-")), "")
         raise ConfigError(
-            "--config=NAME.py is missing; give a config file, or one of "
+            f"--config=NAME.py is missing; did you mean --config={named}?"
+            if named
+            else "--config=NAME.py is missing; give a config file, or one of "
             + ", ".join(config_names())
         )
     return name, rest

@@ -27,7 +27,7 @@ from hjax.planning.problems import NUMERICS, build_problem, complete_models, fin
 from hjax.planning.result import keys_of_config, keys_of_models
 from hjax.planning.search import PlanProblem
 from hjax.planning.strategies import STRATEGIES
-from hjax.settings.config_loading import check_config, config_names, load_config
+from hjax.settings.config_loading import CONFIGS, check_config, config_names, load_config
 from hjax.user_input import user_path
 
 # Flags that --config replaces.
@@ -177,7 +177,7 @@ def usual_samples(algorithm: type[Algorithm]) -> int:
     """Responses per prompt of an algorithm's shipped config; of one without, of base.py."""
     names = {name.removesuffix(".py").replace("_", ""): name for name in config_names()}
     shipped = names.get(algorithm.__name__.lower(), "base.py")
-    return load_config(shipped).rollout.samples
+    return load_config(CONFIGS / shipped).rollout.samples
 
 
 def one_name_remark(args: Any) -> str:

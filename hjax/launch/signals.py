@@ -64,6 +64,8 @@ class Signals:
     signal ends it, since nothing is lost then. A thread of its own waits for signals: it neither
     interrupts the main thread nor waits for a library call there to return.
 
+    With a time of grace, SIGTERM ends a step that would not end in time (``_leave_in_time``).
+
     Attributes:
       received: the first signal's number; 0: none.
       own: whether the process belongs to the command; a notebook's does not.
@@ -77,6 +79,7 @@ class Signals:
         self._trainer: Any = None
         self._display: Any = None
         self._ran = False
+        self._grace_seconds: float | None = None
         self._lock = threading.Lock()
 
     def install(self) -> None:
@@ -94,13 +97,20 @@ class Signals:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
 
     @contextlib.contextmanager
-    def watching(self, trainer: Any, display: Any) -> Iterator[None]:
+    def watching(
+        self, trainer: Any, display: Any, grace_seconds: float | None = None
+    ) -> Iterator[None]:
         """Within this block signals save the trainer's run.
+
+        Args:
+          trainer, display: of the run.
+          grace_seconds: how long the process lives after SIGTERM; None: as long as it needs.
 
         In a notebook only Ctrl-C is handled, and a second one has its previous meaning there.
         """
         with self._lock:
             self._trainer, self._display, self._ran = trainer, display, True
+            self._grace_seconds = grace_seconds
         main = threading.current_thread() is threading.main_thread()
         try:
             with contextlib.nullcontext() if self.own or not main else self._in_notebook():
@@ -149,8 +159,13 @@ class Signals:
                 when = "between two runs" if self._ran else "before the run began"
                 _exit_now(128 + number, f"hjax: stopped by {name} {when}\n")
             first = self._is_first(number)
+            trainer, grace = self._trainer, self._grace_seconds
         if first:
             self._show(STOPPING_MESSAGE)
+            if number == signal.SIGTERM and grace is not None:
+                until = time.monotonic() + grace
+                leave = threading.Thread(target=_leave_in_time, args=(trainer, until), daemon=True)
+                leave.start()
         elif not self._is_repeat():
             _exit_now(128 + number)
 
@@ -182,6 +197,39 @@ def _restore_default_handlers(watched: list[int]) -> None:
     for number in watched:
         default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, default)
+
+
+# How long ending this process, with its children, may take.
+_EXIT_SECONDS = 1.0
+
+
+def _leave_in_time(trainer: Any, until: float) -> None:
+    """End the process before a moment, unless the step in progress can end and be saved by then.
+
+    A step that updates weights is not abandoned: it ends soon, and all of its work would be lost.
+
+    Args:
+      trainer: of the run that is to stop after its step.
+      until: of ``time.monotonic``.
+    """
+    while (left := trainer.seconds_left()) is not None:
+        saving = 0.0 if trainer.checkpoints is None else trainer.checkpoints.save_seconds
+        if time.monotonic() + left + saving + _EXIT_SECONDS > until:
+            break
+        time.sleep(0.1)
+    else:
+        return
+    step = trainer.step_number + 1
+    saved = None
+    if trainer.checkpoints is not None:
+        saved = trainer.checkpoints.join(max(until - _EXIT_SECONDS - time.monotonic(), 0.0))
+    stands = "nothing is saved yet" if saved is None else f"checkpoint {saved} stands"
+    where = "" if trainer.workdir is None else f" and --workdir={trainer.workdir.path}"
+    _exit_now(
+        128 + signal.SIGTERM,
+        f"hjax: stopped by SIGTERM: step {step} would not have ended in time and is left; "
+        f"{stands}, go on with the same command{where}\n",
+    )
 
 
 def _exit_now(status: int, line: str = "") -> None:

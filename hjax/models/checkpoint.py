@@ -64,6 +64,7 @@ class Checkpoints:
         self._latest = max(self._saved_steps(), default=None)
         self._completing: threading.Thread | None = None
         self._failed: tuple[int, BaseException] | None = None
+        self.save_seconds = 0.0  # that the last save took, until it was on disk
 
     def latest(self) -> int | None:
         """Step of the newest checkpoint, the one being written included; None without any."""
@@ -90,6 +91,7 @@ class Checkpoints:
         self.wait()
         if self._latest is not None and step <= self._latest:
             raise RunError(f"checkpoint {step} is not after the latest one, {self._latest}")
+        began = time.monotonic()
         saving = self.directory / f".{step}{SAVING}"
         _remove(saving)  # a process that died may have left one
         try:
@@ -103,7 +105,7 @@ class Checkpoints:
             raise
         self._latest = step
         self._completing = threading.Thread(
-            target=self._finish_save, args=(step, saving, writes), name=f"checkpoint {step}"
+            target=self._finish_save, args=(step, saving, writes, began), name=f"checkpoint {step}"
         )
         self._completing.start()
 
@@ -202,6 +204,12 @@ class Checkpoints:
             self._completing = None
         self.check()
 
+    def join(self, seconds: float) -> int | None:
+        """Wait so long at most for the save in progress; returns the newest complete step."""
+        if (completing := self._completing) is not None:
+            completing.join(seconds)
+        return max(self._saved_steps(), default=None)
+
     def close(self) -> None:
         """Finish writing."""
         self.wait()
@@ -209,7 +217,7 @@ class Checkpoints:
     def _saved_steps(self) -> list[int]:
         return saved_steps(self.directory)
 
-    def _finish_save(self, step: int, saving: Path, writes: Sequence[Any]) -> None:
+    def _finish_save(self, step: int, saving: Path, writes: Sequence[Any], began: float) -> None:
         errors = []
         for future in writes:  # wait for all: a worker that still writes needs the folder
             try:
@@ -221,6 +229,7 @@ class Checkpoints:
                 raise errors[0]
             write_checksums(saving, step)
             saving.rename(self.folder(step))
+            self.save_seconds = time.monotonic() - began
             saved = self._saved_steps()
             best = self._best(saved)
             for old in saved[: -self.keep]:

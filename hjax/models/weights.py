@@ -1,6 +1,7 @@
 """Load weights from a Hugging Face directory or name, a PEFT directory, or an hjax workdir."""
 
 import dataclasses
+import difflib
 import functools
 import re
 from pathlib import Path
@@ -56,7 +57,12 @@ def model_directory(path: StrPath) -> Path:
                 "`python -m hjax.launch.compile` compiles it; to run it, give its weights as a "
                 "Hugging Face directory or a name as owner/name"
             )
-        if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+        if runs := [p.name for p in directory.parent.glob("*") if is_workdir(p)]:
+            near = difflib.get_close_matches(directory.name, runs, n=3, cutoff=0) or runs
+            raise ConfigError(
+                f"no directory {str(path)!r}; in {directory.parent} there are {', '.join(near)}"
+            )
+        if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) or str(path).startswith("runs/"):
             raise ConfigError(
                 f"no model directory {str(path)!r}; give a Hugging Face directory with "
                 "config.json and *.safetensors, a name as owner/name, or an hjax workdir"

@@ -33,6 +33,7 @@ class RewardTrial:
       answers: kind of responses: `demonstrations`, `empty answers` or `repetitions of prompts`.
       responses: texts, or token ids without a tokenizer.
       result: what the function returned.
+      columns: of the data, that the function gets.
     """
 
     role: str
@@ -40,6 +41,7 @@ class RewardTrial:
     answers: str
     responses: Sequence[Any]
     result: RewardResult
+    columns: Sequence[str] = ()
 
     @property
     def failed(self) -> bool:
@@ -61,7 +63,8 @@ class RewardTrial:
             what, details = first_failure(self.result)
             raise RunError(
                 f"the {self.role} function {self.name} fails on {len(self.responses)} "
-                f"{self.answers}, before training{what}",
+                f"{self.answers}, before training{what}; the data's columns are "
+                f"{', '.join(self.columns)}",
                 details=details,
             )
         if self.role == "reward":
@@ -120,7 +123,7 @@ def trial_calls(
         encoded = [tokenizer.encode(x, add_special=False) if tokenizer else x for x in responses]
         tokens, function = [list(row) + end for row in encoded], functions[role]
         result = function(prompts, list(responses), columns, data["prompt_tokens"], tokens)
-        return RewardTrial(role, function.name, answers, responses, result)
+        return RewardTrial(role, function.name, answers, responses, result, list(columns))
 
     found = []
     for role in functions:

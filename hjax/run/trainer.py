@@ -1,6 +1,8 @@
 """The Trainer: builds a run from its config, trains, evaluates, saves and resumes."""
 
 import functools
+import math
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ class Trainer(RecoveringRun):
       debug: a role whose calls stop in a debugger, in this process; empty: none.
       overwrite: start anew if ``workdir`` holds a run.
       repair: set damaged checkpoints aside, and resume from the last sound one.
+      profile: steps in which the devices are traced (``hjax.run.device_trace``), into ``workdir``.
 
     Attributes:
       batch: the last step's batch, for inspection.
@@ -100,9 +103,11 @@ class Trainer(RecoveringRun):
         step = self.step_number + 1
         before = self.evaluate(step) if step == 1 and self.config.eval.every else {}
         self.timeline.step = step
+        if self.trace is not None:
+            self.trace.begin(step)
         # Resets the counter: an evaluation's transitions do not count for this step.
         self.roles.groups["actor"].take_seconds()
-        start = time.perf_counter()
+        start = self._step_began = time.perf_counter()
         try:
             with self.reporter.phase("step"):
                 self.batch, metrics = self._take_step(step)
@@ -111,7 +116,7 @@ class Trainer(RecoveringRun):
             self.batch = self.recorder.batch  # empty if it failed before the batch was complete
             self.reporter.keep_batch(self.batch, step)
             raise
-        seconds = time.perf_counter() - start
+        self._step_began, seconds = None, time.perf_counter() - start
         synchronous = self.async_rollout is None
         costs = self.costs.metrics(step, seconds, self.batch, synchronous=synchronous)
         if len(self.history) >= 2 and self.costs.compiled:  # the first two steps always compile
@@ -123,10 +128,23 @@ class Trainer(RecoveringRun):
             metrics |= before
         elif every and (step % every == 0 or step == self.config.steps):
             metrics |= self.evaluate(step)
+        if self.trace is not None and (traced := self.trace.end(step)):
+            self.reporter.message(traced)
         if step == 1:
             check_has_metric(self.config.checkpoint.best, [metrics])
         self._report(metrics)
         return metrics
+
+    def seconds_left(self) -> float | None:
+        """Seconds until the step in progress ends, by the times of the last three; infinite for the
+        first. None between steps, and once weights are updated: then the step is worth its end."""
+        began = self._step_began
+        if began is None or self.algorithm.logged:
+            return None
+        times = [row["time/step"] for row in self.history[-3:]]
+        if not times:
+            return math.inf
+        return max(statistics.median(times) - (time.perf_counter() - began), 0.0)
 
     def _take_step(self, step: int) -> tuple[dict[str, Any], Metrics]:
         """Collect and learn, in sequence or with an asynchronous rollout."""

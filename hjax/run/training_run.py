@@ -24,6 +24,7 @@ from hjax.run.backends import Backend, ClusterBackend, LocalBackend
 from hjax.run.best_checkpoint import best_chooser, check_has_metric
 from hjax.run.config_validation import check_offloads
 from hjax.run.dataflow import absent_roles
+from hjax.run.device_trace import DeviceTrace
 from hjax.run.episode_rollout import EpisodeRollout, environment_of
 from hjax.run.examples import make_example_sources
 from hjax.run.health_checks import schedule_remarks, setup_warnings
@@ -69,6 +70,7 @@ class TrainingRun:
         debug: str = "",
         overwrite: bool = False,
         repair: bool = False,
+        profile: range | None = None,
     ):
         self.config = check_config(config)
         if workdir is not None:
@@ -76,6 +78,7 @@ class TrainingRun:
         self.reporter = Reporter(self.config, display)
         self._unusable = ""
         self._repair = repair
+        self.trace = self._make_trace(profile, workdir)
         self.algorithm_class = get_algorithm(self.config.algorithm.name)
         self.inputs = load_inputs(self.config, self.algorithm_class.source)
         config = self.config
@@ -115,6 +118,14 @@ class TrainingRun:
             check_offloads(config, self.algorithm_class, devices, plan)
             self._set_up(workdir, overwrite)
             undo.pop_all()
+
+    def _make_trace(self, steps: range | None, workdir: str | Path | None) -> DeviceTrace | None:
+        if steps is None:
+            return None
+        if workdir is None or on_cluster(self.config):
+            wanted = "a workdir" if workdir is None else "cluster.processes=1, no cluster.address"
+            raise ConfigError(f"profile: the devices of this process are traced; it needs {wanted}")
+        return DeviceTrace(steps, Path(workdir))
 
     def _check_memory(self) -> None:
         backend, length = self.backend, self.inputs.prompt_length
@@ -164,6 +175,7 @@ class TrainingRun:
         self.batch: dict[str, Any] = {}
         self.history: list[Metrics] = []
         self.stop_requested: int = 0
+        self._step_began: float | None = None  # when the step in progress did
         self._prepared = False
         self._weights_updated = False  # whether a step without a row yet has updated weights
         self._initial_state = copy.deepcopy(self._controller_state())
@@ -280,10 +292,11 @@ class TrainingRun:
                     try_rewards(self.config, self.algorithm_class, self.inputs, functions)
                 with self.reporter.phase("initialise"), progress_listener(self.reporter.loading):
                     self._initialize()
-            except ConfigError as error:  # a run that cannot start leaves no files
-                if self.workdir is not None:
-                    self.workdir.discard()
-                self._unusable = str(error)
+            except (ConfigError, RunError) as error:  # a run that cannot start leaves no files
+                if not isinstance(error, ProcessLost):
+                    if self.workdir is not None:
+                        self.workdir.discard()
+                    self._unusable = str(error)
                 raise
         if self.workdir is not None and not self.restarts:
             self.workdir.append(STARTS, [start_record(self.backend.devices, self.step_number)])
@@ -432,9 +445,15 @@ class TrainingRun:
             if group.has("save_state") and not self.roles.table[role].apart  # rollouts have none
         ]
 
+    def _close_trace(self, trace: DeviceTrace) -> None:
+        if said := trace.close():
+            self.reporter.message(said)
+
     def close(self) -> None:
         """Finish writing and stop the pools. The Trainer cannot be used afterwards."""
         with contextlib.ExitStack() as ends:  # runs every callback even if one fails
+            if self.trace is not None:
+                ends.callback(self._close_trace, self.trace)
             ends.callback(self.backend.close)
             ends.callback(self.roles.close)
             ends.callback(self._stop_async_rollout)

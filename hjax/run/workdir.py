@@ -26,6 +26,7 @@ from hjax.files import (
     KERNELS,
     LEFT_OUT,
     METRICS,
+    PROFILE,
     SAMPLES,
     STARTS,
     WARM_START,
@@ -47,10 +48,10 @@ from hjax.settings.keys import default_config
 
 # Files of a run that --overwrite removes; `.lock` and `logs`, open in its processes, stay.
 MODEL, TENSORBOARD, LOCK = "model", "tensorboard", ".lock"
-RUN_FOLDERS = ("checkpoints", MODEL, TENSORBOARD, "skipped")
+RUN_FOLDERS = ("checkpoints", MODEL, TENSORBOARD, "skipped", "profile")
 RUN_FILES = (
     "config.json", "plan.json", BASES, "timeline.json", "report.html", METRICS, WARM_START, SAMPLES,
-    CALIBRATION, HISTOGRAMS, STARTS, BEST, LEFT_OUT, KERNELS, *RUN_FOLDERS,
+    CALIBRATION, HISTOGRAMS, STARTS, BEST, PROFILE, LEFT_OUT, KERNELS, *RUN_FOLDERS,
 )  # fmt: skip
 # Suffix of folders that --overwrite is removing.
 _REMOVING = ".removing"

@@ -173,17 +173,20 @@ def find_config(name_or_path: str) -> Path:
     Raises:
       ConfigError: there is no such file.
     """
-    path = user_path(name_or_path, "--config=")
-    if path.is_file():
-        return path
+    path, shipped = user_path(name_or_path, "--config="), None
     if os.path.basename(name_or_path) == name_or_path:
-        for folder in (CONFIGS, STAGES):
-            shipped = folder / f"{name_or_path.removesuffix('.py')}.py"
-            if shipped.is_file() and shipped.name != "__init__.py":
-                return shipped
+        names = (folder / f"{name_or_path.removesuffix('.py')}.py" for folder in (CONFIGS, STAGES))
+        shipped = next((f for f in names if f.is_file() and f.name != "__init__.py"), None)
+    # A file of the same name here that is no config does not stand in a shipped one's way.
+    if path.is_file() and shipped is not None:
+        return path if re.search(rb"get_(config|stages)", path.read_bytes()) else shipped
+    if path.is_file() or shipped is not None:
+        return shipped or path
+    names = config_names(stages=True)
+    near = difflib.get_close_matches(name_or_path, names, n=1, cutoff=0.7)
+    meant = f"did you mean {near[0]}? Give" if near else "give"
     raise ConfigError(
-        f"--config={name_or_path}: no such file; give a path, or one of "
-        f"{', '.join(config_names(stages=True))}"
+        f"--config={name_or_path}: no such file; {meant} a path, or one of {', '.join(names)}"
     )
 
 

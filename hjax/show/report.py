@@ -16,6 +16,7 @@ from hjax.files import (
     HISTOGRAMS,
     LEFT_OUT,
     METRICS,
+    PROFILE,
     SAMPLES,
     STARTS,
     WARM_START,
@@ -102,6 +103,7 @@ def run_content(path: Path) -> dict[str, Any]:
         timeline=_timeline(read_json(path / "timeline.json") or {}),
         placement=_placement_rows(plan),
         planned=_planned_rows(plan, metrics),
+        profile=_profile_rows(read_json(path / PROFILE)),
         left_out=read_json(path / LEFT_OUT) or {},
         changed=changed,
         unchanged=unchanged,
@@ -173,6 +175,29 @@ def _change(
     sign = "+" if difference >= 0 else "−"
     change = (difference_text or text).format(abs(difference))
     return Tile(name, text.format(last), f"from {text.format(first)}", sign + change, trend)
+
+
+def _profile_rows(record: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The summary of a trace (profile.json) as a ``note`` and ``rows`` of a table."""
+    if not record or not record["programs"]:
+        return None
+    first, last = record["steps"]
+    steps = f"steps {first} to {last}" if last > first else f"step {first}"
+    busy = record["busy_seconds"]
+    return {
+        "note": f"{steps}: devices were busy {100 * busy / record['seconds']:.0f} % of "
+        f"{duration(record['seconds'])}",
+        "rows": [
+            (
+                program["name"],
+                program["runs"],
+                duration(program["seconds"]),
+                f"{100 * program['seconds'] / busy:.1f} %",
+                ", ".join(f"{name} {duration(s)}" for name, s in program["operations"]),
+            )
+            for program in record["programs"]
+        ],
+    }
 
 
 def _timed_rows(metrics: Sequence[Row]) -> list[Row]:
