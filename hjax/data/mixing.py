@@ -35,20 +35,19 @@ class Mixing:
             without a weight, or a weight without a source.
         """
         if data.mixture:
-            weights = parse_mixture(data.mixture)[1]
-            sources = dataset.columns[MIXTURE]
-        elif not data.weights:
-            return None
+            weights, column = parse_mixture(data.mixture)[1], MIXTURE
+        elif data.weights:
+            weights, column = parse_source_weights(data.weights), "data_source"
         else:
-            weights = parse_source_weights(data.weights)
-            if (sources := dataset.columns.get("data_source")) is None:
-                raise ConfigError(
-                    f"config.data.weights={data.weights!r} weighs the column data_source, which "
-                    f"this data has not; it has {', '.join(dataset.columns)} (config.data.columns "
-                    "renames)"
-                )
+            return None
+        if column not in dataset.columns:
+            raise ConfigError(
+                f"config.data.weights={data.weights!r} weighs the column data_source, which "
+                f"this data has not; it has {', '.join(dataset.columns)} (config.data.columns "
+                "renames)"
+            )
         key = "config.data.mixture" if data.mixture else "config.data.weights"
-        return cls(list(map(str, sources)), weights, key).checked()
+        return cls(list(map(str, dataset.columns[column])), weights, key).checked()
 
     def checked(self) -> Self:
         """Itself, if its sources are those that have weights."""

@@ -59,10 +59,10 @@ class Inputs:
     prompt_length: int
     reward: Callable[..., Any] | None
     cost: Callable[..., Any] | None
-    mixing: Mixing | None  # weights of the sources of the training prompts
-    example_mixing: Mixing | None  # of the demonstrations
     demonstrations: Examples  # tokens of a prompt and one response, or a pair of responses
     eos_ids: tuple[int, ...] = ()
+    mixing: Mixing | None = None  # weights of the sources of the training prompts
+    example_mixing: Mixing | None = None  # of the demonstrations
     remarks: tuple[str, ...] = ()  # messages about changes to the data, for the user
     annotations: Annotations = dataclasses.field(default_factory=dict)
     # Held-out examples, for algorithms that are evaluated on pairs or steps.

@@ -175,8 +175,8 @@ def find_config(name_or_path: str) -> Path:
     """
     path, shipped = user_path(name_or_path, "--config="), None
     if os.path.basename(name_or_path) == name_or_path:
-        names = (folder / f"{name_or_path.removesuffix('.py')}.py" for folder in (CONFIGS, STAGES))
-        shipped = next((f for f in names if f.is_file() and f.name != "__init__.py"), None)
+        files = [folder / f"{name_or_path.removesuffix('.py')}.py" for folder in (CONFIGS, STAGES)]
+        shipped = next((f for f in files if f.is_file() and f.name != "__init__.py"), None)
     # A file of the same name here that is no config does not stand in a shipped one's way.
     if path.is_file() and shipped is not None:
         return path if re.search(rb"get_(config|stages)", path.read_bytes()) else shipped
