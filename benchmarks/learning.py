@@ -12,10 +12,11 @@ RESULTS.md and the curves in `--pages` are written of all runs that the workdir 
 machine goes on where another was left: a run that stands there counts as one of the workdir's.
 Runs of other code stand in a table of their own, unless
 
-    python benchmarks/learning.py --repeat=10 --seeds=100-104 [--configs=...] [--workdir=...]
+    python benchmarks/learning.py --repeat [--configs=...] --pages=docs/algorithms
 
-has found that today's code takes the same first steps, bit for bit (all metrics but times, of each
-config's first kept seed); then they count as today's, and RESULTS.md says so.
+has found that today's code takes the same first three steps (all metrics but times, of each
+config's first seed; bit for bit, on another processor than the kept run's to 1e-3); then they count
+as today's, and RESULTS.md says so.
 
 Prints one JSON line: for every config and seed where its measures start and end, and the seconds of
 the whole command (start and compilation included) and of the processor. Exit status 1: some run
@@ -31,6 +32,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -53,14 +55,25 @@ from hjax.show.charts import ChartSeries, svg_file
 from hjax.show.curves import points_of
 
 DONE, KEPT = "learning.json", "runs.jsonl"
+# Steps that `--repeat` takes again.
+FIRST_STEPS = 3
+# Sections of metrics that no two runs have alike.
+OF_MACHINE = ("time", "throughput", "memory", "compile")
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run that has ended: rows of its metrics.jsonl, and on what it ran for how long."""
+    """A run that has ended.
+
+    Attributes:
+      rows: of its metrics.jsonl; of a kept run the metrics alone by which it is measured.
+      facts: on what it ran for how long.
+      first: of a kept run the first steps with all metrics, of one seed of each config.
+    """
 
     rows: Sequence[Mapping[str, Any]]
     facts: Mapping[str, Any]
+    first: Sequence[Mapping[str, Any]] = ()
 
 
 Runs = dict[str, dict[int, Run]]
@@ -171,7 +184,7 @@ def kept_in(pages: pathlib.Path | None) -> tuple[Runs, Runs]:
             config, seed, facts = line["config"], line["seed"], line["facts"]
             if f"{config}.py" in shipped:
                 runs = current if is_current(facts, config, seed) else earlier
-                runs.setdefault(config, {})[seed] = Run(line["rows"], facts)
+                runs.setdefault(config, {})[seed] = Run(line["rows"], facts, line.get("first", ()))
     return current, earlier
 
 
@@ -213,8 +226,15 @@ def keep(runs: Runs, pages: pathlib.Path) -> None:
             ]
             rows = [row for row in rows if len(row) > 1]
             line = {"config": config, "seed": seed, "facts": dict(run.facts), "rows": rows}
+            if seed == min(seeds):
+                line["first"] = run.first or [computed(row) for row in run.rows[:FIRST_STEPS]]
             lines.append(json.dumps(line) + "\n")
     replace_file(pages / KEPT, "".join(lines))
+
+
+def computed(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A step's metrics without those of the machine."""
+    return {k: v for k, v in row.items() if k.partition("/")[0] not in OF_MACHINE}
 
 
 def _short(value: float) -> float:
@@ -257,52 +277,43 @@ def train(config: str, seed: int, folder: pathlib.Path) -> Run:
     return Run(read_rows(folder / "metrics.jsonl"), facts)
 
 
-# Sections of metrics that no two runs have alike.
-OF_MACHINE = ("time", "throughput", "memory", "compile")
-
-
-def repeat(config: str, seeds: Sequence[int], workdir: pathlib.Path, steps: int) -> str:
-    """Have a config's runs of other code count as today's if today's code begins as they did.
+def repeat(config: str, pages: pathlib.Path) -> str:
+    """Have a config's kept runs of other code count as today's if today's code begins as they did.
 
     Sets JAX's options as the command does, so one config in a process.
-
-    Args:
-      steps: that are taken again, of the first kept seed.
 
     Returns:
       what was found, a line.
     """
-    of_code: dict[str, list[pathlib.Path]] = {}
+    current, earlier = kept_in(pages)
+    old = earlier.get(config, {})
+    seeds = [
+        seed for seed in sorted(old) if old[seed].facts.get("settings") == settings(config, seed)
+    ]
+    if not seeds or not old[seeds[0]].first:
+        return f"{config}.py: no runs of other code, or without their first steps"
+    kept = old[seeds[0]]
+    prepare_jax(load_config(config))
+    with contextlib.closing(hjax.Trainer(load_config(config, {"seed": seeds[0]}))) as trainer:
+        rows = [computed(to_json(trainer.step())) for _ in kept.first]
+    same_machine = all(kept.facts[name] == machine.describe()[name] for name in ("cpu", "cores"))
+    tolerance = 0.0 if same_machine else 1e-3
+    for mine, theirs in zip(rows, kept.first, strict=True):
+        other = [k for k in {*mine, *theirs} if not _alike(mine.get(k), theirs.get(k), tolerance)]
+        if other:
+            return f"{config}.py: step {theirs['step']} differs in {', '.join(sorted(other))}"
     for seed in seeds:
-        folder = workdir / f"{config}-{seed}"
-        facts = read_json(folder / DONE)
-        if facts and not is_current(facts, config, seed):
-            if facts["settings"] == settings(config, seed):
-                of_code.setdefault(facts["code"], []).append(folder)
-    found = []
-    if of_code:
-        prepare_jax(load_config(config))
-    for code, folders in of_code.items():
-        kept_cores = (read_json(folders[0] / DONE) or {})["cores"]
-        if kept_cores != machine.cores():
-            found.append(f"code {code}: ran on {kept_cores} cores, and here are {machine.cores()}")
-            continue
-        seed = int(folders[0].name.rpartition("-")[2])
-        with contextlib.closing(hjax.Trainer(load_config(config, {"seed": seed}))) as trainer:
-            rows = [to_json(trainer.step()) for _ in range(steps)]
-        for mine, kept in zip(rows, read_rows(folders[0] / "metrics.jsonl"), strict=False):
-            names = {k for k in (*mine, *kept) if k.partition("/")[0] not in OF_MACHINE}
-            other = sorted(k for k in names if mine.get(k) != kept.get(k))
-            if other:
-                found.append(f"code {code}: step {kept['step']} differs in {', '.join(other)}")
-                break
-        else:
-            for folder in folders:
-                facts = read_json(folder / DONE) or {}
-                facts |= {"code": code_hash(), "repeated_steps": steps}
-                (folder / DONE).write_text(json.dumps(facts, indent=1))
-            found.append(f"code {code}: the same {steps} steps, so {len(folders)} runs are today's")
-    return f"{config}.py: {'; '.join(found) or 'no runs of other code'}"
+        facts = {**old[seed].facts, "code": code_hash(), "repeated_steps": len(rows)}
+        current.setdefault(config, {})[seed] = dataclasses.replace(old[seed], facts=facts)
+    both = {c: {**earlier.get(c, {}), **current.get(c, {})} for c in sorted({**earlier, **current})}
+    keep(both, pages)
+    return f"{config}.py: the same first {len(rows)} steps, so {len(seeds)} runs are today's"
+
+
+def _alike(mine: Any, theirs: Any, tolerance: float) -> bool:
+    if mine is None or theirs is None or not tolerance:
+        return mine == theirs
+    return math.isclose(mine, theirs, rel_tol=tolerance, abs_tol=tolerance)
 
 
 def table(runs: Runs) -> list[str]:
@@ -389,7 +400,8 @@ def page(runs: Runs, earlier: Runs, command: str) -> str:
         "says how far that is."
         + (
             f" Of {len(repeated)} runs of earlier code today's took the same first "
-            f"{min(repeated)} steps, bit for bit, one seed of each config."
+            f"{min(repeated)} steps (bit for bit, or on another processor to 1e-3), one seed of "
+            "each config."
             if repeated
             else ""
         ),
@@ -441,12 +453,14 @@ def main() -> None:
     parser.add_argument("--workdir", type=pathlib.Path, default=pathlib.Path("runs/learning"))
     parser.add_argument("--pages", type=pathlib.Path, help="where RESULTS.md and curves go")
     parser.add_argument("--kept", action="store_true", help="run nothing, write what is there")
-    parser.add_argument("--repeat", type=int, metavar="STEPS", help="see above; runs nothing else")
+    parser.add_argument("--repeat", action="store_true", help="see above; runs nothing else")
     args = parser.parse_args()
     shipped = [name.removesuffix(".py") for name in config_names()]
     configs = args.configs.split(",") if args.configs else [c for c in shipped if measures(c)]
+    if args.repeat and args.pages is None:
+        parser.error("--repeat takes the runs that --pages has")
     if args.repeat and len(configs) == 1:
-        print(repeat(configs[0], seeds_of(args.seeds), args.workdir, args.repeat))
+        print(repeat(configs[0], args.pages))
         return
     if args.repeat:
         for config in configs:

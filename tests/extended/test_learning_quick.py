@@ -151,10 +151,16 @@ def test_a_run_that_does_not_learn_is_named(command, monkeypatch):
 
 def test_runs_that_todays_code_repeats_count_as_todays(command, monkeypatch, tmp_path):
     command("--configs=sft", "--seeds=2")
-    old, folder = learning.code_hash(), tmp_path / "runs"
-    monkeypatch.setattr(learning, "code_hash", lambda: "other")
+    pages = tmp_path / "pages"
     monkeypatch.setattr(learning, "prepare_jax", lambda config: "")
-    steps = iter([0.25, 0.5, 0.25, 0.5625])
+    here = {"cpu": "a <fast> one", "cores": 2, "python": "3", "commit": "abd"}
+    monkeypatch.setattr(learning.machine, "describe", lambda: here)
+    assert (
+        learning.repeat("sft", pages)
+        == "sft.py: no runs of other code, or without their first steps"
+    )
+    monkeypatch.setattr(learning, "code_hash", lambda: "other")
+    taken = []
 
     class Trainer:
         def __init__(self, config):
@@ -163,24 +169,28 @@ def test_runs_that_todays_code_repeats_count_as_todays(command, monkeypatch, tmp
 
         def step(self):
             self.steps += 1
-            return {"step": self.steps, "eval/accuracy": next(steps), "time/step": 7.0}
+            return {"step": self.steps, "eval/accuracy": taken.pop(0), "time/step": 7.0}
 
         def close(self):
             pass
 
+    def kept():
+        lines = map(json.loads, (pages / learning.KEPT).read_text().splitlines())
+        return [(line["facts"]["code"], line["facts"].get("repeated_steps")) for line in lines]
+
+    old = kept()[0][0]
     monkeypatch.setattr(learning.hjax, "Trainer", Trainer)
-    monkeypatch.setattr(learning.machine, "cores", lambda: 1)
-    assert "ran on 2 cores, and here are 1" in learning.repeat("sft", range(2), folder, 2)
-    monkeypatch.setattr(learning.machine, "cores", lambda: 2)
-    said = learning.repeat("sft", range(2), folder, 2)
-    assert said == f"sft.py: code {old}: the same 2 steps, so 2 runs are today's"
-    facts = json.loads((folder / "sft-1" / learning.DONE).read_text())
-    assert facts["code"] == "other" and facts["repeated_steps"] == 2
-    assert learning.repeat("sft", range(2), folder, 2) == "sft.py: no runs of other code"
-    command("--configs=sft", "--seeds=2")
-    page = (tmp_path / "pages" / "RESULTS.md").read_text()
-    assert "Of 2 runs of earlier code today's took the same first 2 steps" in page
-    monkeypatch.setattr(learning, "code_hash", lambda: "third")
-    said = learning.repeat("sft", range(2), folder, 2)
-    assert said == "sft.py: code other: step 2 differs in eval/accuracy"
-    assert json.loads((folder / "sft-0" / learning.DONE).read_text())["code"] == "other"
+    # The kept run has .25, .5, .75; a difference of the last bits counts on the same processor.
+    taken[:] = [0.25, 0.5, 0.7500001]
+    assert learning.repeat("sft", pages) == "sft.py: step 3 differs in eval/accuracy"
+    assert kept() == [(old, None)] * 2
+    here["cpu"], taken[:] = "another", [0.25, 0.51, 0.75]
+    assert learning.repeat("sft", pages) == "sft.py: step 2 differs in eval/accuracy"
+    taken[:] = [0.25, 0.5, 0.7500001]
+    said = learning.repeat("sft", pages)
+    assert said == "sft.py: the same first 3 steps, so 2 runs are today's"
+    assert kept() == [("other", 3)] * 2
+    assert command("--configs=sft", "--seeds=2") == []  # they are not run again
+    page = (pages / "RESULTS.md").read_text()
+    assert "Of 2 runs of earlier code today's took the same first 3 steps" in page
+    assert "Runs of earlier code" not in page
