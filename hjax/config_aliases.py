@@ -110,8 +110,12 @@ WISHES: Mapping[str, str] = _by_name({
         "config.actor.optimizer (adamw, …); roles that learn have one each",
     "lr_scheduler_type lr_scheduler warmup_style":
         "config.actor.schedule: constant, cosine or linear",
-    "warmup_ratio lr_warmup_steps lr_warmup_steps_ratio lr_warmup_ratio":
-        "config.actor.warmup_updates, in optimizer updates",
+    "lr_warmup_steps": "config.actor.warmup_updates, in optimizer updates",
+    "warmup_ratio lr_warmup_steps_ratio lr_warmup_ratio":
+        "config.actor.warmup_ratio, a share of all optimizer updates",
+    "min_lr_ratio min_lr_rate cosine_min_lr_ratio":
+        "config.actor.min_lr_ratio, the learning rate at the schedule's end over its peak",
+    "min_lr": "config.actor.min_lr_ratio, a share of the peak learning rate",
     "critic_warmup freezing_actor_steps": "config.actor.frozen_updates: the critic learns alone",
     "adam_beta1": "config.actor.beta1",
     "adam_beta2": "config.actor.beta2",

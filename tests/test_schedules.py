@@ -190,3 +190,34 @@ def test_batches_of_passes_divide_what_the_algorithm_trains_on():
     hjax.get_config("spin.py", {"rollout.prompts": 8, "actor.micro_batch": 16})
     with pytest.raises(ConfigError, match="does not divide the mini-batch of 16"):
         hjax.get_config("spin.py", {"rollout.prompts": 8, "actor.micro_batch": 32})
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_a_schedule_ends_at_its_ratio_after_a_share_of_warm_up(schedule):
+    """6 steps of 2 updates; a warm-up of .2 of 12 updates is 3, rounded up."""
+    keys = {
+        **ONE_DEVICE, "steps": 6, "algorithm.minibatch": 8, "actor.learning_rate": 0.01,
+        "actor.schedule": schedule, "actor.min_lr_ratio": 0.25, "actor.warmup_ratio": 0.2,
+    }  # fmt: skip
+    with trainer_of("GRPO", keys) as trainer:
+        found = [row["actor/learning_rate"] for row in trainer.run()]
+    shares = []
+    for update in range(12):
+        done = (update - 3) / 9
+        fall = (1 + math.cos(math.pi * done)) / 2 if schedule == "cosine" else 1 - done
+        shares.append((update + 1) / 3 if update < 3 else 0.25 + 0.75 * fall)
+    means = [0.01 * (a + b) / 2 for a, b in zip(shares[::2], shares[1::2])]
+    assert found == pytest.approx(means, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"actor.min_lr_ratio": 0.1}, "min_lr_ratio=0.1: a constant schedule has no end"),
+        ({"critic.warmup_ratio": 0.1, "critic.warmup_updates": 3}, "beside warmup_updates=3"),
+        ({"actor.min_lr_ratio": 1.5}, "must be from 0 to 1"),
+    ],
+)
+def test_schedules_that_are_no_schedules(keys, said):
+    with pytest.raises(ConfigError, match=said):
+        check_config({**TINY, "algorithm.name": "PPO", **keys})

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -41,7 +42,10 @@ _ROLLOUT_KEYS = (
     "max_response_length", "slots", "speculative_tokens", "cache_dtype", "extra_samples",
     "transition_bucket_bytes",
 )  # fmt: skip
-_SECTION_KEYS = ("learning_rate", "schedule", "weight_decay", "beta1", "beta2", "max_grad_norm")
+_SECTION_KEYS = (
+    "learning_rate", "schedule", "min_lr_ratio", "frozen_updates", "weight_decay", "beta1", "beta2",
+    "max_grad_norm",
+)  # fmt: skip
 
 
 class WorkerBuilder:
@@ -244,13 +248,13 @@ class WorkerBuilder:
 
     def _optimizer(self, role: str, section_name: str) -> OptimizerConfig:
         section = self.config[section_name]
+        total = self.config.steps * self._updates_per_step[role]
         # Where the rate follows a schedule, its end is that of the updates that a run takes.
         constant = section.schedule == "constant"
         return OptimizerConfig(
             **{name: section[name] for name in _SECTION_KEYS},
-            frozen_updates=section.frozen_updates,
-            warmup_updates=section.warmup_updates,
-            total_updates=0 if constant else self.config.steps * self._updates_per_step[role],
+            warmup_updates=section.warmup_updates or math.ceil(section.warmup_ratio * total),
+            total_updates=0 if constant else total,
             optimizer=load_optimizer(section.optimizer, f"{section_name}.optimizer"),
         )
 

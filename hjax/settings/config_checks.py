@@ -67,7 +67,7 @@ def validate(config: ConfigDict | Mapping[str, Any]) -> Config:
     _check_model(complete)
     _check_batches(complete)
     _check_adapters(complete)
-    _check_decay(complete)
+    _check_optimizers(complete)
     _check_best_metric(complete)
     _check_mixture(complete)
     return complete
@@ -269,9 +269,21 @@ def _check_best_metric(config: ConfigDict) -> None:
         )
 
 
-def _check_decay(config: ConfigDict) -> None:
-    """Raise ConfigError for weight decay with an optimizer that has none."""
+def _check_optimizers(config: ConfigDict) -> None:
+    """Raise ConfigError for weight decay with an optimizer that has none, for warm-up said twice,
+    and for the end of a schedule that has none."""
     for role, section in config.items():
+        trained = isinstance(section, ConfigDict) and "schedule" in section
+        if trained and section.warmup_updates and section.warmup_ratio:
+            raise ConfigError(
+                f"config.{role}.warmup_ratio={section.warmup_ratio:g} beside warmup_updates="
+                f"{section.warmup_updates}; leave one of the two at 0"
+            )
+        if trained and section.min_lr_ratio and section.schedule == "constant":
+            raise ConfigError(
+                f"config.{role}.min_lr_ratio={section.min_lr_ratio:g}: a constant schedule has no "
+                f"end; set config.{role}.schedule to cosine or linear"
+            )
         named = section.get("optimizer", "") if isinstance(section, ConfigDict) else ""
         if (named == "adam" or ":" in named) and section.weight_decay:
             raise ConfigError(

@@ -70,8 +70,14 @@ def _optimizer(role: str, learning_rate: float) -> dict[str, Key]:
         "learning_rate": Key(learning_rate, f"peak learning rate of the {role}", at_least(0)),
         "schedule": Key(
             "constant",
-            "learning rate after warm-up: constant, or cosine or linear decay to 0 over `steps`",
+            "learning rate after warm-up: constant, or cosine or linear decay over `steps`, to "
+            "`min_lr_ratio` of the peak",
             one_of("constant", "cosine", "linear"),
+        ),
+        "min_lr_ratio": Key(
+            0.0,
+            "learning rate at the end of a cosine or linear schedule, over its peak",
+            between(0, 1),
         ),
         "frozen_updates": Key(
             0,
@@ -81,6 +87,11 @@ def _optimizer(role: str, learning_rate: float) -> dict[str, Key]:
         ),
         "warmup_updates": Key(
             0, "optimizer updates over which the learning rate rises from 0", at_least(0)
+        ),
+        "warmup_ratio": Key(
+            0.0,
+            "warm-up as a share of all optimizer updates, rounded up, in place of warmup_updates",
+            between(0, 1),
         ),
         "weight_decay": Key(
             0.0,

@@ -42,7 +42,8 @@ class OptimizerConfig:
     Attributes:
       learning_rate: peak, per optimizer update; Adafactor's is relative to each parameter's root
         mean square.
-      schedule: ``constant``, ``linear`` or ``cosine`` (both fall to 0 at ``total_updates``).
+      schedule: ``constant``, ``linear`` or ``cosine``; both fall until ``total_updates``.
+      min_lr_ratio: the rate at their end, over ``learning_rate``.
       frozen_updates: first updates that change nothing: the rate is 0.
       warmup_updates: updates over which the rate then rises linearly from 0.
       total_updates: length of the schedule in updates.
@@ -58,6 +59,7 @@ class OptimizerConfig:
 
     learning_rate: float
     schedule: str = "constant"
+    min_lr_ratio: float = 0.0
     frozen_updates: int = 0
     warmup_updates: int = 0
     total_updates: int = 0
@@ -76,9 +78,10 @@ class OptimizerConfig:
         if self.schedule == "constant":
             after = optax.constant_schedule(self.learning_rate)
         elif self.schedule == "linear":
-            after = optax.linear_schedule(self.learning_rate, 0.0, rest)
+            last = self.min_lr_ratio * self.learning_rate
+            after = optax.linear_schedule(self.learning_rate, last, rest)
         elif self.schedule == "cosine":
-            after = optax.cosine_decay_schedule(self.learning_rate, rest)
+            after = optax.cosine_decay_schedule(self.learning_rate, rest, self.min_lr_ratio)
         else:
             raise ConfigError(
                 f"schedule={self.schedule!r} is unknown; allowed: constant, linear, cosine"
