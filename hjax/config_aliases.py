@@ -256,6 +256,10 @@ WISHES: Mapping[str, str] = _by_name({
     "save_total_limit max_to_keep max_ckpt_num": "config.checkpoint.keep",
     "load_best_model_at_end metric_for_best_model best_metric_key":
         "config.checkpoint.best=METRIC keeps the best checkpoint too, WORKDIR/checkpoints/best",
+    "sync_ref_model ref_model_sync_steps reset_reference ref_update_steps":
+        "config.reference.sync_every, in steps",
+    "ref_model_mixup_alpha ref_ema":
+        "config.reference.sync_share, with config.reference.sync_every",
     "greater_is_better": "config.checkpoint.best_mode, max or min",
     "push_to_hub": "python -m hjax.launch.export writes a Hugging Face directory to push",
     "eval_steps eval_strategy eval_every_n_steps evaluation_strategy test_freq":

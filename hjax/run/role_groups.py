@@ -111,6 +111,14 @@ class RoleGroups:
             return None
         return group.target_regions().result() if group.has("target_regions") else None
 
+    def sync_reference(self, share: float) -> None:
+        """Move the reference, if there is one, by a share of the way to the actor's weights."""
+        if "reference" in self.shared_workers:
+            self.groups["actor"].sync_reference(share).result()
+        elif "reference" in self.groups:
+            weights = self.groups["actor"].weights(self.landing("reference"))
+            self.groups["reference"].mix_weights(weights, share).result()
+
     def restart(self, lost: Sequence[Any], fewer: bool = False) -> None:
         """Restart executors that lost processes, and rebuild their workers.
 
@@ -288,6 +296,12 @@ def _table(
     shared_workers = shared_worker_roles(config, algorithm)
     table = algorithm.role_table(config.algorithm)
     table = {name: role for name, role in table.items() if name not in shared_workers}
+    if config.reference.sync_every and "reference" in table and config.actor.lora.rank:
+        raise ConfigError(
+            f"config.reference.sync_every={config.reference.sync_every}: the reference of an actor "
+            "that goes on with adapters is a model of its own, which does not follow; give their "
+            "merged export as actor.path"
+        )
     if any(ROLLOUT in roles for roles in plan.placement):
         check_separate_rollout(table, algorithm)
         table[ROLLOUT] = ROLES[ROLLOUT]

@@ -163,6 +163,9 @@ class Trainer(RecoveringRun):
             self._weights_updated = changed or bool(self.algorithm.logged)
             raise
         self._weights_updated = True
+        reference = self.config.reference
+        if reference.sync_every and step % reference.sync_every == 0:
+            self.roles.sync_reference(reference.sync_share)
         return batch, metrics | ({} if ahead is None else ahead.metrics(batch))
 
     def _start_async_rollout(self) -> AsyncRollout:

@@ -326,6 +326,8 @@ class TrainingRun:
             landing = self.roles.landing(role, source)
             weights = groups[source].weights(landing)
             groups[role].take_weights(weights).result()
+        if self.config.reference.sync_every and self.roles.shared_workers:
+            self.roles.sync_reference(1.0)  # the adapters as they are now
         saves = warmed and self.config.checkpoint.every
         if saves and not self.stop_requested:
             self._prepared = True

@@ -31,7 +31,7 @@ from hjax.run.config_validation import choose_attention, unrolls_layers
 from hjax.run.dataflow import updates_per_step
 from hjax.run.episode_rollout import environment_of
 from hjax.run.inputs import Inputs
-from hjax.run.placement import Plan, role_path
+from hjax.run.placement import Plan, role_path, shared_worker_roles
 from hjax.sandbox.sandbox_settings import SandboxSettings
 from hjax.sharding.layout import RoleLayouts
 from hjax.workers import OptimizerConfig, WorkerContext
@@ -144,6 +144,9 @@ class WorkerBuilder:
             optimizer=self._optimizer(role, entry.config_section) if entry.trained else None,
             supervised_loss=SupervisedLoss() if generates_text else None,
             warm_start=self._warm_start() if generates_text else None,
+            reference_sync=role == "actor"
+            and config.reference.sync_every > 0
+            and "actor" in shared_worker_roles(config, self.algorithm).values(),
             router_loss=router_loss_weight(config, entry, model) if entry.trained else 0.0,
             micro_batch=(section if entry.trained else config.actor).micro_batch,
             partial_rollouts=config.rollout.partial_tokens > 0,

@@ -70,6 +70,7 @@ def validate(config: ConfigDict | Mapping[str, Any]) -> Config:
     _check_optimizers(complete)
     _check_best_metric(complete)
     _check_mixture(complete)
+    _check_reference(complete)
     return complete
 
 
@@ -240,6 +241,14 @@ def _check_adapters(config: ConfigDict) -> None:
                     f"config.{role}.lora.rank=0 makes none; set the rank to 1 or more as well, or "
                     f"leave {name} out"
                 )
+
+
+def _check_reference(config: ConfigDict) -> None:
+    if config.reference.sync_every and config.reference.path:
+        raise ConfigError(
+            f"config.reference.sync_every={config.reference.sync_every}: a reference that follows "
+            "the actor begins as the actor; leave reference.path empty"
+        )
 
 
 def _check_mixture(config: ConfigDict) -> None:

@@ -354,6 +354,18 @@ KEYS: dict[str, Any] = {
     },
     "reference": {
         "path": Key("", "weights; empty: the actor's at the start of training"),
+        "sync_every": Key(
+            0,
+            "steps after which the reference moves to the actor's weights; 0: it stays as it was "
+            "at the start",
+            at_least(0),
+        ),
+        "sync_share": Key(
+            1.0,
+            "how far it moves: 1 takes the actor's weights, less a share of the way to them (with "
+            "sync_every=1 an exponential moving average); of adapters their two matrices move",
+            Rule("above 0, at most 1", lambda x: 0 < x <= 1),
+        ),
         "offload": _offload(trained=False),
     },
     "teacher": {

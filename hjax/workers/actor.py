@@ -20,7 +20,7 @@ from hjax.workers.generating_worker import GeneratingWorker
 from hjax.workers.language import LanguageWorker
 from hjax.workers.micro_batching import Batch, Objective
 from hjax.workers.optimizer import Prepare
-from hjax.workers.parameter_worker import cast_copies
+from hjax.workers.parameter_worker import abstract, cast_copies, mix
 from hjax.workers.trainable_worker import TrainableWorker, update_reads
 from hjax.workers.worker import SCORED_KEYS, TOKEN_KEYS, WorkerContext
 from hjax.xla.abstract_program import AbstractProgram
@@ -47,6 +47,7 @@ class Actor(LanguageWorker, GeneratingWorker):
         self._published = base.compute_shapes(context.compute.dtype)
         self._copy = jax.jit(functools.partial(cast_copies, dtypes=dtypes))
         self._seconds = {"transition": 0.0}
+        self.reference_adapters: Params = {}  # of an earlier step, with ``reference_sync``
 
     def token_loss(
         self, model: Any, batch: dict[str, jax.Array], share: int, loss: Any
@@ -103,7 +104,8 @@ class Actor(LanguageWorker, GeneratingWorker):
 
     @protocol("3D_PROTO", reads=SCORED_KEYS)
     def compute_ref_log_prob(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """``ref_logprobs`` float32 [rows, length]: under the policy without its adapters.
+        """``ref_logprobs`` float32 [rows, length]: under the policy without its adapters, or with
+        those of the last ``sync_reference``.
 
         Raises:
           ConfigError: it has no adapters.
@@ -113,7 +115,40 @@ class Actor(LanguageWorker, GeneratingWorker):
                 f"{self.role}.compute_ref_log_prob needs adapters (actor.lora.rank above 0); "
                 "without them use a reference role"
             )
-        return {"ref_logprobs": self.score(self._log_prob, batch, base=True)}
+        if not self.context.reference_sync:
+            return {"ref_logprobs": self.score(self._log_prob, batch, base=True)}
+        _, frozen = self.network.partition.split(self.params)
+        params = self.network.partition.join(self.reference_adapters, frozen)
+        return {"ref_logprobs": self.score(self._log_prob, batch, params=params)}
+
+    @control
+    def sync_reference(self, share: float) -> None:
+        """Move the reference's adapters by a share of the way to the policy's; the first time they
+        are copied."""
+        learned, _ = self.network.partition.split(self.params)
+        if share == 1 or not self.reference_adapters:
+            copies = functools.partial(cast_copies, dtypes=jax.tree.map(lambda x: x.dtype, learned))
+            self.reference_adapters = jax.jit(copies)(learned)
+        else:
+            self.reference_adapters = mix(self.reference_adapters, learned, share)
+
+    def state(self) -> dict[str, Any]:
+        """Parameters, optimizer state and, with ``reference_sync``, the reference's adapters."""
+        kept = {"reference": self.reference_adapters} if self.context.reference_sync else {}
+        return super().state() | kept
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a ``checkpointed`` state."""
+        super().restore(state)
+        self.reference_adapters = state.get("reference", {})
+
+    def abstract_state(self) -> dict[str, Any]:
+        """Shapes and shardings of ``state()``."""
+        if not self.context.reference_sync:
+            return super().abstract_state()
+        split = self.network.partition.split
+        learned = abstract(split(self.network.shapes)[0], split(self.shardings)[0])
+        return super().abstract_state() | {"reference": learned}
 
     @protocol("3D_PROTO", reads=SCORED_KEYS)
     def compute_loss(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
@@ -194,7 +229,8 @@ class Actor(LanguageWorker, GeneratingWorker):
         trace = functools.partial(self.trace_forward, self._log_prob, rows, prompt_length)
         yield AbstractProgram("compute_log_prob", trace)
         if self.merge is not None:
-            yield AbstractProgram("compute_ref_log_prob", functools.partial(trace, base=True))
+            base = not self.context.reference_sync
+            yield AbstractProgram("compute_ref_log_prob", functools.partial(trace, base=base))
         yield from TrainableWorker.programs(self, rows, prompt_length)
 
     def resident_state(self, program: str) -> dict[str, Any]:
@@ -207,6 +243,8 @@ class Actor(LanguageWorker, GeneratingWorker):
             copies = self.transition.generation_copies()
             params += self.generator.beside(self._generation_copy(), copies)
         else:
-            return super().resident_state(program)
+            found = super().resident_state(program)
+            state = self.abstract_state()
+            return found | ({"reference": state["reference"]} if "reference" in state else {})
         kept = {} if self.merge is None else {"adapters and their matrices": self.merge.resident()}
         return self.abstract_state() | {"params": params} | kept

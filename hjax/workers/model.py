@@ -142,19 +142,25 @@ class ModelWorker(ParameterWorker):
         return self._forward(compute, grouped, base)(params, batch)
 
     def score(
-        self, compute: Callable[..., Any], batch: Mapping[str, Any], base: bool = False
+        self,
+        compute: Callable[..., Any],
+        batch: Mapping[str, Any],
+        base: bool = False,
+        params: Params | None = None,
     ) -> Any:
-        """``forward`` over a batch's prompts and responses, with the current parameters.
+        """``forward`` over a batch's prompts and responses.
 
         Args:
           compute, batch: as there.
           base: without the model's adapters.
+          params: None: the current parameters.
         """
         grouped = self.grouped(batch)
         tokens = {key: batch[key] for key in TOKEN_KEYS}
         layout = self.batch_layout({**tokens, LENGTHS: batch.get(LENGTHS)}, grouped)
         tokens = layout.with_packing(tokens)
-        params = self.network.without_adapters_of(self.params) if base else self.params
+        params = self.params if params is None else params
+        params = self.network.without_adapters_of(params) if base else params
         return self.forward(compute, params, tokens, grouped, base)
 
     def _log_prob(self, model: Any, batch: Any, share: int) -> jax.Array:

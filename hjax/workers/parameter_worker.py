@@ -218,6 +218,17 @@ class ParameterWorker(Worker):
         self.params = frozen
         self.version = None if manifest is None else manifest.version
 
+    @control
+    def mix_weights(self, params: Params, share: float) -> None:
+        """Move the parameters by a share of the way to another worker's of the same shapes.
+
+        Args:
+          params: as for ``take_weights``.
+          share: above 0; 1 takes them.
+        """
+        taken = self._reshard(self.adapted(params))
+        self.params = taken if share == 1 else mix(to_device(self.params), taken, share)
+
     def adapted(self, params: Params) -> Params:
         """Another role's parameters converted to this model's tree; with adapters to its frozen
         part."""
@@ -319,6 +330,12 @@ def _in_dtypes(shapes: Params, sent: Params) -> Params:
 def cast_copies(params: Params, dtypes: Params) -> Params:
     """New arrays in these dtypes; jit returns an argument that is only passed through."""
     return jax.tree.map(lambda x, dtype: jnp.copy(x).astype(dtype), params, dtypes)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def mix(params: Params, others: Params, share: float) -> Params:
+    """``params`` moved by a share of the way to ``others``, in their own dtypes."""
+    return jax.tree.map(lambda x, y: (x + share * (y - x)).astype(x.dtype), params, others)
 
 
 def abstract(shapes: Any, shardings: Any) -> Any:

@@ -98,6 +98,8 @@ class LearningContext:
       supervised_loss: loss on demonstrations, for the warm start and PPO-ptx; or None.
       warm_start: settings of the warm start's updates, or None.
       router_loss: weight of the load-balancing loss of experts; 0: none.
+      reference_sync: an actor with adapters keeps those of an earlier step, which its reference
+        has (``reference.sync_every``).
     """
 
     loss: Any = None
@@ -105,6 +107,7 @@ class LearningContext:
     supervised_loss: Any = None
     warm_start: OptimizerConfig | None = None
     router_loss: float = 0.0
+    reference_sync: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,6 +35,7 @@ WIDE = {"layout.actor.generate.tensor": 2, **axes(fsdp=2, tensor=4)}
 FEW_HEADS = {"model.kv_heads": 2, **axes(data=2, tensor=4), "layout.actor.generate.tensor": 2}
 STAGES = {"model.layers": 2, **axes(data=4, pipe=2)}
 APART = {"placement": "disaggregate"}
+FOLLOWS = {"reference.sync_every": 1, "reference.sync_share": 0.5, "algorithm.kl_coef": 0.1}
 TWO = {"cluster.processes": 2, "cluster.devices_per_process": 2}
 DROPS = {**LORA, "actor.lora.dropout": 0.3}
 DORA = {**LORA, "actor.lora.dora": True}
@@ -130,6 +131,14 @@ TABLE = {
     # All weights.
     "offload of all": Row(
         "PPO", {f"{role}.offload": "all" for role in ("actor", "critic", "reference")}),
+    # A reference that follows.
+    "reference follows: adapters, layouts, packs": Row(
+        "GRPO", {**LORA, **FOLLOWS, **WIDE, "data.packing": 16}, "base", slow=False),
+    "reference follows: split, fsdp, offload": Row(
+        "PPO", {**FOLLOWS, **axes(fsdp=4), "placement": "split", "reference.offload": "all"},
+        "base"),
+    "reference follows: processes": Row(
+        "GRPO", {**FOLLOWS, "placement": "standalone", **TWO}, "base"),
     # A model with experts.
     "experts: each an adapter, layouts, offload": Row(
         "GRPO", {**EACH, **OVER}, "experts", slow=False),
