@@ -54,20 +54,8 @@ DEFAULT_RESPONSE_LENGTH = 256
 PLACEMENTS = ("colocate", "split", "standalone", "disaggregate", "auto")
 
 
-def _optimizer(role: str, learning_rate: float) -> dict[str, Key]:
+def _schedule() -> dict[str, Key]:
     return {
-        "optimizer": Key(
-            "adamw",
-            "adamw, adam, sgd (without momentum), lion, adafactor (learning rate relative to each "
-            "parameter's root mean square), muon (for matrices, with updates as large as AdamW's; "
-            "Adam for the rest), or your own `path.py:function`, which makes an optax "
-            "transformation from the learning rate (docs/extending.md)",
-            Rule(
-                f"one of {', '.join(OPTIMIZERS)}, or path.py:function of yours",
-                lambda x: x in OPTIMIZERS or ".py:" in x,
-            ),
-        ),
-        "learning_rate": Key(learning_rate, f"peak learning rate of the {role}", at_least(0)),
         "schedule": Key(
             "constant",
             "learning rate after warm-up: constant, or cosine or linear decay over `steps`, to "
@@ -93,6 +81,24 @@ def _optimizer(role: str, learning_rate: float) -> dict[str, Key]:
             "warm-up as a share of all optimizer updates, rounded up, in place of warmup_updates",
             between(0, 1),
         ),
+    }
+
+
+def _optimizer(role: str, learning_rate: float) -> dict[str, Key]:
+    return {
+        "optimizer": Key(
+            "adamw",
+            "adamw, adam, sgd (without momentum), lion, adafactor (learning rate relative to each "
+            "parameter's root mean square), muon (for matrices, with updates as large as AdamW's; "
+            "Adam for the rest), or your own `path.py:function`, which makes an optax "
+            "transformation from the learning rate (docs/extending.md)",
+            Rule(
+                f"one of {', '.join(OPTIMIZERS)}, or path.py:function of yours",
+                lambda x: x in OPTIMIZERS or ".py:" in x,
+            ),
+        ),
+        "learning_rate": Key(learning_rate, f"peak learning rate of the {role}", at_least(0)),
+        **_schedule(),
         "weight_decay": Key(
             0.0,
             "decoupled weight decay of matrices and embeddings; adam and an optimizer of yours "
