@@ -132,6 +132,8 @@ WISHES: Mapping[str, str] = _by_name({
     "use_kl_in_reward": "config.algorithm.kl_in=reward",
     "kl_penalty kl_loss_type":
         "config.algorithm.kl_estimator of a KL in the loss; in the reward it is k1",
+    "use_bias_correction_kl unbiased_kl":
+        "config.algorithm.kl_importance=True, with kl_estimator=k3 and kl_in=loss",
     "kl_ctrl": f"{_KL}, config.algorithm.kl_target and kl_horizon",
     "target_kl": "config.algorithm.kl_target",
     "horizon": "config.algorithm.kl_horizon, in sequences",

@@ -9,6 +9,7 @@ import pytest
 
 from hjax.algorithms import kl as kl_module
 from hjax.algorithms.kl import KL_KINDS, AdaptiveKL, FixedKL
+from hjax.algorithms.policy_loss import PolicyLoss
 from hjax.errors import ConfigError
 
 LOGITS = np.array([0.3, -1.2, 0.8, 0.1], np.float32)
@@ -178,3 +179,34 @@ def test_state_survives_json_bit_for_bit(make):
 def test_impossible_settings_are_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+OLD = np.log(np.array([0.1, 0.3, 0.2, 0.4], np.float32))  # of the policy that drew
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+@pytest.mark.parametrize("ratio", ["token", "none"])
+def test_weighted_by_the_ratio_value_and_gradient_are_the_reverse_kls(kind, ratio):
+    """Each token of the vocabulary in a row of its own, weighted by who drew it: another policy, or
+    without a ratio the policy itself."""
+    clips = {} if ratio == "none" else {"clip_low": None, "clip_high": None}
+    loss = PolicyLoss(ratio=ratio, kl_coef=1.0, kl_estimator=kind, kl_importance=True, **clips)
+    ones = jnp.ones((4, 1))
+    batch = {
+        "response_mask": ones > 0, "advantages": 0 * ones, "old_logprobs": OLD[:, None],
+        "ref_logprobs": REFERENCE[:, None],
+    }  # fmt: skip
+
+    def expectation(logits):
+        logprobs = jax.nn.log_softmax(logits)
+        drew = jnp.exp(OLD) if ratio == "token" else jax.lax.stop_gradient(jnp.exp(logprobs))
+        return jnp.sum(drew * loss(logprobs[:, None], None, batch)[0][:, 0])
+
+    close(expectation(LOGITS), reverse_kl(LOGITS), 1e-5)
+    close(grad(expectation)(LOGITS), grad(reverse_kl)(LOGITS), 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["k2", "k1+", "k3+"])
+def test_what_the_ratio_does_not_make_unbiased_is_refused(kind):
+    with pytest.raises(ConfigError, match="weighted by the ratio k1 and k3 are unbiased"):
+        PolicyLoss(kl_coef=1.0, kl_estimator=kind, kl_importance=True)

@@ -75,6 +75,9 @@ class PolicyLoss(TokenLoss):
         kl_adaptive: beta changes from step to step (`hjax.algorithms.kl.AdaptiveKL`): it is the
             batch entry `kl_coef`, a float32 scalar, and the field above only its initial value.
         kl_estimator: k2, k3, k1+ or k3+; k1 is refused because its gradient has mean zero.
+        kl_importance: the KL is multiplied by the ratio of the policy to the one that drew (without
+            a ratio, to itself): with k1 and k3 value and gradient are then those of the reverse KL
+            in expectation, off-policy too (DeepSeek-AI 2025, arXiv 2512.02556, section 3.1).
         kl_input_clamp, kl_output_clamp: see `kl_estimate`; None: off.
         entropy_coef: c of the entropy bonus.
         entropy_adaptive: c changes from step to step (`hjax.algorithms.kl.AdaptiveEntropy`): it
@@ -111,6 +114,7 @@ class PolicyLoss(TokenLoss):
     kl_coef: float = 0.0
     kl_adaptive: bool = False
     kl_estimator: str = "k3+"
+    kl_importance: bool = False
     kl_input_clamp: float | None = None
     kl_output_clamp: float | None = None
     entropy_coef: float = 0.0
@@ -149,10 +153,15 @@ class PolicyLoss(TokenLoss):
         if self.kl_adaptive and not self.kl_coef:
             raise ConfigError("kl_adaptive=True needs a first kl_coef above 0")
         check_kl_kind(self.kl_estimator)
-        if self.kl_coef and self.kl_estimator == "k1":
+        if self.kl_importance and self.kl_coef and self.kl_estimator not in ("k1", "k3"):
+            raise ConfigError(
+                f"kl_importance=True with kl_estimator={self.kl_estimator!r}: weighted by the "
+                "ratio k1 and k3 are unbiased; use one of these"
+            )
+        if self.kl_coef and self.kl_estimator == "k1" and not self.kl_importance:
             raise ConfigError(
                 "kl_estimator='k1' has no effect as a loss, because its gradient has mean zero: "
-                "use k2, k3, k1+ or k3+, or put the KL in the reward"
+                "use k2, k3, k1+ or k3+, kl_importance=True, or put the KL in the reward"
             )
 
     def _check_together(self) -> None:
@@ -296,6 +305,10 @@ class PolicyLoss(TokenLoss):
                 input_clamp=self.kl_input_clamp,
                 output_clamp=self.kl_output_clamp,
             )
+            if self.kl_importance:
+                old = masked(batch["old_logprobs"], mask) if self.ratio != "none" else logprobs
+                difference = logprobs - jax.lax.stop_gradient(old)
+                kl = kl * jnp.exp(jnp.minimum(difference, MAX_LOG_RATIO))
             loss = loss + (batch["kl_coef"] if self.kl_adaptive else self.kl_coef) * kl
             stats["kl"] = kl
         if self.positive_nll:

@@ -60,6 +60,11 @@ class AlgorithmSpec:
             "estimator of the KL in the loss: k2, k3, k1+ or k3+ (docs/losses.md)",
             one_of(*KL_KINDS),
         ),
+        "kl_importance": Key(
+            False,
+            "multiply the KL in the loss by the ratio to the policy that drew: with k1 or k3 an "
+            "unbiased estimate of the reverse KL and its gradient (docs/losses.md)",
+        ),
         "kl_target": Key(
             0.0,
             "mean KL per token that an adaptive kl_coef aims at, in nats; 0: kl_coef is fixed",
