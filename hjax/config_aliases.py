@@ -31,6 +31,8 @@ WISHES: Mapping[str, str] = _by_name({
     "batch_size train_batch_size global_batch_size": f"{_PROMPTS}; {_MINIBATCH}",
     "data.train_batch_size rollout_batch_size gen_batch_size generation_batch_size "
     "num_prompts_per_step": _PROMPTS,
+    "val_kwargs.n eval_n_samples_per_prompt n_samples_per_eval_prompt num_eval_samples":
+        "config.eval.samples, sampled answers per held-out prompt",
     "val_batch_size per_device_eval_batch_size":
         "config.eval.prompts, held-out prompts per evaluation",
     "mini_batch_size minibatch_size ppo_mini_batch_size num_mini_batches steps_per_generation":

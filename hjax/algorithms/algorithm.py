@@ -121,7 +121,7 @@ class Algorithm(AlgorithmSpec):
         """
         return self.learn(self.collect(prompts))
 
-    def answer(self, prompts: Batch, greedy: bool = False) -> Any:
+    def answer(self, prompts: Batch, greedy: bool = False, samples: int | None = None) -> Any:
         """Answer prompts: what training and evaluation both call.
 
         With an environment the actor plays an episode for each sample, and the batch has the
@@ -130,13 +130,16 @@ class Algorithm(AlgorithmSpec):
         Args:
           prompts: a batch of prompts.
           greedy: one answer per prompt, of the most likely tokens.
+          samples: answers per prompt, if not the configured number (``eval.samples``).
 
         Returns:
           the future of a batch, or the batch.
         """
+        options: dict[str, Any] = {"greedy": True} if greedy else {}
+        if samples is not None:
+            options["samples"] = samples
         if self.environment is not None:
-            return self.environment.play(self.actor, prompts, greedy=greedy)
-        options = {"greedy": True} if greedy else {}
+            return self.environment.play(self.actor, prompts, **options)
         return self.actor.generate_sequences(prompts, **options)
 
     def collect(self, prompts: Batch) -> Any:

@@ -1,8 +1,10 @@
 """Evaluation on held-out data: rewards and accuracy of greedy responses, and the accuracy of models
 that predict known outcomes (preference pairs, labels, steps)."""
 
+import functools
+import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,17 +15,22 @@ from hjax.algorithms.prediction_calibration import calibration_bins, prediction_
 from hjax.batches import sample_rows, select_rows
 from hjax.controller import join
 from hjax.data.sources import MIXTURE
+from hjax.errors import ConfigError
+from hjax.rewards.estimators import pass_at_k, powers_of_two
 from hjax.run.examples import Demonstrations
 from hjax.run.inputs import Inputs, prompt_batch
 from hjax.run.role_groups import RoleGroups
 from hjax.workers.reward import slice_rows
 
+# Sampled answers of an evaluation are drawn as in the step of this number more, which no run takes.
+SAMPLES_STEP = 2**30
+
 
 def evaluate(
-    config: ConfigDict, inputs: Inputs, roles: RoleGroups, algorithm: Algorithm
+    config: ConfigDict, inputs: Inputs, roles: RoleGroups, algorithm: Algorithm, step: int
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Answer up to ``eval.prompts`` held-out prompts greedily, in the run's environment if it has
-    one, and score the answers.
+    one, and score the answers; with ``eval.samples`` sampled answers too (``evaluate_samples``).
 
     Returns:
       ``eval/reward`` where there is a reward, ``eval/accuracy`` where the task has a verifier, both
@@ -32,10 +39,8 @@ def evaluate(
     assert inputs.held_out is not None
     count = min(config.eval.prompts or len(inputs.held_out), len(inputs.held_out))
     rows = eval_batch_size(config, len(inputs.held_out), roles)
-    chunks = [
-        _greedy_batch(range(start, min(start + rows, count)), rows, inputs, roles, algorithm)
-        for start in range(0, count, rows)
-    ]
+    answers = functools.partial(_answers, inputs=inputs, roles=roles, algorithm=algorithm)
+    chunks = [answers(range(i, min(i + rows, count)), rows) for i in range(0, count, rows)]
     metrics: dict[str, float] = {}
     if algorithm.environment is not None:
         turns = np.concatenate([chunk["episode_metrics"]["turns"] for chunk in chunks])
@@ -44,7 +49,7 @@ def evaluate(
         scores = np.concatenate([chunk["rewards"] for chunk in chunks]).astype(np.float64)
         scored = scores[~np.isnan(scores)]
         metrics["eval/reward"] = float(scored.mean()) if scored.size else float("nan")
-    correct = [right for chunk in chunks for right in _correct(chunk, inputs)]
+    correct = [right for chunk in chunks for right in chunk.pop("correct")]
     if correct:
         metrics["eval/accuracy"] = float(np.mean(correct))
     if by := group_column(config, inputs):
@@ -56,7 +61,52 @@ def evaluate(
                     f"eval/{group}/{name}": mean
                     for group, mean in means_by_group(groups, np.asarray(of_rows, float)).items()
                 }
+    if config.eval.samples > 1:
+        metrics |= evaluate_samples(config, answers, count, rows, step)
     return metrics, chunks[0]
+
+
+def evaluate_samples(
+    config: ConfigDict, answers: Callable[..., dict[str, Any]], count: int, rows: int, step: int
+) -> dict[str, float]:
+    """Score ``eval.samples`` sampled answers, n, to each of the first held-out prompts.
+
+    Args:
+      config: of the run.
+      answers: ``_answers`` of the run.
+      count: prompts.
+      rows: of a greedy batch; sampled ones have about as many, and their prompts fill the devices
+        as well.
+      step: of the run, from which the draws follow.
+
+    Returns:
+      ``eval/reward_mean@n`` and ``eval/reward_best@n``, means over prompts; where there is right
+      and wrong ``eval/accuracy_mean@n`` and, for k = 1, 2, 4, ... up to n, ``eval/pass@k``
+      (unbiased, ``hjax.rewards.estimators``).
+    """
+    samples = config.eval.samples
+    ways = rows // math.gcd(rows, samples)  # so that prompts times samples divide as rows do
+    prompts = max(rows // samples // ways, 1) * ways
+    rewards: list[np.ndarray] = []
+    correct: list[np.ndarray] = []
+    for start in range(0, count, prompts):
+        chosen = range(start, min(start + prompts, count))
+        batch = answers(chosen, prompts, samples=samples, step=SAMPLES_STEP + step)
+        if "rewards" in batch:
+            rewards += list(np.asarray(batch["rewards"], np.float64).reshape(-1, samples))
+        if right := batch["correct"]:
+            correct += list(np.asarray(right, bool).reshape(-1, samples))
+    metrics: dict[str, float] = {}
+    scored = [row[~np.isnan(row)] for row in rewards]
+    if scored := [row for row in scored if row.size]:
+        metrics[f"eval/reward_mean@{samples}"] = float(np.mean([row.mean() for row in scored]))
+        metrics[f"eval/reward_best@{samples}"] = float(np.mean([row.max() for row in scored]))
+    if correct:
+        metrics[f"eval/accuracy_mean@{samples}"] = float(np.mean(correct))
+        for k in powers_of_two(samples):
+            passed = [pass_at_k(int(row.sum()), samples, k) for row in correct]
+            metrics[f"eval/pass@{k}"] = float(np.mean(passed))
+    return metrics
 
 
 def group_column(config: ConfigDict, inputs: Inputs) -> str:
@@ -91,25 +141,51 @@ def eval_batch_size(config: ConfigDict, held_out: int, roles: RoleGroups) -> int
     return -(-min(rows, config.eval.prompts or rows, held_out) // ways) * ways
 
 
-def _greedy_batch(
-    indices: range, rows: int, inputs: Inputs, roles: RoleGroups, algorithm: Algorithm
+def _answers(
+    indices: range,
+    rows: int,
+    *,
+    inputs: Inputs,
+    roles: RoleGroups,
+    algorithm: Algorithm,
+    samples: int = 0,
+    step: int = 0,
 ) -> dict[str, Any]:
-    """The greedy batch of some held-out prompts, with rewards; padded to ``rows`` meanwhile."""
+    """The batch of answers to some held-out prompts, with rewards; padded to ``rows`` prompts
+    meanwhile.
+
+    Args:
+      samples: answers per prompt, as in training; 0: the greedy one.
+      step: from which draws follow.
+
+    Returns:
+      the batch, with ``correct`` (empty where nothing says so) of its rows.
+    """
     assert inputs.held_out is not None
     padded = [*indices, *[indices[-1]] * (rows - len(indices))]
-    prompts = prompt_batch(inputs.held_out.rows(padded), inputs.prompt_length, 0)
-    batch = join(algorithm.answer(prompts, greedy=True))
-    reward, kept = roles.groups.get("reward"), slice(len(indices))
+    prompts = prompt_batch(inputs.held_out.rows(padded), inputs.prompt_length, step)
+    if samples:
+        prompts["first"] = indices[0] * samples
+        if "samples" not in inspect.signature(algorithm.answer).parameters:
+            raise ConfigError(
+                f"config.eval.samples={samples}: {type(algorithm).__name__}.answer takes no "
+                "argument `samples`; add it (answers per prompt), or leave the key at 1"
+            )
+        batch = join(algorithm.answer(prompts, samples=samples))
+    else:
+        batch = join(algorithm.answer(prompts, greedy=True))
+    reward, kept = roles.groups.get("reward"), slice(len(indices) * (samples or 1))
     if "episode" in batch:  # one row of each episode says all
         batch = select_rows(batch, sample_rows(batch))
-    if reward is None:
-        return slice_rows(batch, kept)
-    if "reward" in roles.layouts:  # a reward model needs the padded, evenly divisible batch
+    if reward is not None and "reward" in roles.layouts:
+        # A reward model needs the padded, evenly divisible batch.
         batch |= join(reward.compute_reward(batch))
         batch.pop("reward_outcomes", None)  # they count padding rows
-        return slice_rows(batch, kept)
-    batch = slice_rows(batch, kept)
-    return batch | join(reward.compute_reward(batch))
+        batch = slice_rows(batch, kept)
+    else:
+        batch = slice_rows(batch, kept)
+        batch |= {} if reward is None else join(reward.compute_reward(batch))
+    return batch | {"correct": _correct(batch, inputs)}
 
 
 def _correct(batch: Mapping[str, Any], inputs: Inputs) -> list[bool]:

@@ -217,7 +217,9 @@ class Trainer(RecoveringRun):
                 if self.async_rollout is not None:
                     self.async_rollout.drain(self.step_number)
                 with self.reporter.phase("evaluate"):
-                    metrics, shown = evaluate(self.config, self.inputs, self.roles, self.algorithm)
+                    metrics, shown = evaluate(
+                        self.config, self.inputs, self.roles, self.algorithm, step
+                    )
                 break
             except Exception:
                 # Otherwise the step before this evaluation would have to be redone.

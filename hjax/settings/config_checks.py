@@ -71,6 +71,7 @@ def validate(config: ConfigDict | Mapping[str, Any]) -> Config:
     _check_best_metric(complete)
     _check_mixture(complete)
     _check_reference(complete)
+    _check_evaluation(complete)
     return complete
 
 
@@ -241,6 +242,15 @@ def _check_adapters(config: ConfigDict) -> None:
                     f"config.{role}.lora.rank=0 makes none; set the rank to 1 or more as well, or "
                     f"leave {name} out"
                 )
+
+
+def _check_evaluation(config: ConfigDict) -> None:
+    if config.eval.samples > 1 and config.rollout.extra_samples:
+        raise ConfigError(
+            f"config.eval.samples={config.eval.samples} with rollout.extra_samples="
+            f"{config.rollout.extra_samples}: the shortest answers alone would be scored; leave "
+            "one of the two out"
+        )
 
 
 def _check_reference(config: ConfigDict) -> None:

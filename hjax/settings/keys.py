@@ -578,6 +578,12 @@ KEYS: dict[str, Any] = {
             at_least(0),
         ),
         "prompts": Key(128, "held-out prompts per evaluation; 0: all", at_least(0)),
+        "samples": Key(
+            1,
+            "above 1: further answers per held-out prompt, drawn as in training, beside the greedy "
+            "one: mean and best reward, pass@k (docs/metrics.md)",
+            between(1, MAX_SIZE),
+        ),
         "by": Key(
             "",
             "column of the data by whose values evaluations have metrics too, such as "
