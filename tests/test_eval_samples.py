@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from helpers import ONE_DEVICE, tiny_config, trainer_of
+from helpers import ONE_DEVICE, episode_keys, tiny_config, trainer_of
 
 import hjax
 from hjax.errors import ConfigError
@@ -78,3 +78,12 @@ def test_what_does_not_go_together():
     with trainer_of(f"{__file__}:Own", KEYS) as trainer:
         with pytest.raises(ConfigError, match="Own.answer takes no argument `samples`; add it"):
             trainer.evaluate(1)
+
+
+def test_episodes_are_played_several_times_too(tmp_path):
+    keys = {**KEYS, **episode_keys(tmp_path), "eval.prompts": 5, "eval.samples": 3}
+    with trainer_of("GRPO", keys) as trainer:
+        metrics = trainer.evaluate(1)
+        again = trainer.evaluate(1)
+    assert metrics["eval/reward_best@3"] >= metrics["eval/reward_mean@3"]
+    assert metrics == again
