@@ -298,17 +298,7 @@ class PolicyLoss(TokenLoss):
             weights, made = self._correction(batch, mask)
             loss, stats = loss * weights, stats | made
         if self.kl_coef:
-            kl = kl_estimate(
-                logprobs,
-                masked(batch["ref_logprobs"], mask),
-                self.kl_estimator,
-                input_clamp=self.kl_input_clamp,
-                output_clamp=self.kl_output_clamp,
-            )
-            if self.kl_importance:
-                old = masked(batch["old_logprobs"], mask) if self.ratio != "none" else logprobs
-                difference = logprobs - jax.lax.stop_gradient(old)
-                kl = kl * jnp.exp(jnp.minimum(difference, MAX_LOG_RATIO))
+            kl = self._kl(logprobs, batch)
             loss = loss + (batch["kl_coef"] if self.kl_adaptive else self.kl_coef) * kl
             stats["kl"] = kl
         if self.positive_nll:
@@ -324,6 +314,22 @@ class PolicyLoss(TokenLoss):
                 "needs_entropy is true"
             )
         return loss, jax.lax.stop_gradient(stats)
+
+    def _kl(self, logprobs: jax.Array, batch: Batch) -> jax.Array:
+        """The KL to the reference at each token; arguments are 0 outside the mask."""
+        mask = batch["response_mask"]
+        kl = kl_estimate(
+            logprobs,
+            masked(batch["ref_logprobs"], mask),
+            self.kl_estimator,
+            input_clamp=self.kl_input_clamp,
+            output_clamp=self.kl_output_clamp,
+        )
+        if not self.kl_importance:
+            return kl
+        old = masked(batch["old_logprobs"], mask) if self.ratio != "none" else logprobs
+        log_ratio = logprobs - jax.lax.stop_gradient(old)
+        return kl * jnp.exp(jnp.minimum(log_ratio, MAX_LOG_RATIO))
 
     def _of_ratio(self, advantages: jax.Array, logprobs: jax.Array, batch: Batch) -> WithStats:
         """The loss of the ratio to the old policy, with the covariance's clip or penalty."""
