@@ -133,7 +133,7 @@ TABLE = {
         "PPO", {f"{role}.offload": "all" for role in ("actor", "critic", "reference")}),
     # A reference that follows.
     "reference follows: adapters, layouts, packs": Row(
-        "GRPO", {**LORA, **FOLLOWS, **WIDE, "data.packing": 16}, "base", slow=False),
+        "GRPO", {**LORA, **FOLLOWS, **WIDE, "data.packing": 16}, "base"),
     "reference follows: split, fsdp, offload": Row(
         "PPO", {**FOLLOWS, **axes(fsdp=4), "placement": "split", "reference.offload": "all"},
         "base"),
