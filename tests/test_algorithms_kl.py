@@ -210,3 +210,15 @@ def test_weighted_by_the_ratio_value_and_gradient_are_the_reverse_kls(kind, rati
 def test_what_the_ratio_does_not_make_unbiased_is_refused(kind):
     with pytest.raises(ConfigError, match="weighted by the ratio k1 and k3 are unbiased"):
         PolicyLoss(kl_coef=1.0, kl_estimator=kind, kl_importance=True)
+
+
+@pytest.mark.parametrize("keys", [{"kl_in": "reward"}, {"kl_in": "loss", "kl_coef": 0.0}])
+def test_the_ratio_of_no_kl_in_the_loss_is_refused(keys):
+    from helpers import tiny_config
+
+    from hjax.algorithms.ppo import policy_loss
+
+    config = tiny_config("PPO", {f"algorithm.{k}": v for k, v in keys.items()})
+    config.algorithm.kl_importance = True
+    with pytest.raises(ConfigError, match="weights the KL in the loss, and there is none"):
+        policy_loss(config.algorithm, 8)

@@ -8,7 +8,7 @@ from helpers import ONE_DEVICE, computed, read_rows, tiny_config
 import hjax
 from hjax.errors import ConfigError
 from hjax.launch.__main__ import parse
-from hjax.run.device_trace import parse_steps, summarize
+from hjax.run.device_trace import parse_step_range, summarize_trace
 from hjax.show.report import write_report
 
 
@@ -17,7 +17,7 @@ def event(device: str, program: str, operation: str, run: int, start: float, end
 
 
 def test_a_summary_by_hand():
-    found = summarize([
+    found = summarize_trace([
         event("a", "update", "while.1", 7, 1.0, 4.0),  # contains the next two
         event("a", "update", "dot.3", 7, 1.0, 2.5),
         event("a", "update", "fusion", 7, 2.5, 3.0),
@@ -31,13 +31,13 @@ def test_a_summary_by_hand():
     assert (update["name"], update["runs"], update["seconds"]) == ("update", 2, 2.25)
     assert update["operations"] == [["dot.3", 3.0], ["fusion", 0.5]]
     assert (generate["name"], generate["runs"], generate["seconds"]) == ("generate", 1, 1.0)
-    assert summarize([])["programs"] == []
+    assert summarize_trace([])["programs"] == []
 
 
 @pytest.mark.parametrize("text", ["", "x", "3-", "-3", "0", "0-2", "5-4", "1.5"])
 def test_what_names_no_steps(text):
     with pytest.raises(ConfigError, match=f"--profile={text}: "):
-        parse_steps(text)
+        parse_step_range(text)
 
 
 def test_a_run_is_traced_and_is_the_same(tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers import ONE_DEVICE, computed, read_rows, trainer_of
 
-from hjax.data.dataset import alternate, split_held_out
+from hjax.data.dataset import interleave, split_held_out
 from hjax.data.read_options import parse_mixture
 from hjax.data.tasks import get_task
 from hjax.errors import ConfigError
@@ -51,7 +51,7 @@ def test_what_is_no_mixture(text, said):
 
 
 def test_rows_of_several_sets_take_turns():
-    assert alternate(["b", "b", "b", "a", "c", "a"]) == [0, 3, 4, 1, 5, 2]
+    assert interleave(["b", "b", "b", "a", "c", "a"]) == [0, 3, 4, 1, 5, 2]
 
 
 def write(path: pathlib.Path, rows: list[dict[str, Any]]) -> pathlib.Path:

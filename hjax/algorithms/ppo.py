@@ -198,6 +198,11 @@ def policy_loss(config: ConfigDict, max_response_length: int, **switches: Any) -
     for name in ("dual_clip", "ratio_cap", "correction_low", "correction_cap"):
         options[name] = options.get(name) or None  # 0: none
     in_loss = config.kl_in == "loss"
+    if config.get("kl_importance") and not (in_loss and config.kl_coef):
+        raise ConfigError(
+            "config.algorithm.kl_importance=True weights the KL in the loss, and there is none: "
+            f"kl_in={config.kl_in}, kl_coef={config.kl_coef:g}; set kl_in=loss and kl_coef above 0"
+        )
     options |= {
         "max_length": max_response_length if config.aggregation == "constant" else None,
         "entropy_adaptive": config.get("entropy_target", 0.0) > 0,

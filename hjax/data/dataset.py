@@ -286,7 +286,7 @@ def split_held_out(
     return dataset.select(np.flatnonzero(~held_out)), dataset.select(np.flatnonzero(held_out))
 
 
-def alternate(sources: Sequence[Any]) -> list[int]:
+def interleave(sources: Sequence[Any]) -> list[int]:
     """The rows' numbers, one of each source in turn as long as it has some."""
     taken: dict[Any, int] = {}
     turns = []

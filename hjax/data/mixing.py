@@ -63,9 +63,10 @@ class Mixing:
         return self
 
     def select(self, rows: Sequence[int]) -> Self:
-        """The mixing of some rows."""
-        chosen = [self.sources[i] for i in rows]
-        return dataclasses.replace(self, sources=chosen).checked()
+        """The mixing of some rows, in the shares of the sources that they have."""
+        sources = [self.sources[i] for i in rows]
+        weights = {name: weight for name, weight in self.weights.items() if name in sources}
+        return dataclasses.replace(self, sources=sources, weights=weights)
 
     def describe(self) -> str:
         """Each source's share of what is drawn, and its rows."""

@@ -64,7 +64,7 @@ from hjax.launch.jax_setup import prepare_jax
 from hjax.launch.process_exit import run_and_exit
 from hjax.launch.stages import Stages, dry_run_stages, read_stages, run_stages
 from hjax.run.best_checkpoint import describe_best
-from hjax.run.device_trace import parse_steps
+from hjax.run.device_trace import parse_step_range
 from hjax.run.workdir import Workdir, check_unlocked
 from hjax.settings.config_loading import (
     check_config,
@@ -149,7 +149,7 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
     if args.grace_seconds is not None and not args.grace_seconds > 0:
         raise ConfigError(f"--grace_seconds={args.grace_seconds:g}: must be above 0 seconds")
     if args.profile:
-        parse_steps(args.profile)
+        parse_step_range(args.profile)
         if args.dry_run or stages is not None or (config is not None and not config.steps):
             raise ConfigError(f"--profile={args.profile}: no step is taken; trace one run's steps")
     given: dict[str, Any] = {flag: args[flag].value for flag in _FLAGS if flag != "workdir"}
@@ -226,7 +226,7 @@ def _run(command: TrainCommand, signals: Signals) -> int:
         debug=command.debug,
         overwrite=command.overwrite,
         repair=command.repair,
-        profile=parse_steps(command.profile) if command.profile else None,
+        profile=parse_step_range(command.profile) if command.profile else None,
     )
     seconds = None
     with signals.watching(trainer, display, command.grace_seconds):

@@ -35,9 +35,11 @@ def _run(arguments: Sequence[str]) -> int:
     if not args.output:
         raise ConfigError("--output is missing; see --help")
 
+    from hjax.machine import pin_platform
     from hjax.models import parameter_counts
     from hjax.models.export import export_model
 
+    pin_platform()
     config, dtypes = export_model(args.model, args.output, args.adapter)
     count, dtype = parameter_counts.learned_parameters(config), " and ".join(sorted(dtypes))
     what = f"adapters of a {config.family} model" if args.adapter else config.family

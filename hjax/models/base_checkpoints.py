@@ -93,7 +93,7 @@ class BaseCheckpoint:
         )
 
 
-def base_of(path: StrPath) -> BaseCheckpoint | None:
+def base_checkpoint(path: StrPath) -> BaseCheckpoint | None:
     """The checkpoint of a run that a path means, None if the run has none.
 
     Raises:

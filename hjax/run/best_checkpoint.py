@@ -57,7 +57,9 @@ def best_step(
     return -step, sign * value
 
 
-def best_chooser(config: ConfigDict, workdir: Path) -> Callable[[Sequence[int]], int | None]:
+def best_checkpoint_selector(
+    config: ConfigDict, workdir: Path
+) -> Callable[[Sequence[int]], int | None]:
     """What chooses the checkpoint to keep, and records it in best.json, for ``Checkpoints``."""
     metric, mode = config.checkpoint.best, config.checkpoint.best_mode
 

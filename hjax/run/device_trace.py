@@ -18,7 +18,7 @@ MOST_OPERATIONS = 5
 _CONTROL_FLOW = ("while", "call", "conditional")
 
 
-def parse_steps(text: str) -> range:
+def parse_step_range(text: str) -> range:
     """The steps that ``--profile`` names: ``5``, or ``5-7``.
 
     Raises:
@@ -83,7 +83,8 @@ class DeviceTrace:
         files = sorted(folder.rglob("*.xplane.pb"), key=_written)
         if not files:
             raise RunError(f"{folder}: the profiler has written no trace")
-        record = {"steps": [self._steps[0], self._taken], **summarize(read_events(files[-1]))}
+        summary = summarize_trace(read_trace_events(files[-1]))
+        record = {"steps": [self._steps[0], self._taken], **summary}
         replace_file(self._workdir / PROFILE, json_line(record) + "\n")
         first, last = record["steps"]
         traced = f"step {first} is" if first == last else f"steps {first} to {last} are"
@@ -97,7 +98,7 @@ def _written(path: Path) -> float:
     return path.stat().st_mtime
 
 
-def read_events(file: Path) -> list[dict[str, Any]]:
+def read_trace_events(file: Path) -> list[dict[str, Any]]:
     """The operations in an ``.xplane.pb``: ``device``, ``program``, ``operation``, ``run`` (a
     number), ``start`` and ``end`` in seconds."""
     import jax
@@ -121,11 +122,11 @@ def read_events(file: Path) -> list[dict[str, Any]]:
     return found
 
 
-def summarize(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summarize_trace(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What took the devices' time.
 
     Args:
-      events: of ``read_events``.
+      events: of ``read_trace_events``.
 
     Returns:
       ``seconds`` from the first operation's start to the last one's end; ``busy_seconds``, in which

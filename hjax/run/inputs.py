@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms import get_algorithm
 from hjax.config import data_path
-from hjax.data.dataset import Dataset, PromptSampler, alternate, pad_left, split_held_out
+from hjax.data.dataset import Dataset, PromptSampler, interleave, pad_left, split_held_out
 from hjax.data.invalid_rows import InvalidRows
 from hjax.data.mixing import MixedSampler, Mixing, make_sampler
 from hjax.data.read_options import ReadOptions, parse_mixture
@@ -231,7 +231,7 @@ def _datasets(
     else:
         return train, None
     if MIXTURE in held_out.columns:  # so that the first rows are of every set
-        held_out = held_out.select(alternate(held_out.columns[MIXTURE]))
+        held_out = held_out.select(interleave(held_out.columns[MIXTURE]))
     if data.eval_size and len(held_out) > data.eval_size:
         held_out = held_out.select(range(data.eval_size))
     return train, held_out

@@ -117,7 +117,7 @@ class RoleGroups:
             self.groups["actor"].sync_reference(share).result()
         elif "reference" in self.groups:
             weights = self.groups["actor"].weights(self.landing("reference"))
-            self.groups["reference"].mix_weights(weights, share).result()
+            self.groups["reference"].interpolate_weights(weights, share).result()
 
     def restart(self, lost: Sequence[Any], fewer: bool = False) -> None:
         """Restart executors that lost processes, and rebuild their workers.

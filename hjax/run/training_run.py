@@ -21,7 +21,7 @@ from hjax.models.checkpoint import Checkpoints, damaged_error
 from hjax.progress import progress_listener
 from hjax.run.async_rollout import AsyncRollout
 from hjax.run.backends import Backend, ClusterBackend, LocalBackend
-from hjax.run.best_checkpoint import best_chooser, check_has_metric
+from hjax.run.best_checkpoint import best_checkpoint_selector, check_has_metric
 from hjax.run.config_validation import check_offloads
 from hjax.run.dataflow import absent_roles
 from hjax.run.device_trace import DeviceTrace
@@ -252,7 +252,7 @@ class TrainingRun:
             self.checkpoints = Checkpoints(
                 self.workdir.checkpoints,
                 self.config.checkpoint.keep,
-                best_chooser(self.config, self.workdir.path),
+                best_checkpoint_selector(self.config, self.workdir.path),
             )
             scalar = self.roles.table["actor"].scalar
             with self.workdir.writing("model"):

@@ -16,7 +16,7 @@ from hjax.config import AUTO, count_or_zero
 from hjax.controller import BuildWorker
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError
-from hjax.models.base_checkpoints import BaseCheckpoint, base_of
+from hjax.models.base_checkpoints import BaseCheckpoint, base_checkpoint
 from hjax.models.compute import Compute
 from hjax.models.lora import Lora
 from hjax.models.model_config import ModelConfig
@@ -175,7 +175,7 @@ class WorkerBuilder:
     def _base(self, path: str) -> BaseCheckpoint | None:
         """The checkpoint of another run that a path names; every role gets the same one."""
         if path not in self._bases:
-            self._bases[path] = base_of(path) if path and is_workdir(path) else None
+            self._bases[path] = base_checkpoint(path) if path and is_workdir(path) else None
         return self._bases[path]
 
     def _model(self, role: str, path: str) -> tuple[ModelConfig | None, Tokenizer | None]:

@@ -20,7 +20,7 @@ from hjax.workers.generating_worker import GeneratingWorker
 from hjax.workers.language import LanguageWorker
 from hjax.workers.micro_batching import Batch, Objective
 from hjax.workers.optimizer import Prepare
-from hjax.workers.parameter_worker import abstract, cast_copies, mix
+from hjax.workers.parameter_worker import abstract, cast_copies, interpolate
 from hjax.workers.trainable_worker import TrainableWorker, update_reads
 from hjax.workers.worker import SCORED_KEYS, TOKEN_KEYS, WorkerContext
 from hjax.xla.abstract_program import AbstractProgram
@@ -130,7 +130,7 @@ class Actor(LanguageWorker, GeneratingWorker):
             copies = functools.partial(cast_copies, dtypes=jax.tree.map(lambda x: x.dtype, learned))
             self.reference_adapters = jax.jit(copies)(learned)
         else:
-            self.reference_adapters = mix(self.reference_adapters, learned, share)
+            self.reference_adapters = interpolate(self.reference_adapters, learned, share)
 
     def state(self) -> dict[str, Any]:
         """Parameters, optimizer state and, with ``reference_sync``, the reference's adapters."""

@@ -219,7 +219,7 @@ class ParameterWorker(Worker):
         self.version = None if manifest is None else manifest.version
 
     @control
-    def mix_weights(self, params: Params, share: float) -> None:
+    def interpolate_weights(self, params: Params, share: float) -> None:
         """Move the parameters by a share of the way to another worker's of the same shapes.
 
         Args:
@@ -227,7 +227,7 @@ class ParameterWorker(Worker):
           share: above 0; 1 takes them.
         """
         taken = self._reshard(self.adapted(params))
-        self.params = taken if share == 1 else mix(to_device(self.params), taken, share)
+        self.params = taken if share == 1 else interpolate(to_device(self.params), taken, share)
 
     def adapted(self, params: Params) -> Params:
         """Another role's parameters converted to this model's tree; with adapters to its frozen
@@ -333,7 +333,7 @@ def cast_copies(params: Params, dtypes: Params) -> Params:
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def mix(params: Params, others: Params, share: float) -> Params:
+def interpolate(params: Params, others: Params, share: float) -> Params:
     """``params`` moved by a share of the way to ``others``, in their own dtypes."""
     return jax.tree.map(lambda x, y: (x + share * (y - x)).astype(x.dtype), params, others)
 

@@ -133,7 +133,7 @@ TABLE = {
         "PPO", {f"{role}.offload": "all" for role in ("actor", "critic", "reference")}),
     # A reference that follows.
     "reference follows: adapters, layouts, packs": Row(
-        "GRPO", {**LORA, **FOLLOWS, **WIDE, "data.packing": 16}, "base"),
+        "GRPO", {**LORA, **FOLLOWS, **WIDE, "data.packing": 16}, "base", slow=False),
     "reference follows: split, fsdp, offload": Row(
         "PPO", {**FOLLOWS, **axes(fsdp=4), "placement": "split", "reference.offload": "all"},
         "base"),
@@ -221,7 +221,7 @@ TABLE = {
 # What numbers depend on, beside the algorithm.
 NUMBERS = ("actor.lora.", "critic.lora.", "actor.learning_rate", "actor.path", "actor.router_loss",
            "algorithm.", "warm_start.", "steps", "data.task", "environment.",
-           "rollout.max_response_length")  # fmt: skip
+           "rollout.max_response_length", "reference.sync")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
