@@ -8,7 +8,9 @@ import pytest
 from helpers import ONE_DEVICE, tiny_config, trainer_of
 
 import hjax
+from hjax.algorithms import get_algorithm
 from hjax.errors import ConfigError
+from hjax.run.dataflow import step_calls, updates_per_step
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "extending.md"
 STEPS = 2
@@ -118,6 +120,28 @@ def test_they_learn_to_sort(examples, name):
     finally:
         trainer.close()
     assert rows[-1]["eval/accuracy"] > rows[0]["eval/accuracy"] + 0.25
+
+
+def test_the_calls_of_a_worker_of_ones_own_are_read_off(examples):
+    config = tiny_config(f"{examples}/varied.py:Varied", {"actor.schedule": "cosine"})
+    algorithm = get_algorithm(config.algorithm.name)
+    calls = step_calls(algorithm, config.algorithm, updates=2, samples=2)
+    assert [call.method for call in calls] == [
+        "generate_sequences", "compute_repetition", "compute_ref_log_prob", "compute_reward",
+        "update_actor", "update_actor",
+    ]  # fmt: skip
+    assert updates_per_step(algorithm, config)["actor"] == 1
+
+
+def test_a_step_that_lacks_a_column_of_its_settings_is_refused(examples, tmp_path):
+    (tmp_path / "broken.py").write_text(
+        "import hjax\n\nclass Broken(hjax.algorithms.GRPO):\n"
+        "    def learn(self, batch):\n        return {}['absent']\n"
+    )
+    config = tiny_config(f"{tmp_path}/broken.py:Broken")
+    algorithm = get_algorithm(config.algorithm.name)
+    with pytest.raises(ConfigError, match="Broken.step could not be read off: KeyError"):
+        step_calls(algorithm, config.algorithm, updates=1, samples=2)
 
 
 @pytest.mark.extended

@@ -204,7 +204,7 @@ def test_plain_lines_fit_with_whole_cells(row, width, columns, monkeypatch):
 def test_plain_lines_without_a_terminal_have_all_columns(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     stream = io.StringIO()
-    more = {"eval/accuracy": 0.5, "episode/turns": 3.0, "time/environment": 0.1}
+    more = {"eval/accuracy": 0.5, "eval/loss": 1.5, "episode/turns": 3.0, "time/environment": 0.1}
     steps_shown(Display(default_config(), 300, stream), {**SAFE_ROW, **more})
     assert stream.getvalue().splitlines()[0].split() == [t for t in COLUMNS if t != "eval"]
 

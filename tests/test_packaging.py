@@ -4,13 +4,17 @@ import ast
 import configparser
 import email
 import importlib.metadata
+import json
 import os
 import pathlib
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tarfile
+import time
+import urllib.request
 import zipfile
 
 import pytest
@@ -20,6 +24,7 @@ import hjax
 
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "hjax"
+MINUTES = 60
 # Import name -> name on the package index, where they differ.
 DISTRIBUTIONS = {
     "absl": "absl-py",
@@ -116,6 +121,86 @@ def test_wheel_works_from_elsewhere(distributions, tmp_path):
     file, version, algorithm = done.stdout.split()
     assert pathlib.Path(file) == tmp_path / "packages" / "hjax" / "__init__.py"
     assert (version, algorithm) == (hjax.__version__, "PPO")
+
+
+def interpreter(version: str) -> str | None:
+    """A Python of this version, on the path or among pyenv's."""
+    if sys.version_info[:2] == tuple(map(int, version.split("."))):
+        return sys.executable
+    pyenv = pathlib.Path(os.environ.get("PYENV_ROOT", pathlib.Path.home() / ".pyenv"))
+    found = [shutil.which(f"python{version}"), *pyenv.glob(f"versions/{version}.*/bin/python3")]
+    for each in filter(None, found):
+        if not subprocess.run(
+            [each, "-c", "import ensurepip, venv"], capture_output=True
+        ).returncode:
+            return str(each)
+    return None
+
+
+@pytest.fixture(params=["3.11", "3.13"])
+def hjax_command(request, distributions, tmp_path):
+    """Starts `hjax` of a new environment, outside of the clone."""
+    python = interpreter(request.param)
+    if python is None:
+        pytest.skip(f"no Python {request.param} here")
+    subprocess.run([python, "-m", "venv", tmp_path / "venv"], check=True, timeout=2 * MINUTES)
+    programs = tmp_path / "venv" / "bin"
+    install = [programs / "pip", "install", "-q", f"{distributions[0]}[serve]"]
+    subprocess.run(install, check=True, timeout=15 * MINUTES)
+    hidden = ("PYTHONPATH", "XLA_FLAGS", "VIRTUAL_ENV")
+    environment = {k: v for k, v in os.environ.items() if k not in hidden}
+    (tmp_path / "elsewhere").mkdir()
+
+    def start(*arguments: str) -> subprocess.Popen:
+        return subprocess.Popen(
+            [programs / "hjax", *arguments],
+            cwd=tmp_path / "elsewhere",
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    return start
+
+
+def printed(process: subprocess.Popen) -> str:
+    text, _ = process.communicate(timeout=10 * MINUTES)
+    assert process.returncode == 0, text
+    return text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_wheel_in_a_clean_environment_trains_checks_and_serves(hjax_command, tmp_path):
+    keys = ["--config.steps=3", "--config.eval.every=3", "--config.warm_start.steps=20"]
+    text = printed(hjax_command("train", "--config=ppo.py", *keys, "--workdir=run"))
+    run = tmp_path / "elsewhere" / "run"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3] and "eval/accuracy" in rows[-1], text
+    assert "right" in printed(hjax_command("check"))
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = hjax_command("serve", "--model=run", f"--port={port}")
+    try:
+        body = json.dumps({"prompt": "312>", "max_tokens": 4, "temperature": 0}).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"}
+        )
+        for _ in range(240):
+            assert server.poll() is None, server.stdout.read()
+            try:
+                with urllib.request.urlopen(request, timeout=2 * MINUTES) as answer:
+                    found = json.load(answer)
+                break
+            except OSError:
+                time.sleep(1)
+        assert found["choices"][0]["text"] and found["usage"]["completion_tokens"] > 0
+    finally:
+        server.terminate()
+        assert server.wait(timeout=MINUTES) == 0
 
 
 def test_sdist_can_be_tested(distributions):

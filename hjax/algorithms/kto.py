@@ -6,6 +6,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms.algorithm import Algorithm, Batch
+from hjax.algorithms.prediction_calibration import Predictions
 from hjax.algorithms.unpaired_loss import UnpairedLoss
 from hjax.controller import join
 from hjax.errors import ConfigError
@@ -48,13 +49,25 @@ class KTO(Algorithm):
 
     def learn(self, batch: Any) -> Batch:
         """One update, with mismatched pairs for the KL baseline."""
+        batch = self.with_reference(batch)
+        self.log(self.actor.update_actor(batch))
+        return batch
+
+    def predictions(self, batch: Batch) -> Predictions:
+        """Whether a response is right, by its implicit reward less the baseline (``answer_``)."""
+        scored = join(self.with_reference(batch), self.actor.compute_log_prob(batch))
+        mask = np.asarray(batch["response_mask"], bool)
+        ratios = np.where(mask, scored["old_logprobs"] - scored["ref_logprobs"], 0.0).sum(axis=1)
+        logits = self.config.beta * (ratios - scored["kl_baseline"])
+        return {"answer_": (logits, np.asarray(batch["positive"]).max(axis=1))}
+
+    def with_reference(self, batch: Batch) -> Batch:
+        """Adds the reference's log-probs and ``kl_baseline``."""
         others = mismatched(batch)
         reference = self.reference.compute_ref_log_prob(batch)
         others_ref = self.reference.compute_ref_log_prob(others)
         others = join(others, self.actor.compute_log_prob(others), others_ref)
-        batch = self.with_baseline(join(batch, reference, others=others))
-        self.log(self.actor.update_actor(batch))
-        return batch
+        return self.with_baseline(join(batch, reference, others=others))
 
     def with_baseline(self, batch: Batch) -> Batch:
         """Adds ``kl_baseline``: the mean log-ratio of mismatched responses, at least 0.

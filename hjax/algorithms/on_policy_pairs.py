@@ -9,6 +9,7 @@ from ml_collections import ConfigDict
 from hjax.algorithms.algorithm import Batch, row_count
 from hjax.algorithms.dpo import DPO
 from hjax.algorithms.pair_loss import REFERENCE_KINDS
+from hjax.algorithms.prediction_calibration import Predictions
 from hjax.algorithms.resampling import select_rows
 from hjax.controller import join
 from hjax.errors import ConfigError
@@ -121,6 +122,10 @@ class SPIN(DPO):
         shown = self.demonstrations()
         own_prompts = {key: shown[key] for key in ("prompts", "prompt_mask")}
         return shown, self.actor.generate_sequences(own_prompts | {"step": prompts["step"]})
+
+    def predictions(self, batch: Batch) -> Predictions:
+        """None: held-out demonstrations have no opponent."""
+        return {}
 
     def learn(self, batch: Any) -> Batch:
         """Update on the pairs; returns the policy's own responses."""

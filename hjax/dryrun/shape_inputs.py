@@ -10,6 +10,7 @@ from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError
 from hjax.models.model_config import ModelConfig
 from hjax.models.presets import PRESETS, preset
+from hjax.models.rope_override import with_rope_scaling
 from hjax.models.weights import read_config
 from hjax.run.inputs import Inputs, load_inputs, load_tokenizer
 
@@ -42,7 +43,8 @@ def shape_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
     path = config.actor.path
     if not is_published(path):
         return load_inputs(config, source)
-    model, length = preset(path), config.rollout.max_prompt_length
+    model = with_rope_scaling(preset(path), config.model.rope_scaling)
+    length = config.rollout.max_prompt_length
     if not length:
         raise ConfigError(
             f"rollout.max_prompt_length=0 takes the longest prompt in the data, but {path!r} names "

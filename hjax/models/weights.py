@@ -289,8 +289,9 @@ def load_actor_checkpoint(
       checkpoint: its step; None: the one that the path means.
 
     Returns:
-      the network, with scalar head and adapters as in the run; trainable parameters as numpy
-      arrays; and frozen ones, None if they are in another directory.
+      the network, with scalar head and adapters as in the run; trainable parameters, or their
+      moving average if the run keeps one, as numpy arrays; and frozen ones, None if they are in
+      another directory.
     """
     from hjax.models.checkpoint import restore_params
 
@@ -302,7 +303,7 @@ def load_actor_checkpoint(
     base = restore_params(folder, "actor", "base") if lora is not None else None
     form = (settings or {}).get("base", FLOAT)
     quantized = "" if lora is None or form == FLOAT else form
-    learned = restore_params(folder, "actor")
+    learned = restore_params(folder, "actor", "average") or restore_params(folder, "actor")
     made = scalar_network if "decoder" in learned else decoder_network
     return made(dataclasses.replace(config, lora=lora, quantized=quantized)), learned, base
 

@@ -382,7 +382,11 @@ def _optimizer_bytes(
             section = entry.config_section
             chosen = load_optimizer(config[section].optimizer, f"{section}.optimizer")
             network = (scalar_network if entry.scalar else decoder_network)(model)
-            kept = OptimizerConfig(0.0, optimizer=chosen).state_bytes(network)
+            ema_decay = config[section].get("ema_decay", 0.0)
+            # The adapters of a reference that follows them.
+            copies = int(role == "actor" and config.actor.lora.rank and config.reference.sync_every)
+            settings = OptimizerConfig(0.0, optimizer=chosen, ema_decay=ema_decay)
+            kept = settings.state_bytes(network, copies=copies)
             most = max(most, kept / parameter_counts.learned_parameters(model, entry.scalar))
     return most
 

@@ -1,7 +1,8 @@
 """Traces the worker calls of an algorithm's step (for dry runs, the planner and FLOP counts).
 
 ``step`` runs once on recording worker groups, which record each call with its number of rows and
-return arrays of ones. So no algorithm, a user's included, has to declare its calls.
+return arrays of ones. So no algorithm, a user's included, has to declare its calls. A column that
+a step misses is taken for one that a worker of a user's own returns: one number per row.
 """
 
 import collections
@@ -78,31 +79,40 @@ def step_calls(
     settings = ConfigDict(config.to_dict())
     # A whole batch may have more rows than those of the prompts, such as pairs made of them.
     settings.minibatch = rows // updates if updates > 1 or config.get("minibatch", 0) else 0
-    calls: list[StepCall] = []
-    groups = {}
-    for name, role in algorithm.role_table(config).items():
-        if name not in absent:
-            owner, worker = shared_workers.get(name, name), worker_class(role.worker)
-            groups[name] = _RecordingGroup(owner, worker, samples, rows, calls)
-    step = algorithm(
-        settings,
-        {**groups, **absent_roles(algorithm, groups)},  # type: ignore[arg-type]
-        samples=samples,
-        demonstrations=lambda: _batch(rows // updates),
-        max_response_length=2,
-        more_prompts=lambda first: _batch(prompts),
-    )
-    # `compute_advantages` runs on the controller and is no call; its results are ones too.
-    step.compute_advantages = lambda batch: {**join(batch), **_learned_arrays(join(batch))}  # type: ignore[method-assign]
-    step.step_number = 1
-    try:
-        step.step({**_batch(prompts), "step": 1})
-    except Exception as error:
-        raise ConfigError(
-            f"the calls of {algorithm.__name__}.step could not be read off: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    return tuple(calls)
+    workers = {
+        name: (shared_workers.get(name, name), worker_class(role.worker))
+        for name, role in algorithm.role_table(config).items()
+        if name not in absent
+    }
+    columns: list[str] = []
+    while True:
+        calls: list[StepCall] = []
+        groups = {
+            name: _RecordingGroup(owner, worker, samples, rows, calls, columns)
+            for name, (owner, worker) in workers.items()
+        }
+        step = algorithm(
+            settings,
+            {**groups, **absent_roles(algorithm, groups)},  # type: ignore[arg-type]
+            samples=samples,
+            demonstrations=lambda: _batch(rows // updates),
+            max_response_length=2,
+            more_prompts=lambda first: _batch(prompts),
+        )
+        # `compute_advantages` runs on the controller and is no call; its results are ones too.
+        step.compute_advantages = lambda batch: {**join(batch), **_learned_arrays(join(batch))}  # type: ignore[method-assign]
+        step.step_number = 1
+        try:
+            step.step({**_batch(prompts), "step": 1})
+            return tuple(calls)
+        except Exception as error:
+            missing = error.args[0] if isinstance(error, KeyError) else None
+            if not isinstance(missing, str) or missing in columns:
+                raise ConfigError(
+                    f"the calls of {algorithm.__name__}.step could not be read off: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+            columns.append(missing)
 
 
 def updates_per_step(algorithm: type[Algorithm], config: ConfigDict) -> collections.Counter[str]:
@@ -126,9 +136,17 @@ def absent_roles(algorithm: type[Algorithm], present: Collection[str]) -> dict[s
 class _RecordingGroup:
     """A worker group that records calls instead of making them."""
 
-    def __init__(self, role: str, worker: Any, samples: int, rows: int, calls: list[StepCall]):
+    def __init__(
+        self,
+        role: str,
+        worker: Any,
+        samples: int,
+        rows: int,
+        calls: list[StepCall],
+        columns: Collection[str],
+    ):
         self._role, self._worker, self._methods = role, worker, calls_of(worker)
-        self._samples, self._rows, self._calls = samples, rows, calls
+        self._samples, self._rows, self._calls, self._columns = samples, rows, calls, columns
 
     def __getattr__(self, name: str) -> Callable[..., dict[str, Any]]:
         if name not in self._methods:
@@ -144,7 +162,9 @@ class _RecordingGroup:
             if phase == "generate" and not greedy:
                 rows *= given.get("samples") or self._samples
             self._calls.append(StepCall(self._role, name, phase, rows / self._rows, greedy))
-            return _InstantResult({"loss": 0.0} if phase == "update" else _batch(rows))
+            return _InstantResult(
+                {"loss": 0.0} if phase == "update" else _batch(rows, self._columns)
+            )
 
         return call
 
@@ -168,13 +188,13 @@ def _rows(batch: Mapping[str, Any]) -> int:
     return 0
 
 
-def _batch(rows: int) -> dict[str, Any]:
-    """A batch as docs/design.md describes it, of ones but for the rewards."""
+def _batch(rows: int, columns: Collection[str] = ()) -> dict[str, Any]:
+    """A batch as docs/design.md describes it, and ``columns``, of ones but for the rewards."""
     tokens, mask = np.ones((rows, 2), np.int32), np.ones((rows, 2), bool)
     batch: dict[str, Any] = {"prompts": tokens, "prompt_mask": mask, "columns": {}}
     batch |= {"responses": tokens, "response_mask": mask, "truncated": ~mask[:, 0]}
     batch |= {key: np.ones((rows, 2), np.float32) for key in _PER_TOKEN}
-    batch |= {key: np.ones(rows, np.float32) for key in _PER_ROW}
+    batch |= {key: np.ones(rows, np.float32) for key in (*_PER_ROW, *columns)}
     batch |= {key: np.ones((rows, 2, 1), np.float32) for key in _PER_TOKENS}
     # All rewards differ, so that no group is resampled.
     batch["rewards"] = np.arange(rows, dtype=np.float32)

@@ -195,39 +195,84 @@ def _correct(batch: Mapping[str, Any], inputs: Inputs) -> list[bool]:
     return [] if found is None else list(found)
 
 
-def evaluate_predictions(
-    config: ConfigDict, algorithm: Algorithm, examples: Demonstrations, step: int
+def evaluate_examples(
+    config: ConfigDict, algorithm: Algorithm, inputs: Inputs, step: int
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Evaluate an algorithm's ``predictions`` on up to ``eval.prompts`` held-out examples.
+    """Evaluate an algorithm's ``predictions`` on up to ``eval.prompts`` held-out examples, and the
+    loss of held-out demonstrations.
 
     Args:
       config: of the run; the batch size is that of an update.
       algorithm: its ``predictions`` are evaluated.
-      examples: held-out ones.
+      inputs: of the run; they have held-out examples.
       step: of the run, for the rows.
 
     Returns:
-      ``eval/accuracy``, ``eval/loss`` and ``eval/calibration_error``, with the name prefixes that
-      the algorithm gives; and one row of calibration.jsonl per prefix.
+      Of predictions ``eval/accuracy``, ``eval/loss`` and ``eval/calibration_error``, with the name
+      prefixes that the algorithm gives; of demonstrations ``eval/loss``, the mean negative
+      log-likelihood of a response token in nats; all by group too (``eval.by``). And one row of
+      calibration.jsonl per prefix.
     """
+    examples = _held_out(config, inputs)
     count = min(config.eval.prompts or len(examples), len(examples))
-    size = config.warm_start.batch // algorithm.unit
-    found: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+    batch_size = config.rollout.prompts if algorithm.generates else config.warm_start.batch
+    size = batch_size // (len(inputs.held_out_examples.examples[0]) - 1)
+    found: dict[str, list[tuple[np.ndarray, ...]]] = {}
+    losses: list[np.ndarray] = []  # of each example the sum of its tokens' and their number
     for start in range(0, count, size):
         some = range(start, min(start + size, count))
-        padded = [*some, *[some[-1]] * (size - len(some))]
-        for name, both in algorithm.predictions(examples.batch_of(padded)).items():
-            logits, outcomes = (np.asarray(x, np.float64)[: len(some)].ravel() for x in both)
+        batch = examples.batch_of([*some, *[some[-1]] * (size - len(some))])
+        for name, both in algorithm.predictions(batch).items():
+            logits, outcomes = (np.asarray(x, np.float64)[: len(some)] for x in both)
+            where = np.broadcast_to(
+                np.reshape(some, (-1,) + (1,) * (logits.ndim - 1)), logits.shape
+            )
             known = ~np.isnan(outcomes)
-            found.setdefault(name, []).append((logits[known], outcomes[known]))
+            found.setdefault(name, []).append((logits[known], outcomes[known], where[known]))
+        if algorithm.source == "demonstrations":
+            each = np.asarray(join(algorithm.actor.compute_loss(batch))["token_losses"], np.float64)
+            losses.append(
+                np.stack([each.sum(axis=1), batch["response_mask"].sum(axis=1)])[:, : len(some)]
+            )
     metrics: dict[str, float] = {}
+    groups = _groups(config, inputs, count)
     rows = []
     for name, parts in found.items():
-        logits, outcomes = (np.concatenate(part) for part in zip(*parts, strict=True))
-        if not len(logits):
-            continue
-        figures = prediction_metrics(logits, outcomes)
-        metrics |= {f"eval/{name}{key}": value for key, value in figures.items()}
-        of = name.rstrip("_")
-        rows.append({"step": step, "of": of, "bins": calibration_bins(logits, outcomes)})
+        logits, outcomes, where = (np.concatenate(part) for part in zip(*parts, strict=True))
+        for group, members in groups.items():
+            if (chosen := members[where]).any():
+                figures = prediction_metrics(logits[chosen], outcomes[chosen])
+                metrics |= {f"eval/{group}{name}{key}": value for key, value in figures.items()}
+        if len(logits):
+            bins = calibration_bins(logits, outcomes)
+            rows.append({"step": step, "of": name.rstrip("_"), "bins": bins})
+    if losses:
+        sums, tokens = np.concatenate(losses, axis=1)
+        for group, members in groups.items():
+            if number := tokens[members].sum():
+                metrics[f"eval/{group}loss"] = float(sums[members].sum() / number)
     return metrics, rows
+
+
+def _groups(config: ConfigDict, inputs: Inputs, count: int) -> dict[str, np.ndarray]:
+    """Of the first held-out rows by prefix of a metric which belong to a group; "": all do."""
+    groups = {"": np.ones(count, bool)}
+    if by := group_column(config, inputs):
+        assert inputs.held_out is not None
+        values = np.array([str(value) for value in inputs.held_out.columns[by][:count]])
+        groups |= {f"{value}/": values == value for value in dict.fromkeys(values)}
+    return groups
+
+
+def _held_out(config: ConfigDict, inputs: Inputs) -> Demonstrations:
+    found = inputs.held_out_examples
+    return Demonstrations(
+        found.examples,
+        config.warm_start.batch,
+        prompt_length=inputs.prompt_length,
+        response_length=config.rollout.max_response_length,
+        seed=0,
+        annotations=found.annotations,
+        labels=found.labels or None,
+        drawn=found.drawn,
+    )

@@ -27,6 +27,7 @@ from hjax.environments.tools import load_tools
 from hjax.errors import ConfigError, DataError
 from hjax.models.families import family_config
 from hjax.models.model_config import ModelConfig
+from hjax.models.rope_override import with_rope_scaling
 from hjax.models.weights import model_directory, read_config, read_eos_ids
 from hjax.rewards.function import load_function
 from hjax.run.dataflow import absent_roles
@@ -65,9 +66,8 @@ class Inputs:
     example_mixing: Mixing | None = None  # of the demonstrations
     remarks: tuple[str, ...] = ()  # messages about changes to the data, for the user
     annotations: Annotations = dataclasses.field(default_factory=dict)
-    # Held-out examples, for algorithms that are evaluated on pairs or steps.
-    held_out_examples: Examples = dataclasses.field(default_factory=list)
-    held_out_annotations: Annotations = dataclasses.field(default_factory=dict)
+    # Held-out examples, for algorithms that learn from examples, each of a row of ``held_out``.
+    held_out_examples: LearnedExamples = LearnedExamples()
     labels: list[bool] | None = None  # of each demonstration, where verdicts are learned from
     drawn: Sequence[Sequence[bool]] = ()  # of each demonstrated episode, tokens of the policy
     # Locations of the rows that were left out, by what is wrong with them.
@@ -106,8 +106,9 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
         train = train.select(learned.rows)
     mixing = Mixing.from_config(config.data, train)
     judged = LearnedExamples()
-    if held_out is not None and source in ("pairs", "steps") and config.eval.every:
+    if held_out is not None and source != "prompts" and config.eval.every:
         judged = load_examples(config, task, tokenizer, held_out, source, invalid)
+        _check_held_out(config, task, judged)
         held_out = held_out if judged.rows is None else held_out.select(judged.rows)
     remarks += [f"rows left out: {invalid}"] if invalid else []
     remarks += [mixing.describe()] if mixing is not None else []
@@ -128,8 +129,7 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
         eos_ids=_eos_ids(config, tokenizer),
         remarks=tuple(remarks),
         annotations=learned.annotations,
-        held_out_examples=judged.examples,
-        held_out_annotations=judged.annotations,
+        held_out_examples=judged,
         labels=learned.labels if source == "verdicts" else None,
         drawn=learned.drawn,
         left_out=invalid.locations,
@@ -276,7 +276,7 @@ def _vocabulary(config: ConfigDict, tokenizer: Tokenizer | None) -> int:
 def _model(config: ConfigDict, tokenizer: Tokenizer | None, prompt_length: int) -> ModelConfig:
     if config.actor.path:
         _vocabulary(config, tokenizer)
-        return read_config(config.actor.path)
+        return with_rope_scaling(read_config(config.actor.path), config.model.rope_scaling)
     shape, vocab = config.model, _vocabulary(config, tokenizer)
     if shape.hidden_size % shape.heads:
         raise ConfigError(
@@ -288,7 +288,8 @@ def _model(config: ConfigDict, tokenizer: Tokenizer | None, prompt_length: int) 
         max_length=shape.max_length or prompt_length + config.rollout.max_response_length,
         **{name: shape[name] for name in _SIZES},
     )
-    return family_config(shape.family, sizes) if shape.family else sizes
+    model = family_config(shape.family, sizes) if shape.family else sizes
+    return with_rope_scaling(model, shape.rope_scaling)
 
 
 def _check_positions(prompt_length: int, response_length: int, model: ModelConfig) -> None:
@@ -316,6 +317,17 @@ def _check_task(config: ConfigDict, longest: int, vocab: int, *datasets: Dataset
                 f"{name}: prompt {row} has token id {wrong}; the model's vocabulary is 0 to "
                 f"{vocab - 1}"
             )
+
+
+def _check_held_out(config: ConfigDict, task: Task | None, found: LearnedExamples) -> None:
+    """Check that held-out data of a run that learns from examples can be evaluated by something."""
+    rewarded = config.reward.path or config.reward.function or _reward_of(config, task)
+    if not found.examples and not rewarded:
+        raise DataError(
+            f"data.eval_path={config.data.eval_path}: nothing to evaluate by: it lacks the columns "
+            "that data.path is learned from, and there is no reward; add them, set "
+            "reward.function, or set eval.every=0"
+        )
 
 
 def _check_groups(column: str, held_out: Dataset | None) -> None:

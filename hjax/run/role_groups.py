@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from hjax.algorithms import Algorithm
 from hjax.controller import BuildWorker, ResourcePool, Timeline, WorkerGroup
 from hjax.controller.executors import ExecutorFactory
 from hjax.data.tokenizer import Tokenizer
-from hjax.errors import ConfigError
+from hjax.errors import ConfigError, RunError
 from hjax.kernels.verdict import ALL_FORMS
 from hjax.models.base_checkpoints import BaseCheckpoint
 from hjax.models.model_config import ModelConfig
@@ -118,6 +118,22 @@ class RoleGroups:
         elif "reference" in self.groups:
             weights = self.groups["actor"].weights(self.landing("reference"))
             self.groups["reference"].interpolate_weights(weights, share).result()
+
+    @contextlib.contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Inside the block the actor has its weights' moving average (``actor.ema_decay``)."""
+        actor, optimizer = self.groups["actor"], self.builds["actor"].arguments[0].optimizer
+        if optimizer is None or not optimizer.ema_decay:
+            yield
+            return
+        actor.use_average(True).result()
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(RunError):  # which may be what ended the block
+                actor.use_average(False).result()
+            raise
+        actor.use_average(False).result()
 
     def restart(self, lost: Sequence[Any], fewer: bool = False) -> None:
         """Restart executors that lost processes, and rebuild their workers.
@@ -305,6 +321,12 @@ def _table(
     if any(ROLLOUT in roles for roles in plan.placement):
         check_separate_rollout(table, algorithm)
         table[ROLLOUT] = ROLES[ROLLOUT]
+        if config.actor.ema_decay:
+            raise ConfigError(
+                f"config.actor.ema_decay={config.actor.ema_decay:g}: the average is not sent to a "
+                "separate rollout yet; use a placement that generates on the actor's devices, such "
+                "as colocate, or ema_decay=0"
+            )
     check_async_rollout(config, algorithm, plan)
     for name, entry in table.items():
         if entry.trained and config.get(entry.config_section) is None:

@@ -12,8 +12,7 @@ from hjax.files import CALIBRATION, StrPath
 from hjax.models.export import check_output
 from hjax.run.async_rollout import AsyncRollout, StalenessSchedule
 from hjax.run.best_checkpoint import check_has_metric
-from hjax.run.evaluation import evaluate, evaluate_predictions
-from hjax.run.examples import Demonstrations
+from hjax.run.evaluation import evaluate, evaluate_examples
 from hjax.run.recovery import RecoveringRun
 from hjax.run.run_metadata import export_actor, plan_record
 
@@ -185,28 +184,21 @@ class Trainer(RecoveringRun):
 
     def evaluate(self, step: int | None = None) -> Metrics:
         """Evaluate on held-out data: greedy responses to prompts give ``eval/reward`` and, with a
-        verifier of right and wrong, ``eval/accuracy``; held-out pairs or steps are predicted if the
-        algorithm learns from these. Empty without held-out rows."""
+        verifier of right and wrong, ``eval/accuracy``; of held-out examples of what the algorithm
+        learns from (demonstrations, pairs, ...) loss or predictions. Empty without held-out
+        rows. With ``actor.ema_decay`` all this of the weights' moving average."""
         self.prepare()
         number = step or self.step_number
         answers = self.inputs.held_out is not None and self.roles.table["actor"].generates
-        metrics = self._evaluate_responses(number) if answers else {}
-        return metrics | self._evaluate_predictions(number)
+        with self.roles.averaged_weights():
+            metrics = self._evaluate_responses(number) if answers else {}
+            return metrics | self._evaluate_examples(number)
 
-    def _evaluate_predictions(self, step: int) -> Metrics:
-        if not self.inputs.held_out_examples:
+    def _evaluate_examples(self, step: int) -> Metrics:
+        if not self.inputs.held_out_examples.examples:
             return {}
-        config, inputs = self.config, self.inputs
-        examples = Demonstrations(
-            inputs.held_out_examples,
-            config.warm_start.batch,
-            prompt_length=inputs.prompt_length,
-            response_length=config.rollout.max_response_length,
-            seed=0,
-            annotations=inputs.held_out_annotations,
-        )
         with self.reporter.phase("evaluate"):
-            metrics, rows = evaluate_predictions(config, self.algorithm, examples, step)
+            metrics, rows = evaluate_examples(self.config, self.algorithm, self.inputs, step)
         if self.workdir is not None:
             self.workdir.append(CALIBRATION, rows)
         return metrics
@@ -231,7 +223,8 @@ class Trainer(RecoveringRun):
         return metrics
 
     def export(self, directory: StrPath, adapter: bool = False) -> Path:
-        """Write the current actor and its tokenizer as a Hugging Face directory.
+        """Write the current actor, with ``actor.ema_decay`` its moving average, and its tokenizer
+        as a Hugging Face directory.
 
         Args:
           directory: new or empty.
@@ -248,7 +241,8 @@ class Trainer(RecoveringRun):
                 "adapter out"
             )
         self.prepare()
-        return export_actor(directory, self.config, self.inputs, self.roles, adapter)
+        with self.roles.averaged_weights():
+            return export_actor(directory, self.config, self.inputs, self.roles, adapter)
 
     def _report(self, metrics: Metrics) -> None:
         step, reporter = self.step_number, self.reporter

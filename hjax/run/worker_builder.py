@@ -22,10 +22,11 @@ from hjax.models.lora import Lora
 from hjax.models.model_config import ModelConfig
 from hjax.models.quantized import FLOAT
 from hjax.models.remat import NONE
+from hjax.models.rope_override import with_rope_scaling
 from hjax.models.rotary import DynamicNTKScaling, LongRopeScaling
 from hjax.models.weights import is_workdir
 from hjax.rewards.function import RewardFunction
-from hjax.roles import Role, worker_class
+from hjax.roles import ROLLOUT, Role, worker_class
 from hjax.rollout.sampling_params import OPTIONS, SamplingParams
 from hjax.run.config_validation import choose_attention, unrolls_layers
 from hjax.run.dataflow import updates_per_step
@@ -46,6 +47,8 @@ _SECTION_KEYS = (
     "learning_rate", "schedule", "min_lr_ratio", "frozen_updates", "weight_decay", "beta1", "beta2",
     "max_grad_norm",
 )  # fmt: skip
+# Roles that read the policy's sequences with the policy's positions (``model.rope_scaling``).
+_SCALED_ROLES = ("actor", ROLLOUT, "reference", "critic", "cost_critic")
 
 
 class WorkerBuilder:
@@ -185,6 +188,8 @@ class WorkerBuilder:
         if not path:
             return self._from_scratch(role), self.inputs.tokenizer
         model, tokenizer = self.read(path)
+        if role in _SCALED_ROLES:
+            model = with_rope_scaling(model, self.config.model.rope_scaling)
         ours = self.inputs.tokenizer
         differs = ours is not None and tokenizer is not None and not ours.same_vocabulary(tokenizer)
         fewer = model.vocab_size < self.inputs.model.vocab_size
@@ -251,13 +256,17 @@ class WorkerBuilder:
 
     def _optimizer(self, role: str, section_name: str) -> OptimizerConfig:
         section = self.config[section_name]
-        total = self.config.steps * self._updates_per_step[role]
-        # Where the rate follows a schedule, its end is that of the updates that a run takes.
-        constant = section.schedule == "constant"
+        warmup, total = section.warmup_updates, 0
+        # A schedule ends with the updates that a run takes; a share of warm-up is one of them.
+        if section.schedule != "constant" or section.warmup_ratio:
+            updates = self.config.steps * self._updates_per_step[role]
+            warmup = warmup or math.ceil(section.warmup_ratio * updates)
+            total = 0 if section.schedule == "constant" else updates
         return OptimizerConfig(
             **{name: section[name] for name in _SECTION_KEYS},
-            warmup_updates=section.warmup_updates or math.ceil(section.warmup_ratio * total),
-            total_updates=0 if constant else total,
+            warmup_updates=warmup,
+            total_updates=total,
+            ema_decay=section.get("ema_decay", 0.0),
             optimizer=load_optimizer(section.optimizer, f"{section_name}.optimizer"),
         )
 

@@ -227,6 +227,13 @@ KEYS: dict[str, Any] = {
         "max_length": Key(
             0, "positions, prompt and response together; 0: as long as the run needs", at_least(0)
         ),
+        "rope_scaling": Key(
+            "",
+            "longer sequences than the model was trained with: a config.json's `rope_scaling` for "
+            "actor, critic and reference, as `{\"rope_type\": \"yarn\", \"factor\": 4}`, or linear "
+            "or dynamic; it multiplies the positions and stands in what is exported. Empty: as the "
+            "model has it",
+        ),
         "unroll_layers": Key(
             "auto",
             "true: layers are unrolled, which is faster for shallow models on a CPU and slower to "
@@ -351,6 +358,13 @@ KEYS: dict[str, Any] = {
         "lora": _lora("actor"),
         "router_loss": _router_loss("actor"),
         **_optimizer("actor", 1e-3),
+        "ema_decay": Key(
+            0.0,
+            "above 0: a float32 moving average of the trained weights is kept, of which this share "
+            "stays at each optimizer update. It is evaluated and exported, and read wherever the "
+            "workdir is named as a model; training goes on with the weights themselves",
+            Rule("at least 0, below 1", lambda x: 0 <= x < 1),
+        ),
     },
     "critic": {
         "path": Key("", "weights; empty: the actor's. A cost critic uses this section too"),

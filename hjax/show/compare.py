@@ -37,6 +37,7 @@ _RESULTS = (
     ("reward", "reward/mean", "last"),
     ("held-out reward", "eval/reward", "last"),
     ("held-out accuracy", "eval/accuracy", "last"),
+    ("held-out loss", "eval/loss", "last"),
     ("cost", "cost/mean", "last"),
     ("KL", "kl/reference", "last"),
     ("step", "time/step", "median"),

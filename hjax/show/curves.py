@@ -44,7 +44,7 @@ CURVES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Multiplier", "weight of the cost", ("cost/multiplier",)),
     ("KL to the reference", "nats per token, k1", ("kl/reference",)),
     ("KL coefficient", "", ("kl/coefficient",)),
-    ("Actor loss", "", ("actor/loss",)),
+    ("Actor loss", "dots: held-out", ("actor/loss", "eval/loss")),
     ("Critic loss", "", ("critic/loss", "cost_critic/loss")),
     ("Entropy", "nats per token", ("actor/entropy",)),
     ("Response length", "tokens", ("response/length_mean",)),

@@ -19,6 +19,7 @@ CURVES = (
     ("KL", "kl/reference"),
     ("entropy", "actor/entropy"),
     ("loss", "actor/loss"),
+    ("held-out loss", "eval/loss"),
 )
 ROWS, MESSAGES = 8, 6
 _SECONDS = 0.5  # between two drawings

@@ -141,7 +141,8 @@ def _tiles(metrics: Sequence[Row]) -> list[Tile]:
         _change(values("cost/mean"), "Cost", upwards=False),
     ]
     if not values("reward/mean"):
-        found.append(_change(values("actor/loss"), "Loss", "{:.4f}", upwards=False))
+        losses = {"Held-out loss": values("eval/loss"), "Loss": values("actor/loss")}
+        found += [_change(x, name, "{:.4f}", upwards=False) for name, x in losses.items()]
     tiles = [tile for tile in found if tile is not None]
     if kl := values("kl/reference"):
         note = f"at most {value_text(max(kl))}"

@@ -30,6 +30,7 @@ COLUMNS = {
         Column("multiplier", "cost/multiplier", number, 10),
         Column("KL", "kl/reference", number, 7),
         Column("loss", "actor/loss", lambda x: f"{x:.4f}", 8),
+        Column("eval_loss", "eval/loss", lambda x: f"{x:.4f}", 9),
         Column("entropy", "actor/entropy", number, 7),
         Column("turns", "episode/turns", lambda x: f"{x:.1f}", 5),
         Column("length", "response/length_mean", lambda x: f"{x:.1f}", 6),
@@ -41,8 +42,8 @@ COLUMNS = {
 }
 # Columns by importance: where a row is too wide, the last ones are dropped first.
 IMPORTANCE = (
-    "step", "reward", "accuracy", "cost", "KL", "loss", "eval", "multiplier", "turns", "time",
-    "left", "env", "length", "tok/s", "entropy",
+    "step", "reward", "accuracy", "cost", "KL", "loss", "eval", "eval_loss", "multiplier", "turns",
+    "time", "left", "env", "length", "tok/s", "entropy",
 )  # fmt: skip
 
 

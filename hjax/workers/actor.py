@@ -152,10 +152,11 @@ class Actor(LanguageWorker, GeneratingWorker):
 
     @protocol("3D_PROTO", reads=SCORED_KEYS)
     def compute_loss(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """``loss``: mean negative log-likelihood per response token, untempered, in nats."""
-        logprobs = self.score(self._untempered_log_prob, batch)
+        """Negative log-likelihood of the response tokens, untempered, in nats: ``token_losses``
+        float32 [rows, length], 0 elsewhere, and their mean ``loss``."""
+        losses = -self.score(self._untempered_log_prob, batch)
         mask = batch["response_mask"]
-        return {"loss": -jnp.sum(logprobs) / jnp.maximum(jnp.sum(mask), 1)}
+        return {"token_losses": losses, "loss": jnp.sum(losses) / jnp.maximum(jnp.sum(mask), 1)}
 
     def _untempered_log_prob(self, model: Any, batch: Any, share: int) -> jax.Array:
         return response_log_probs(model, batch, share, self.compute)

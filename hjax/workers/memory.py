@@ -497,7 +497,8 @@ class RoleMemory:
         in_place = usual.in_place and context.role != ROLLOUT  # it holds two versions
         held = parameter_share(network, layout, dtype)
         chosen = context.optimizer if held.learned else None
-        state = chosen.state_bytes(network, layout) if chosen else 0
+        copies = int(context.reference_sync)
+        state = chosen.state_bytes(network, layout, copies) if chosen else 0
         numerics = dataclasses.replace(
             usual,
             compute=dtype.itemsize,

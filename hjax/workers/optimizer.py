@@ -55,6 +55,7 @@ class OptimizerConfig:
         an optax.GradientTransformation, with its own weight decay if any. SGD has no momentum. Muon
         updates matrices, each layer's and expert's by itself, with momentum 0.95 and a root mean
         square of 0.2; Adam updates everything else.
+      ema_decay: share of the weights' moving average that stays at an update; 0: none is kept.
     """
 
     learning_rate: float
@@ -69,6 +70,7 @@ class OptimizerConfig:
     epsilon: float = 1e-8
     max_grad_norm: float = 1.0
     optimizer: str | OptimizerFactory = "adamw"
+    ema_decay: float = 0.0
 
     def rate(self) -> optax.Schedule:
         """The learning rate schedule, by number of updates made."""
@@ -135,21 +137,28 @@ class OptimizerConfig:
             f"optimizer={self.optimizer!r} is unknown; allowed: {', '.join(OPTIMIZERS)}"
         )
 
-    def state_bytes(self, network: Network, layout: Layout | None = None) -> int:
-        """Bytes of optimizer state of the trainable parameters, on each device.
+    def state_bytes(self, network: Network, layout: Layout | None = None, copies: int = 0) -> int:
+        """Bytes of optimizer state of the trainable parameters, on each device, with copies of them
+        that are kept beside it.
 
         Args:
           network: whose parameters.
           layout: their sharding; None: unsharded.
+          copies: of the parameters, besides their moving average.
         """
         declared, _ = network.partition.split(network.declared)
         learned, _ = network.partition.split(network.shapes)
         optimizer = self.build(declared)
         if layout is None:
             state = jax.eval_shape(optimizer.init, learned)
+            kept = learned
         else:
             shardings, _ = network.partition.split(network.shardings(layout))
             state = abstract_state(optimizer, learned, shardings, layout.replicated)
+            kept = jax.tree.map(
+                lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), learned, shardings
+            )
+        state = (state, [kept] * (copies + bool(self.ema_decay)))
         owners = {path for path, _ in jax.tree.leaves_with_path(learned)}
         return sum(
             x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape) if layout else x.shape)

@@ -3,6 +3,7 @@
 ``AdapterMerge`` merges a worker's LoRA adapters into their matrices for generation and weight sync.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -142,7 +143,11 @@ class ParameterWorker(Worker):
         """The parameters at the role's path; adapters that no file has are drawn."""
         path, model = self.context.path, self.context.model
         assert model is not None
-        if read_config(path) != model.base:
+        found = read_config(path)
+        # The run may have scaled the rotary positions, on which no shape depends.
+        if model.ropes:
+            found = dataclasses.replace(found, ropes=model.ropes, max_length=model.max_length)
+        if found != model.base:
             raise ConfigError(f"{path}: the model's shapes changed since the run was set up")
         base = self.context.base
         step = None if base is None else base.check(path)

@@ -1,5 +1,6 @@
 """A worker that is trained: a model with an optimizer, updated on a loss over batches."""
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,12 +19,14 @@ from hjax.models.load_balancing import (
 )
 from hjax.models.parameters import Network, Params
 from hjax.sharding.global_arrays import place
+from hjax.sharding.offload import to_device
 from hjax.sharding.parameter_manifest import ParameterManifest
 from hjax.sharding.pipeline import Stack
 from hjax.sharding.protocols import PROMPT_ID, control
 from hjax.workers.micro_batching import Batch, Objective
 from hjax.workers.model import ModelWorker
 from hjax.workers.optimizer import UPDATE_COUNT, Prepare, Updater
+from hjax.workers.parameter_worker import interpolate
 from hjax.workers.worker import TOKEN_KEYS, LearningContext, WorkerContext
 from hjax.xla.abstract_program import AbstractProgram
 
@@ -42,7 +45,7 @@ def routing_metrics(sums: dict[str, Any]) -> dict[str, jax.Array]:
 class TrainableWorker(ModelWorker):
     """A model worker with an optimizer."""
 
-    state_attributes = {"params": "params", "optimizer": "optimizer_state"}
+    state_attributes = {"params": "params", "optimizer": "optimizer_state", "average": "average"}
 
     def __init__(self, context: WorkerContext):
         super().__init__(context)
@@ -57,6 +60,9 @@ class TrainableWorker(ModelWorker):
         self._updaters: dict[tuple[str, bool], Updater] = {}
         self.updater = self._updater("main", grouped=True)
         self.optimizer_state: Any = None
+        # The moving average of the trainable parameters; {}: none is kept.
+        self.average: Params = {}
+        self._uses_average = False
 
     def _updater(self, stage: str, grouped: bool) -> Updater:
         """The update program of a stage; ``grouped``: samples of a prompt are consecutive."""
@@ -168,6 +174,28 @@ class TrainableWorker(ModelWorker):
         updater = self._updater(stage, True)
         self.stage = stage
         self.optimizer_state = updater.init(self._trained_params())
+        if self._decay and stage == "main":
+            self.average = jax.jit(functools.partial(jax.tree.map, jnp.copy))(
+                self.network.partition.split(self.params)[0]
+            )
+
+    @property
+    def _decay(self) -> float:
+        optimizer = self.context.optimizer
+        return 0.0 if optimizer is None else optimizer.ema_decay
+
+    @control
+    def use_average(self, use: bool) -> None:
+        """Exchange the trained weights with their moving average, for evaluation and export, or
+        back. Between the two calls nothing may be updated or saved.
+
+        Args:
+          use: whether the average is the model from now on; nothing happens if it is already.
+        """
+        if self.average and use != self._uses_average:
+            learned, frozen = self.network.partition.split(self.params)
+            self.params = self.network.partition.join(to_device(self.average), frozen)
+            self.average, self._uses_average = learned, use
 
     def _trained_params(self) -> Params:
         """The parameters of the network that this stage trains."""
@@ -178,12 +206,15 @@ class TrainableWorker(ModelWorker):
     def offloaded_state(self, phase: str, called: bool) -> set[str]:
         """Optimizer state is offloaded outside of updates, parameters outside of own calls."""
         offload, update = self.context.offload, phase == "update"
-        optimizer = offload != "none" and not (update and called)
-        return super().offloaded_state(phase, called) | ({"optimizer"} if optimizer else set())
+        away: set[str] = set()
+        if offload != "none" and not (update and called):
+            away = {"optimizer", "average"} if self._decay else {"optimizer"}
+        return super().offloaded_state(phase, called) | away
 
     def apply_offload(self, phase: str, called: bool) -> None:
         """Move parameters and optimizer state to where this phase needs them."""
-        self._place("optimizer", self.offloaded_state(phase, called), phase, called)
+        for kind in ("optimizer", "average"):
+            self._place(kind, self.offloaded_state(phase, called), phase, called)
         super().apply_offload(phase, called)
 
     def update(self, batch: Mapping[str, Any], **more: Any) -> dict[str, jax.Array]:
@@ -207,31 +238,43 @@ class TrainableWorker(ModelWorker):
             learned, _ = self.network.partition.split(self.params)
             params = self.network.partition.join(learned, params)
         self.params = params
+        if self._decay and self.stage == "main":
+            learned, _ = self.network.partition.split(params)
+            self.average = self._move_average(self.average, learned)
         if layout.padding is None:
             return metrics
         return metrics | {"padding": place(layout.padding, self.layouts.train.replicated)}
+
+    @functools.cached_property
+    def _move_average(self) -> Any:
+        move = functools.partial(interpolate, share=1 - self._decay)
+        return jax.jit(move, donate_argnums=0)
 
     # Entries that an update reads beside tokens and what the losses need.
     extra_keys: tuple[str, ...] = ()
 
     def state(self) -> dict[str, Any]:
-        """Parameters and optimizer state."""
-        return super().state() | {"optimizer": self.optimizer_state}
+        """Parameters, optimizer state and the parameters' moving average, if one is kept."""
+        kept = {"average": self.average} if self._decay else {}
+        return super().state() | {"optimizer": self.optimizer_state} | kept
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a ``checkpointed`` state."""
         super().restore(state)
         self.optimizer_state = state["optimizer"]
+        self.average, self._uses_average = state.get("average", {}), False
 
     def abstract_state(self) -> dict[str, Any]:
         """Shapes and shardings of ``state()``."""
         state = super().abstract_state()
-        return state | {"optimizer": self.updater.abstract_state(state["params"])}
+        learned, _ = self.network.partition.split(state["params"])
+        kept = {"average": learned} if self._decay else {}
+        return state | {"optimizer": self.updater.abstract_state(state["params"])} | kept
 
     def resident_state(self, program: str) -> dict[str, Any]:
         """State that a program does not read; an update reads all of it."""
-        state = self.abstract_state()
-        return {} if program == "update" else {"optimizer": state["optimizer"]}
+        kinds = {"average"} if program == "update" else {"optimizer", "average"}
+        return {kind: tree for kind, tree in self.abstract_state().items() if kind in kinds}
 
     def programs(self, rows: int, prompt_length: int) -> Iterator[AbstractProgram]:
         """Programs of ``score_methods``, and the update of a mini-batch of ``rows`` sequences."""

@@ -36,6 +36,7 @@ FEW_HEADS = {"model.kv_heads": 2, **axes(data=2, tensor=4), "layout.actor.genera
 STAGES = {"model.layers": 2, **axes(data=4, pipe=2)}
 APART = {"placement": "disaggregate"}
 FOLLOWS = {"reference.sync_every": 1, "reference.sync_share": 0.5, "algorithm.kl_coef": 0.1}
+AVERAGES = {"actor.ema_decay": 0.7, "eval.every": 1}
 TWO = {"cluster.processes": 2, "cluster.devices_per_process": 2}
 DROPS = {**LORA, "actor.lora.dropout": 0.3}
 DORA = {**LORA, "actor.lora.dora": True}
@@ -139,6 +140,19 @@ TABLE = {
         "base"),
     "reference follows: processes": Row(
         "GRPO", {**FOLLOWS, "placement": "standalone", **TWO}, "base"),
+    "an average of adapters, layouts, packs": Row(
+        "GRPO", {**LORA, **AVERAGES, **WIDE, "data.packing": 16}, "base", slow=False),
+    "an average, offload all, a following reference": Row(
+        "PPO", {**AVERAGES, **FOLLOWS, **axes(fsdp=4), "placement": "split",
+                "actor.offload": "all"}),
+    "an average, stages, a reward model": Row("RewardModel", {**AVERAGES, **STAGES}, same=False),
+    "an average over processes, held-out loss": Row("SFT", {**AVERAGES, **LORA, **TWO}, "base"),
+    "held-out loss, stages, an average": Row("SFT", {**AVERAGES, **STAGES}, same=False),
+    "held-out verdicts, packs, layouts": Row(
+        "KTO", {"eval.every": 1, **axes(fsdp=2, tensor=4), "data.packing": 16}),
+    "positions stretched, packs, layouts": Row(
+        "GRPO", {**LORA, **WIDE, "data.packing": 16,
+                 "model.rope_scaling": '{"rope_type": "yarn", "factor": 2}'}, "base"),
     # A model with experts.
     "experts: each an adapter, layouts, offload": Row(
         "GRPO", {**EACH, **OVER}, "experts", slow=False),
@@ -221,7 +235,8 @@ TABLE = {
 # What numbers depend on, beside the algorithm.
 NUMBERS = ("actor.lora.", "critic.lora.", "actor.learning_rate", "actor.path", "actor.router_loss",
            "algorithm.", "warm_start.", "steps", "data.task", "environment.",
-           "rollout.max_response_length", "reference.sync")  # fmt: skip
+           "rollout.max_response_length", "reference.sync", "eval.",
+           "model.rope_scaling")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
