@@ -6,7 +6,8 @@
 
 A run that has ended is kept and not run again as long as it would have the same settings and run
 the same code (`code_hash`); one that was interrupted goes on from its last checkpoint. Configs are
-those in hjax/launch/configs that have something to learn by (`LEARNS`). After every run,
+those in hjax/launch/configs that have something to learn by (`LEARNS`), and `VARIANTS` of them.
+After every run,
 RESULTS.md and the curves in `--pages` are written of all runs that the workdir has; without
 `--pages` nothing is. `--pages` keeps what its tables need of each run in runs.jsonl, so that one
 machine goes on where another was left: a run that stands there counts as one of the workdir's.
@@ -47,6 +48,7 @@ import machine
 
 import hjax
 from hjax.config import flatten
+from hjax.errors import ConfigError
 from hjax.files import read_json, read_rows, replace_file, to_json
 from hjax.launch.jax_setup import prepare_jax
 from hjax.settings.config_checks import complete_config, resolve_sizes
@@ -123,7 +125,45 @@ LEARNS: dict[str, tuple[Measure, ...]] = {
     # Without a reference the chosen ones are preferred from the start: by more, in the end.
     "sim_po": (Measure("actor/margin", rise=0.5), Measure("eval/accuracy", rise=0.05)),
     "safe_rlhf": (Measure("eval/reward", rise=0.05), Measure("cost/mean", rise=-0.3, below=0.1)),
+    # Of episodes the mean return, of which no other right and wrong is told.
+    "maze": (Measure("eval/reward", rise=0.1),),
+    "calculator": (Measure("eval/reward"),),
+    "calculator_alone": (Measure("eval/reward", rise=0.0),),
+    "spell_backward": (Measure("eval/accuracy", rise=0.1),),
 }
+# Runs of shipped configs with other keys, by name: what a config is compared with, and tasks that
+# need packages from outside (the extra `environments`).
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "calculator_alone": ("calculator", {"data.task_options.tool": False}),
+    "spell_backward": (
+        "grpo",
+        {
+            "data.task": "reasoning_gym:spell_backward",
+            "data.task_options.min_word_len": 3,
+            "data.task_options.max_word_len": 4,
+            "data.task_options.size": 4000,
+            "algorithm.entropy_coef": 0.0,
+            "warm_start.steps": 100,
+            "steps": 250,
+        },
+    ),
+}
+
+
+def config_of(name: str) -> tuple[str, dict[str, Any]]:
+    """The shipped config of a run's name, and the keys that are set beside the seed."""
+    return VARIANTS.get(name, (name, {}))
+
+
+def label_of(name: str) -> str:
+    """What a run's name stands for: the config, and other keys."""
+    config, keys = config_of(name)
+    return " ".join([f"{config}.py", *(f"{key}={value}" for key, value in keys.items())])
+
+
+def runs_here() -> list[str]:
+    """Names of all runs."""
+    return [name.removesuffix(".py") for name in config_names()] + list(VARIANTS)
 
 
 def measures(config: str) -> tuple[Measure, ...]:
@@ -133,7 +173,8 @@ def measures(config: str) -> tuple[Measure, ...]:
 
 def settings(config: str, seed: int) -> dict[str, Any]:
     """What a run is told: the keys that have other values than their defaults."""
-    told = load_config(config, {"seed": seed})
+    name, keys = config_of(config)
+    told = load_config(name, {**keys, "seed": seed})
     names = {"algorithm.name": told.algorithm.name, "data.task": told.data.task}
     # Without the checks: an algorithm may refuse the defaults of others.
     defaults = flatten(resolve_sizes(complete_config(names)))
@@ -163,7 +204,11 @@ def code_hash() -> str:
 def is_current(facts: Mapping[str, Any] | None, config: str, seed: int) -> bool:
     """Whether a run of these facts would be the same run now."""
     found = facts or {}
-    return found.get("code") == code_hash() and found.get("settings") == settings(config, seed)
+    try:
+        now = settings(config, seed)
+    except ConfigError:  # it needs a package that is not here
+        return False
+    return found.get("code") == code_hash() and found.get("settings") == now
 
 
 def finished(config: str, seed: int, folder: pathlib.Path) -> Run | None:
@@ -179,10 +224,10 @@ def kept_in(pages: pathlib.Path | None) -> tuple[Runs, Runs]:
     current: Runs = {}
     earlier: Runs = {}
     if pages is not None and (pages / KEPT).exists():
-        shipped = set(config_names())
+        shipped = set(runs_here())
         for line in map(json.loads, (pages / KEPT).read_text().splitlines()):
             config, seed, facts = line["config"], line["seed"], line["facts"]
-            if f"{config}.py" in shipped:
+            if config in shipped:
                 runs = current if is_current(facts, config, seed) else earlier
                 runs.setdefault(config, {})[seed] = Run(line["rows"], facts, line.get("first", ()))
     return current, earlier
@@ -250,8 +295,10 @@ def train(config: str, seed: int, folder: pathlib.Path) -> Run:
     began.parent.mkdir(parents=True, exist_ok=True)
     began.write_text(json.dumps(told, indent=1))
     resumed = folder.exists()
-    command = [sys.executable, "-m", "hjax.launch", f"--config={config}.py"]
-    command += [f"--config.seed={seed}", f"--workdir={folder}"]
+    name, keys = config_of(config)
+    command = [sys.executable, "-m", "hjax.launch", f"--config={name}.py"]
+    command += [f"--config.{key}={value}" for key, value in {**keys, "seed": seed}.items()]
+    command += [f"--workdir={folder}"]
     use, start = machine.CoreUse(), time.perf_counter()
     output = folder.with_suffix(".txt")
     with open(output, "w") as file:
@@ -260,7 +307,7 @@ def train(config: str, seed: int, folder: pathlib.Path) -> Run:
         process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         last = "\n".join(output.read_text().strip().splitlines()[-12:])
-        sys.exit(f"{config}.py, seed {seed}: exit status {process.returncode}\n{last}")
+        sys.exit(f"{label_of(config)}, seed {seed}: exit status {process.returncode}\n{last}")
     output.unlink()
     began.unlink()
     facts = {
@@ -291,23 +338,27 @@ def repeat(config: str, pages: pathlib.Path) -> str:
         seed for seed in sorted(old) if old[seed].facts.get("settings") == settings(config, seed)
     ]
     if not seeds or not old[seeds[0]].first:
-        return f"{config}.py: no runs of other code, or without their first steps"
+        return f"{label_of(config)}: no runs of other code, or without their first steps"
     kept = old[seeds[0]]
-    prepare_jax(load_config(config))
-    with contextlib.closing(hjax.Trainer(load_config(config, {"seed": seeds[0]}))) as trainer:
+    name, keys = config_of(config)
+    settled = load_config(name, {**keys, "seed": seeds[0]})
+    prepare_jax(settled)
+    with contextlib.closing(hjax.Trainer(settled)) as trainer:
         rows = [computed(to_json(trainer.step())) for _ in kept.first]
     same_machine = all(kept.facts[name] == machine.describe()[name] for name in ("cpu", "cores"))
     tolerance = 0.0 if same_machine else 1e-3
     for mine, theirs in zip(rows, kept.first, strict=True):
         other = [k for k in {*mine, *theirs} if not _alike(mine.get(k), theirs.get(k), tolerance)]
         if other:
-            return f"{config}.py: step {theirs['step']} differs in {', '.join(sorted(other))}"
+            return (
+                f"{label_of(config)}: step {theirs['step']} differs in {', '.join(sorted(other))}"
+            )
     for seed in seeds:
         facts = {**old[seed].facts, "code": code_hash(), "repeated_steps": len(rows)}
         current.setdefault(config, {})[seed] = dataclasses.replace(old[seed], facts=facts)
     both = {c: {**earlier.get(c, {}), **current.get(c, {})} for c in sorted({**earlier, **current})}
     keep(both, pages)
-    return f"{config}.py: the same first {len(rows)} steps, so {len(seeds)} runs are today's"
+    return f"{label_of(config)}: the same first {len(rows)} steps, so {len(seeds)} runs are today's"
 
 
 def _alike(mine: Any, theirs: Any, tolerance: float) -> bool:
@@ -334,8 +385,8 @@ def table(runs: Runs) -> list[str]:
             if measure.below is not None:
                 aim += f", ends below {measure.below:g}"
             cells = [
-                f"`{config}.py`" if number == 0 else "",
-                load_config(config).data.task if number == 0 else "",
+                f"`{label_of(config)}`" if number == 0 else "",
+                _task(config) if number == 0 else "",
                 f"`{measure.metric}`",
                 f"{start:.3f}",
                 f"{end:.3f}",
@@ -347,6 +398,11 @@ def table(runs: Runs) -> list[str]:
             ]
             lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _task(name: str) -> str:
+    config, keys = config_of(name)
+    return str(keys.get("data.task") or load_config(config).data.task)
 
 
 def _seconds(runs: Any) -> str:
@@ -371,7 +427,7 @@ def curve(config: str, seeds: Mapping[int, Run]) -> str:
         dots = measure.metric.startswith("eval/")
         series.append(ChartSeries(f"seed {seed}", points, seed % 8, dots=dots))
     aim = statistics.mean(measure.change(run.rows)[0] for run in seeds.values()) + measure.rise
-    return svg_file(f"{config}.py: {measure.metric}", series, ("aim", aim))
+    return svg_file(f"{label_of(config)}: {measure.metric}", series, ("aim", aim))
 
 
 def page(runs: Runs, earlier: Runs, command: str) -> str:
@@ -428,7 +484,7 @@ def page(runs: Runs, earlier: Runs, command: str) -> str:
         "",
         "The first measure by step, a line per seed; dashed: the aim.",
         "",
-        *(f"![{config}.py](curves/{config}.svg)" for config in sorted({**earlier, **runs})),
+        *(f"![{label_of(config)}](curves/{config}.svg)" for config in sorted({**earlier, **runs})),
     ]
     return "\n".join(lines) + "\n"
 
@@ -455,7 +511,7 @@ def main() -> None:
     parser.add_argument("--kept", action="store_true", help="run nothing, write what is there")
     parser.add_argument("--repeat", action="store_true", help="see above; runs nothing else")
     args = parser.parse_args()
-    shipped = [name.removesuffix(".py") for name in config_names()]
+    shipped = runs_here()
     configs = args.configs.split(",") if args.configs else [c for c in shipped if measures(c)]
     if args.repeat and args.pages is None:
         parser.error("--repeat takes the runs that --pages has")
@@ -478,7 +534,10 @@ def main() -> None:
                 run = train(config, seed, folder)
                 changes = {m.metric: m.change(run.rows) for m in measures(config)}
                 print(
-                    f"{config}.py, seed {seed}: {changes}", run.facts, file=sys.stderr, flush=True
+                    f"{label_of(config)}, seed {seed}: {changes}",
+                    run.facts,
+                    file=sys.stderr,
+                    flush=True,
                 )
             runs.setdefault(config, {})[seed] = run
             if args.pages and not args.kept:
@@ -495,7 +554,7 @@ def main() -> None:
     }
     print(json.dumps({"benchmark": "learning", **machine.describe(), "runs": shown}))
     failed = [
-        f"{config}.py, seed {seed}: {m.metric}"
+        f"{label_of(config)}, seed {seed}: {m.metric}"
         for config, seeds in runs.items()
         for seed, run in seeds.items()
         for m in measures(config)

@@ -183,7 +183,7 @@ def test_the_wheel_in_a_clean_environment_trains_checks_and_serves(hjax_command,
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    server = hjax_command("serve", "--model=run", f"--port={port}")
+    server = hjax_command("serve", "--protocol=openai", "--model=run", f"--port={port}")
     try:
         body = json.dumps({"prompt": "312>", "max_tokens": 4, "temperature": 0}).encode()
         request = urllib.request.Request(

@@ -52,7 +52,7 @@ def test_what_a_measure_says_by_hand():
 
 def test_configs_say_what_they_learn_by():
     said = {name: learning.measures(name.removesuffix(".py")) for name in config_names()}
-    assert {f"{name}.py" for name in LEARNS} <= said.keys()
+    assert {f"{learning.config_of(name)[0]}.py" for name in LEARNS} <= said.keys()
     assert said["grpo.py"] == HELD_OUT and said["stories.py"] == said["ppo_llama_7b.py"] == ()
     assert [m.metric for m in said["safe_rlhf.py"]] == ["eval/reward", "cost/mean"]
     assert said["safe_rlhf.py"][1].below == load_config("safe_rlhf.py").algorithm.cost_limit

@@ -79,6 +79,32 @@ def sorting_config(algorithm: str, steps: int = 450) -> Config:
     return config
 
 
+def episode_config(task: str, steps: int) -> Config:
+    """GRPO with a small model on the episodes of a built-in task.
+
+    Args:
+      task: one that is played over several turns.
+      steps: training steps.
+    """
+    from hjax.launch.configs import base
+
+    config = base.get_config()
+    config.algorithm.name = "GRPO"
+    config.algorithm.kl_coef = 0.0
+    config.algorithm.minibatch = 64
+    config.algorithm.epochs = 2
+    config.steps = steps
+    config.data.task = task
+    small_model(config)
+    config.rollout.prompts = 16
+    config.rollout.samples = 8
+    config.actor.learning_rate = 3e-4
+    config.actor.schedule = "cosine"
+    config.eval.every = 20
+    config.checkpoint.every = 50
+    return config
+
+
 def small_model(config: Config) -> None:
     """Sizes of a model that trains fast on CPUs, where time depends on the number of operations."""
     config.model.hidden_size = 128
