@@ -144,12 +144,12 @@ TABLE = {
         "GRPO", {**LORA, **AVERAGES, **WIDE, "data.packing": 16}, "base", slow=False),
     "an average, offload all, a following reference": Row(
         "PPO", {**AVERAGES, **FOLLOWS, **axes(fsdp=4), "placement": "split",
-                "actor.offload": "all"}),
+                "actor.offload": "all"}, "base"),
     "an average, stages, a reward model": Row("RewardModel", {**AVERAGES, **STAGES}, same=False),
     "an average over processes, held-out loss": Row("SFT", {**AVERAGES, **LORA, **TWO}, "base"),
     "held-out loss, stages, an average": Row("SFT", {**AVERAGES, **STAGES}, same=False),
     "held-out verdicts, packs, layouts": Row(
-        "KTO", {"eval.every": 1, **axes(fsdp=2, tensor=4), "data.packing": 16}),
+        "KTO", {"eval.every": 1, **axes(fsdp=2, tensor=4), "data.packing": 16}, same=False),
     "positions stretched, packs, layouts": Row(
         "GRPO", {**LORA, **WIDE, "data.packing": 16,
                  "model.rope_scaling": '{"rope_type": "yarn", "factor": 2}'}, "base"),
@@ -236,7 +236,7 @@ TABLE = {
 NUMBERS = ("actor.lora.", "critic.lora.", "actor.learning_rate", "actor.path", "actor.router_loss",
            "algorithm.", "warm_start.", "steps", "data.task", "environment.",
            "rollout.max_response_length", "reference.sync", "eval.",
-           "model.rope_scaling")  # fmt: skip
+           "actor.ema_decay", "model.rope_scaling")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -291,7 +291,8 @@ def test_what_is_combined_runs_and_resumes_bit_for_bit(name, tmp_path, request, 
         assert all(each["actor/grad_norm"] > 0 for each in expected)
         balanced = changes.get("actor.router_loss", 0) > 0
         assert all(each.get("actor/router_loss", 0) >= balanced for each in expected)
-        close(rows[:compared], expected)
+        # Rounding decides between tokens of which a policy that has hardly learned thinks alike.
+        close(rows[:compared], expected, left_out=("eval/reward", "eval/accuracy"))
     shutil.copytree(whole, again)
     shutil.rmtree(again / "checkpoints" / "2")
     with trainer_of(row.algorithm, changes, again) as trainer:
