@@ -89,13 +89,14 @@ class Measure:
       metric: of the rows of metrics.jsonl. One of an evaluation counts at the start (before the
         first update) and at the end; another counts in the first step, whose rollouts and losses
         are those of the start, and by its mean over the last ten.
-      rise: least difference of end and start; below 0: it is to fall.
+      rise: least difference of end and start; below 0: it is to fall. None: any, of a run that
+        others are compared with.
       below: what the end is to stay below; None: anything.
       start: what counts as the start; None: what was measured.
     """
 
     metric: str
-    rise: float = 0.2
+    rise: float | None = 0.2
     below: float | None = None
     start: float | None = None
 
@@ -108,6 +109,8 @@ class Measure:
 
     def met(self, start: float, end: float) -> bool:
         """Whether a run that went from start to end shows it."""
+        if self.rise is None:
+            return True
         far = end - start >= self.rise if self.rise >= 0 else end - start <= self.rise
         return far and (self.below is None or end < self.below)
 
@@ -128,7 +131,7 @@ LEARNS: dict[str, tuple[Measure, ...]] = {
     # Of episodes the mean return, of which no other right and wrong is told.
     "maze": (Measure("eval/reward", rise=0.1),),
     "calculator": (Measure("eval/reward"),),
-    "calculator_alone": (Measure("eval/reward", rise=0.0),),
+    "calculator_alone": (Measure("eval/reward", rise=None),),
     "spell_backward": (Measure("eval/accuracy", rise=0.1),),
 }
 # Runs of shipped configs with other keys, by name: what a config is compared with, and tasks that
@@ -381,7 +384,7 @@ def table(runs: Runs) -> list[str]:
             spread = f"{statistics.stdev(differences):.3f}" if len(changes) > 1 else "–"
             start, end = (statistics.mean(side) for side in zip(*changes, strict=True))
             met = sum(measure.met(*change) for change in changes)
-            aim = f"{measure.rise:+g}"
+            aim = "no aim" if measure.rise is None else f"{measure.rise:+g}"
             if measure.below is not None:
                 aim += f", ends below {measure.below:g}"
             cells = [
@@ -426,8 +429,9 @@ def curve(config: str, seeds: Mapping[int, Run]) -> str:
             points[0] = (0, points[0][1])  # before the first update
         dots = measure.metric.startswith("eval/")
         series.append(ChartSeries(f"seed {seed}", points, seed % 8, dots=dots))
-    aim = statistics.mean(measure.change(run.rows)[0] for run in seeds.values()) + measure.rise
-    return svg_file(f"{label_of(config)}: {measure.metric}", series, ("aim", aim))
+    start = statistics.mean(measure.change(run.rows)[0] for run in seeds.values())
+    level = ("start", start) if measure.rise is None else ("aim", start + measure.rise)
+    return svg_file(f"{label_of(config)}: {measure.metric}", series, level)
 
 
 def page(runs: Runs, earlier: Runs, command: str) -> str:
@@ -482,7 +486,7 @@ def page(runs: Runs, earlier: Runs, command: str) -> str:
         "",
         "## Curves",
         "",
-        "The first measure by step, a line per seed; dashed: the aim.",
+        "The first measure by step, a line per seed; dashed: the aim, or the start.",
         "",
         *(f"![{label_of(config)}](curves/{config}.svg)" for config in sorted({**earlier, **runs})),
     ]
