@@ -183,8 +183,8 @@ def play(bench: Bench, turns: Any, pool: Any, seed: int) -> Figures:
             figures.waited += time.perf_counter() - start
             return super()._ready(cohort)
 
-        def _play_turn(self, episodes: list[Episode]) -> None:
-            super()._play_turn(episodes)
+        def _play_turn(self, episodes: list[Episode], cohort: int) -> None:
+            super()._play_turn(episodes, cohort)
             acted, last = time.perf_counter(), [0.0]
             for each in episodes:
                 self._answers[each.number].add_done_callback(

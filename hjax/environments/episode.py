@@ -163,6 +163,7 @@ class TurnRequest:
       first_draw: tokens that the episode has had after its rows' prompts.
       max_tokens: of the turn.
       stop: strings that end it.
+      cohort: which part of the episodes draws together.
     """
 
     episode: int
@@ -172,6 +173,7 @@ class TurnRequest:
     first_draw: int
     max_tokens: int
     stop: Sequence[str] = ()
+    cohort: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,7 +239,7 @@ class EpisodePlayer:
             cohorts = [list(episodes[i : i + size]) for i in range(0, len(episodes), size)]
             while any(cohorts):
                 for i, cohort in enumerate(cohorts):
-                    self._play_turn(self._ready(cohort))
+                    self._play_turn(self._ready(cohort), i)
                     cohorts[i] = [each for each in cohort if not each.stop_reason]
                     self._progress(len(episodes) - sum(map(len, cohorts)), len(episodes))
         finally:
@@ -299,11 +301,11 @@ class EpisodePlayer:
         turn.observation = ids
         return True
 
-    def _play_turn(self, episodes: list[Episode]) -> None:
+    def _play_turn(self, episodes: list[Episode], cohort: int) -> None:
         """Draw a turn for each, and give it to its environment."""
         if not episodes:
             return
-        requests = [self._request(each) for each in episodes]
+        requests = [self._request(each, cohort) for each in episodes]
         for episode, drawn in zip(episodes, self._draw(requests), strict=True):
             row, before = episode.rows[-1], self._before[episode.number]
             seen = [*row.prompt, *row.response]
@@ -312,7 +314,7 @@ class EpisodePlayer:
             self._ended[episode.number] = drawn.ended
             self._answers[episode.number] = self._pool.step(episode.number, text)
 
-    def _request(self, episode: Episode) -> TurnRequest:
+    def _request(self, episode: Episode, cohort: int) -> TurnRequest:
         row, limits = episode.rows[-1], self.limits
         room = limits.room(row)
         return TurnRequest(
@@ -323,6 +325,7 @@ class EpisodePlayer:
             first_draw=sum(len(each.response) for each in episode.rows),
             max_tokens=min(limits.turn_tokens or room, room),
             stop=self._before[episode.number].stop,
+            cohort=cohort,
         )
 
 

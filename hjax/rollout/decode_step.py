@@ -16,7 +16,7 @@ from hjax.rollout import prompt_lookup, vocab_parallel
 from hjax.rollout.row_sampling import RowSampling
 from hjax.rollout.sampling import SampledTokens, draw, no_top_tokens
 from hjax.rollout.sampling_params import SamplingParams
-from hjax.rollout.slot_state import RunningSequences
+from hjax.rollout.slot_state import RunningSequences, SlotState
 from hjax.rollout.token_counts import TokenCounts, count_token
 
 DecodeState = dict[str, Any]
@@ -178,7 +178,7 @@ class DecodeStep:
         if self.engine.uses_kernel:
             where = jnp.where(running.done, -1, own).reshape(slots.begin.shape[0], -1)
             return Decode(CacheMask(slots.begin, slots.end, where), layout, self.length / 2)
-        if self.engine.draft_tokens:
+        if self.engine.row_columns:
             slots = dataclasses.replace(slots, start=jnp.zeros_like(own), column=own)
         return DecodeSlots(slots, layout)
 
@@ -216,6 +216,36 @@ class DecodeStep:
             running, drawn=number, last_token=drawn["last"], done=done, counts=counts
         )
         return running, drawn | {"done": done}
+
+    def first_tokens(
+        self,
+        state: SlotState,
+        drawn: DecodeState,
+        logits: jax.Array,
+        rows: jax.Array,
+        bitmask: jax.Array | None,
+    ) -> tuple[SlotState, DecodeState]:
+        """State and tables once continued rows have their first tokens, in column 0.
+
+        Args:
+          state, drawn: before.
+          logits: float32 [rows, vocab].
+          rows: bool [rows], which are continued; others draw nothing.
+          bitmask: as in ``Engine.decode``.
+        """
+        running, others = state.rows, drawn["done"]
+        drawn, counts = self.sample(drawn | {"done": ~rows}, logits, running, 0, bitmask)
+        last = jnp.where(rows, drawn["last"], running.last_token)
+        done = jnp.where(rows, drawn["done"] | (running.limit <= 1), others)
+        running = dataclasses.replace(
+            running,
+            drawn=running.drawn + rows,
+            last_token=last,
+            done=done,
+            counts=counts,
+            text=append_token(running.text, running.prompt_lengths, last, rows),
+        )
+        return dataclasses.replace(state, rows=running), drawn | {"done": done}
 
     def _advance_drafts(
         self,
@@ -272,11 +302,12 @@ class DecodeStep:
         a row is running, if the caller knows already.
         """
         going = ~jnp.all(running.done) if live is None else live
-        if self.engine.draft_tokens:
+        drafts = self.engine.draft_tokens
+        if self.engine.row_columns and not self.engine.uses_kernel:
             own = jnp.max(jnp.where(running.done, 0, self.own_tokens(running)))
-            drawn = jnp.max(running.drawn - before)
-            drafts = self.engine.draft_tokens
-            going &= (own + drafts < self.length) & (drawn + drafts < most)
+            going &= own + drafts < self.length
+        if drafts:
+            going &= jnp.max(running.drawn - before) + drafts < most
         return going
 
 

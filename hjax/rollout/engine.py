@@ -30,12 +30,14 @@ from hjax.models.parameters import Network, Weights
 from hjax.rollout.chunked_prefill import ChunkedPrefill
 from hjax.rollout.decode_step import DecodeState, DecodeStep, append_token
 from hjax.rollout.rollout_job import GenerationConfig
+from hjax.rollout.row_continuation import append_tokens, continue_rows
 from hjax.rollout.row_sampling import RowSampling
 from hjax.rollout.sampling_params import SamplingParams
 from hjax.rollout.slot_layout import SlotLayout, split_resumed
 from hjax.rollout.slot_state import (
     Admission,
     CachedPrompts,
+    ContinuedRows,
     DecodedTokens,
     PrefilledPrompts,
     RunningSequences,
@@ -62,6 +64,9 @@ class Engine:
       copies: of each key-value head, see ``KVCache``.
       guesses: draft tokens per pass, see ``hjax.rollout.prompt_lookup``; 0 with the kernel.
       int8: whether keys and values are kept in int8, see ``hjax.kernels.int8_cache``.
+      row_columns: whether each row's tokens begin in its own column 0, so that rows may stay in
+        their slots and be continued; else all write into one column. With a kernel or drafts it is
+        always so.
     """
 
     def __init__(
@@ -73,10 +78,12 @@ class Engine:
         copies: int = 1,
         guesses: int = 0,
         int8: bool = False,
+        row_columns: bool = False,
     ):
         self.network, self.layout, self.compute = network, layout, compute
         self.form, self.copies, self.int8 = cache_form, copies, int8
         self.draft_tokens = guesses
+        self.row_columns = row_columns or self.uses_kernel or guesses > 0
         self.spare_columns = 0  # columns that programs need beyond those of all tokens
         if guesses and self.uses_kernel:
             raise ConfigError(f"lookup={guesses}: the kernel {cache_form!r} takes one token a step")
@@ -125,10 +132,15 @@ class Engine:
         """Iterations of ``decode``'s loop for this many tokens."""
         return steps
 
-    @property
-    def row_columns(self) -> bool:
-        """Whether each row's tokens begin in its own column 0; else all write into one column."""
-        return self.uses_kernel or self.draft_tokens > 0
+    @functools.cached_property
+    def of_lasting_rows(self) -> "Engine":
+        """The same engine with ``row_columns``."""
+        if self.row_columns:
+            return self
+        return Engine(
+            self.network, self.layout, self.compute, self.form, self.copies, int8=self.int8,
+            row_columns=True,
+        )  # fmt: skip
 
     @property
     def packs_prompts(self) -> bool:
@@ -259,6 +271,7 @@ class Engine:
         most: int = STEPS,
         bitmask: np.ndarray | jax.Array | None = None,
         enough_live: int = 0,
+        new: ContinuedRows | None = None,
     ) -> tuple[SlotState, DecodedTokens]:
         """Draw up to ``steps`` tokens for every running row, fewer if all finish.
 
@@ -269,10 +282,14 @@ class Engine:
           bitmask: of each row, as in ``Admission``, for every token that is drawn.
           enough_live: stop once no part has more running rows than this; a pipeline of several
             stages, which is full, goes on.
+          new: tokens to append first to rows that have ended, which then run again. Only with
+            ``row_columns``, and without the TPU's kernel and stages.
         """
         numbers = place(np.array([steps, enough_live], np.int32), self.layout.replicated)
         bits = None if bitmask is None else place(bitmask, self.layout.sharding("batch"))
-        state, drawn = self._decode(sampling, most, params, state, numbers, bits)
+        split = self.layout.sharding("batch")
+        new = jax.tree.map(lambda x: place(x, split), new)
+        state, drawn = self._decode(sampling, most, params, state, numbers, bits, new)
         return state, DecodedTokens.of(drawn)
 
     def share_prompts(
@@ -641,9 +658,12 @@ class Engine:
         state: SlotState,
         numbers: jax.Array,
         bitmask: jax.Array | None,
+        new: ContinuedRows | None = None,
     ) -> tuple[SlotState, DecodeState]:
         """``numbers``: int32 [2], ``steps`` and ``enough_live`` of ``decode``."""
         steps, enough_live = numbers
+        if new is not None:
+            state = dataclasses.replace(state, rows=continue_rows(self, state.rows, new))
         model, forward = self.network.bind(params), self._pass(sampling, state)
         layers = model.unstack() if self.compute.unroll_layers else None
         most_tokens = state.rows.prompt_lengths + state.rows.final_limit
@@ -667,7 +687,13 @@ class Engine:
             many = jnp.max(jnp.sum(~state.rows.done.reshape(self.parts, -1), axis=1)) > enough_live
             return (taken < steps) & forward.can_continue(state.rows, before, most, many)
 
-        begin = jnp.int32(0), state, forward.empty_tables(state.rows, most)
+        begin: Any = jnp.int32(0), state, forward.empty_tables(state.rows, most)
+        if new is not None:
+            apply = functools.partial(model, compute=self.compute, layers=layers, rotary=rotary)
+            logits, cache = append_tokens(forward, apply, model.logits, state, new)
+            begin = jnp.int32(1), *forward.first_tokens(
+                dataclasses.replace(state, cache=cache), begin[2], logits, new.count > 0, bitmask
+            )
         taken, state, drawn = jax.lax.while_loop(unfinished, step, begin)
         return state, drawn | {"steps": taken, "done": state.rows.done}
 

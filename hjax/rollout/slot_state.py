@@ -129,6 +129,28 @@ class Admission:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class ContinuedRows:
+    """Tokens that follow those that rows have in the cache: an entry for each row of the state.
+
+    Attributes:
+      tokens: int32 [rows, new], padded on the right.
+      count: int32 [rows], tokens of each; 0: the row is not continued.
+      cached: int32 [rows], tokens of each that are in the cache, from column 0 on, and stay.
+      keys, limit, options: as in ``Admission``, of what is drawn next.
+      packed_size: as in ``Admission``.
+    """
+
+    tokens: Any
+    count: Any
+    cached: Any
+    keys: Any
+    limit: Any
+    options: RowSampling
+    packed_size: int = dataclasses.field(default=0, metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class ResumedRows:
     """Responses that were paused.
 
