@@ -21,10 +21,10 @@ from hjax.rollout.slot_state import SlotSizes
 PREFILL_BATCHES = (1, 4, 8)
 # Fewest columns for the uncached tokens of prompts; other buckets are powers of two times as many.
 MIN_PROMPT_COLUMNS = 32
-# Columns for new tokens of rows that stay in their slots, and packed tokens per row: each size has
-# some 1.6 times the last one's.
+# Columns for new tokens of rows that stay in their slots, and packed tokens per row: few, as each
+# compiles a program.
 CONTINUATION_COLUMNS = (8, 64)
-PACKED_PER_ROW = {8: (2, 3, 5), 64: (5, 13, 34)}
+PACKED_PER_ROW = {8: (2, 3, 5), 64: (5, 20)}
 # Most bytes of a layer's attention scores in the pass over these tokens.
 CONTINUATION_BYTES = 1 << 28
 # Tokens of a prefill chunk, a whole number of blocks. Short, for the same reason.

@@ -16,7 +16,7 @@ from hjax.rollout import prompt_lookup, vocab_parallel
 from hjax.rollout.row_sampling import RowSampling
 from hjax.rollout.sampling import SampledTokens, draw, no_top_tokens
 from hjax.rollout.sampling_params import SamplingParams
-from hjax.rollout.slot_state import RunningSequences, SlotState
+from hjax.rollout.slot_state import RunningSequences
 from hjax.rollout.token_counts import TokenCounts, count_token
 
 DecodeState = dict[str, Any]
@@ -216,36 +216,6 @@ class DecodeStep:
             running, drawn=number, last_token=drawn["last"], done=done, counts=counts
         )
         return running, drawn | {"done": done}
-
-    def first_tokens(
-        self,
-        state: SlotState,
-        drawn: DecodeState,
-        logits: jax.Array,
-        rows: jax.Array,
-        bitmask: jax.Array | None,
-    ) -> tuple[SlotState, DecodeState]:
-        """State and tables once continued rows have their first tokens, in column 0.
-
-        Args:
-          state, drawn: before.
-          logits: float32 [rows, vocab].
-          rows: bool [rows], which are continued; others draw nothing.
-          bitmask: as in ``Engine.decode``.
-        """
-        running, others = state.rows, drawn["done"]
-        drawn, counts = self.sample(drawn | {"done": ~rows}, logits, running, 0, bitmask)
-        last = jnp.where(rows, drawn["last"], running.last_token)
-        done = jnp.where(rows, drawn["done"] | (running.limit <= 1), others)
-        running = dataclasses.replace(
-            running,
-            drawn=running.drawn + rows,
-            last_token=last,
-            done=done,
-            counts=counts,
-            text=append_token(running.text, running.prompt_lengths, last, rows),
-        )
-        return dataclasses.replace(state, rows=running), drawn | {"done": done}
 
     def _advance_drafts(
         self,

@@ -30,7 +30,7 @@ from hjax.models.parameters import Network, Weights
 from hjax.rollout.chunked_prefill import ChunkedPrefill
 from hjax.rollout.decode_step import DecodeState, DecodeStep, append_token
 from hjax.rollout.rollout_job import GenerationConfig
-from hjax.rollout.row_continuation import append_tokens, continue_rows
+from hjax.rollout.row_continuation import RowContinuation
 from hjax.rollout.row_sampling import RowSampling
 from hjax.rollout.sampling_params import SamplingParams
 from hjax.rollout.slot_layout import SlotLayout, split_resumed
@@ -103,6 +103,7 @@ class Engine:
         state = SlotState(cast(Any, held), slots, split)
         read = PrefilledPrompts(held, held, split, split, split, cast(Any, held))
         self._sharding, rest, both = state, (slots, split), (state, whole)
+        self.row_continuation = RowContinuation(self, state)
         self._empty = jax.jit(self._zeros, static_argnums=0, out_shardings=state)
         self._prefill = jax.jit(self._prefill_program, static_argnums=0, out_shardings=read)
         self._first = jax.jit(self._first_tokens, static_argnums=0, out_shardings=(split, whole))
@@ -282,15 +283,19 @@ class Engine:
           bitmask: of each row, as in ``Admission``, for every token that is drawn.
           enough_live: stop once no part has more running rows than this; a pipeline of several
             stages, which is full, goes on.
-          new: tokens to append first to rows that have ended, which then run again. Only with
-            ``row_columns``, and without the TPU's kernel and stages.
+          new: tokens to append first to rows that have ended, which then run again and draw one
+            token more than ``steps``. Only with ``row_columns``, and without the TPU's kernel and
+            stages.
         """
         numbers = place(np.array([steps, enough_live], np.int32), self.layout.replicated)
         bits = None if bitmask is None else place(bitmask, self.layout.sharding("batch"))
-        split = self.layout.sharding("batch")
-        new = jax.tree.map(lambda x: place(x, split), new)
-        state, drawn = self._decode(sampling, most, params, state, numbers, bits, new)
-        return state, DecodedTokens.of(drawn)
+        first = None
+        if new is not None:
+            state, first = self.row_continuation(sampling, params, state, new, bits)
+        state, drawn = self._decode(sampling, most, params, state, numbers, bits)
+        if first is None:
+            return state, DecodedTokens.of(drawn)
+        return state, DecodedTokens.of(first).followed_by(DecodedTokens.of(drawn))
 
     def share_prompts(
         self, state: SlotState, members: np.ndarray | None, row_place: np.ndarray | None
@@ -658,12 +663,9 @@ class Engine:
         state: SlotState,
         numbers: jax.Array,
         bitmask: jax.Array | None,
-        new: ContinuedRows | None = None,
     ) -> tuple[SlotState, DecodeState]:
         """``numbers``: int32 [2], ``steps`` and ``enough_live`` of ``decode``."""
         steps, enough_live = numbers
-        if new is not None:
-            state = dataclasses.replace(state, rows=continue_rows(self, state.rows, new))
         model, forward = self.network.bind(params), self._pass(sampling, state)
         layers = model.unstack() if self.compute.unroll_layers else None
         most_tokens = state.rows.prompt_lengths + state.rows.final_limit
@@ -687,13 +689,7 @@ class Engine:
             many = jnp.max(jnp.sum(~state.rows.done.reshape(self.parts, -1), axis=1)) > enough_live
             return (taken < steps) & forward.can_continue(state.rows, before, most, many)
 
-        begin: Any = jnp.int32(0), state, forward.empty_tables(state.rows, most)
-        if new is not None:
-            apply = functools.partial(model, compute=self.compute, layers=layers, rotary=rotary)
-            logits, cache = append_tokens(forward, apply, model.logits, state, new)
-            begin = jnp.int32(1), *forward.first_tokens(
-                dataclasses.replace(state, cache=cache), begin[2], logits, new.count > 0, bitmask
-            )
+        begin = jnp.int32(0), state, forward.empty_tables(state.rows, most)
         taken, state, drawn = jax.lax.while_loop(unfinished, step, begin)
         return state, drawn | {"steps": taken, "done": state.rows.done}
 

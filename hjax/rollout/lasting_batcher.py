@@ -105,7 +105,7 @@ class LastingBatcher(ContinuousBatcher):
         steps = self.buckets.steps
         table.ensure_columns(
             max(
-                len(each.request.prompt) + max(len(each.tokens), min(each.request.max_tokens, steps))
+                len(each.request.prompt) + min(each.request.max_tokens, len(each.tokens) + steps)
                 for each in self.running.values()
             )
         )

@@ -227,6 +227,21 @@ class DecodedTokens:
     right: np.ndarray | None = None
     top: tuple[jax.Array, jax.Array] | None = None
 
+    def followed_by(self, rest: DecodedTokens) -> DecodedTokens:
+        """These tokens and then ``rest``; without ``top``."""
+
+        def joined(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+            return np.concatenate([one, other], axis=1)
+
+        return dataclasses.replace(
+            rest,
+            tokens=joined(self.tokens, rest.tokens),
+            mask=joined(self.mask, rest.mask),
+            logprobs={name: joined(x, rest.logprobs[name]) for name, x in self.logprobs.items()},
+            steps=self.steps + rest.steps,
+            top=None,
+        )
+
     @classmethod
     def of(cls, drawn: dict[str, Any]) -> DecodedTokens:
         """A program's result, read from the devices."""
