@@ -45,7 +45,7 @@ from hjax.rollout.slot_state import (
     SlotState,
 )
 from hjax.rollout.token_counts import TokenCounts
-from hjax.sharding.global_arrays import place
+from hjax.sharding.global_arrays import place, place_all
 from hjax.sharding.layout import Layout
 
 # Most tokens of a decode dispatch; after each, finished sequences leave.
@@ -207,7 +207,7 @@ class Engine:
         split = self.layout.sharding("batch")
         most = new.limit if new.final_limit is None else new.final_limit
         new = dataclasses.replace(new, groups=None, rows=None, final_limit=most)
-        new = jax.tree.map(lambda x: place(x, split), new)
+        new = place_all(new, split)
         # Only what the prefill program reads: sizes of the rest would compile it again.
         inputs = dataclasses.replace(
             new, keys=None, limit=None, options=None, text=None, bitmask=None

@@ -21,7 +21,7 @@ from hjax.models.parameters import Weights
 from hjax.rollout.decode_step import DecodeState, DecodeStep, append_token
 from hjax.rollout.sampling_params import SamplingParams
 from hjax.rollout.slot_state import ContinuedRows, RunningSequences, SlotState
-from hjax.sharding.global_arrays import place
+from hjax.sharding.global_arrays import place_all
 
 
 class RowContinuation:
@@ -66,7 +66,7 @@ class RowContinuation:
           the state, and tables of a column.
         """
         split = self._engine.layout.sharding("batch")
-        new = jax.tree.map(lambda x: place(x, split), new)
+        new = place_all(new, split)
         state, logits, continued = self._append(params, state, new)
         running, drawn = self._draw(sampling, state.rows, logits, continued, bitmask)
         return dataclasses.replace(state, rows=running), drawn

@@ -17,6 +17,7 @@ from hjax.data.tokenizer import Tokenizer
 from hjax.environments.episode import DrawnTurn, TurnRequest
 from hjax.errors import RunError
 from hjax.models.append_attention import BLOCK
+from hjax.models.parameters import Layered, unstack_layers
 from hjax.rollout.batcher import ContinuousBatcher
 from hjax.rollout.bucketing import TurnBuckets
 from hjax.rollout.engine import Engine
@@ -65,8 +66,9 @@ class TurnGenerator:
         wanted = -(-held // parts) * row_tokens // BLOCK * BLOCK
         room = 0 if why_no_blocks(engine) else affordable_tokens(engine, wanted)
         stay = bool(room) and room == wanted and held <= 2 * slots and not engine.uses_kernel
-        if stay:
-            engine, room = engine.of_lasting_rows, room // 2
+        self._engine = engine = engine.of_lasting_rows if stay else engine
+        room = room // 2 if stay else room
+        params = self._by_layer(params)
         prefixes = PrefixCache(engine, room) if room else None
         # Those that draw together have slots of their own: none of a batch's rows is idle.
         self._batchers = [
@@ -93,7 +95,15 @@ class TurnGenerator:
     def replace_params(self, params: Any) -> None:
         """Draw with other weights, or with none (None) until there are some again."""
         for batcher in self._batchers:
-            batcher.replace_params(params)
+            batcher.replace_params(self._by_layer(params))
+
+    def _by_layer(self, params: Any) -> Any:
+        """The weights with an array per layer if layers are unrolled: programs of a turn are short,
+        and each would cut the stacked arrays anew."""
+        unrolled = self._engine.compute.unroll_layers and self._engine.row_columns
+        if params is None or isinstance(params, Layered) or not unrolled:
+            return params
+        return unstack_layers(params, self._engine.network.shardings(self._engine.layout))
 
     def draw(
         self,
