@@ -48,9 +48,10 @@ class EpisodeLimits:
 
     def room(self, row: EpisodeRow) -> int:
         """Tokens that a row may still have."""
-        room = self.response_tokens - len(row.response)
+        length = row.response_length
+        room = self.response_tokens - length
         if self.row_tokens:
-            room = min(room, self.row_tokens - len(row.prompt) - len(row.response))
+            room = min(room, self.row_tokens - len(row.prompt) - length)
         return room
 
 
@@ -110,6 +111,11 @@ class EpisodeRow:
     def response(self) -> list[int]:
         """Ids after the prompt: of turns and observations."""
         return [i for turn in self.turns for i in (*turn.tokens, *turn.observation)]
+
+    @property
+    def response_length(self) -> int:
+        """Ids of ``response``."""
+        return sum(len(turn.tokens) + len(turn.observation) for turn in self.turns)
 
 
 @dataclasses.dataclass
@@ -306,9 +312,10 @@ class EpisodePlayer:
         if not episodes:
             return
         requests = [self._request(each, cohort) for each in episodes]
-        for episode, drawn in zip(episodes, self._draw(requests), strict=True):
+        turns = self._draw(requests)
+        for episode, request, drawn in zip(episodes, requests, turns, strict=True):
             row, before = episode.rows[-1], self._before[episode.number]
-            seen = [*row.prompt, *row.response]
+            seen = [*request.prompt, *request.response]
             text = self._encoder.tokenizer.decode_response(seen, drawn.tokens)
             row.turns.append(Turn(drawn.tokens, drawn.logprobs, text, anchor=before.anchor))
             self._ended[episode.number] = drawn.ended
@@ -322,7 +329,7 @@ class EpisodePlayer:
             turn=len(episode.turns),
             prompt=row.prompt,
             response=row.response,
-            first_draw=sum(len(each.response) for each in episode.rows),
+            first_draw=sum(each.response_length for each in episode.rows),
             max_tokens=min(limits.turn_tokens or room, room),
             stop=self._before[episode.number].stop,
             cohort=cohort,

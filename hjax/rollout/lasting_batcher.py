@@ -77,6 +77,7 @@ class LastingBatcher(ContinuousBatcher):
 
     def _continue_rows(self) -> None:
         """Continue the rows of all waiting requests that have one."""
+        longest = self.buckets.continuation_sizes[-1][0]
         known: dict[int, int] = {}  # by number of the sequence: tokens that stay in the cache
         for handle in list(self.waiting.requests):
             request = handle.request
@@ -86,7 +87,7 @@ class LastingBatcher(ContinuousBatcher):
             cached = _common(row.tokens, request.prompt[:-1])
             # Counts of tokens that do not stay cannot be taken back.
             counts = request.options.penalised and cached < len(row.tokens)
-            if counts or len(request.prompt) - cached > self.buckets.continuation_sizes[-1][0]:
+            if counts or len(request.prompt) - cached > longest:
                 self._evict(request.choice)
                 continue
             del self._lasting[request.choice]

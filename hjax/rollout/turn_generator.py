@@ -1,8 +1,10 @@
 """Generation of turns: what a policy says next in many episodes at once.
 
-A turn continues the ids that its row has already. Rows stay in their slots between turns where there
-is memory for all of them, and a turn appends what is new; else they leave, and of the next turn what
-the prefix cache does not have is prefilled.
+A turn continues the ids that its row has already. Rows stay in their slots between turns where
+memory holds all of them, and a turn appends what is new. Else they leave, and the next turn
+prefills what the prefix cache does not have: so under pipeline stages, with the TPU's decode kernel
+(which takes one token a step), with rotary positions that depend on a sequence's length, and with
+fewer slots than episodes.
 """
 
 from __future__ import annotations
