@@ -284,8 +284,7 @@ class Engine:
           enough_live: stop once no part has more running rows than this; a pipeline of several
             stages, which is full, goes on.
           new: tokens to append first to rows that have ended, which then run again and draw one
-            token more than ``steps``. Only with ``row_columns``, and without the TPU's kernel and
-            stages.
+            token more than ``steps``. See ``RowContinuation``.
         """
         numbers = place(np.array([steps, enough_live], np.int32), self.layout.replicated)
         bits = None if bitmask is None else place(bitmask, self.layout.sharding("batch"))

@@ -18,7 +18,7 @@ from hjax.models.attention_strategies import Attention
 from hjax.models.decoding import DecodeSlots
 from hjax.models.packed_prefill import PackedPrefill
 from hjax.models.parameters import Weights
-from hjax.rollout.decode_step import DecodeState, DecodeStep, append_token
+from hjax.rollout.decode_step import DecodeState, DecodeStep
 from hjax.rollout.sampling_params import SamplingParams
 from hjax.rollout.slot_state import ContinuedRows, RunningSequences, SlotState
 from hjax.sharding.global_arrays import place_all
@@ -30,7 +30,7 @@ class RowContinuation:
     Sampling is a program of its own, as it does not depend on how many tokens are appended.
 
     Args:
-      engine: an ``Engine`` with ``row_columns``, if it is called.
+      engine: an ``Engine``; to call them, with ``row_columns`` and without kernel and drafts.
       sharding: of its states.
     """
 
@@ -118,18 +118,14 @@ class RowContinuation:
     def _continued(self, running: RunningSequences, new: ContinuedRows) -> RunningSequences:
         """Sequences as they are before they draw: those that are continued run again, with all of
         their tokens as the prompt."""
-        there, mask, text = new.count > 0, _mask(new), running.text
+        there = new.count > 0
 
         def chosen(new: jax.Array, old: jax.Array) -> jax.Array:
             return jnp.where(there.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
 
-        if text is not None:
-            column = new.cached[:, None] + jnp.arange(new.tokens.shape[1])
-            column = jnp.where(mask, column, text.shape[1])
-            text = text.at[jnp.arange(text.shape[0])[:, None], column].set(new.tokens, mode="drop")
         counts = running.counts
         if counts is not None:
-            counts = counts.continued(new.tokens, mask, self._engine.layout)
+            counts = counts.continued(new.tokens, _mask(new), self._engine.layout)
         return dataclasses.replace(
             running,
             prompt_lengths=chosen(new.cached + new.count, running.prompt_lengths),
@@ -140,7 +136,6 @@ class RowContinuation:
             keys=chosen(new.keys, running.keys),
             options=jax.tree.map(chosen, new.options, running.options),
             counts=counts,
-            text=text,
         )
 
     def _drawn(
@@ -159,12 +154,7 @@ class RowContinuation:
         last = jnp.where(continued, drawn["last"], running.last_token)
         done = jnp.where(continued, drawn["done"] | (running.limit <= 1), running.done)
         running = dataclasses.replace(
-            running,
-            drawn=running.drawn + continued,
-            last_token=last,
-            done=done,
-            counts=counts,
-            text=append_token(running.text, running.prompt_lengths, last, continued),
+            running, drawn=running.drawn + continued, last_token=last, done=done, counts=counts
         )
         return running, drawn | {"done": done}
 

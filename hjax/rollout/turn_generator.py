@@ -67,7 +67,8 @@ class TurnGenerator:
         slots = -(-slots // parts) * parts
         wanted = -(-held // parts) * row_tokens // BLOCK * BLOCK
         room = 0 if why_no_blocks(engine) else affordable_tokens(engine, wanted)
-        stay = bool(room) and room == wanted and held <= 2 * slots and not engine.uses_kernel
+        stay = bool(room) and room == wanted and held <= 2 * slots
+        stay = stay and not (engine.uses_kernel or engine.draft_tokens)
         self._engine = engine = engine.of_lasting_rows if stay else engine
         room = room // 2 if stay else room
         params = self._by_layer(params)
