@@ -114,7 +114,9 @@ def test_ratios_are_of_rounds_that_stood_beside_each_other():
     # 3, 2, 1.5; 30 tokens in 2, 4, 8 s beside 60 in 2 s: .5, .25, .125; and of rows 90 in 2, 4,
     # 8 s beside 120 in 2, 4, 4 s: .75, .75, .375.
     expected = {"full_prefill": 2.0, "single_turn": 0.25, "single_turn_rows": 0.75}
-    assert found == {f"{name}_{kind}": x for name, x in expected.items() for kind in ("wall", "cpu")}
+    assert found == {
+        f"{name}_{kind}": x for name, x in expected.items() for kind in ("wall", "cpu")
+    }
 
 
 def test_environment_time_is_hidden_as_far_as_nobody_waited():
