@@ -4,10 +4,12 @@
 model with weights from a seed, in environments' processes of their own. Contestants, in turns whose
 order rotates, in one process:
 
-- `episodes`: as training plays them: a turn prefills what the prefix cache does not have.
-- `full_prefill`: without a prefix cache, so that each turn prefills its whole row.
+- `episodes`: as training plays them: rows stay in their slots, and a turn appends what is new.
+- `full_prefill`: rows leave, and without a prefix cache each turn prefills its whole row.
 - `single_turn`: no environments; from the same first observations the same engine draws as many
-  tokens as the episodes had, in one turn each, all 64 at a time.
+  tokens as the episodes drew, in one turn each, all 64 at a time.
+- `single_turn_rows`: the same, but as many tokens as the episodes' rows have after their prompts,
+  observations included: as many pass through the model.
 - `slow_environment`: `episodes` whose environment takes `--step_ms` a step.
 
 Weights from a seed hardly ever find the goal, so all episodes have all turns. Prints one JSON line:
@@ -15,8 +17,9 @@ medians over the rounds of wall and CPU seconds of this process (its children's 
 drawn per second, and of the environments: `seconds`, from when a part of the episodes has acted to
 its environments' last answer, `waited`, how long generation stood still for them, and `hidden`, the
 share of the first that is not the second. `ratios`: `full_prefill`'s seconds over those of
-`episodes` (aim 1.5), and tokens per second of `episodes` over `single_turn`'s (aim .6), by wall and
-by CPU time. `programs`: compiled after the warm-up, a round of each (aim 0).
+`episodes` (aim 1.5), tokens drawn per second of `episodes` over `single_turn`'s (aim .6), and
+tokens of rows per second over `single_turn_rows`', by wall and by CPU time. `programs`: compiled
+after the warm-up, a round of each (aim 0).
 
     python benchmarks/episodes.py [--rounds=5] [--turn_tokens=2] [--hidden=256] [--step_ms=5]
 """
@@ -59,6 +62,7 @@ class Figures:
       seconds, cpu_seconds: of this process, in all.
       drawing: seconds of generation.
       tokens: drawn.
+      row_tokens: after the prompts, drawn and observed.
       environment, waited: as the module says.
       counts: tokens that were prefilled or found in the prefix cache.
     """
@@ -67,6 +71,7 @@ class Figures:
     cpu_seconds: float = 0.0
     drawing: float = 0.0
     tokens: int = 0
+    row_tokens: int = 0
     environment: float = 0.0
     waited: float = 0.0
     counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -183,8 +188,8 @@ def play(bench: Bench, turns: Any, pool: Any, seed: int) -> Figures:
             figures.waited += time.perf_counter() - start
             return super()._ready(cohort)
 
-        def _play_turn(self, episodes: list[Episode]) -> None:
-            super()._play_turn(episodes)
+        def _play_turn(self, episodes: list[Episode], cohort: int) -> None:
+            super()._play_turn(episodes, cohort)
             acted, last = time.perf_counter(), [0.0]
             for each in episodes:
                 self._answers[each.number].add_done_callback(
@@ -197,6 +202,7 @@ def play(bench: Bench, turns: Any, pool: Any, seed: int) -> Figures:
     with Timed(figures):
         Player(pool, bench.encoder, bench.limits, draw).play(episodes)
     figures.tokens = sum(len(turn.tokens) for each in episodes for turn in each.turns)
+    figures.row_tokens = sum(row.response_length for each in episodes for row in each.rows)
     figures.environment = sum(max(last - acted, 0.0) for acted, [last] in spans)
     figures.counts = {name: turns.totals[name] - count for name, count in before.items()}
     return figures
@@ -215,7 +221,7 @@ def single_turn(bench: Bench, turns: Any, tokens: int, seed: int) -> Figures:
     with Timed(figures):
         drawn = turns.draw(requests, seed=seed, sampling=bench.sampling(ends=False))
     figures.drawing = figures.seconds
-    figures.tokens = sum(len(each.tokens) for each in drawn)
+    figures.tokens = figures.row_tokens = sum(len(each.tokens) for each in drawn)
     return figures
 
 
@@ -223,7 +229,15 @@ def medians(rounds: Sequence[Figures]) -> dict[str, Any]:
     """Of the rounds of a contestant."""
     table = {
         name: statistics.median(getattr(one, name) for one in rounds)
-        for name in ("seconds", "cpu_seconds", "drawing", "tokens", "environment", "waited")
+        for name in (
+            "seconds",
+            "cpu_seconds",
+            "drawing",
+            "tokens",
+            "row_tokens",
+            "environment",
+            "waited",
+        )
     }
     found = {name: round(value, 4) for name, value in table.items()}
     found["tokens_per_second"] = round(table["tokens"] / table["seconds"], 1)
@@ -239,14 +253,16 @@ def ratios(rounds: Mapping[str, Sequence[Figures]]) -> dict[str, float]:
 
     found: dict[str, float] = {}
     for kind, name in (("wall", "seconds"), ("cpu", "cpu_seconds")):
-        each: dict[str, list[float]] = {"full_prefill": [], "single_turn": []}
-        for episodes, full, single in zip(
-            *(rounds[which] for which in ("episodes", "full_prefill", "single_turn")), strict=True
+        each: dict[str, list[float]] = {
+            "full_prefill": [], "single_turn": [], "single_turn_rows": [],
+        }  # fmt: skip
+        for episodes, *others in zip(
+            *(rounds[which] for which in ("episodes", *each)), strict=True
         ):
-            base = getattr(episodes, name)
-            each["full_prefill"].append(getattr(full, name) / base)
-            faster = getattr(single, name) / base
-            each["single_turn"].append(faster * episodes.tokens / single.tokens)
+            full, single, rows = (getattr(one, name) / getattr(episodes, name) for one in others)
+            each["full_prefill"].append(full)
+            each["single_turn"].append(single * episodes.tokens / others[1].tokens)
+            each["single_turn_rows"].append(rows * episodes.row_tokens / others[2].tokens)
         found |= {f"{of}_{kind}": round(statistics.median(some), 3) for of, some in each.items()}
     return found
 
@@ -265,17 +281,18 @@ def measure(bench: Bench, options: argparse.Namespace) -> tuple[dict[str, list[F
         EpisodePool(Maze, processes=options.processes) as pool,
         EpisodePool(f"{__file__}:SlowMaze", slow, processes=options.processes) as slow_pool,
     ):
-        drawn = [0]
+        played = Figures()
 
         def episodes(seed: int) -> Figures:
-            figures = play(bench, cached, pool, seed)
-            drawn[0] = figures.tokens
-            return figures
+            nonlocal played
+            played = play(bench, cached, pool, seed)
+            return played
 
         contestants: dict[str, Callable[[int], Figures]] = {
             "episodes": episodes,
             "full_prefill": lambda seed: play(bench, full, pool, seed),
-            "single_turn": lambda seed: single_turn(bench, whole, drawn[0], seed),
+            "single_turn": lambda seed: single_turn(bench, whole, played.tokens, seed),
+            "single_turn_rows": lambda seed: single_turn(bench, whole, played.row_tokens, seed),
             "slow_environment": lambda seed: play(bench, cached, slow_pool, seed),
         }
         for contestant in contestants.values():

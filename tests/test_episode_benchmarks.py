@@ -92,10 +92,12 @@ def test_growth_is_from_the_first_third_to_the_last():
 
 
 def rounds(**seconds):
-    tokens = {"episodes": 30, "full_prefill": 30, "single_turn": 60}
+    tokens = {"episodes": 30, "full_prefill": 30, "single_turn": 60, "single_turn_rows": 120}
     return {
         name: [
-            episodes.Figures(wall, 2 * wall, tokens=tokens[name], environment=4.0, waited=waited)
+            episodes.Figures(
+                wall, 2 * wall, tokens=tokens[name], row_tokens=90, environment=4.0, waited=waited
+            )
             for wall, waited in zip(walls, (1.0, 2.0, 8.0), strict=True)
         ]
         for name, walls in seconds.items()
@@ -104,12 +106,17 @@ def rounds(**seconds):
 
 def test_ratios_are_of_rounds_that_stood_beside_each_other():
     found = episodes.ratios(
-        rounds(episodes=[2, 4, 8], full_prefill=[6, 8, 12], single_turn=[2, 2, 2])
-    )
-    # 3, 2, 1.5; and 30 tokens in 2, 4, 8 s beside 60 in 2 s: .5, .25, .125.
-    assert found == dict.fromkeys(("full_prefill_wall", "full_prefill_cpu"), 2.0) | dict.fromkeys(
-        ("single_turn_wall", "single_turn_cpu"), 0.25
-    )
+        rounds(
+            episodes=[2, 4, 8], full_prefill=[6, 8, 12], single_turn=[2, 2, 2],
+            single_turn_rows=[2, 4, 4],
+        )
+    )  # fmt: skip
+    # 3, 2, 1.5; 30 tokens in 2, 4, 8 s beside 60 in 2 s: .5, .25, .125; and of rows 90 in 2, 4,
+    # 8 s beside 120 in 2, 4, 4 s: .75, .75, .375.
+    expected = {"full_prefill": 2.0, "single_turn": 0.25, "single_turn_rows": 0.75}
+    assert found == {
+        f"{name}_{kind}": x for name, x in expected.items() for kind in ("wall", "cpu")
+    }
 
 
 def test_environment_time_is_hidden_as_far_as_nobody_waited():

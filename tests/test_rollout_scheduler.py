@@ -109,7 +109,7 @@ class Engine:
             state.text[part, row] = [*prompt, first]
         return state, self.told(drawn, np.ones(drawn.shape, bool), done, 1)
 
-    def decode(self, sampling, params, state, steps, most, bitmask=None, enough_live=0):
+    def decode(self, sampling, params, state, steps, most, bitmask=None, enough_live=0, new=None):
         assert steps > 0 and not state.done.all()
         tokens = np.zeros((state.done.size, most), np.int32)
         mask, taken = np.zeros(tokens.shape, bool), 0

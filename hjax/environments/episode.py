@@ -48,9 +48,10 @@ class EpisodeLimits:
 
     def room(self, row: EpisodeRow) -> int:
         """Tokens that a row may still have."""
-        room = self.response_tokens - len(row.response)
+        length = row.response_length
+        room = self.response_tokens - length
         if self.row_tokens:
-            room = min(room, self.row_tokens - len(row.prompt) - len(row.response))
+            room = min(room, self.row_tokens - len(row.prompt) - length)
         return room
 
 
@@ -111,6 +112,11 @@ class EpisodeRow:
         """Ids after the prompt: of turns and observations."""
         return [i for turn in self.turns for i in (*turn.tokens, *turn.observation)]
 
+    @property
+    def response_length(self) -> int:
+        """Ids of ``response``."""
+        return sum(len(turn.tokens) + len(turn.observation) for turn in self.turns)
+
 
 @dataclasses.dataclass
 class Episode:
@@ -163,6 +169,7 @@ class TurnRequest:
       first_draw: tokens that the episode has had after its rows' prompts.
       max_tokens: of the turn.
       stop: strings that end it.
+      cohort: which part of the episodes draws together.
     """
 
     episode: int
@@ -172,6 +179,7 @@ class TurnRequest:
     first_draw: int
     max_tokens: int
     stop: Sequence[str] = ()
+    cohort: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,7 +245,7 @@ class EpisodePlayer:
             cohorts = [list(episodes[i : i + size]) for i in range(0, len(episodes), size)]
             while any(cohorts):
                 for i, cohort in enumerate(cohorts):
-                    self._play_turn(self._ready(cohort))
+                    self._play_turn(self._ready(cohort), i)
                     cohorts[i] = [each for each in cohort if not each.stop_reason]
                     self._progress(len(episodes) - sum(map(len, cohorts)), len(episodes))
         finally:
@@ -299,20 +307,21 @@ class EpisodePlayer:
         turn.observation = ids
         return True
 
-    def _play_turn(self, episodes: list[Episode]) -> None:
+    def _play_turn(self, episodes: list[Episode], cohort: int) -> None:
         """Draw a turn for each, and give it to its environment."""
         if not episodes:
             return
-        requests = [self._request(each) for each in episodes]
-        for episode, drawn in zip(episodes, self._draw(requests), strict=True):
+        requests = [self._request(each, cohort) for each in episodes]
+        turns = self._draw(requests)
+        for episode, request, drawn in zip(episodes, requests, turns, strict=True):
             row, before = episode.rows[-1], self._before[episode.number]
-            seen = [*row.prompt, *row.response]
+            seen = [*request.prompt, *request.response]
             text = self._encoder.tokenizer.decode_response(seen, drawn.tokens)
             row.turns.append(Turn(drawn.tokens, drawn.logprobs, text, anchor=before.anchor))
             self._ended[episode.number] = drawn.ended
             self._answers[episode.number] = self._pool.step(episode.number, text)
 
-    def _request(self, episode: Episode) -> TurnRequest:
+    def _request(self, episode: Episode, cohort: int) -> TurnRequest:
         row, limits = episode.rows[-1], self.limits
         room = limits.room(row)
         return TurnRequest(
@@ -320,9 +329,10 @@ class EpisodePlayer:
             turn=len(episode.turns),
             prompt=row.prompt,
             response=row.response,
-            first_draw=sum(len(each.response) for each in episode.rows),
+            first_draw=sum(each.response_length for each in episode.rows),
             max_tokens=min(limits.turn_tokens or room, room),
             stop=self._before[episode.number].stop,
+            cohort=cohort,
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -179,12 +180,18 @@ class ObservationEncoder:
 
     def _after_a_turn(self, text: str) -> list[int]:
         """Token ids of a text as what follows another: no BOS, and no blank in front."""
-        alone = self.tokenizer.encode(text, add_special=False)
-        with contextlib.suppress(DataError):  # a newline may be outside a small vocabulary
-            known = self.tokenizer.encode("\n", add_special=False)
+        if self._line_break is not None:
             ids = self.tokenizer.encode("\n" + text, add_special=False)
-            return ids[len(known) :] if ids[: len(known)] == known else alone
-        return alone
+            if ids[: len(self._line_break)] == self._line_break:
+                return ids[len(self._line_break) :]
+        return self.tokenizer.encode(text, add_special=False)
+
+    @functools.cached_property
+    def _line_break(self) -> list[int] | None:
+        """Its ids; None: it is outside a small vocabulary."""
+        with contextlib.suppress(DataError):
+            return self.tokenizer.encode("\n", add_special=False)
+        return None
 
 
 def _marked(turn: Mapping[str, Any]) -> dict[str, Any]:

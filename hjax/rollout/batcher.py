@@ -26,10 +26,10 @@ from hjax.rollout.prefix_cache import (
     uncached_tokens,
 )
 from hjax.rollout.prompt_log_probs import PromptScorer, Top, top_tokens
-from hjax.rollout.requests import RequestHandle, ResponseChunk
+from hjax.rollout.requests import Request, RequestHandle, ResponseChunk
 from hjax.rollout.row_sampling import RowSampling, SamplingSizes
 from hjax.rollout.sampling_params import SamplingParams
-from hjax.rollout.slot_state import Admission, DecodedTokens
+from hjax.rollout.slot_state import Admission, ContinuedRows, DecodedTokens
 from hjax.rollout.slot_table import SlotTable
 from hjax.rollout.waiting_requests import WaitingRequests
 from hjax.sharding.global_arrays import place, to_numpy
@@ -43,7 +43,7 @@ class ContinuousBatcher:
       params: the weights that answer.
       slots: requests that run at a time, a multiple of the engine's data-parallel parts.
       max_tokens: of a prompt and its response together.
-      prefix_tokens: capacity of the prefix cache; 0: none.
+      prefixes: the prefix cache, which others of the same weights may share; None: there is none.
       prefill_batches: prompts in a prefill batch. Few, so that running requests soon get their next
         tokens; many where all wait for each other.
       bucketing: the sizes of its programs.
@@ -62,7 +62,7 @@ class ContinuousBatcher:
         *,
         slots: int,
         max_tokens: int,
-        prefix_tokens: int = 0,
+        prefixes: PrefixCache | None = None,
         prefill_batches: tuple[int, ...] = PREFILL_BATCHES,
         bucketing: type[ServiceBuckets] = ServiceBuckets,
     ):
@@ -71,7 +71,7 @@ class ContinuousBatcher:
         self.sampling_sizes = SamplingSizes(vocab, penalties=True)
         sizes = self.sampling_sizes
         self.buckets = bucketing(engine, slots, max_tokens, sizes, prefill_batches)
-        self.prefixes = PrefixCache(engine, prefix_tokens) if prefix_tokens else None
+        self.prefixes = prefixes
         self.scorer = PromptScorer(engine)
         self.waiting = WaitingRequests(self.prefixes, engine.parts, max_tokens)
         self.running: dict[int, RequestHandle] = {}
@@ -79,7 +79,6 @@ class ContinuousBatcher:
         self._table = SlotTable(engine, self.buckets)
         kinds = "generated", "prompt", "cached", "guessed", "right"
         self.totals = {f"{kind}_tokens": 0 for kind in kinds}
-        self._keys = jax.jit(jax.vmap(_key))
         self.allow_all = functools.cache(self._make_allow_all)
 
     @property
@@ -112,8 +111,12 @@ class ContinuousBatcher:
         """
         Precompilation(
             self.buckets, self.params, self.prefixes, self.scorer if scores else None,
-            admission=self.admission, every=self.allow_all,
+            admission=self.admission, every=self.allow_all, continuations=self._blank_rows(),
         ).run(on_progress)  # fmt: skip
+
+    def _blank_rows(self) -> list[ContinuedRows]:
+        """One of each size with which rows may be continued; nothing is."""
+        return []
 
     def release_slots(self) -> None:
         """Give up the slots' memory; the next request gets new ones."""
@@ -269,6 +272,20 @@ class ContinuousBatcher:
         prompts = [() if r is None else r.prompt for r in asked]
         found = [CachedPrefix() if t is None else t.cached_prefix for t in entries]
         tokens, mask, cached = uncached_tokens(prompts, found, columns, known)
+        return Admission(
+            tokens,
+            mask,
+            where,
+            where,
+            **self._draw_inputs(asked),
+            cached=cached,
+            text=text_table(prompts, self.max_tokens if self._engine.draft_tokens else 0),
+            bitmask=self._bitmasks(entries),
+            packed_size=flat,
+        )
+
+    def _draw_inputs(self, asked: Sequence[Request | None]) -> dict[str, Any]:
+        """``keys``, ``limit`` and ``options`` of requests, as ``Admission`` has them."""
         seeds = np.array([0 if r is None else r.seed for r in asked], np.uint32)
         numbers = [(0, 0) if r is None else (r.step, r.choice) for r in asked]
         options = RowSampling.of(
@@ -276,19 +293,11 @@ class ContinuousBatcher:
             self.sampling_sizes,
             [0 if r is None else r.first_draw for r in asked],
         )
-        return Admission(
-            tokens,
-            mask,
-            where,
-            where,
-            np.asarray(self._keys(seeds, *np.array(numbers, np.int32).T)),
-            np.array([1 if r is None else r.max_tokens for r in asked], np.int32),
-            options,
-            cached,
-            text_table(prompts, self.max_tokens if self._engine.draft_tokens else 0),
-            self._bitmasks(entries),
-            packed_size=flat,
-        )
+        return {
+            "keys": np.asarray(_keys(seeds, *np.array(numbers, np.int32).T)),
+            "limit": np.array([1 if r is None else r.max_tokens for r in asked], np.int32),
+            "options": options,
+        }
 
     def _decode(self) -> None:
         table, buckets, running = self._table, self.buckets, self.running.values()
@@ -358,15 +367,20 @@ class ContinuousBatcher:
         halted = np.zeros(self._table.sequence_ids.shape, bool)
         halted.flat[[row for row, handle in rows if handle.matcher]] = True
         self._table.stop_rows(halted)
-        # The last token drawn is not in the cache yet.
-        self._store_prefixes([(row, (*t.request.prompt, *t.tokens[:-1])) for row, t in rows])
         self.totals["generated_tokens"] += sum(len(piece.tokens) for piece in chunks.values())
-        self._release(ended)
+        self._leave(rows)
         for handle, piece in chunks.items():
             handle.deliver(piece)
 
+    def _leave(self, rows: Sequence[tuple[int, RequestHandle]]) -> None:
+        """Free the rows of requests that have ended, once their prefixes are stored."""
+        self._store_prefixes([(row, handle.cached_sequence) for row, handle in rows])
+        self._release({handle for _, handle in rows})
 
-def _key(seed: jax.Array, step: jax.Array, choice: jax.Array) -> jax.Array:
+
+@jax.jit
+@jax.vmap
+def _keys(seed: jax.Array, step: jax.Array, choice: jax.Array) -> jax.Array:
     """As ``hjax.rollout.sampling.sequence_keys``."""
     key = jax.random.fold_in(jax.random.key(seed), step)
     return jax.random.key_data(jax.random.fold_in(key, choice))

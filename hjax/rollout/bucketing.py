@@ -7,6 +7,8 @@ beforehand. Rows are counted per data-parallel part.
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
+
 from hjax.kernels.cache_axis import TILE
 from hjax.models.packed_prefill import packed_sizes
 from hjax.rollout.engine import STEPS, Engine
@@ -19,6 +21,12 @@ from hjax.rollout.slot_state import SlotSizes
 PREFILL_BATCHES = (1, 4, 8)
 # Fewest columns for the uncached tokens of prompts; other buckets are powers of two times as many.
 MIN_PROMPT_COLUMNS = 32
+# Columns for new tokens of rows that stay in their slots, and packed tokens per row: few, as each
+# compiles a program.
+CONTINUATION_COLUMNS = (8, 64)
+PACKED_PER_ROW = {8: (2, 3, 5), 64: (5, 20)}
+# Most bytes of a layer's attention scores in the pass over these tokens.
+CONTINUATION_BYTES = 1 << 28
 # Tokens of a prefill chunk, a whole number of blocks. Short, for the same reason.
 PREFILL_CHUNK = 512
 # Columns of a rollout's new KV cache; each further bucket has twice as many.
@@ -163,9 +171,9 @@ class TurnBuckets(ServiceBuckets):
 
     @property
     def rows(self) -> list[int]:
-        """All rows, and a quarter of them where more than a few are used."""
+        """All rows, and a quarter of them where more than a few are used and none stay."""
         most = self.slots // self.engine.parts
-        if self.engine.uses_kernel or self.slots <= MIN_ROWS:
+        if self.engine.row_columns or self.slots <= MIN_ROWS:
             return [most]
         return sorted({-(-most // 4), most})
 
@@ -183,6 +191,34 @@ class TurnBuckets(ServiceBuckets):
         """Half of the padded columns, or padded."""
         packs = self.engine.packs_prompts and each > 1
         return [*packed_sizes(each * new)[: int(packs)], 0]
+
+    @property
+    def continuation_sizes(self) -> list[tuple[int, int]]:
+        """Columns for the new tokens of a row that is continued, and packed sizes (0: padded),
+        ascending. Scores of all columns at once are kept below ``CONTINUATION_BYTES``."""
+        rows, heads = self.rows[-1], self.engine.network.config.heads
+        few, many = CONTINUATION_COLUMNS
+        scores = rows * self.engine.parts * heads * self.lengths[-1] * 4
+        columns = [few, many] if many * scores <= CONTINUATION_BYTES else [few]
+        return [
+            (new, each * rows)
+            for new in columns
+            for each in (*(n for n in PACKED_PER_ROW[new] if rows > 1), 0)
+        ]
+
+    def continuation_size(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """The smallest of ``continuation_sizes``.
+
+        Args:
+          tokens: new tokens of each row of the state, by data-parallel part.
+        """
+        longest, parts = max(tokens), self.engine.parts
+        total = np.sum(np.reshape(tokens, (parts, -1)), axis=1).max()
+        return next(
+            (new, packed)
+            for new, packed in self.continuation_sizes
+            if longest <= new and (total <= packed or not packed)
+        )
 
 
 def lengths(limit: int, refills: bool) -> list[int]:

@@ -178,7 +178,7 @@ class DecodeStep:
         if self.engine.uses_kernel:
             where = jnp.where(running.done, -1, own).reshape(slots.begin.shape[0], -1)
             return Decode(CacheMask(slots.begin, slots.end, where), layout, self.length / 2)
-        if self.engine.draft_tokens:
+        if self.engine.row_columns:
             slots = dataclasses.replace(slots, start=jnp.zeros_like(own), column=own)
         return DecodeSlots(slots, layout)
 
@@ -272,11 +272,12 @@ class DecodeStep:
         a row is running, if the caller knows already.
         """
         going = ~jnp.all(running.done) if live is None else live
-        if self.engine.draft_tokens:
+        drafts = self.engine.draft_tokens
+        if self.engine.row_columns and not self.engine.uses_kernel:
             own = jnp.max(jnp.where(running.done, 0, self.own_tokens(running)))
-            drawn = jnp.max(running.drawn - before)
-            drafts = self.engine.draft_tokens
-            going &= (own + drafts < self.length) & (drawn + drafts < most)
+            going &= own + drafts < self.length
+        if drafts:
+            going &= jnp.max(running.drawn - before) + drafts < most
         return going
 
 

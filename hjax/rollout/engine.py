@@ -30,12 +30,14 @@ from hjax.models.parameters import Network, Weights
 from hjax.rollout.chunked_prefill import ChunkedPrefill
 from hjax.rollout.decode_step import DecodeState, DecodeStep, append_token
 from hjax.rollout.rollout_job import GenerationConfig
+from hjax.rollout.row_continuation import RowContinuation
 from hjax.rollout.row_sampling import RowSampling
 from hjax.rollout.sampling_params import SamplingParams
 from hjax.rollout.slot_layout import SlotLayout, split_resumed
 from hjax.rollout.slot_state import (
     Admission,
     CachedPrompts,
+    ContinuedRows,
     DecodedTokens,
     PrefilledPrompts,
     RunningSequences,
@@ -43,7 +45,7 @@ from hjax.rollout.slot_state import (
     SlotState,
 )
 from hjax.rollout.token_counts import TokenCounts
-from hjax.sharding.global_arrays import place
+from hjax.sharding.global_arrays import place, place_all
 from hjax.sharding.layout import Layout
 
 # Most tokens of a decode dispatch; after each, finished sequences leave.
@@ -62,6 +64,9 @@ class Engine:
       copies: of each key-value head, see ``KVCache``.
       guesses: draft tokens per pass, see ``hjax.rollout.prompt_lookup``; 0 with the kernel.
       int8: whether keys and values are kept in int8, see ``hjax.kernels.int8_cache``.
+      row_columns: whether each row's tokens begin in its own column 0, so that rows may stay in
+        their slots and be continued; else all write into one column. With a kernel or drafts it is
+        always so.
     """
 
     def __init__(
@@ -73,10 +78,12 @@ class Engine:
         copies: int = 1,
         guesses: int = 0,
         int8: bool = False,
+        row_columns: bool = False,
     ):
         self.network, self.layout, self.compute = network, layout, compute
         self.form, self.copies, self.int8 = cache_form, copies, int8
         self.draft_tokens = guesses
+        self.row_columns = row_columns or self.uses_kernel or guesses > 0
         self.spare_columns = 0  # columns that programs need beyond those of all tokens
         if guesses and self.uses_kernel:
             raise ConfigError(f"lookup={guesses}: the kernel {cache_form!r} takes one token a step")
@@ -96,6 +103,7 @@ class Engine:
         state = SlotState(cast(Any, held), slots, split)
         read = PrefilledPrompts(held, held, split, split, split, cast(Any, held))
         self._sharding, rest, both = state, (slots, split), (state, whole)
+        self.row_continuation = RowContinuation(self, state)
         self._empty = jax.jit(self._zeros, static_argnums=0, out_shardings=state)
         self._prefill = jax.jit(self._prefill_program, static_argnums=0, out_shardings=read)
         self._first = jax.jit(self._first_tokens, static_argnums=0, out_shardings=(split, whole))
@@ -125,10 +133,15 @@ class Engine:
         """Iterations of ``decode``'s loop for this many tokens."""
         return steps
 
-    @property
-    def row_columns(self) -> bool:
-        """Whether each row's tokens begin in its own column 0; else all write into one column."""
-        return self.uses_kernel or self.draft_tokens > 0
+    @functools.cached_property
+    def of_lasting_rows(self) -> "Engine":
+        """The same engine with ``row_columns``."""
+        if self.row_columns:
+            return self
+        return Engine(
+            self.network, self.layout, self.compute, self.form, self.copies, int8=self.int8,
+            row_columns=True,
+        )  # fmt: skip
 
     @property
     def packs_prompts(self) -> bool:
@@ -194,7 +207,7 @@ class Engine:
         split = self.layout.sharding("batch")
         most = new.limit if new.final_limit is None else new.final_limit
         new = dataclasses.replace(new, groups=None, rows=None, final_limit=most)
-        new = jax.tree.map(lambda x: place(x, split), new)
+        new = place_all(new, split)
         # Only what the prefill program reads: sizes of the rest would compile it again.
         inputs = dataclasses.replace(
             new, keys=None, limit=None, options=None, text=None, bitmask=None
@@ -259,6 +272,7 @@ class Engine:
         most: int = STEPS,
         bitmask: np.ndarray | jax.Array | None = None,
         enough_live: int = 0,
+        new: ContinuedRows | None = None,
     ) -> tuple[SlotState, DecodedTokens]:
         """Draw up to ``steps`` tokens for every running row, fewer if all finish.
 
@@ -269,11 +283,18 @@ class Engine:
           bitmask: of each row, as in ``Admission``, for every token that is drawn.
           enough_live: stop once no part has more running rows than this; a pipeline of several
             stages, which is full, goes on.
+          new: tokens to append first to rows that have ended, which then run again and draw one
+            token more than ``steps``. See ``RowContinuation``.
         """
         numbers = place(np.array([steps, enough_live], np.int32), self.layout.replicated)
         bits = None if bitmask is None else place(bitmask, self.layout.sharding("batch"))
+        first = None
+        if new is not None:
+            state, first = self.row_continuation(sampling, params, state, new, bits)
         state, drawn = self._decode(sampling, most, params, state, numbers, bits)
-        return state, DecodedTokens.of(drawn)
+        if first is None:
+            return state, DecodedTokens.of(drawn)
+        return state, DecodedTokens.of(first).followed_by(DecodedTokens.of(drawn))
 
     def share_prompts(
         self, state: SlotState, members: np.ndarray | None, row_place: np.ndarray | None

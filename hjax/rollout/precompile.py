@@ -10,7 +10,7 @@ import functools
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,12 @@ from hjax.rollout.bucketing import PREFILL_CHUNK, ServiceBuckets
 from hjax.rollout.prefix_cache import PrefixCache, cached_column_sizes
 from hjax.rollout.prompt_log_probs import PromptScorer
 from hjax.rollout.sampling_params import SamplingParams
-from hjax.rollout.slot_state import Admission, PrefilledPrompts, RunningSequences
+from hjax.rollout.slot_state import (
+    Admission,
+    ContinuedRows,
+    PrefilledPrompts,
+    RunningSequences,
+)
 from hjax.rollout.slot_table import SlotTable
 
 # Share of the free memory that the states under compilation may take.
@@ -43,6 +48,7 @@ class Precompilation:
       admission: makes an ``Admission`` from entries, target rows, columns of each entry and of the
         packed form, and columns for cached tokens.
       every: bitmasks of this many rows that allow every token.
+      continuations: one of each size with which rows may be continued, without any tokens.
     """
 
     buckets: ServiceBuckets
@@ -51,6 +57,7 @@ class Precompilation:
     scorer: PromptScorer | None
     admission: Callable[[list[Any], np.ndarray, tuple[int, int], int], Admission]
     every: Callable[[int], Any]
+    continuations: Sequence[ContinuedRows] = ()
     _blocks: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def run(self, on_progress: Callable[[str], None]) -> None:
@@ -124,7 +131,20 @@ class Precompilation:
                 for length in self.buckets.lengths_for(rows)
             ]
             for rows in self.buckets.rows
+        ] + [
+            [
+                (f"{new.packed_size or new.tokens.size} further tokens",
+                 functools.partial(self._continue, length, new))
+                for new in self.continuations
+                for length in self.buckets.lengths
+            ]
         ]  # fmt: skip
+
+    def _continue(self, length: int, new: ContinuedRows) -> None:
+        rows = self.buckets.rows[-1]
+        table = SlotTable(self.buckets.engine, self.buckets).open(rows, length)
+        every = self.every(rows * self.buckets.engine.parts)
+        table.decode(SamplingParams(), self.params, 0, every, new=new)
 
     def _slots(
         self, rows: int, length: int, read: list[tuple[PrefilledPrompts, RunningSequences]]

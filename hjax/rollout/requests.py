@@ -100,6 +100,11 @@ class RequestHandle:
         """Whether its prompt must be scored before it enters."""
         return self.request.scored and self.scores is None
 
+    @property
+    def cached_sequence(self) -> tuple[int, ...]:
+        """What its row has in the KV cache: all tokens but the last one drawn."""
+        return (*self.request.prompt, *self.tokens[:-1])
+
     def cancel(self) -> None:
         """Stop generating; the last chunk says ``cancelled``. Does nothing if it has ended."""
         self.cancelled = True

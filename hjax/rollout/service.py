@@ -16,7 +16,7 @@ from hjax.errors import ConfigError, RunError
 from hjax.rollout.batcher import ContinuousBatcher
 from hjax.rollout.constrained_decoding import ConstraintCompiler, ConstraintMatcher
 from hjax.rollout.engine import Engine
-from hjax.rollout.prefix_cache import affordable_tokens, why_no_blocks
+from hjax.rollout.prefix_cache import PrefixCache, affordable_tokens, why_no_blocks
 from hjax.rollout.requests import QueueFull, Request, RequestHandle, ResponseChunk
 from hjax.rollout.row_sampling import RowSampling
 
@@ -88,8 +88,8 @@ class GenerationService:
         if prefix_tokens and reason:
             raise ConfigError(f"prefix_tokens={prefix_tokens}: {reason}; give 0")
         self._batcher = ContinuousBatcher(
-            self._engine, model.params,
-            slots=self.slots, max_tokens=self.max_tokens, prefix_tokens=prefix_tokens,
+            self._engine, model.params, slots=self.slots, max_tokens=self.max_tokens,
+            prefixes=PrefixCache(self._engine, prefix_tokens) if prefix_tokens else None,
         )  # fmt: skip
         self._constraints = ConstraintCompiler(model.tokenizer, model.config.vocab_size)
         self._inbox: list[RequestHandle] = []  # submitted, and not yet the batcher's

@@ -129,6 +129,28 @@ class Admission:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class ContinuedRows:
+    """Tokens that follow those that rows have in the cache: an entry for each row of the state.
+
+    Attributes:
+      tokens: int32 [rows, new], padded on the right.
+      count: int32 [rows], tokens of each; 0: the row is not continued.
+      cached: int32 [rows], tokens of each that are in the cache, from column 0 on, and stay.
+      keys, limit, options: as in ``Admission``, of what is drawn next.
+      packed_size: as in ``Admission``.
+    """
+
+    tokens: Any
+    count: Any
+    cached: Any
+    keys: Any
+    limit: Any
+    options: RowSampling
+    packed_size: int = dataclasses.field(default=0, metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class ResumedRows:
     """Responses that were paused.
 
@@ -204,6 +226,21 @@ class DecodedTokens:
     guessed: np.ndarray | None = None
     right: np.ndarray | None = None
     top: tuple[jax.Array, jax.Array] | None = None
+
+    def followed_by(self, rest: DecodedTokens) -> DecodedTokens:
+        """These tokens and then ``rest``; without ``top``."""
+
+        def joined(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+            return np.concatenate([one, other], axis=1)
+
+        return dataclasses.replace(
+            rest,
+            tokens=joined(self.tokens, rest.tokens),
+            mask=joined(self.mask, rest.mask),
+            logprobs={name: joined(x, rest.logprobs[name]) for name, x in self.logprobs.items()},
+            steps=self.steps + rest.steps,
+            top=None,
+        )
 
     @classmethod
     def of(cls, drawn: dict[str, Any]) -> DecodedTokens:

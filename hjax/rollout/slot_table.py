@@ -16,7 +16,7 @@ from hjax.models.parameters import Weights
 from hjax.rollout.engine import Engine
 from hjax.rollout.rollout_job import EMPTY
 from hjax.rollout.sampling_params import SamplingParams
-from hjax.rollout.slot_state import Admission, DecodedTokens, SlotSizes
+from hjax.rollout.slot_state import Admission, ContinuedRows, DecodedTokens, SlotSizes
 
 
 class SlotTableShapes(Protocol):
@@ -130,13 +130,14 @@ class SlotTable:
         steps: int,
         bitmask: Any = None,
         enough_live: int = 0,
+        new: ContinuedRows | None = None,
     ) -> DecodedTokens:
         """As ``Engine.decode``, as far as there are columns."""
         engine, most = self.engine, self.buckets.steps + self.engine.draft_tokens
         if not engine.row_columns:
             steps = min(steps, self.length - self.column - engine.spare_columns)
         self.state, drawn = engine.decode(
-            sampling, params, self.state, steps, most, bitmask, enough_live
+            sampling, params, self.state, steps, most, bitmask, enough_live, new
         )
         self.column += drawn.steps
         return drawn

@@ -54,6 +54,21 @@ class TokenCounts:
             return cls(seen, jnp.zeros(seen.shape, jnp.int32))
         return cls(seen, count(responses, response_mask))
 
+    def continued(
+        self, tokens: jax.Array, mask: jax.Array, layout: Layout | None = None
+    ) -> TokenCounts:
+        """The counts of rows whose prompts are all tokens so far and further ones.
+
+        Args:
+          tokens, mask: the further ones, as ``prompts`` of ``of``; a row without any stays as it
+            is.
+          layout: as of ``of``.
+        """
+        more = TokenCounts.of(tokens, mask, self.prompt.shape[1], layout=layout)
+        rows = mask.any(axis=1, keepdims=True)
+        prompt = self.prompt | more.prompt | (rows & (self.response > 0))
+        return TokenCounts(prompt, jnp.where(rows, 0, self.response))
+
 
 def count_token(
     counts: TokenCounts | None, token: jax.Array, live: jax.Array, layout: Layout | None = None

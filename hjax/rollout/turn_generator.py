@@ -1,11 +1,15 @@
 """Generation of turns: what a policy says next in many episodes at once.
 
-A turn continues the ids that its row has already; of these only what no earlier turn left in the
-prefix cache is prefilled.
+A turn continues the ids that its row has already. Rows stay in their slots between turns where
+memory holds all of them, and a turn appends what is new. Else they leave, and the next turn
+prefills what the prefix cache does not have: so under pipeline stages, with the TPU's decode kernel
+(which takes one token a step), with rotary positions that depend on a sequence's length, and with
+fewer slots than episodes.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -14,10 +18,13 @@ from hjax.data.response_text import ResponseText
 from hjax.data.tokenizer import Tokenizer
 from hjax.environments.episode import DrawnTurn, TurnRequest
 from hjax.errors import RunError
+from hjax.models.append_attention import BLOCK
+from hjax.models.parameters import Layered, unstack_layers
 from hjax.rollout.batcher import ContinuousBatcher
 from hjax.rollout.bucketing import TurnBuckets
 from hjax.rollout.engine import Engine
-from hjax.rollout.prefix_cache import affordable_tokens, why_no_blocks
+from hjax.rollout.lasting_batcher import LastingBatcher
+from hjax.rollout.prefix_cache import PrefixCache, affordable_tokens, why_no_blocks
 from hjax.rollout.prompt_encoding import StopConditions, StopWatcher
 from hjax.rollout.requests import Request, RequestHandle, ResponseChunk
 from hjax.rollout.sampling_params import SamplingParams
@@ -35,8 +42,9 @@ class TurnGenerator:
       tokenizer: of the model.
       slots: turns that are drawn at a time; rounded up to the engine's data-parallel parts.
       row_tokens: most tokens of a row.
-      rows: rows that the prefix cache is to hold, as far as a share of the free memory does; None:
-        twice the slots.
+      rows: rows whose keys and values are kept between turns; None: twice the slots. Where a share
+        of the free memory holds so many, at most twice the slots, they stay in slots; else the
+        prefix cache has what it has room for.
 
     Attributes:
       sizes: ``slots``, ``row_tokens`` and ``rows`` as given.
@@ -55,27 +63,50 @@ class TurnGenerator:
         self.sizes = slots, row_tokens, rows
         parts = engine.parts
         self._tokenizer = tokenizer
-        held = -(-(2 * slots if rows is None else rows) // parts) * row_tokens
-        room = 0 if why_no_blocks(engine) else affordable_tokens(engine, held)
+        held = 2 * slots if rows is None else rows
         slots = -(-slots // parts) * parts
-        self._batcher = ContinuousBatcher(
-            engine, params,
-            slots=slots, max_tokens=row_tokens, prefix_tokens=room,
-            prefill_batches=(-(-slots // 8), slots), bucketing=TurnBuckets,
-        )  # fmt: skip
+        wanted = -(-held // parts) * row_tokens // BLOCK * BLOCK
+        room = 0 if why_no_blocks(engine) else affordable_tokens(engine, wanted)
+        stay = bool(room) and room == wanted and held <= 2 * slots
+        stay = stay and not (engine.uses_kernel or engine.draft_tokens)
+        self._engine = engine = engine.of_lasting_rows if stay else engine
+        room = room // 2 if stay else room
+        params = self._by_layer(params)
+        prefixes = PrefixCache(engine, room) if room else None
+        # Those that draw together have slots of their own: none of a batch's rows is idle.
+        self._batchers = [
+            (LastingBatcher if stay else ContinuousBatcher)(
+                engine, params,
+                slots=slots, max_tokens=row_tokens, prefixes=prefixes,
+                prefill_batches=(-(-slots // 8), slots), bucketing=TurnBuckets,
+            )
+            for _ in range(-(-held // slots) if stay else 1)
+        ]  # fmt: skip
 
     @property
     def totals(self) -> dict[str, int]:
         """Tokens so far, as ``ContinuousBatcher.totals``."""
-        return self._batcher.totals
+        totals = collections.Counter[str]()
+        for batcher in self._batchers:
+            totals.update(batcher.totals)
+        return dict(totals)
 
     def precompile(self) -> None:
         """Compile every program that turns may need."""
-        self._batcher.precompile(scores=False)
+        self._batchers[0].precompile(scores=False)  # the others call the same
 
     def replace_params(self, params: Any) -> None:
         """Draw with other weights, or with none (None) until there are some again."""
-        self._batcher.replace_params(params)
+        for batcher in self._batchers:
+            batcher.replace_params(self._by_layer(params))
+
+    def _by_layer(self, params: Any) -> Any:
+        """The weights with an array per layer if layers are unrolled: programs of a turn are short,
+        and each would cut the stacked arrays anew."""
+        unrolled = self._engine.compute.unroll_layers and self._engine.row_columns
+        if params is None or isinstance(params, Layered) or not unrolled:
+            return params
+        return unstack_layers(params, self._engine.network.shardings(self._engine.layout))
 
     def draw(
         self,
@@ -106,8 +137,9 @@ class TurnGenerator:
             self._submit(request, seed=seed, step=step, sampling=sampling, stop=stop)
             for request in requests
         ]
-        while self._batcher.busy:
-            self._batcher.advance()
+        for batcher in self._batchers:
+            while batcher.busy:
+                batcher.advance()
         return [turn.drawn() for turn in turns]
 
     def _submit(
@@ -138,7 +170,8 @@ class TurnGenerator:
             watcher = StopWatcher(stops, ResponseText(self._tokenizer, seen))
         turn = _TurnInProgress(watcher)
         turn.handle = RequestHandle(asked, None, turn.take)
-        self._batcher.waiting.requests.append(turn.handle)
+        batcher = self._batchers[request.cohort % len(self._batchers)]
+        batcher.waiting.requests.append(turn.handle)
         return turn
 
 

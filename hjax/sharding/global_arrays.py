@@ -43,6 +43,14 @@ def place(x: Any, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_callback(numbers.shape, sharding, lambda index: numbers[index])
 
 
+def place_all(arrays: T, sharding: Sharding) -> T:
+    """``place`` of all arrays of a pytree, at once where one process has all devices."""
+    if sharding.is_fully_addressable:
+        placed: T = jax.device_put(arrays, sharding)
+        return placed
+    return jax.tree.map(lambda x: place(x, sharding), arrays)
+
+
 def to_numpy(x: Any) -> np.ndarray:
     """The whole array, in this process.
 
