@@ -44,10 +44,12 @@ class Snapshot:
     Attributes:
       programs: of the model.
       learned: the parameters.
+      label: of whoever keeps it.
     """
 
     programs: ModelPrograms
     learned: Params
+    label: Any = None
 
     def sample(self, request: SampleRequest) -> SampleResult:
         """Responses to one prompt; waits for them.

@@ -67,8 +67,9 @@ def write_saved(
         write_state(partial, items)()
         if lora is not None:
             save_adapter(partial, network.declared, to_host(learned), lora, base)
-        replace_file(partial / STATE, json.dumps(described, indent=1) + "\n")
         write_checksums(partial, folder.name)
+        # It may be changed later (when the state expires), so it has no checksum.
+        replace_file(partial / STATE, json.dumps(described, indent=1) + "\n")
         remove_saved(folder)
         partial.rename(folder)
     except OSError as error:

@@ -161,6 +161,7 @@ class ModelPrograms:
         with self._lock:
             if self._sampler is None:
                 base, network = self.base, self.network
+                lora = network.config.lora
                 self._sampler = SnapshotSampler(
                     network,
                     base.layout,
@@ -168,7 +169,7 @@ class ModelPrograms:
                     tokenizer=base.tokenizer,
                     eos_ids=base.eos_ids,
                     frozen=self.frozen,
-                    learned=base.initial(network.config.lora, seed=0),
+                    learned=base.frozen if lora is None else base.initial(lora, seed=0),
                     slots=base.slots,
                 )
             return self._sampler
