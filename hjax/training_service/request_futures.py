@@ -40,11 +40,11 @@ class FutureResult:
 
 class _Future:
     def __init__(self, session: str):
-        self.session, self.result = session, None
+        self.session = session
+        self.result: FutureResult | None = None
         self.ready = asyncio.Event()
         self.at = time.monotonic()
         self.fetched = False
-        self.result: FutureResult | None
 
 
 class RequestFutures:

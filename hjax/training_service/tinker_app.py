@@ -21,7 +21,7 @@ from hjax.serving.app import cancel_on_disconnect
 from hjax.serving.cross_site import CrossSiteCheck
 from hjax.serving.fields import RequestFields, parse_object, validate_fields
 from hjax.serving.limits import ServerLimits
-from hjax.serving.request_body import BodyReader
+from hjax.serving.request_body import LARGE_BODY_BYTES, BodyReader
 from hjax.serving.request_errors import RequestRefused
 from hjax.training_service import tinker_listing as listing
 from hjax.training_service.request_futures import FutureResult
@@ -176,8 +176,10 @@ class _TinkerPaths:
     async def _object(self, request: Request) -> dict[str, Any]:
         async with self._body(request) as body:
             try:
+                if len(body) <= LARGE_BODY_BYTES:
+                    return parse_object(body or b"{}", self._limits)
                 # A long prompt takes long; the event loop has other clients.
-                return await asyncio.to_thread(parse_object, body or b"{}", self._limits)
+                return await asyncio.to_thread(parse_object, body, self._limits)
             except RecursionError:
                 raise RequestRefused("the body is nested too deeply") from None
 
@@ -289,7 +291,7 @@ class _TinkerPaths:
     async def sample(self, request: Request) -> Response:
         given = await self._object(request)
         try:
-            fields = await asyncio.to_thread(validate_fields, SampleFields, given)
+            fields = validate_fields(SampleFields, given)
             made = check_samples(fields)
             if made["request_id"] not in self._service.futures:
                 self._service.check_room()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import math
 import time
 import traceback
 import uuid
@@ -298,7 +299,10 @@ class TinkerService:
         """Take a step; returns the future's id."""
 
         def step(model: LoadedModel) -> FutureResult:
-            return FutureResult.of_json({"metrics": model.learner.optim_step(**fields.settings())})
+            metrics = model.learner.optim_step(**fields.settings())
+            # JSON has no infinity; a step on such a gradient says "skipped".
+            finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+            return FutureResult.of_json({"metrics": finite})
 
         return self._submit(fields.model_id, fields.seq_id, step)
 
