@@ -5,11 +5,14 @@ import json
 
 import jax
 import numpy as np
+import optax
 import pytest
 from helpers import save_model
 from references import LlamaForCausalLM, peft, torch
 
+from hjax.algorithms.pair_loss import PairLoss
 from hjax.errors import ConfigError, RunError
+from hjax.models.forward import response_log_probs
 from hjax.models.parameters import to_host
 from hjax.models.peft_files import save_adapter
 from hjax.training_service.datum import Datum, padded_length
@@ -238,6 +241,60 @@ def test_tokens_that_do_not_count_add_exactly_nothing(base):
     for loss in ("importance_sampling", "ppo", "cispo"):
         assert learner.forward_backward([datum], loss).loss == 0
     assert learner.optim_step()["grad_norm"] == 0
+
+
+def test_dpo_by_weights_is_the_step_of_hjaxs_own_loss(base):
+    """As custom losses run: log-probs forward, the loss's slopes back as weights of cross_entropy.
+
+    The other way is a trainer's: prompts and responses, and the pair loss of `algorithm.name=DPO`.
+    """
+    learner, optimizer = learner_of(base), optax.adamw(1e-2, b1=0.9, b2=0.95, weight_decay=0.0)
+    network, start = base.programs(learner.lora).network, learner.learned
+    loss, draw = PairLoss(beta=0.5), np.random.default_rng(7)
+    batch = {
+        "prompts": np.tile(draw.integers(0, VOCAB, (1, 3), np.int32), (2, 1)),
+        "prompt_mask": np.ones((2, 3), bool),
+        "responses": draw.integers(0, VOCAB, (2, 4), np.int32),
+        "response_mask": np.array([[1, 1, 1, 1], [1, 1, 1, 0]], bool),
+        "ref_logprobs": draw.normal(-3.6, 0.2, (2, 4)).astype(np.float32),
+    }
+
+    def own_loss(learned):
+        model = network.bind(network.partition.join(learned, base.frozen))
+        found = response_log_probs(model, batch, 1, base.compute)
+        return loss(found, None, batch)[0].sum()
+
+    gradients = jax.jit(jax.grad(own_loss))(start)
+    updates, _ = optimizer.update(gradients, optimizer.init(start), start)
+
+    rows = [  # padding left out: texts of their own lengths
+        np.concatenate([batch["prompts"][i], batch["responses"][i][batch["response_mask"][i]]])
+        for i in range(2)
+    ]
+    data = [Datum(row[:-1], {"target_tokens": row[1:]}) for row in rows]
+    found = learner.forward(data, "cross_entropy").logprobs
+    logp = [torch.tensor(x[2:], requires_grad=True) for x in found]
+    gain = [
+        (x - torch.tensor(batch["ref_logprobs"][i, : len(x)])).sum() for i, x in enumerate(logp)
+    ]
+    (-torch.nn.functional.logsigmoid(0.5 * (gain[0] - gain[1]))).backward()
+    weights = [np.concatenate([[0, 0], -x.grad.numpy()]).astype(np.float32) for x in logp]
+    weighted = [Datum(d.tokens, {**d.inputs, "weights": w}) for d, w in zip(data, weights)]
+    learner.forward_backward(weighted, "cross_entropy")
+    assert largest_difference(learner.gradients, gradients) < 1e-5
+    learner.optim_step(learning_rate=1e-2, eps=1e-8)
+    assert largest_difference(learner.learned, optax.apply_updates(start, updates)) < 1e-5
+
+
+def test_trained_weights_score_as_the_goldens(test_data):
+    """float64, made elsewhere; stories260K."""
+    path = test_data / "weights" / "stories260K-hf"
+    golden = json.loads((path / "goldens.json").read_text())
+    learner, ids = Learner(path, 4), golden["text_ids"]
+    [found] = learner.forward(
+        [Datum(ids[:-1], {"target_tokens": ids[1:]})], "cross_entropy"
+    ).logprobs
+    np.testing.assert_allclose(found, golden["text_logprobs"], atol=1e-4)
 
 
 def test_models_over_one_base_do_not_see_each_other(base):

@@ -169,6 +169,6 @@ def _padded(data: list[Datum], members: tuple[int, ...], length: int, several: i
         count = len(datum.tokens)
         arrays["tokens"][row, :count], arrays["mask"][row, :count] = datum.tokens, True
         for name, value in datum.inputs.items():
-            several = tuple(slice(n) for n in value.shape[1:])
-            arrays[name][row][:count][(slice(None), *several)] = value
+            whole = arrays[name][row]
+            whole[tuple(slice(n) for n in value.shape)] = value
     return DatumBatch(members, arrays)

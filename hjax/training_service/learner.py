@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -73,9 +74,8 @@ class Snapshot:
 
         try:
             for index, request in enumerate(requests):
-                self.programs.sampler().submit(
-                    self.learned, request, lambda result, index=index: keep(index, result)
-                )
+                on_done = functools.partial(keep, index)
+                self.programs.sampler().submit(self.learned, request, on_done)
                 submitted += 1
         finally:
             for _ in range(submitted):
@@ -318,7 +318,8 @@ class Learner:
                 array = np.asarray(logprobs)
                 for row, index in enumerate(batch.rows):
                     shape = checked[index].inputs["target_tokens"].shape
-                    rows[index] = array[(row, *(slice(n) for n in shape))]
+                    whole = array[row]
+                    rows[index] = whole[tuple(slice(n) for n in shape)]
             return LossOutput(sum(float(total) for _, total, _ in parts), rows)
 
     def _check_whole(self) -> None:
