@@ -122,10 +122,8 @@ def check_gradients(learner, model, folder):
         assert error < 1e-5, (name, error)
 
 
-@pytest.mark.parametrize(
-    "loss",
-    ["ppo"] + [pytest.param(x, marks=pytest.mark.extended) for x in sorted(LOSSES) if x != "ppo"],
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("loss", sorted(LOSSES))
 def test_losses_and_gradients_are_torchs(loss, base, tmp_path):
     learner, data = learner_of(base), data_of(loss)
     model = torch_model(learner, tmp_path / "adapters")
@@ -160,6 +158,7 @@ def test_losses_are_the_published_formulas(loss):
         np.testing.assert_allclose(slopes[0], logp.grad.numpy(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.extended
 def test_several_targets_per_position(base, tmp_path):
     draw = np.random.default_rng(5)
     data = [
@@ -243,6 +242,7 @@ def test_tokens_that_do_not_count_add_exactly_nothing(base):
     assert learner.optim_step()["grad_norm"] == 0
 
 
+@pytest.mark.extended
 def test_dpo_by_weights_is_the_step_of_hjaxs_own_loss(base):
     """As custom losses run: log-probs forward, the loss's slopes back as weights of cross_entropy.
 
@@ -286,6 +286,7 @@ def test_dpo_by_weights_is_the_step_of_hjaxs_own_loss(base):
     assert largest_difference(learner.learned, optax.apply_updates(start, updates)) < 1e-5
 
 
+@pytest.mark.extended
 def test_trained_weights_score_as_the_goldens(test_data):
     """float64, made elsewhere; stories260K."""
     path = test_data / "weights" / "stories260K-hf"
@@ -297,6 +298,7 @@ def test_trained_weights_score_as_the_goldens(test_data):
     np.testing.assert_allclose(found, golden["text_logprobs"], atol=1e-4)
 
 
+@pytest.mark.extended
 def test_models_over_one_base_do_not_see_each_other(base):
     data = data_of("cross_entropy")
     alone, beside, other = (learner_of(base) for _ in range(3))
@@ -311,6 +313,7 @@ def test_models_over_one_base_do_not_see_each_other(base):
     assert largest_difference(alone.learned, other.learned) > 0.01
 
 
+@pytest.mark.extended
 def test_a_snapshot_keeps_its_weights(base):
     learner = learner_of(base)
     before = learner.snapshot()
@@ -361,6 +364,7 @@ def test_damaged_and_unfit_states_are_refused(base, tmp_path):
         learner.load(tmp_path / "none")
 
 
+@pytest.mark.extended
 def test_all_parameters_can_be_trained(base):
     learner = Learner(base, 0)
     data = data_of("cross_entropy")

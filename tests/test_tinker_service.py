@@ -199,6 +199,7 @@ def test_samples_that_cannot_be_drawn(fields, why, server):
     assert why in client.result(answer["request_id"])["error"]
 
 
+@pytest.mark.extended
 def test_stops_and_prompts_that_fill_the_model(server, base):
     client = Client(server[0])
     made = client.post(
@@ -228,6 +229,7 @@ def test_stops_and_prompts_that_fill_the_model(server, base):
     assert len(both) == 2 and both[0] != both[1]
 
 
+@pytest.mark.extended
 def test_two_clients_at_once_are_as_each_alone(server):
     def train(number):
         client = Client(server[0])
@@ -245,6 +247,7 @@ def test_two_clients_at_once_are_as_each_alone(server):
         assert list(pool.map(train, range(2))) == alone
 
 
+@pytest.mark.extended
 def test_a_snapshot_stays_while_the_model_learns(client, monkeypatch):
     def sampler(number):
         found = client.ask("save_weights_for_sampler", sampling_session_seq_id=number)
