@@ -458,3 +458,41 @@ def test_lengths_are_few():
     lengths = [padded_length(n, 300) for n in range(1, 301)]
     assert sorted(set(lengths)) == [32, 48, 64, 96, 128, 192, 256, 300]
     assert all(n <= length for n, length in enumerate(lengths, start=1))
+
+
+@pytest.mark.extended
+def test_on_two_devices_as_on_one(tmp_path):
+    save_model(tmp_path / "model", layers=2, kv_heads=2, vocab_size=VOCAB + 1, max_length=80)
+    found = []
+    for tensor in (1, 2):
+        base = SharedBase(tmp_path / "model", tensor=tensor, micro_batch_tokens=64)
+        learner, data = Learner(base, 3), data_of("ppo")
+        for _ in range(2):
+            output = learner.forward_backward(data, "ppo")
+            learner.optim_step(learning_rate=1e-2, eps=1e-8)
+        drawn = learner.sample([1, 2, 3], max_tokens=5, temperature=0.0, stop=())
+        learner.save(tmp_path / f"state{tensor}")
+        found.append((output, to_host(learner.learned), drawn.sequences[0].tokens))
+        base.close()
+    (one, learned, tokens), (two, split, others) = found
+    assert two.loss == pytest.approx(one.loss, rel=1e-4)
+    assert largest_difference(learned, split) < 1e-4 and tokens == others
+
+
+@pytest.mark.extended
+def test_bfloat16_keeps_float32_where_it_learns(folder):
+    base = SharedBase(folder, dtype="bfloat16")
+    learner, data = Learner(base, 3), data_of("cross_entropy", lengths=(9, 20))
+    losses = []
+    for _ in range(5):
+        losses.append(learner.forward_backward(data, "cross_entropy").loss)
+        learner.optim_step(learning_rate=1e-2)
+    assert losses[-1] < losses[0]
+    assert {x.dtype for x in jax.tree.leaves(learner.learned)} == {np.dtype("float32")}
+    tokens = list(range(1, 9))
+    [trained] = learner.forward(
+        [Datum(tokens[:-1], {"target_tokens": tokens[1:]})], "cross_entropy"
+    ).logprobs
+    sampled = learner.snapshot().compute_logprobs(tokens)[1:]
+    np.testing.assert_allclose(sampled, trained, atol=0.02)
+    base.close()
