@@ -171,6 +171,23 @@ def test_policy_losses_and_their_sums(training):
     assert training.optim_step(adam(grad_clip_norm=1.0)).result().metrics["grad_norm"] > 0
 
 
+@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo", "gspo"])
+def test_a_loop_of_reinforcement_learns(loss, training):
+    """The reward is the share of even tokens, half of them at first."""
+    prompt, rewards = tinker.types.ModelInput.from_ints(TEXT[:3]), []
+    for step in range(12):
+        sampler = training.save_weights_and_get_sampling_client().result()
+        params = tinker.types.SamplingParams(max_tokens=6, seed=step, stop=[])
+        found = sampler.sample(prompt, 24, params).result().sequences
+        scores = np.array([np.mean([t % 2 == 0 for t in s.tokens]) for s in found])
+        rewards.append(scores.mean())
+        more = {"sequence_ratio_mask": [0.0, 0.0] + [1.0] * 6} if loss == "gspo" else {}
+        data = [rl(s, float(a), **more) for s, a in zip(found, scores - scores.mean())]
+        training.forward_backward(data, loss).result()
+        training.optim_step(adam(learning_rate=0.03)).result()
+    assert np.mean(rewards[:2]) < 0.65 < 0.8 < np.mean(rewards[-2:])
+
+
 def test_refusals_are_errors_and_the_model_goes_on(training):
     with pytest.raises(tinker.RequestFailedError, match="stable_reinforce.*not published"):
         training.forward_backward([sft()], "stable_reinforce").result()

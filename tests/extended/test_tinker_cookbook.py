@@ -79,20 +79,6 @@ def column(rows, name):
     return np.array([row[name] for row in rows if name in row])
 
 
-def sums(path, count=4000):
-    """Conversations as those of the cookbook's arithmetic."""
-    draw = np.random.default_rng(1)
-    with open(path, "w") as file:
-        for x, y in draw.integers(0, 101, (count, 2)).tolist():
-            texts = ["What is 4 + 5?", "9", f"What is {x} + {y}?", str(x + y)]
-            messages = [
-                {"role": ("user", "assistant")[i % 2], "content": text}
-                for i, text in enumerate(texts)
-            ]
-            file.write(json.dumps({"messages": messages}) + "\n")
-    return path
-
-
 def test_supervised_and_resumed(recipe):
     data = pathlib.Path(COOKBOOK.origin).parent / "example_data" / "conversations.jsonl"
     options = {"dataset": data, "max_length": 256, "batch_size": 4, "learning_rate": 0.002}
@@ -101,25 +87,6 @@ def test_supervised_and_resumed(recipe):
     assert losses[-3:].mean() < losses[:3].mean() - 0.3
     more = recipe("chat_sl.train", **options, num_epochs=2)
     assert len(more) > len(rows)
-
-
-def test_a_warm_started_model_learns_sums(recipe, tmp_path):
-    recipe(
-        "chat_sl.train", "warm", dataset=sums(tmp_path / "sums.jsonl"), max_length=128,
-        batch_size=64, learning_rate=0.01, num_epochs=5, max_steps=150, save_every=50,
-        eval_every=0, train_on_what="last_assistant_message",
-    )  # fmt: skip
-    saved = (tmp_path / "warm" / "checkpoints.jsonl").read_text().splitlines()
-    rows = recipe(
-        "math_rl.train", env="arithmetic", loss_fn="importance_sampling",
-        load_checkpoint_path=json.loads(saved[-1])["state_path"], group_size=16,
-        groups_per_batch=16, max_tokens=14, max_steps=40, learning_rate=0.002, eval_every=0,
-        save_every=0,
-    )  # fmt: skip
-    rewards = column(rows, "env/all/reward/total")
-    assert rewards[-10:].mean() > rewards[:5].mean() + 0.05
-    # Trainer and sampler are one forward.
-    assert column(rows, "optim/kl_sample_train_v2").max() < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -132,3 +99,5 @@ def test_the_wire_of_reinforcement(recipe, options):
         max_steps=3, **options,
     )  # fmt: skip
     assert len(column(rows, "env/all/reward/total")) == 3
+    # Trainer and sampler are one forward.
+    assert column(rows, "optim/kl_sample_train_v2").max() < 1e-6
