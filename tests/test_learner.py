@@ -15,6 +15,7 @@ from hjax.errors import ConfigError, RunError
 from hjax.models.forward import response_log_probs
 from hjax.models.parameters import to_host
 from hjax.models.peft_files import save_adapter
+from hjax.training_service import shared_base
 from hjax.training_service.datum import Datum, padded_length
 from hjax.training_service.learner import Learner
 from hjax.training_service.shared_base import SharedBase
@@ -452,6 +453,15 @@ def test_settings_of_a_step_are_checked(base):
         learner.forward([], "cross_entropy")
     with pytest.raises(ConfigError, match="dtype: the base has them"):
         Learner(base, dtype="bfloat16")
+
+
+def test_kinds_of_models_are_limited(folder, monkeypatch):
+    monkeypatch.setattr(shared_base, "KINDS", 2)
+    base = SharedBase(folder)
+    for rank in (1, 2, 1):
+        Learner(base, rank)
+    with pytest.raises(ConfigError, match="2 kinds of models .* ranks so far: 1, 2"):
+        Learner(base, 3)
 
 
 def test_lengths_are_few():

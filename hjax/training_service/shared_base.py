@@ -32,6 +32,8 @@ from hjax.training_service.snapshot_sampler import SnapshotSampler
 from hjax.training_service.token_losses import LOSSES
 from hjax.workers.parameter_worker import abstract
 
+# Kinds of models (ranks and matrices of adapters) over one base at most.
+KINDS = 16
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
@@ -95,9 +97,19 @@ class SharedBase:
         self._lock = threading.Lock()
 
     def programs(self, lora: Lora | None) -> ModelPrograms:
-        """The programs of all models with these adapters; None: of models without adapters."""
+        """The programs of all models with these adapters; None: of models without adapters.
+
+        Raises:
+          ConfigError: ``KINDS`` others are in use. Each has a sampler with a cache of its own.
+        """
         with self._lock:
             if lora not in self._programs:
+                if len(self._programs) >= KINDS:
+                    ranks = sorted({x.rank for x in self._programs if x is not None})
+                    raise ConfigError(
+                        f"{KINDS} kinds of models (ranks and matrices of adapters) are in use, as "
+                        f"many as may; ranks so far: {', '.join(map(str, ranks))}"
+                    )
                 self._programs[lora] = ModelPrograms(self, lora)
             return self._programs[lora]
 
