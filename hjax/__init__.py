@@ -28,11 +28,15 @@ if TYPE_CHECKING:  # what type checkers and editors see of the table below
     from hjax.settings.config_loading import load_config as get_config
     from hjax.settings.keys import default_config as default_config
     from hjax.sharding.protocols import protocol as protocol
+    from hjax.training_service.datum import Datum as Datum
+    from hjax.training_service.learner import Learner as Learner
 
 # Public name -> (module, attribute in it; "" is the module itself).
 _LAZY = {
+    "Datum": ("hjax.training_service.datum", "Datum"),
     "Environment": ("hjax.environments.environment", "Environment"),
     "Key": ("hjax.rules", "Key"),
+    "Learner": ("hjax.training_service.learner", "Learner"),
     "Observation": ("hjax.environments.environment", "Observation"),
     "Role": ("hjax.roles", "Role"),
     "Step": ("hjax.environments.environment", "Step"),
@@ -50,8 +54,10 @@ _LAZY = {
 }
 
 __all__ = [
+    "Datum",
     "Environment",
     "Key",
+    "Learner",
     "Observation",
     "Role",
     "Step",

@@ -31,6 +31,7 @@ FLOORS = [
     "planning",
     "dryrun",
     "serving",
+    "training_service",
     "launch",
 ]
 BESIDE = ["data", "environments", "rewards", "sandbox"]

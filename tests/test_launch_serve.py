@@ -156,14 +156,14 @@ def test_help(capsys):
     "flags, why",
     [
         (["--protocol=openai"], "--model is missing"),
-        (["--model={model}"], "--protocol is missing; allowed: openai, jetstream"),
+        (["--model={model}"], "--protocol is missing; allowed: openai, jetstream, tinker"),
         (
             ["--model={model}", "--protocol=openai", "--temperature=1"],
             "--temperature: not with --protocol=openai; requests set it",
         ),
         (
             ["--model={model}", "--protocol=jetstream", "--idle_seconds=5"],
-            "--idle_seconds: not with --protocol=jetstream; only openai has it",
+            "--idle_seconds: not with --protocol=jetstream; only openai and tinker have it",
         ),
         (["--model={model}", "--protocol=jetstream", "--top_p=2"], "--top_p=2.0: above 0"),
         (["--model={model}", "--protocol=grpc"], "--protocol"),
@@ -177,13 +177,13 @@ def test_help(capsys):
             "tensor=3: heads of size 4 does not divide",
         ),
         (["--model={model}", "--protocol=openai", "--port=65536"], "--port=65536: must be"),
-        (["--model={model}", "--protocol=jetstream", "--name=m"], "--name: .* only openai has it"),
+        (["--model={model}", "--protocol=jetstream", "--name=m"], "--name: .* only openai and"),
         (["--model={model}", "--protocol=openai", "--cors=a.example"], "--cors=a.example: must be"),
         (["--model={model}", "--protocol=openai", "--cors=http://a/"], "without a path"),
         (["--model={model}", "--protocol=openai", "--cors=*,http://a"], "--cors=.*: must be"),
         (["--model={model}", "--protocol=openai", "--allowed_hosts=a:80"], "without a port"),
         (["--model={model}", "--protocol=openai", "--allowed_hosts=a,*"], "--allowed_hosts=.*: "),
-        (["--model={model}", "--protocol=jetstream", "--allowed_hosts=a"], ".* only openai has it"),
+        (["--model={model}", "--protocol=jetstream", "--allowed_hosts=a"], ".* only openai and"),
         (["--model={model}", "--protocol=openai", "--max_queue=0"], "--max_queue=0: must be"),
         (["--model={model}", "--protocol=openai", "--idle_seconds=0"], "--idle_seconds=0.0: must"),
         (["--model={model}", "--protocol=openai", "--api_key_env=HJAX_NONE"], "HJAX_NONE"),
@@ -193,6 +193,9 @@ def test_help(capsys):
         ),
         (["--model=/nowhere", "--protocol=openai"], "/nowhere"),
         (["--model={model}", "--protocol=openai", "--prot=1"], "prot"),
+        (["--model={model}", "--protocol=openai", "--store=a"], "--store: .* only tinker has it"),
+        (["--model={model}", "--protocol=tinker", "--lookup=2"], "--lookup: .* does not have it"),
+        (["--model={model}", "--protocol=tinker", "--tensor=2"], "--tensor=2: .* on one device"),
     ],
 )
 def test_wrong_input_is_one_line(flags, why, model, capsys):
@@ -201,6 +204,13 @@ def test_wrong_input_is_one_line(flags, why, model, capsys):
     assert out == "" and err.count("\n") == 1
     assert err.startswith("hjax: error: ")
     assert re.search(why, err)
+
+
+def test_a_key_that_the_sdk_would_refuse(model, capsys, monkeypatch):
+    monkeypatch.setenv("HJAX_TEST_KEY", "sesame")
+    flags = [f"--model={model}", "--protocol=tinker", "--api_key_env=HJAX_TEST_KEY"]
+    assert serve.main(flags) == 2
+    assert "the key must begin with tml-" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("hard", [resource.RLIM_INFINITY, 5000, 1299])

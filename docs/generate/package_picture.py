@@ -21,6 +21,7 @@ BANDS: tuple[tuple[str, Mapping[int, tuple[str, str, str]]], ...] = (
     (
         "Commands",
         {
+            0: ("training_service", "models trained by calls,", "the Tinker API"),
             1: ("serving", "OpenAI's API over HTTP,", "JetStream's over gRPC"),
             2: ("launch", "the commands, their flags,", "the shipped configs"),
         },

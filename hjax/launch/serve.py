@@ -1,13 +1,14 @@
-"""usage: python -m hjax.launch.serve --model=DIR|WORKDIR --protocol=openai|jetstream
+"""usage: python -m hjax.launch.serve --model=DIR|WORKDIR --protocol=openai|jetstream|tinker
 
-Serve a model (docs/serving.md). Once it answers it prints `serving DIR on http://HOST:PORT`, for
-jetstream `grpc://`.
+Serve a model (docs/serving.md), or train it by calls (docs/training_service.md). Once it answers it
+prints `serving DIR on http://HOST:PORT`, for jetstream `grpc://`.
 
   --model=DIR|WORKDIR   a workdir (its actor's newest checkpoint), a Hugging Face directory or name
   --family=PATH.py:NAME a class of yours that reads the model's family (docs/families.md)
   --protocol=openai     OpenAI's API over HTTP: /v1/completions, /v1/chat/completions, /v1/models,
                         /health and /metrics
   --protocol=jetstream  JetStream's over gRPC: Decode and HealthCheck (the extra `jetstream`)
+  --protocol=tinker     the Tinker API: models of adapters are trained and sampled by calls
   --host=127.0.0.1      address to listen on; 0.0.0.0: for other machines too
   --port=8000           0 is a free one
   --api_key_env=NAME    environment variable with the key that clients must bring
@@ -38,6 +39,15 @@ with openai:
   --idle_seconds=S      for a connection without requests, and for a client to read what was
                         answered ({idle_seconds:g})
 
+with tinker, which also has --name (several, separated by commas; any: every name), --cors,
+--allowed_hosts, --max_connections, --header_seconds and --idle_seconds of openai:
+  --store=DIR           folder of saved states (left out: one that goes with the server)
+  --max_rank=256        of adapters
+  --max_models=64       that are trained at a time
+  --session_seconds=600 without a heartbeat after which a client's models are dropped
+  --micro_batch_tokens=4096 of a forward and backward pass, padding included
+  --remat=none          which activations the backward pass computes again (docs/config.md)
+
 with jetstream, whose requests do not say these:
 {options}\
   --seed=S              the n-th prompt's draws follow from it and n (left out: from chance)
@@ -50,12 +60,14 @@ exit status: 0 ended by SIGTERM, requests answered; 1 failed; 2 wrong input, not
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import ipaddress
 import os
 import re
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +98,7 @@ from hjax.serving.limits import ServerLimits, allow_connections
 if TYPE_CHECKING:
     from hjax.rollout.language_model import LanguageModel
     from hjax.rollout.service import GenerationService
-_PROTOCOLS = ("openai", "jetstream")
+_PROTOCOLS = ("openai", "jetstream", "tinker")
 _USUAL = ServerLimits()
 # Flags of one protocol alone, with their defaults.
 _OPENAI = {
@@ -99,6 +111,18 @@ _OPENAI = {
     "idle_seconds": _USUAL.idle_seconds,
 }
 _JETSTREAM = ("seed", *OPTIONS)
+_TINKER = {
+    "store": "",
+    "max_rank": 256,
+    "max_models": 64,
+    "session_seconds": 600.0,
+    "micro_batch_tokens": 4096,
+    "remat": "none",
+}
+# Flags of generation alone that the training service does not have.
+_NOT_TINKER = ("admin", "cache_dtype", "prefix_tokens", "lookup", "context", "warm_up", "max_queue")
+# With which the SDK's keys begin.
+_KEY_START = "tml-"
 # Default of --context with jetstream.
 _JETSTREAM_CONTEXT = 2048
 _RULES: Mapping[str, Rule] = {
@@ -114,6 +138,10 @@ _RULES: Mapping[str, Rule] = {
     "idle_seconds": at_least(1),
     "context": at_least(0),
     "seed": SEEDS,
+    "max_rank": at_least(1),
+    "max_models": at_least(1),
+    "session_seconds": at_least(30),
+    "micro_batch_tokens": at_least(1),
     "cors": Rule(
         "* or origins as https://example.com:8080, without a path, separated by commas",
         lambda text: bool(re.fullmatch(r"\*|(https?://[^/,\s]+(,(?!$)|$))*", text)),
@@ -141,28 +169,39 @@ def parse(arguments: Sequence[str]) -> flags.FlagValues:
     args = define_flags(model="", family="", host="127.0.0.1", port=8000, api_key_env="", tensor=1)
     define_flags(args, **DTYPES, slots=0, prefix_tokens=-1, lookup=0, max_queue=1024, context=0)
     define_flags(args, warm_up=bool, max_body_bytes=_USUAL.body_bytes, seed=int, **UNSET)
-    define_flags(args, **{name: type(value) for name, value in _OPENAI.items()})
+    define_flags(args, **{name: type(value) for name, value in {**_OPENAI, **_TINKER}.items()})
     flags.DEFINE_enum("protocol", None, _PROTOCOLS, "see --help", flag_values=args)
     parse_flags(args, arguments)
     protocol = args["protocol"].value
     if protocol is None:
         raise ConfigError(f"--protocol is missing; allowed: {', '.join(_PROTOCOLS)}")
-    for name in _JETSTREAM if protocol == "openai" else _OPENAI:
-        if args[name].value is not None:
-            reason = "requests set it" if protocol == "openai" else "only openai has it"
+    for name, reason in _foreign_flags(protocol).items():
+        if args[name].present:
             raise ConfigError(f"--{name}: not with --protocol={protocol}; {reason}, see --help")
-    for name, value in {**_OPENAI, "warm_up": protocol == "jetstream"}.items():
+    for name, value in {**_OPENAI, **_TINKER, "warm_up": protocol == "jetstream"}.items():
         if args[name].value is None:
             args[name].value = value
     check_model_flags(args, _RULES)
     return args
 
 
+def _foreign_flags(protocol: str) -> dict[str, str]:
+    """The flags that a protocol does not have, and why."""
+    requests = dict.fromkeys(_JETSTREAM, "requests set it")
+    tinker = dict.fromkeys(_TINKER, "only tinker has it")
+    if protocol == "jetstream":
+        http = dict.fromkeys(_OPENAI, "only openai and tinker have it")
+        return {**http, "admin": "only openai has it", **tinker}
+    if protocol == "openai":
+        return requests | tinker
+    return requests | dict.fromkeys(_NOT_TINKER, "the training service does not have it")
+
+
 def _run(arguments: Sequence[str]) -> int:
     args: Any = parse(arguments)
     key = _key(args.api_key_env)
     info = ModelInfo.read(args.model)
-    serve = _jetstream if args.protocol == "jetstream" else _openai
+    serve = {"jetstream": _jetstream, "openai": _openai, "tinker": _tinker}[args.protocol]
     return serve(args, key, info)
 
 
@@ -182,6 +221,48 @@ def _openai(args: Any, key: str, info: ModelInfo) -> int:
         served = ServedModel(args.name or args.model, service, model.tokenizer, size, model.eos_ids)
         started = _started(args, "http", bound)
         return run(Server(served, bound, limits, key, started, reload), limits)
+
+
+def _tinker(args: Any, key: str, info: ModelInfo) -> int:
+    if args.tensor != 1:
+        raise ConfigError(f"--tensor={args.tensor}: the training service runs on one device")
+    if key and not key.startswith(_KEY_START):
+        raise ConfigError(
+            f"--api_key_env={args.api_key_env}: the key must begin with {_KEY_START}, or the SDK "
+            "refuses it"
+        )
+    try:
+        from hjax.training_service.tinker_server import run_tinker
+    except ModuleNotFoundError as error:
+        raise _missing(error, "serve") from error
+    from hjax.launch.jax_setup import prepare_devices
+    from hjax.training_service.shared_base import SharedBase
+    from hjax.training_service.state_store import StateStore
+    from hjax.training_service.tinker_service import TinkerLimits
+
+    allow_connections(args.max_connections)
+    names = tuple(filter(None, args.name.split(","))) or (args.model,)
+    with _bind(args, key) as bound, contextlib.ExitStack() as stack:
+        folder = args.store or stack.enter_context(tempfile.TemporaryDirectory(prefix="hjax-"))
+        store = StateStore(folder)
+        prepare_devices(1)
+        base = SharedBase(
+            args.model,
+            dtype=args.dtype,
+            micro_batch_tokens=args.micro_batch_tokens,
+            remat=args.remat,
+            slots=args.slots,
+        )
+        return run_tinker(
+            base, names, store, bound,
+            limits=_limits(args),
+            service_limits=TinkerLimits(
+                session_seconds=args.session_seconds, models=args.max_models, rank=args.max_rank
+            ),
+            key=key,
+            kept=bool(args.store),
+            started=_started(args, "http", bound),
+        )  # fmt: skip
 
 
 def _jetstream(args: Any, key: str, info: ModelInfo) -> int:

@@ -19,8 +19,8 @@ CHECKSUMS = "checksums.json"
 _READ_BYTES, _THREADS = 1 << 20, 8  # bytes per read; items hashed at a time
 
 
-def write_checksums(folder: Path, step: int) -> None:
-    """Write the checksums of everything in a checkpoint's folder."""
+def write_checksums(folder: Path, step: int | str) -> None:
+    """Write the checksums of everything in a checkpoint's folder; ``step``: its final name."""
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
     content = {"step": step, "items": _checksums(folder, names)}
     replace_file(folder / CHECKSUMS, json.dumps(content, indent=1) + "\n")

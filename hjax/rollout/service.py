@@ -123,7 +123,7 @@ class GenerationService:
           QueueFull: too many wait.
           RunError: the service is closed, or its engine failed.
         """
-        self._check(request)
+        self.check(request)
         handle = RequestHandle(request, matcher or self.prepare(request), on_chunk)
         with self._changed:
             self._check_open("requests")
@@ -230,7 +230,8 @@ class GenerationService:
             else:
                 taken.set_result(None)
 
-    def _check(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
+        """Raise ConfigError for a request that can never be answered."""
         vocab = self._model.config.vocab_size
         if not request.prompt:
             raise ConfigError("the prompt is empty; give at least one token")

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import uvicorn
+from starlette.applications import Starlette
 
 from hjax.errors import RunError
 from hjax.serving.app import make_app
@@ -21,16 +22,16 @@ from hjax.serving.shutdown import handle_signals
 ERROR_SECONDS, CLOSE_SECONDS = 1, 2
 
 
-class Server:
-    """An HTTP server for a model.
+class HttpServer:
+    """An HTTP server for an application.
 
     Args:
-      served: the model.
+      app: its ``state.draining`` set to true refuses new requests; ``state.running`` has the
+        running ones, each with a method ``cut_off``.
+      close: called once with the seconds that pending requests have; may wait so long.
       bound: the socket.
       limits: of requests and connections.
-      key: the API key that requests must bring; "": none.
       started: called once the server answers.
-      reload: reads the weights again on request; None: there is no such endpoint.
 
     Attributes:
       failure: why the engine failed, and the server with it; "": it did not.
@@ -38,19 +39,15 @@ class Server:
 
     def __init__(
         self,
-        served: ServedModel,
+        app: Starlette,
+        close: Callable[[float], None],
         bound: socket.socket,
-        limits: ServerLimits = ServerLimits(),
-        key: str = "",
-        started: Callable[[], None] = lambda: None,
-        reload: WeightReload | None = None,
+        limits: ServerLimits,
+        started: Callable[[], None],
     ):
-        self._served = served
+        self._app, self._close = app, close
         self._bound = bound
         self._limits = limits
-        self._app = make_app(
-            served, limits, key, self._failed, reload, address=bound.getsockname()[0]
-        )
         self.failure = ""
         config = uvicorn.Config(
             self._app,
@@ -81,10 +78,7 @@ class Server:
             self._app.state.draining = True
             self._uvicorn.should_exit = True
             self._closing = threading.Thread(
-                target=self._served.service.close,
-                args=(self._limits.drain_seconds,),
-                name="closing",
-                daemon=True,
+                target=self._close, args=(self._limits.drain_seconds,), name="closing", daemon=True
             )
             self._closing.start()
             loop = asyncio.get_running_loop()
@@ -93,6 +87,32 @@ class Server:
     def _cut_off(self) -> None:
         for running in list(self._app.state.running):
             running.cut_off()
+
+
+class Server(HttpServer):
+    """An HTTP server for a model.
+
+    Args:
+      served: the model.
+      bound: the socket.
+      limits: of requests and connections.
+      key: the API key that requests must bring; "": none.
+      started: called once the server answers.
+      reload: reads the weights again on request; None: there is no such endpoint.
+    """
+
+    def __init__(
+        self,
+        served: ServedModel,
+        bound: socket.socket,
+        limits: ServerLimits = ServerLimits(),
+        key: str = "",
+        started: Callable[[], None] = lambda: None,
+        reload: WeightReload | None = None,
+    ):
+        address = bound.getsockname()[0]
+        app = make_app(served, limits, key, self._failed, reload, address=address)
+        super().__init__(app, served.service.close, bound, limits, started)
 
     def _failed(self, why: str) -> None:
         self.failure = why
@@ -114,16 +134,17 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def run(server: Server, limits: ServerLimits) -> int:
+def run(server: HttpServer, limits: ServerLimits) -> int:
     """Serve until SIGTERM or SIGINT; the exit status.
 
     Raises:
       RunError: the engine failed.
     """
-    return asyncio.run(_run(server, limits))
+    return asyncio.run(run_until_signal(server, limits))
 
 
-async def _run(server: Server, limits: ServerLimits) -> int:
+async def run_until_signal(server: HttpServer, limits: ServerLimits) -> int:
+    """``run`` on an event loop that runs."""
     status = handle_signals(server.stop, limits.drain_seconds)
     await server.serve()
     if server.failure:

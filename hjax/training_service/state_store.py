@@ -1,0 +1,166 @@
+"""Saved states by their ``tinker://`` names, in a folder."""
+
+import dataclasses
+import json
+import re
+import time
+import urllib.parse
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hjax.errors import ConfigError, RunError, short_repr
+from hjax.files import StrPath, replace_file
+from hjax.training_service.saved_state import PARTIAL, STATE, read_about, remove_saved
+
+WEIGHTS, SAMPLER_WEIGHTS = "weights", "sampler_weights"
+# What the API calls the two kinds.
+TYPES: Mapping[str, str] = {WEIGHTS: "training", SAMPLER_WEIGHTS: "sampler"}
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+_MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,199}")
+_SCHEME = "tinker://"
+# Seconds that a saved state may be given to live: an hour to ten years.
+_TTL = 3600, 10 * 366 * 24 * 3600
+
+
+@dataclasses.dataclass(frozen=True)
+class StateName:
+    """The name of a saved state, ``tinker://MODEL/KIND/NAME``.
+
+    Attributes:
+      model_id: of the model.
+      kind: ``weights`` (to train on) or ``sampler_weights``.
+      name: that the client gave.
+
+    Raises:
+      ConfigError: a part that is no such name.
+    """
+
+    model_id: str
+    kind: str
+    name: str
+
+    def __post_init__(self) -> None:
+        if not _MODEL.fullmatch(self.model_id):
+            raise ConfigError(f"model id {short_repr(self.model_id)}: no id of this server")
+        if self.kind not in TYPES:
+            raise ConfigError(f"{short_repr(self.kind)}: {WEIGHTS} or {SAMPLER_WEIGHTS} is wanted")
+        if not _NAME.fullmatch(self.name):
+            raise ConfigError(
+                f"name {short_repr(self.name)}: letters, digits, _ - and . are allowed, at most "
+                "128, and no . or - first"
+            )
+
+    @classmethod
+    def parse(cls, path: str) -> "StateName":
+        """The name in a ``tinker://`` path; ConfigError if it is none."""
+        parts = path.removeprefix(_SCHEME).split("/")
+        if not path.startswith(_SCHEME) or len(parts) != 3:
+            raise ConfigError(f"path {short_repr(path)}: tinker://MODEL/{WEIGHTS}/NAME is wanted")
+        return cls(*parts)
+
+    def __str__(self) -> str:
+        return f"{_SCHEME}{self.model_id}/{self.kind}/{self.name}"
+
+
+class StateStore:
+    """Saved states in a folder, ``MODEL/KIND/NAME`` below it.
+
+    Args:
+      directory: created if it is missing.
+
+    Raises:
+      RunError: it cannot be created.
+    """
+
+    def __init__(self, directory: StrPath):
+        self._directory = Path(directory).absolute()
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunError(f"--store={directory}: {error.strerror}") from error
+        for left in self._directory.glob(f"*/*/{PARTIAL}*"):  # of a server that was killed
+            remove_saved(left)
+
+    def folder(self, name: StateName) -> Path:
+        """The folder of a saved state."""
+        model = urllib.parse.quote(name.model_id, safe="")
+        return self._directory / model / name.kind / name.name
+
+    def about(self, name: StateName) -> dict[str, Any]:
+        """What is known of a saved state.
+
+        Raises:
+          ConfigError: there is none, or it has expired.
+        """
+        folder = self.folder(name)
+        if not (folder / STATE).is_file():
+            raise ConfigError(f"{name}: there is no such saved state in this server's store")
+        about = read_about(folder)
+        expires = about.get("expires_at")
+        if expires is not None and expires < time.time():
+            raise ConfigError(f"{name}: this saved state has expired")
+        return about
+
+    def saved(self, model_id: str = "") -> list[tuple[StateName, dict[str, Any]]]:
+        """The saved states of a model, or of all (no id), oldest first, with what is known of
+        them."""
+        found = [(name, self.about(name)) for name in self._names(model_id)]
+        return sorted(found, key=lambda each: (each[1]["saved_at"], str(each[0])))
+
+    def last_saved(self, model_id: str) -> str:
+        """Path of the newest state of a model to train on; empty: none."""
+        try:
+            paths = [str(name) for name, _ in self.saved(model_id) if name.kind == WEIGHTS]
+        except ConfigError:
+            return ""
+        return paths[-1] if paths else ""
+
+    def models(self) -> list[str]:
+        """Ids of all models with saved states."""
+        return sorted({name.model_id for name in self._names()})
+
+    def remove(self, name: StateName) -> None:
+        """Delete a saved state; ConfigError if there is none."""
+        self.about(name)
+        remove_saved(self.folder(name))
+
+    def set_ttl(self, name: StateName, seconds: int | None) -> None:
+        """Let a saved state expire so many seconds from now; None: never.
+
+        Raises:
+          ConfigError: there is none, or less than an hour or more than ten years.
+        """
+        about = self.about(name) | {"expires_at": expiry(seconds)}
+        # Checksums are of what is restored; they leave this file out.
+        replace_file(self.folder(name) / STATE, json.dumps(about, indent=1) + "\n")
+
+    def remove_expired(self) -> None:
+        """Delete the states that have expired."""
+        for name in self._names(expired=True):
+            remove_saved(self.folder(name))
+
+    def _names(self, model_id: str = "", expired: bool = False) -> Iterator[StateName]:
+        model = urllib.parse.quote(model_id, safe="") or "*"
+        for file in self._directory.glob(f"{model}/*/*/{STATE}"):
+            *_, model, kind, name, _ = file.parts
+            model = urllib.parse.unquote(model)
+            if kind not in TYPES or name.startswith(PARTIAL):
+                continue
+            expires = read_about(file.parent).get("expires_at")
+            if (expires is not None and expires < time.time()) is expired:
+                yield StateName(model, kind, name)
+
+
+def expiry(seconds: int | None) -> float | None:
+    """When what is saved now expires, in seconds since 1970; None: never.
+
+    Raises:
+      ConfigError: less than an hour or more than ten years.
+    """
+    if seconds is None:
+        return None
+    low, high = _TTL
+    if not low <= seconds <= high:
+        raise ConfigError(f"ttl_seconds={seconds}: {low} to {high}, or none")
+    return time.time() + seconds
