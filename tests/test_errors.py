@@ -229,7 +229,7 @@ def test_bad_input_ends_in_one_line_and_status_2(case, files, monkeypatch, capsy
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("none.py", "--config=none.py: no such file; give a path, or one of base.py, cdpo.py"),
+        ("none.py", "--config=none.py: no such file; give a path, or one of base.py, calculator.py, cdpo.py"),
         ("broken.py", "broken.py:2: ZeroDivisionError: division by zero"),
         ("empty.py", "the file defines no get_config()"),
         ("ppo.py:addition", "after the colon; say --config=ppo.py --config.data.task=addition\n"),

@@ -313,7 +313,7 @@ def in_empty_folder(tmp_path, monkeypatch):
     ("arguments", "says"),
     [
         ([], "--config=NAME.py is missing"),
-        (["--config=nothing.py"], "or one of base.py, cdpo.py"),
+        (["--config=nothing.py"], "or one of base.py, calculator.py, cdpo.py"),
         (["--config=ppo.py", "--dryrun"], "dry_run"),
         (["--config=ppo.py", "--config.stps=3", "--workdir=w"], "config.steps"),
         (["--config=ppo.py", "--workdir="], "--workdir= is empty"),

@@ -99,7 +99,7 @@ def test_metadata_has_the_version_of_the_package(distributions):
     extras = set(metadata.get_all("Provides-Extra"))
     known = {"test", "tpu", "cuda", "math", "constraints", "jetstream", "notebooks", "serve"}
     known |= {"rewards", "wandb", "browser", "cluster", "datasets", "docs", "tokenizers"}
-    known |= {"environments", "mcp", "tensorboard", "verifiers"}
+    known |= {"environments", "mcp", "tensorboard", "tinker", "verifiers"}
     assert extras == known
 
 
