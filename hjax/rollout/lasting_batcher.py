@@ -101,8 +101,8 @@ class LastingBatcher(ContinuousBatcher):
         table = self._table
         numbers = table.sequence_ids.ravel().tolist()
         asked = [self.running[number].request if number in known else None for number in numbers]
-        cached = [known.get(number, 0) for number in numbers]
-        new = [0 if r is None else len(r.prompt) - n for r, n in zip(asked, cached, strict=True)]
+        stays = [known.get(number, 0) for number in numbers]
+        new = [0 if r is None else len(r.prompt) - n for r, n in zip(asked, stays, strict=True)]
         steps = self.buckets.steps
         table.ensure_columns(
             max(
@@ -111,7 +111,7 @@ class LastingBatcher(ContinuousBatcher):
             )
         )
         entries = [handle for _, handle in self._rows()]
-        rows = self._continued(asked, cached, self.buckets.continuation_size(new))
+        rows = self._continued(asked, stays, self.buckets.continuation_size(new))
         bitmasks = self._bitmasks(entries)
         drawn = table.decode(SamplingParams(), self.params, steps, bitmasks, new=rows)
         self._deliver(entries, drawn)
@@ -134,8 +134,8 @@ class LastingBatcher(ContinuousBatcher):
                 rest = request.prompt[known:]
                 tokens[row, : len(rest)], count[row] = rest, len(rest)
         inputs = self._draw_inputs(asked)
-        known = np.array(cached, np.int32)
-        return ContinuedRows(tokens, count, known, **inputs, packed_size=packed)
+        there = np.array(cached, np.int32)
+        return ContinuedRows(tokens, count, there, **inputs, packed_size=packed)
 
     def _evict(self, choice: int) -> None:
         """Let a row leave, once its prefix is stored."""

@@ -124,21 +124,21 @@ class Precompilation:
         return (entries, columns or room[0]), (prompts, rows)
 
     def _states(self, read: list[tuple[PrefilledPrompts, RunningSequences]]) -> list[list[_Task]]:
-        return [
+        states: list[list[_Task]] = [
             [
                 (f"{rows * self.buckets.engine.parts} slots of {length} tokens",
                  functools.partial(self._slots, rows, length, read))
                 for length in self.buckets.lengths_for(rows)
             ]
             for rows in self.buckets.rows
-        ] + [
-            [
-                (f"{new.packed_size or new.tokens.size} further tokens",
-                 functools.partial(self._continue, length, new))
-                for new in self.continuations
-                for length in self.buckets.lengths
-            ]
         ]  # fmt: skip
+        further: list[_Task] = [
+            (f"{new.packed_size or new.tokens.size} further tokens",
+             functools.partial(self._continue, length, new))
+            for new in self.continuations
+            for length in self.buckets.lengths
+        ]  # fmt: skip
+        return [*states, further]
 
     def _continue(self, length: int, new: ContinuedRows) -> None:
         rows = self.buckets.rows[-1]

@@ -102,9 +102,7 @@ def episodes_of(model, rows, sampling=None, stop=(), limit=4, slots=8):
     responses, drawn, draws = [[] for _ in prompts], [[] for _ in prompts], [0] * EPISODES
     for turn in range(5):
         for cohort in (0, 1):
-            playing = [
-                n for n in range(EPISODES) if (n >= 7) == bool(cohort) and turn <= 2 + n % 3
-            ]
+            playing = [n for n in range(EPISODES) if (n >= 7) == bool(cohort) and turn <= 2 + n % 3]
             requests = [
                 TurnRequest(n, turn, prompts[n], responses[n], draws[n], limit + n % 3,
                             stop if n % 2 else (), cohort)
