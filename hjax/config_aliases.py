@@ -267,7 +267,7 @@ WISHES: Mapping[str, str] = _by_name({
     "ema ema_beta use_ema beta_ema ema_rate ema_update_after_step":
         "config.actor.ema_decay, the share of the average that stays at an update",
     "rope_scaling override_config.rope_scaling hf_overrides.rope_scaling rope_type yarn_factor":
-        "config.model.rope_scaling, JSON as in a config.json",
+        "config.model.rope_scaling, a JSON object with the keys of transformers' rope_scaling",
     "greater_is_better": "config.checkpoint.best_mode, max or min",
     "push_to_hub": "python -m hjax.launch.export writes a Hugging Face directory to push",
     "eval_steps eval_strategy eval_every_n_steps evaluation_strategy test_freq":

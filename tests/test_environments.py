@@ -467,7 +467,9 @@ def test_the_first_fault_of_each_kind_is_said(caplog):
     told = set()
     log_first_faults(episodes[:2], told)
     log_first_faults(episodes, told)
-    assert [record.getMessage().split(", and")[0] for record in caplog.records] == [
+    # Processes of earlier tests' environments may end meanwhile, and say so.
+    ours = [record for record in caplog.records if record.name == "hjax.run.episode_rollout"]
+    assert [record.getMessage().split(", and")[0] for record in ours] == [
         "the environment failed (episode/stop_exception)",
         "the environment failed (episode/stop_timeout)",
     ]

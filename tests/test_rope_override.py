@@ -72,6 +72,7 @@ def test_a_run_trains_and_exports_what_transformers_computes(name, scaling, know
     assert np.abs(logits(found, TOKENS) - expected).max() > 1e-3  # it has learned
 
 
+@pytest.mark.extended
 def test_it_resumes_and_starts_another_run(tmp_path):
     keys = keys_of(tmp_path, "qwen2", YARN, **{"actor.lora.rank": 2})
     rows = []

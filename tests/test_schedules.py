@@ -20,6 +20,7 @@ ACTOR = {"actor": 4}  # 2 x 256 / 128
 WITH_CRITIC = {"actor": 4, "critic": 4}
 UPDATES = {
     "base": {"actor": 1},
+    "calculator": ACTOR,  # 2 x 128 / 64, as maze
     "cdpo": EXAMPLES,
     "cispo": ACTOR,
     "cost_model": EXAMPLES,
@@ -36,6 +37,7 @@ UPDATES = {
     "ipo": EXAMPLES,
     "kto": EXAMPLES,
     "max_rl": ACTOR,
+    "maze": ACTOR,
     "online_dpo": ACTOR,
     "opo": {"actor": 1},
     "orpo": EXAMPLES,
@@ -114,6 +116,8 @@ def small(name):
     unused += [] if config.algorithm.get("minibatch") else ["algorithm.minibatch"]
     unused += [] if config.warm_start.steps else ["warm_start.steps"]
     changes = {key: value for key, value in SIZES.items() if key not in unused}
+    if name in ("calculator", "maze"):  # room for a whole episode
+        changes["rollout.max_response_length"] = 0
     if config.actor.frozen_updates:
         changes["actor.frozen_updates"] = 5
     if " " in name:

@@ -98,6 +98,7 @@ def test_training_is_the_same_and_resumes_bit_for_bit(tmp_path):
         assert [computed(row) for row in trainer.run(2)] == [computed(r) for r in rows[DECAY][2:]]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("algorithm", ["SFT", "RewardModel"])
 def test_held_out_examples_are_of_the_average(algorithm, tmp_path):
     keys = {**KEYS, "warm_start.steps": 0, "checkpoint.every": 1}
