@@ -229,7 +229,10 @@ def test_bad_input_ends_in_one_line_and_status_2(case, files, monkeypatch, capsy
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("none.py", "--config=none.py: no such file; give a path, or one of base.py, calculator.py, cdpo.py"),
+        (
+            "none.py",
+            "--config=none.py: no such file; give a path, or one of base.py, calculator.py",
+        ),
         ("broken.py", "broken.py:2: ZeroDivisionError: division by zero"),
         ("empty.py", "the file defines no get_config()"),
         ("ppo.py:addition", "after the colon; say --config=ppo.py --config.data.task=addition\n"),
@@ -279,9 +282,10 @@ def test_a_reward_function_that_fails_ends_the_run_with_status_1(
     *frames, line = printed.err.splitlines(keepends=True)
     assert re.search(cause, line), printed.err
     if function != "nan":
-        assert line.endswith("; the data's columns are prompt, answer\n") and not (
-            tmp_path / "run"
-        ).exists()
+        assert (
+            line.endswith("; the data's columns are prompt, answer\n")
+            and not (tmp_path / "run").exists()
+        )
     if function != "raises":
         assert not frames
     elif sys.version_info < (3, 12):  # later ones have no frame of a list's own

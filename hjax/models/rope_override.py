@@ -3,10 +3,17 @@
 import dataclasses
 import json
 from collections.abc import Mapping
+from typing import Any
 
 from hjax.errors import ConfigError
 from hjax.models.model_config import ModelConfig
-from hjax.models.rotary import DynamicNTKScaling, LinearScaling, YarnScaling, read_scaling
+from hjax.models.rotary import (
+    DynamicNTKScaling,
+    LinearScaling,
+    RopeScaling,
+    YarnScaling,
+    read_scaling,
+)
 
 KEY = "model.rope_scaling"
 
@@ -48,12 +55,11 @@ def with_rope_scaling(model: ModelConfig, text: str) -> ModelConfig:
     (rope,) = model.ropes
     original = getattr(wanted, "original_max_length", model.max_length)
     if rope.scaling is not None:
-        own = getattr(rope.scaling, "original_max_length", original)
-        if dataclasses.replace(wanted, **_original(wanted, own)) == rope.scaling:
+        if _settings(wanted) == _settings(rope.scaling):
             return model
         raise ConfigError(
-            f"{KEY}={text}: the model's positions are scaled already ({rope.scaling.kind}, factor "
-            f"{rope.scaling.factor:g}); change its config.json, or leave the key empty"
+            f"{KEY}={text}: the model's positions are scaled already ({rope.scaling.kind}); change "
+            "its config.json, or leave the key empty"
         )
     return dataclasses.replace(
         model,
@@ -62,5 +68,7 @@ def with_rope_scaling(model: ModelConfig, text: str) -> ModelConfig:
     )
 
 
-def _original(scaling: object, length: int) -> dict[str, int]:
-    return {"original_max_length": length} if hasattr(scaling, "original_max_length") else {}
+def _settings(scaling: RopeScaling) -> dict[str, Any]:
+    """All but the original length, which a stretched model no longer has as its positions."""
+    found = dataclasses.asdict(scaling) | {"kind": scaling.kind}
+    return {name: value for name, value in found.items() if name != "original_max_length"}
