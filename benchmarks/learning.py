@@ -15,9 +15,9 @@ Runs of other code stand in a table of their own, unless
 
     python benchmarks/learning.py --repeat [--configs=...] --pages=docs/algorithms
 
-has found that today's code takes the same first three steps (all metrics but times, of each
-config's first seed; bit for bit, on another processor than the kept run's to 1e-3); then they count
-as today's, and RESULTS.md says so.
+has found that today's code takes the same first three steps (all metrics that they have but times,
+of each config's first seed; bit for bit, on another processor than the kept run's to 1e-3); then
+they count as today's, and RESULTS.md says so.
 
 Prints one JSON line: for every config and seed where its measures start and end, and the seconds of
 the whole command (start and compilation included) and of the processor. Exit status 1: some run
@@ -351,7 +351,8 @@ def repeat(config: str, pages: pathlib.Path) -> str:
     same_machine = all(kept.facts[name] == machine.describe()[name] for name in ("cpu", "cores"))
     tolerance = 0.0 if same_machine else 1e-3
     for mine, theirs in zip(rows, kept.first, strict=True):
-        other = [k for k in {*mine, *theirs} if not _alike(mine.get(k), theirs.get(k), tolerance)]
+        # Metrics that came later are not compared.
+        other = [k for k in theirs if not _alike(mine.get(k), theirs[k], tolerance)]
         if other:
             return (
                 f"{label_of(config)}: step {theirs['step']} differs in {', '.join(sorted(other))}"
