@@ -5,6 +5,7 @@ read. Its summary, ``profile.json``, is what the report shows.
 """
 
 import collections
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -104,21 +105,25 @@ def read_trace_events(file: Path) -> list[dict[str, Any]]:
     import jax
 
     found = []
-    for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
-        for line in plane.lines:
-            for event in line.events:
-                facts = dict(event.stats)
-                if "hlo_op" not in facts or "hlo_module" not in facts:
-                    continue
-                start = event.start_ns / 1e9
-                found.append({
-                    "device": f"{plane.name} {facts.get('device_ordinal', '')}",
-                    "program": str(facts["hlo_module"]).removeprefix("jit_"),
-                    "operation": str(facts["hlo_op"]),
-                    "run": facts.get("run_id"),
-                    "start": start,
-                    "end": start + event.duration_ns / 1e9,
-                })  # fmt: skip
+    with warnings.catch_warnings():
+        # jaxlib's iterators are types without a module, which Python 3.13 calls deprecated when the
+        # first is made; a filter that makes an error of it would end the process.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+            for line in plane.lines:
+                for event in line.events:
+                    facts = dict(event.stats)
+                    if "hlo_op" not in facts or "hlo_module" not in facts:
+                        continue
+                    start = event.start_ns / 1e9
+                    found.append({
+                        "device": f"{plane.name} {facts.get('device_ordinal', '')}",
+                        "program": str(facts["hlo_module"]).removeprefix("jit_"),
+                        "operation": str(facts["hlo_op"]),
+                        "run": facts.get("run_id"),
+                        "start": start,
+                        "end": start + event.duration_ns / 1e9,
+                    })  # fmt: skip
     return found
 
 
