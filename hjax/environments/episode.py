@@ -100,22 +100,26 @@ class EpisodeRow:
     Attributes:
       prompt: ids of the first observation; ``text``: its text.
       conversation: the chat that it begins with; None: the text alone.
+      context: ids between the prompt and the first turn, seen and not learned: what does not fit
+        into the prompt's part of a row, and turns that another row has.
     """
 
     prompt: list[int]
     text: str
     turns: list[Turn] = dataclasses.field(default_factory=list)
     conversation: Conversation | None = None
+    context: list[int] = dataclasses.field(default_factory=list)
 
     @property
     def response(self) -> list[int]:
         """Ids after the prompt: of turns and observations."""
-        return [i for turn in self.turns for i in (*turn.tokens, *turn.observation)]
+        return self.context + [i for turn in self.turns for i in (*turn.tokens, *turn.observation)]
 
     @property
     def response_length(self) -> int:
         """Ids of ``response``."""
-        return sum(len(turn.tokens) + len(turn.observation) for turn in self.turns)
+        turns = sum(len(turn.tokens) + len(turn.observation) for turn in self.turns)
+        return len(self.context) + turns
 
 
 @dataclasses.dataclass

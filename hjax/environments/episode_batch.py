@@ -87,7 +87,7 @@ def _token_tables(
     made |= {name: np.zeros(shape, np.float32) for name in ("token_rewards", *LOGPROBS)}
     states: dict[int, dict[bytes, int]] = {}  # by group, numbers of states
     for i, (episode, row) in enumerate(rows):
-        at, numbers = 0, states.setdefault(episode.group, {})
+        at, numbers = len(row.context), states.setdefault(episode.group, {})
         for number, turn in enumerate(row.turns, start=first_turns.get(id(row), 0)):
             own = slice(at, at + len(turn.tokens))
             made["turn"][i, own] = number

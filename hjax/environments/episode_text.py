@@ -119,6 +119,8 @@ class ObservationEncoder:
         drawn: Sequence[int],
         ended: bool,
         following: str | Observed,
+        *,
+        rewritten: bool = False,
     ) -> list[int]:
         """Token ids that follow a turn of the policy.
 
@@ -127,6 +129,11 @@ class ObservationEncoder:
           drawn: ids of the turn.
           ended: whether the turn has ended: by a token, or without chat by a stop string.
           following: the observation, or its text.
+          rewritten: whether the template may write the chat before the turn otherwise where others
+            follow, as the row keeps what it has.
+
+        Raises:
+          DataError: the template cannot continue the chat.
         """
         text = following if isinstance(following, str) else following.observation
         has_end = bool(drawn) and drawn[-1] in self.tokenizer.eos_ids
@@ -137,12 +144,14 @@ class ObservationEncoder:
         messages: Messages = [{"role": "user", "content": text}]
         if not isinstance(following, str) and following.messages:
             messages = list(following.messages)
-        ids = self._after_a_turn(self._between(chat, messages))
+        ids = self._after_a_turn(self._between(chat, messages, rewritten))
         # The end that was drawn stays, also where it is not the one that the template writes.
         ends = {*drawn[-1:], *self._end}
         return ids[1:] if has_end and ids and ids[0] in ends else ids
 
-    def _between(self, chat: Conversation, following: Messages) -> str:
+    def _between(
+        self, chat: Conversation, following: Messages, rewritten: bool = False
+    ) -> str:
         """What the template writes from the end of a turn to the header of the next.
 
         The turn is rendered with a mark where it ends: its content, or in a call the value of its
@@ -151,6 +160,7 @@ class ObservationEncoder:
         Args:
           chat: that the row begins with.
           following: messages; the first may be the turn itself, with its calls.
+          rewritten: whether the chat may be written otherwise.
 
         Raises:
           DataError: it writes earlier messages differently where others follow, or loses them.
@@ -167,7 +177,8 @@ class ObservationEncoder:
         at = min(ends, default=0)
         lost = any(not any(form in rest for form in _forms(text)) for text in texts)
         inside = "tool_calls" not in turn and rest[:at].strip()
-        if not head.startswith(before) or not found or _TURN in rest or lost or inside or (
+        kept = rewritten or head.startswith(before)
+        if not kept or not found or _TURN in rest or lost or inside or (
             "tool_calls" in turn and not ends
         ):  # fmt: skip
             raise DataError(

@@ -11,12 +11,14 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from ml_collections import ConfigDict
 
+from hjax.agents.agent_process import load_agent
+from hjax.agents.agent_settings import agent_of, settings_of
 from hjax.batches import NO_EPISODE
 from hjax.controller.timeline import Timeline
 from hjax.data.read_options import ReadOptions
@@ -48,7 +50,9 @@ ROW_MARGIN = 1.5
 
 
 def environment_of(config: ConfigDict, task: Task | None) -> str:
-    """The environment that a run plays: of the config, or of its task; empty: none."""
+    """What plays a run's episodes: its agent, its environment, or its task's; empty: nothing."""
+    if agent := agent_of(config.agent):
+        return agent
     if config.environment.tools:
         return TOOL_ENVIRONMENT
     return config.environment.function or (task.environment if task is not None else "")
@@ -91,43 +95,24 @@ class EpisodeRollout:
         as_ready: bool = False,
         timeline: Timeline,
     ):
-        section, rollout, data = config.environment, config.rollout, config.data
-        name = environment_of(config, task)
+        rollout, options = config.rollout, ReadOptions.from_config(config.data)
+        name, agent = environment_of(config, task), agent_of(config.agent)
         if tokenizer is None:
             raise ConfigError(f"environment {name}: it speaks text, and there is no tokenizer")
-        options = ReadOptions.from_config(data)
-        self._plays_tools = bool(section.tools)
+        self._plays_tools = bool(config.environment.tools) and not agent
         self._encoder = ObservationEncoder(
             tokenizer,
-            chat=data.chat or self._plays_tools,
-            system=data.system,
+            chat=bool(agent) or config.data.chat or self._plays_tools,
+            system="" if agent else config.data.system,
             variables=dict(options.template),
         )
-        of_task = task is not None and bool(task.environment)
-        self.limits = EpisodeLimits(
-            turns=section.max_turns or (task.max_turns if of_task and task is not None else 20),
-            turn_tokens=section.turn_tokens
-            or (task.turn_length if of_task and task is not None else 0),
-            prompt_tokens=prompt_length,
-            response_tokens=rollout.max_response_length,
-        )
-        self._pool = EpisodePool(
-            name,
-            tool_options(
-                section.tools,
-                self._encoder,
-                sandbox=SandboxSettings.of_config(config.sandbox),
-            )
-            if self._plays_tools
-            else {},
-            processes=section.processes or min(os.cpu_count() or 1, 8),
-            step_seconds=section.step_seconds,
-            memory_bytes=int(section.memory_gib * 2**30),
-        )
-        self._seed, self._samples, self._as_ready = config.seed, rollout.samples, as_ready
+        self.limits = _limits(config, task, prompt_length)
+        self._as_ready = as_ready
         self._waited = functools.partial(
             timeline.add, "environment", "environment", "wait", "environment"
         )
+        self._players = self._agents(config) if agent else self._environments(config, name)
+        self._seed, self._samples = config.seed, rollout.samples
         # The same for evaluations, so that these share programs with training.
         self._rows = rollout.prompts * rollout.samples
         self._filler = tokenizer.eos_id or 0
@@ -168,10 +153,7 @@ class EpisodeRollout:
         try:
             begun = actor.begin_turns(max(self._rows, len(episodes)), row_tokens).result()
             draw = functools.partial(_draw, actor, step, greedy)
-            player = EpisodePlayer(
-                self._pool, self._encoder, self.limits, draw,
-                as_ready=self._as_ready, waited=self._waited,
-            )  # fmt: skip
+            player = self._players.make(draw, as_ready=self._as_ready, waited=self._waited)
             player.play(episodes)
         finally:
             actor.end_turns().result()
@@ -241,8 +223,58 @@ class EpisodeRollout:
         return min(math.ceil(ROW_MARGIN * rows), self.limits.turns * len(episodes))
 
     def close(self) -> None:
-        """End the environments' processes."""
-        self._pool.close()
+        """End the environments' or the agent's processes."""
+        self._players.close()
+
+    def _environments(self, config: ConfigDict, name: str) -> _Players:
+        section = config.environment
+        settings = SandboxSettings.of_config(config.sandbox)
+        tools = self._plays_tools
+        pool = EpisodePool(
+            name,
+            tool_options(section.tools, self._encoder, sandbox=settings) if tools else {},
+            processes=section.processes or min(os.cpu_count() or 1, 8),
+            step_seconds=section.step_seconds,
+            memory_bytes=int(section.memory_gib * 2**30),
+        )
+        player = functools.partial(EpisodePlayer, pool, self._encoder, self.limits)
+        return _Players(player, pool.close)
+
+    def _agents(self, config: ConfigDict) -> _Players:
+        try:
+            from hjax.agents.agent_runner import AgentRunner
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"config.agent.function={config.agent.function}: {error.name} is not installed; "
+                "the extra `serve` has what answers agents: pip install 'hjax[serve]'"
+            ) from error
+        settings, record = settings_of(config.agent)
+        load_agent(settings.function)
+        runner = AgentRunner(settings, record, self._encoder, self.limits)
+        return _Players(runner.player, runner.close)
+
+
+class _Players(NamedTuple):
+    """What makes a player of a policy's, and ends what players share."""
+
+    make: Callable[..., Any]
+    close: Callable[[], None]
+
+
+def _limits(config: ConfigDict, task: Task | None, prompt_length: int) -> EpisodeLimits:
+    section, agent = config.environment, config.agent
+    turns, turn_tokens = section.max_turns or 20, section.turn_tokens
+    if agent_of(agent):
+        turns, turn_tokens = agent.max_calls, agent.call_tokens
+    elif task is not None and task.environment:
+        turns = section.max_turns or task.max_turns
+        turn_tokens = section.turn_tokens or task.turn_length
+    return EpisodeLimits(
+        turns=turns,
+        turn_tokens=turn_tokens,
+        prompt_tokens=prompt_length,
+        response_tokens=config.rollout.max_response_length,
+    )
 
 
 def log_first_faults(episodes: Sequence[Episode], told: set[str]) -> None:

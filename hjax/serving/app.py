@@ -6,7 +6,7 @@ import hmac
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic import Field
 from starlette.applications import Starlette
@@ -89,11 +89,7 @@ def make_app(
     app = Starlette(
         routes=routes,
         middleware=middleware,
-        exception_handlers={
-            HTTPException: _unrouted,
-            ClientDisconnect: _client_closed,
-            Exception: _failed,
-        },
+        exception_handlers=error_answers(),
     )
     app.state.draining = False
     app.state.running = paths.watch.running
@@ -272,6 +268,15 @@ async def _chunks(running: RunningRequest, answer: ResponseForm) -> AsyncIterato
         yield answer.usage_chunk(running.usage())
 
 
+def error_answers() -> dict[Any, Any]:
+    """What answers errors, for Starlette's ``exception_handlers``."""
+    return {
+        HTTPException: _unrouted,
+        ClientDisconnect: _client_closed,
+        Exception: _failed,
+    }
+
+
 async def _unrouted(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     text = {404: "there is no such path", 405: "not by this method"}
@@ -302,6 +307,12 @@ def check_key(key: bytes, scope: Scope) -> None:
         )
 
 
+class AnswerCounts(Protocol):
+    """Counts answers, as ``PrometheusMetrics`` does."""
+
+    def answered(self, path: str, status: int, seconds: float) -> None: ...
+
+
 class RequestMiddleware:
     """ASGI middleware: checks who asks, and counts answers.
 
@@ -315,7 +326,7 @@ class RequestMiddleware:
     def __init__(
         self,
         app: ASGIApp,
-        metrics: PrometheusMetrics,
+        metrics: AnswerCounts,
         paths: frozenset[str],
         check: Callable[[Scope], None],
     ):

@@ -4,12 +4,13 @@ import dataclasses
 import hashlib
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, create_model
 
 from hjax.data.chat_messages import MessageError, read_messages, read_template_arguments
+from hjax.data.conversation import Conversation
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, DataError
 from hjax.rollout.constrained_decoding import ConstraintMatcher
@@ -195,8 +196,21 @@ def parse_completion(
     )
 
 
-def parse_chat(body: Mapping[str, Any], served: ServedModel, limits: ServerLimits) -> ParsedRequest:
+# Token ids of a chat, and how many tokens there is room for with what is drawn after them.
+Encoded = tuple[list[int], int]
+
+
+def parse_chat(
+    body: Mapping[str, Any],
+    served: ServedModel,
+    limits: ServerLimits,
+    encode: Callable[[Conversation], Encoded] | None = None,
+) -> ParsedRequest:
     """Parse the body of a /v1/chat/completions request.
+
+    Args:
+      encode: what makes the prompt of the chat; a larger ``max_tokens`` than it leaves room for is
+        then cut down to that. None: the chat template, and the model's positions.
 
     Raises:
       RequestRefused: a field that is wrong, or not supported; a model without chat template.
@@ -214,7 +228,11 @@ def parse_chat(body: Mapping[str, Any], served: ServedModel, limits: ServerLimit
         raise RequestRefused("top_logprobs: only with logprobs=true", param="top_logprobs")
     tools = fields.requested_tools(body)
     format = fields.text_format(fields.response_format.format())
-    text, tokens = _render(fields, served, list(tools.given))
+    chat = _conversation(fields, served, list(tools.given))
+    ids, room = _encoded(chat, served) if encode is None else encode(chat)
+    if encode is not None and older is not None:
+        older = min(older, max(room - len(ids), 1))
+    prompt = _prompt(ids, older, room)
     calls = tools.calls(served.call_form, served.name, format)
     if calls is not None:
         format = tools.format(calls.form, format)
@@ -222,7 +240,7 @@ def parse_chat(body: Mapping[str, Any], served: ServedModel, limits: ServerLimit
         fields,
         served,
         limits,
-        prompts=(_prompt(served, tokens, older, text),),
+        prompts=(prompt,),
         logprobs=fields.top_logprobs or 0 if fields.logprobs else None,
         calls=calls,
         format=format,
@@ -339,26 +357,26 @@ def _prompt_list(given: Any) -> list[Any]:
 def _prompts(
     each: Sequence[Any], served: ServedModel, max_tokens: int
 ) -> tuple[RequestPrompt, ...]:
+    room = served.service.max_tokens
     if not isinstance(each[0], str):
-        found = tuple(_prompt(served, ids, max_tokens) for ids in each)
+        found = tuple(_prompt(ids, max_tokens, room) for ids in each)
         for ids in each:
             served.check_ids("prompt", ids)
         return found
     tokenizer = served.text_tokenizer("prompt")
     try:
         for text in each:
-            _check_length(served, tokenizer, text, "prompt")
-        return tuple(_prompt(served, tokenizer.encode(text), max_tokens, text) for text in each)
+            check_length(text, tokenizer, room, "prompt")
+        return tuple(_prompt(tokenizer.encode(text), max_tokens, room, text) for text in each)
     except DataError as error:
         raise RequestRefused.of_field("prompt", error) from None
 
 
-def _render(
+def _conversation(
     fields: _Chat, served: ServedModel, tools: list[dict[str, Any]]
-) -> tuple[str, list[int]]:
-    """The chat's text by the template, and its tokens."""
-    tokenizer = served.text_tokenizer("messages")
-    template = tokenizer.template_for(tools or None)
+) -> Conversation:
+    """The chat, as the template takes it."""
+    template = served.text_tokenizer("messages").template_for(tools or None)
     if not template:
         raise RequestRefused(
             f"messages: {served.name} has no chat template; ask /v1/completions", param="messages"
@@ -373,10 +391,16 @@ def _render(
         raise RequestRefused(
             f"tools: the chat template of {served.name} has no place for them", param="tools"
         )
+    return Conversation(messages, tools or None, variables)
+
+
+def _encoded(chat: Conversation, served: ServedModel) -> Encoded:
+    """The chat's tokens by the template."""
+    tokenizer, room = served.text_tokenizer("messages"), served.service.max_tokens
     try:
-        text = tokenizer.chat(messages, True, **variables, tools=tools or None)
-        _check_length(served, tokenizer, text, "messages")
-        return text, tokenizer.encode(text, add_special=False)
+        text = chat.render(tokenizer, add_generation_prompt=True)
+        check_length(text, tokenizer, room, "messages")
+        return tokenizer.encode(text, add_special=False), room
     except (ValueError, ArithmeticError) as error:  # DataError, or what a template's filters raise
         raise RequestRefused.of_field("messages", error) from None
 
@@ -395,10 +419,17 @@ def _effort(effort: str | None, template: str, name: str) -> dict[str, Any]:
     raise invalid_field("reasoning_effort", effort, said)
 
 
-def _check_length(served: ServedModel, tokenizer: Tokenizer, text: str, field: str) -> None:
+def check_length(text: str, tokenizer: Tokenizer, room: int, field: str) -> None:
     """Refuse a text whose beginning has far more tokens than fit: encoding several MB takes long,
-    and a hundred times their memory."""
-    room = served.service.max_tokens
+    and a hundred times their memory.
+
+    Args:
+      room: tokens that fit.
+      field: that has the text.
+
+    Raises:
+      RequestRefused: it is that long.
+    """
     beginning = text[: CHARACTERS_PER_TOKEN * room]
     if len(beginning) < len(text) and len(tokenizer.encode(beginning)) > 2 * room:
         raise RequestRefused(
@@ -409,18 +440,19 @@ def _check_length(served: ServedModel, tokenizer: Tokenizer, text: str, field: s
 
 
 def _prompt(
-    served: ServedModel, tokens: list[int], max_tokens: int | None, text: str | None = None
+    tokens: list[int], max_tokens: int | None, most: int, text: str | None = None
 ) -> RequestPrompt:
+    """A prompt, of which ``most`` is the room together with what is drawn."""
     if not tokens:
         raise RequestRefused(
             "prompt is empty, and the model has no token to begin with", param="prompt"
         )
-    room = served.service.max_tokens - len(tokens)
+    room = most - len(tokens)
     wanted = 1 if max_tokens is None else max_tokens
     if room < wanted:
         raise RequestRefused(
-            f"a prompt of {len(tokens)} tokens and max_tokens={wanted} exceed the "
-            f"{served.service.max_tokens} that this server has room for",
+            f"a prompt of {len(tokens)} tokens and max_tokens={wanted} exceed the {most} that this "
+            "server has room for",
             param="max_tokens" if room > 0 else "prompt",
             code="context_length_exceeded",
         )

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from hjax.data.tokenizer import Tokenizer
 from hjax.data.tool_call_forms import CallForm, call_form
 from hjax.serving.request_errors import RequestRefused
-
-if TYPE_CHECKING:
-    from hjax.rollout.service import GenerationService
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,14 +17,14 @@ class ServedModel:
 
     Attributes:
       name: the name that requests give.
-      service: draws the tokens.
+      service: draws the tokens; None: each request is given one of its own.
       tokenizer: None: prompts and answers are token ids.
       vocab_size: token ids of prompts and options are below it.
       eos_ids: tokens that end a response.
     """
 
     name: str
-    service: GenerationService
+    service: Any
     tokenizer: Tokenizer | None
     vocab_size: int
     eos_ids: tuple[int, ...]

@@ -142,4 +142,5 @@ class RunningRequest:
             "completion_tokens": drawn,
             "total_tokens": prompt + drawn,
             "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {},  # some clients fail without it
         }

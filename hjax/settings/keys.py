@@ -19,6 +19,7 @@ from hjax.machine import MAX_DEVICES
 from hjax.roles import OPTIMIZERS, ROLES
 from hjax.rollout.sampling_params import OPTIONS
 from hjax.rules import Key, Rule, above, at_least, below_one, between, number_or_auto, one_of
+from hjax.settings.agent_keys import AGENT_KEYS
 
 # Upper limits of dimensions and batch sizes, and of lengths in tokens. They are far above any real
 # run, and keep absurd values from exhausting memory before memory is checked.
@@ -467,6 +468,7 @@ KEYS: dict[str, Any] = {
             4.0, "memory of each of these processes, in GiB; 0: no limit", at_least(0)
         ),
     },
+    "agent": AGENT_KEYS,
     "sandbox": {
         "function": Key(
             "",

@@ -1,0 +1,435 @@
+"""The gateway: the server that agents' calls come to, each session at an address of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hmac
+import json
+import logging
+import threading
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from hjax.agents.call_tree import Placement
+from hjax.agents.requests import any_client, drawn_by_the_run, no_request
+from hjax.agents.session import CallService, Session, TurnQueue, body_digest
+from hjax.data.chat_messages import read_messages
+from hjax.data.conversation import Conversation
+from hjax.errors import DataError
+from hjax.serving.address import address_of, bind
+from hjax.serving.app import RequestMiddleware, cancel_on_disconnect, error_answers
+from hjax.serving.detokenizer import Delta
+from hjax.serving.fields import parse_object
+from hjax.serving.limits import ServerLimits
+from hjax.serving.request_body import BodyReader
+from hjax.serving.request_errors import RequestRefused
+from hjax.serving.request_models import (
+    Encoded,
+    ParsedRequest,
+    check_length,
+    parse_chat,
+    with_matchers,
+)
+from hjax.serving.response_models import ChatForm
+from hjax.serving.served_model import ServedModel
+from hjax.serving.server import HttpServer
+from hjax.serving.streaming import RequestWatch, RunningRequest
+
+_LOG = logging.getLogger(__name__)
+# The name under which the policy answers; requests may use any.
+MODEL = "policy"
+# How often a stream without news gets a comment, and how long an answer waits for the retry of a
+# client that has gone.
+KEEPALIVE_SECONDS, RETRY_SECONDS = 3.0, 10.0
+# How often a session that a limit has ended is told so before its requests are refused.
+_TOLD = 3
+_CONTEXT = "context_length_exceeded"
+_ENDED = {
+    "max_turns": "The limit of {calls} calls is reached; this session has ended.",
+    "context": "The conversation has no room left; this session has ended.",
+}
+
+
+class Gateway:
+    """Answers the calls of agents.
+
+    Args:
+      served: the model. Its service draws the answers as they are asked for; with None they wait in
+        ``queue`` for the policy, drawn as the run says.
+      limits: of requests.
+      call_tokens: of an answer at most; 0: what there is room for.
+      host: the address to listen on.
+
+    Attributes:
+      queue: of what waits for the policy.
+      requests: that were answered or refused, of all sessions.
+    """
+
+    def __init__(
+        self,
+        served: ServedModel,
+        limits: ServerLimits = ServerLimits(),
+        call_tokens: int = 0,
+        host: str = "127.0.0.1",
+    ):
+        self.queue = TurnQueue()
+        self._served, self._limits = dataclasses.replace(served, name=MODEL), limits
+        self._trains, self._call_tokens = served.service is None, call_tokens
+        self._sessions: dict[str, Session] = {}
+        self._answers: dict[tuple[str, bytes], _Answer] = {}
+        self._bodies = BodyReader(limits)
+        self._watch = RequestWatch(lambda seconds: None, self._failed)
+        self._told: set[str] = set()
+        self.requests = 0
+        self._bound = bind(host, 0)
+        self._address = address_of(self._bound)
+        self._server = HttpServer(self._app(), lambda seconds: None, self._bound, limits, _nothing)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="agents' gateway", daemon=True)
+        self._thread.start()
+
+    def open(self, session: Session) -> str:
+        """Answer a session's calls; returns the base URL for its agent."""
+        self._sessions[session.key] = session
+        return f"http://{self._address}/s/{session.key}/v1"
+
+    def close(self, session: Session) -> None:
+        """Answer no more calls of a session; those that run are cancelled."""
+        session.sealed = True
+        self._sessions.pop(session.key, None)
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._cancel, session)
+
+    def shut_down(self) -> None:
+        """End the server."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._server.stop)
+        self._thread.join(self._limits.drain_seconds + 5)
+
+    def answered(self, path: str, status: int, seconds: float) -> None:
+        """Count an answer, as ``AnswerCounts``."""
+        self.requests += 1
+
+    # On the event loop
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._server.serve())
+        finally:
+            self._loop.close()
+
+    def _app(self) -> Starlette:
+        base = "/s/{key}/v1"
+        routes = [
+            Route(f"{base}/models", self._models),
+            Route(f"{base}/models/{{name:path}}", self._model),
+            Route(f"{base}/chat/completions", self._chat, methods=["POST"]),
+        ]
+        check = Middleware(
+            RequestMiddleware, metrics=self, paths=frozenset[str](), check=self._check
+        )
+        app = Starlette(routes=routes, middleware=[check], exception_handlers=error_answers())
+        app.state.draining = False
+        app.state.running = self._watch.running
+        return app
+
+    def _check(self, scope: Scope) -> None:
+        """Who asks must know the session's key twice: in the path, and as the API key."""
+        start, key = [*scope["path"].split("/"), "", ""][1:3]
+        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        same = hmac.compare_digest(given.strip().encode(), key.encode())
+        if start != "s" or key not in self._sessions or scheme.lower() != "bearer" or not same:
+            raise RequestRefused(
+                "no session of this key; the base URL and the API key are those of a session that "
+                "is open",
+                401,
+                code="invalid_api_key",
+            )
+
+    def _session(self, request: Request) -> Session:
+        session = self._sessions.get(request.path_params["key"])
+        if session is None or session.sealed:
+            raise RequestRefused("the session has ended", code="session_ended")
+        return session
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._described()]})
+
+    async def _model(self, request: Request) -> Response:
+        return JSONResponse(self._described())
+
+    def _described(self) -> dict[str, Any]:
+        return {"id": MODEL, "object": "model", "created": 0, "owned_by": "hjax"}
+
+    async def _chat(self, request: Request) -> Response:
+        session = self._session(request)
+        async with self._bodies.read(request) as content:
+            body = await asyncio.to_thread(parse_object, content, self._limits)
+            answer = self._retried(request, session, body)
+            if answer is None:
+                answer = await self._begin(session, body)
+        answer.listeners += 1
+        if answer.parsed.stream:
+            return _AnswerStream(answer)
+        try:
+            whole = await cancel_on_disconnect(request.receive, answer.delivered())
+            return JSONResponse(whole)
+        finally:
+            answer.leave()
+
+    def _retried(
+        self, request: Request, session: Session, body: Mapping[str, Any]
+    ) -> _Answer | None:
+        """The answer to the same request that the client sends again; None: it is a new one."""
+        count = request.headers.get("x-stainless-retry-count", "0")
+        if not count.isdecimal() or not int(count):
+            return None
+        answer = self._answers.get((session.key, body_digest(body)))
+        if answer is not None and answer.failed:
+            return None
+        if answer is not None:
+            session.counts["retries"] += 1
+        return answer
+
+    async def _begin(self, session: Session, body: Mapping[str, Any]) -> _Answer:
+        running = sum(each.session is session for each in self._answers.values() if each.runs)
+        if running >= session.concurrent:
+            said = f"{running} calls of this session run, as many as may"
+            raise RequestRefused(said, 429, retry_after=1)
+        if session.most_calls and len(session.tree.calls) + running >= session.most_calls:
+            return self._limit(session, body, "max_turns")
+        used, asked = any_client(body), dict[str, Any]()
+        if self._trains:
+            used, asked = drawn_by_the_run(used)
+            self._warn(asked)
+        service = CallService(
+            session, self.queue if self._trains else None,
+            session.tree.most_tokens, self._served.service,
+        )  # fmt: skip
+        served = dataclasses.replace(self._served, service=service)
+
+        def encode(chat: Conversation) -> Encoded:
+            return self._placed(session, service, chat)
+
+        try:
+            parsed = await asyncio.to_thread(parse_chat, used, served, self._limits, encode)
+        except RequestRefused as refused:
+            if refused.code != _CONTEXT:
+                raise
+            return self._limit(session, body, "context")
+        service.stop = parsed.stop
+        parsed = await asyncio.to_thread(with_matchers, parsed, served)
+        if session.sealed:
+            raise RequestRefused("the session has ended", code="session_ended")
+        running_request = RunningRequest(served, parsed, self._watch)
+        answer = _Answer(session, parsed, service, running_request, asked)
+        self._answers[session.key, body_digest(body)] = answer
+        return answer
+
+    def _placed(self, session: Session, service: CallService, chat: Conversation) -> Encoded:
+        with session.lock:
+            try:
+                text = "".join(message["content"] for message in chat.messages)
+                tokenizer = self._served.text_tokenizer("messages")
+                check_length(text, tokenizer, service.max_tokens, "messages")
+                place = session.tree.place(chat)
+            except (DataError, ValueError, ArithmeticError) as error:
+                raise RequestRefused.of_field("messages", error) from None
+            service.place = place
+            room, most = session.tree.room(place), self._call_tokens
+            return list(place.prompt), min(room, len(place.prompt) + most) if most else room
+
+    def _limit(self, session: Session, body: Mapping[str, Any], which: str) -> _Answer:
+        """The answer of a session that a limit has ended: plain words that nobody drew."""
+        session.ended_by = session.ended_by or which
+        session.refusals += 1
+        text = _ENDED[which].format(calls=session.most_calls)
+        if session.refusals > _TOLD:
+            raise RequestRefused(text, code=_CONTEXT)
+        return _Answer(session, no_request(body), None, None, {}, text)
+
+    def _warn(self, asked: Mapping[str, Any]) -> None:
+        if new := sorted(asked.keys() - self._told):
+            self._told.update(new)
+            _LOG.warning(
+                "agents ask for %s; the policy is drawn as the run says, and the session's record "
+                "has what was asked",
+                ", ".join(f"{name}={asked[name]!r}"[:60] for name in new),
+            )
+
+    def _cancel(self, session: Session) -> None:
+        for key in [key for key in self._answers if key[0] == session.key]:
+            self._answers.pop(key).cancel()
+
+    def _failed(self, why: str) -> None:
+        _LOG.error("the engine failed: %s", why)
+
+
+def _nothing() -> None:
+    pass
+
+
+class _Answer:
+    """The answer to a request, which several of its retries may wait for.
+
+    Made on the event loop.
+
+    Args:
+      session: whose call it is.
+      parsed: the request.
+      service: that its responses were submitted to; None: nobody draws it.
+      running: its responses; None: ``text`` is the answer.
+      asked: of sampling, and not used.
+
+    Attributes:
+      listeners: clients that wait for it.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        parsed: ParsedRequest,
+        service: CallService | None,
+        running: RunningRequest | None,
+        asked: Mapping[str, Any],
+        text: str = "",
+    ):
+        self.session, self.parsed = session, parsed
+        self.listeners = 0
+        self.form = ChatForm(MODEL, parsed)
+        self._service, self._running, self._asked, self._text = service, running, asked, text
+        self._recorded: asyncio.Task[None] | None = None
+        self._left: asyncio.TimerHandle | None = None
+        self.usage = _NO_USAGE
+        self._drawn = asyncio.ensure_future(self._collect())
+        self._drawn.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    @property
+    def runs(self) -> bool:
+        """Whether it is being drawn."""
+        return not self._drawn.done()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it cannot be sent."""
+        done = self._drawn
+        return done.done() and (done.cancelled() or done.exception() is not None)
+
+    async def deltas(self) -> list[Delta]:
+        """What was drawn, once it is recorded; then it may be sent."""
+        await asyncio.wait([self._drawn])
+        if self._drawn.cancelled():
+            raise RequestRefused("the session has ended", code="session_ended")
+        deltas = self._drawn.result()
+        if self._recorded is None:
+            self._recorded = asyncio.ensure_future(asyncio.to_thread(self._record, deltas))
+        await asyncio.shield(self._recorded)
+        return deltas
+
+    async def delivered(self) -> dict[str, Any]:
+        """The whole answer."""
+        return self.form.whole(await self.deltas(), self.usage)
+
+    async def wait(self, seconds: float) -> bool:
+        """Wait until it is drawn, or so long; whether it is."""
+        await asyncio.wait([self._drawn], timeout=seconds)
+        return self._drawn.done()
+
+    def leave(self) -> None:
+        """A client has got it, or gone; the last one that goes before may come back some seconds
+        long, then it is cancelled."""
+        self.listeners -= 1
+        if not self.listeners and self._recorded is None:
+            self._left = asyncio.get_running_loop().call_later(RETRY_SECONDS, self._abandon)
+
+    def cancel(self) -> None:
+        """Stop drawing it."""
+        if self._running is not None:
+            self._running.cancel()
+        self._drawn.cancel()
+
+    def _abandon(self) -> None:
+        if self._recorded is None and not self.listeners:
+            self.session.counts["abandoned"] += 1
+            self.cancel()
+            if self._service is not None:
+                self.session.abandon(self._service.turns)
+
+    async def _collect(self) -> list[Delta]:
+        if self._running is None:
+            return [Delta(self._text, finish="stop")]
+        found: list[list[Delta]] = [[] for _ in self._running.choices]
+        try:
+            async for index, delta in self._running.deltas():
+                found[index].append(delta)
+            self.usage = self._running.usage()
+            return [Delta.merged(each) for each in found]
+        finally:
+            self._running.cancel()
+
+    def _record(self, deltas: Sequence[Delta]) -> None:
+        service, running = self._service, self._running
+        if service is None or running is None:
+            return
+        assert service.place is not None
+        place: Placement = service.place
+        choices = self.form.whole(deltas, self.usage)["choices"]
+        for index, choice in enumerate(running.choices):
+            message = choices[index]["message"]
+            [answer] = read_messages([message], request=True)
+            drawn = service.drawn(index, choice.count, choice.finish != "length")
+            turn = service.turns[index] if service.turns else None
+            self.session.record(turn, place, drawn, answer, self._asked)
+
+
+_NO_USAGE: dict[str, Any] = dict.fromkeys(
+    ("prompt_tokens", "completion_tokens", "total_tokens"), 0
+) | {"prompt_tokens_details": {}, "completion_tokens_details": {}}
+
+
+class _AnswerStream(StreamingResponse):
+    """An answer as events, once it is whole and recorded; comments keep the connection until
+    then."""
+
+    def __init__(self, answer: _Answer):
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(_events(answer), headers=headers, media_type="text/event-stream")
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._answer.leave()
+
+
+async def _events(answer: _Answer) -> AsyncIterator[str]:
+    while not await answer.wait(KEEPALIVE_SECONDS):
+        yield ": keepalive\n\n"
+    try:
+        for chunk in _chunks(answer, await answer.deltas()):
+            yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
+    except RequestRefused as refused:  # the status was sent already
+        yield f"data: {json.dumps(refused.body(), ensure_ascii=False)}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+def _chunks(answer: _Answer, deltas: Sequence[Delta]) -> list[dict[str, Any]]:
+    found = []
+    for index, delta in enumerate(deltas):
+        found.append(answer.form.chunk(index, dataclasses.replace(delta, finish=""), True))
+        found.append(answer.form.chunk(index, Delta(finish=delta.finish), False))
+    if answer.parsed.include_usage:
+        found.append(answer.form.usage_chunk(answer.usage))
+    return found

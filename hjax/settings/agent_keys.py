@@ -1,0 +1,61 @@
+"""The config keys of agents."""
+
+import math
+
+from hjax.rules import Key, Rule, above, at_least, one_of
+
+# Reward of a late session that has none.
+NO_REWARD = "unscored"
+
+
+def is_reward(text: str) -> bool:
+    """Whether it is a finite number as text, or NO_REWARD."""
+    try:
+        return text == NO_REWARD or math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+AGENT_KEYS = {
+    "function": Key(
+        "",
+        "`path.py:name`, an `async def` that is given a task, a base URL of OpenAI's API and a "
+        "key, and returns a reward; the policy answers its calls (docs/agents.md)",
+    ),
+    "max_calls": Key(64, "calls that a session is answered at most", at_least(1)),
+    "call_tokens": Key(
+        0,
+        "tokens of an answer at most; 0: what rollout.max_response_length leaves",
+        at_least(0),
+    ),
+    "seconds": Key(
+        1800.0, "deadline of a session, in seconds, the policy's answers included", above(0)
+    ),
+    "timeout_reward": Key(
+        NO_REWARD,
+        f"of a session that is late: a number, or {NO_REWARD}: it is not learned from",
+        Rule(f"a number, or {NO_REWARD}", is_reward),
+    ),
+    "concurrent": Key(0, "sessions that are open at a time; 0: all of a step", at_least(0)),
+    "processes": Key(1, "processes of agents, over which sessions are shared out", at_least(1)),
+    "memory_gib": Key(4.0, "memory of each of these processes, in GiB; 0: no limit", at_least(0)),
+    "history": Key(
+        "sampled",
+        "what a call that goes on from another sees: sampled: the tokens that were drawn; "
+        "template: at a new question of the user's the chat template writes all of it anew, and a "
+        "row begins",
+        one_of("sampled", "template"),
+    ),
+    "echo": Key(
+        "exact",
+        "when a call goes on from another: exact: it gives back the answer that it got; trust: it "
+        "has any answer in its place",
+        one_of("exact", "trust"),
+    ),
+    "train_call": Key(
+        "agent",
+        "which calls are learned from: agent: those that the agent went on from, and none without "
+        "tools beside others with tools; all; or `path.py:name`, a function of a call's record "
+        "that says whether",
+    ),
+}
