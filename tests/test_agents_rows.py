@@ -1,4 +1,4 @@
-"""How an agent's calls become rows: the rules, each with a worked example, and any tree of calls."""
+"""How an agent's calls become rows: each rule's worked example, and any tree of calls."""
 
 import itertools
 import random
@@ -241,7 +241,12 @@ def test_r8_an_episode_of_three_rows_is_one_sample(encoder):
         episodes.append(episode)
     batch = episode_batch(episodes, 128, 64)
     first = sample_rows(batch)
-    assert batch["episode"].tolist() == [0, 0, 0, 1, 2, 3, -1, -1] and first.tolist() == [0, 3, 4, 5]
+    assert batch["episode"].tolist() == [0, 0, 0, 1, 2, 3, -1, -1] and first.tolist() == [
+        0,
+        3,
+        4,
+        5,
+    ]
     returns = [episodes[i].total_reward for i in batch["episode"][first]]
     assert sum(returns) / 4 == 0.5
     assert group_advantages(returns, 4, normalise="none").tolist() == [0.5, 0.5, -0.5, -0.5]

@@ -9,7 +9,7 @@ import hmac
 import json
 import logging
 import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -203,12 +203,26 @@ class Gateway:
         return answer
 
     async def _begin(self, session: Session, body: Mapping[str, Any]) -> _Answer:
-        running = sum(each.session is session for each in self._answers.values() if each.runs)
-        if running >= session.concurrent:
-            said = f"{running} calls of this session run, as many as may"
+        count = body.get("n")
+        count = max(count, 1) if isinstance(count, int) else 1
+        if session.running >= session.concurrent:
+            said = f"{session.running} calls of this session run, as many as may"
             raise RequestRefused(said, 429, retry_after=1)
-        if session.most_calls and len(session.tree.calls) + running >= session.most_calls:
+        if session.most_calls and session.begun + count > session.most_calls:
             return self._limit(session, body, "max_turns")
+        session.begin(count)
+        answer = None
+        try:
+            answer = await self._asked(session, body)
+        finally:
+            if answer is None or answer.text:
+                session.end(count, abandoned=True)
+        if not answer.text:
+            answer.when_drawn(lambda failed: session.end(count, abandoned=failed))
+        return answer
+
+    async def _asked(self, session: Session, body: Mapping[str, Any]) -> _Answer:
+        """The answer to a request within the session's limits, which is asked for."""
         used, asked = any_client(body), dict[str, Any]()
         if self._trains:
             used, asked = drawn_by_the_run(used)
@@ -293,6 +307,7 @@ class _Answer:
       asked: of sampling, and not used.
 
     Attributes:
+      text: of an answer that nobody draws.
       listeners: clients that wait for it.
     """
 
@@ -308,7 +323,8 @@ class _Answer:
         self.session, self.parsed = session, parsed
         self.listeners = 0
         self.form = ChatForm(MODEL, parsed)
-        self._service, self._running, self._asked, self._text = service, running, asked, text
+        self.text = text
+        self._service, self._running, self._asked = service, running, asked
         self._recorded: asyncio.Task[None] | None = None
         self._left: asyncio.TimerHandle | None = None
         self.usage = _NO_USAGE
@@ -316,15 +332,14 @@ class _Answer:
         self._drawn.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     @property
-    def runs(self) -> bool:
-        """Whether it is being drawn."""
-        return not self._drawn.done()
-
-    @property
     def failed(self) -> bool:
         """Whether it cannot be sent."""
         done = self._drawn
         return done.done() and (done.cancelled() or done.exception() is not None)
+
+    def when_drawn(self, call: Callable[[bool], None]) -> None:
+        """Call this once it is drawn, with whether it failed."""
+        self._drawn.add_done_callback(lambda task: call(self.failed))
 
     async def deltas(self) -> list[Delta]:
         """What was drawn, once it is recorded; then it may be sent."""
@@ -368,7 +383,7 @@ class _Answer:
 
     async def _collect(self) -> list[Delta]:
         if self._running is None:
-            return [Delta(self._text, finish="stop")]
+            return [Delta(self.text, finish="stop")]
         found: list[list[Delta]] = [[] for _ in self._running.choices]
         try:
             async for index, delta in self._running.deltas():

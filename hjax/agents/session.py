@@ -119,6 +119,7 @@ class Session:
 
     Attributes:
       key: 128 bits by which its agent is known.
+      begun: calls that were begun, and have not failed; ``running``: requests of these.
       ended_by: the limit that has ended it, ``max_turns`` or ``context``; empty: none.
       refusals: how often it was told so.
       counts: of what happened, by name: ``retries``, ``abandoned``.
@@ -130,11 +131,22 @@ class Session:
         self.key = secrets.token_urlsafe(16)
         self.most_calls, self.concurrent = most_calls, concurrent
         self.lock = threading.Lock()
+        self.begun = self.running = 0
         self.ended_by, self.refusals, self.sealed = "", 0, False
         self.counts = {"retries": 0, "abandoned": 0}
         self._branches = 0
         self._tails: dict[int, tuple[int, int]] = {}  # by branch, its last call and where it began
         self._drawing: set[int] = set()  # branches whose turn is not recorded yet
+
+    def begin(self, count: int) -> None:
+        """Begin a request of so many calls; on the server's event loop, as ``end``."""
+        self.begun += count
+        self.running += 1
+
+    def end(self, count: int, *, abandoned: bool) -> None:
+        """End a request; ``abandoned``: without its calls."""
+        self.begun -= count * abandoned
+        self.running -= 1
 
     def take(self, turns: Sequence[PendingTurn]) -> list[PendingTurn]:
         """Give turns their branches: a call that goes on from the last one of a branch stays in it,

@@ -68,6 +68,6 @@ def _model(name: str, neutral: Mapping[str, tuple[Any, ...]], *ignored: str) -> 
     return create_model(name, __base__=RequestFields, **fields)
 
 
-NeutralFields = _model("NeutralFields", _NEUTRAL, *_IGNORED)
-NeutralCompletionFields = _model("NeutralCompletionFields", _NEUTRAL_OF_COMPLETIONS)
-NeutralChatFields = _model("NeutralChatFields", _NEUTRAL_OF_CHATS)
+NeutralFields: Any = _model("NeutralFields", _NEUTRAL, *_IGNORED)
+NeutralCompletionFields: Any = _model("NeutralCompletionFields", _NEUTRAL_OF_COMPLETIONS)
+NeutralChatFields: Any = _model("NeutralChatFields", _NEUTRAL_OF_CHATS)

@@ -1,0 +1,84 @@
+"""Whole runs whose episodes an agent plays."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+from helpers import computed, trainer_of
+from serving_double import byte_tokenizer
+
+TESTS = pathlib.Path(__file__).parent.parent
+AGENT = f"{TESTS}/agents_double.py:two_questions"
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("agents")
+    byte_tokenizer().save(folder / "tokenizer")
+    rows = "".join(json.dumps({"prompt": f"{n}?"}) + "\n" for n in range(6))
+    (folder / "rows.jsonl").write_text(rows)
+    return {
+        "data.task": "",
+        "data.path": f"{folder}/rows.jsonl",
+        "data.eval_path": f"{folder}/rows.jsonl",
+        "data.eval_size": 2,
+        "tokenizer.path": f"{folder}/tokenizer",
+        "model.max_length": 256,
+        "rollout.max_prompt_length": 64,
+        "rollout.max_response_length": 128,
+        "warm_start.steps": 0,
+        "cluster.devices_per_process": 1,
+        "eval.every": 2,
+        "checkpoint.every": 1,
+    }
+
+
+@pytest.fixture(scope="module")
+def run(keys, tmp_path_factory):
+    """Two steps of an agent: the metrics, and the first batch."""
+    changes = {**keys, "agent.function": AGENT, "steps": 2}
+    with trainer_of("GRPO", changes, tmp_path_factory.mktemp("run") / "run") as trainer:
+        first = trainer.step()
+        batch = trainer.batch
+        return [first, *trainer.run()][-2:], batch
+
+
+def test_an_agent_trains_and_the_first_updates_ratios_are_one(run):
+    metrics, batch = run
+    assert metrics[0]["rollout/token_prob_error"] == pytest.approx(1, abs=1e-5)
+    assert metrics[0]["episode/calls"] == 2 and metrics[0]["episode/stop_done"] == 1
+    assert metrics[0]["episode/roots"] == 1  # each episode is one row
+    assert "eval/reward" in metrics[1]
+    for row, records in enumerate(batch["turn_records"]):
+        drawn = sum(record["tokens"] for record in records)
+        assert batch["response_mask"][row].sum() == drawn > 0
+
+
+def test_the_same_episodes_by_an_environment_are_the_same_batch(run, keys, tmp_path):
+    _, batch = run
+    changes = {
+        **keys, "data.chat": True, "steps": 1, "eval.every": 0,
+        "environment.function": f"{TESTS}/two_questions.py:TwoQuestions",
+        "environment.turn_tokens": 6, "environment.processes": 1,
+    }  # fmt: skip
+    with trainer_of("GRPO", changes, tmp_path / "environment") as trainer:
+        trainer.step()
+        other = trainer.batch
+    for name in ("prompts", "responses", "response_mask", "turn", "logprobs", "token_rewards"):
+        assert np.array_equal(batch[name], other[name]), name
+    assert np.array_equal(batch["rewards"], other["rewards"])
+
+
+def test_a_run_that_goes_on_is_the_same(run, keys, tmp_path):
+    metrics, _ = run
+    changes = {**keys, "agent.function": AGENT, "steps": 1}
+    with trainer_of("GRPO", changes, tmp_path / "run") as trainer:
+        trainer.run()
+    with trainer_of("GRPO", {**changes, "steps": 2}, tmp_path / "run") as trainer:
+        *_, last = trainer.run()
+    gone_on, whole = computed(last), computed(metrics[1])
+    times = ("episode/seconds",)
+    assert {k: v for k, v in gone_on.items() if k not in times} == {
+        k: v for k, v in whole.items() if k not in times
+    }
