@@ -11,6 +11,8 @@ async def agent(task, url, key, seed):
     what = task["prompt"]
     if what == "silent":
         return 1.0
+    if what == "sleeps":
+        await asyncio.sleep(2)
     message = await said(url, key, [user(what)])
     if what == "raises":
         raise ValueError("a fault of its own")

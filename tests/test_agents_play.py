@@ -27,7 +27,7 @@ def drawn(rounds, requests):
 def play(prompts, record=None, as_ready=False, **settings):
     """The episodes of these prompts, and which were drawn together."""
     encoder = ObservationEncoder(byte_tokenizer(), chat=True)
-    settings = AgentSettings(f"{FILE}:agent", **{"seconds": 20.0, **settings})
+    settings = AgentSettings(**{"function": f"{FILE}:agent", "seconds": 20.0, **settings})
     runner = AgentRunner(settings, record or RecordSettings(), encoder, LIMITS)
     rounds = []
     try:
@@ -89,3 +89,11 @@ def test_calls_that_are_learned_from_are_chosen_by_a_function(tmp_path):
     record = RecordSettings(train_call=f"{tmp_path}/choice.py:few")
     [episode], _ = play(["floods"], record)
     assert len(episode.turns) == 2 and episode.turns[-1].metrics["calls"] == 8
+
+
+def test_calls_do_not_wait_for_a_session_that_asks_nothing(caplog):
+    record = RecordSettings(wait_seconds=0.5)
+    episodes, rounds = play(["sleeps", "fine", "fine", "fine"], record)
+    assert [each.stop_reason for each in episodes] == ["done"] * 4
+    assert rounds[0] == [1] and [0] in rounds
+    assert "drawn without them" in caplog.text

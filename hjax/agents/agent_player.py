@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from hjax.agents.session import Session
 from hjax.environments.episode import COHORTS, DONE, DrawTurns, Episode, EpisodeLimits
 from hjax.environments.episode_text import ObservationEncoder
 
+_LOG = logging.getLogger(__name__)
 UNSCORED = "unscored"
 
 
@@ -31,7 +33,7 @@ class AgentPlayer:
       cohorts: into how many parts the sessions are divided, which take turns.
       as_ready: whether what waits is drawn at once. Else a cohort's calls are drawn when each of
         its sessions has one or has ended, so that which are drawn together follows from the agents
-        alone.
+        alone; but not much later than the last of them came (``RecordSettings.wait_seconds``).
       progress, waited: as of ``EpisodePlayer``.
     """
 
@@ -112,7 +114,11 @@ class AgentPlayer:
             return any(there) if self._as_ready or self._draw is None else all(there)
 
         begin = time.perf_counter()
-        self._gateway.queue.wait(ready)
+        queue, seconds = self._gateway.queue, self._record.wait_seconds
+        while not queue.wait(ready, seconds):
+            if queue.wait(lambda asking: bool(asking & set(sessions)), 0.0):
+                self._warn()
+                break
         self._waited(begin, time.perf_counter())
         if self._draw is None:
             return
@@ -122,6 +128,16 @@ class AgentPlayer:
             drawn = self._draw([turn.request(cohort) for turn in turns])
             for turn, one in zip(turns, drawn, strict=True):
                 turn.deliver(one)
+
+    def _warn(self) -> None:
+        if not self._gateway.told_late:
+            self._gateway.told_late = True
+            _LOG.warning(
+                "some sessions have asked nothing for %g s (agent.wait_seconds); the calls of the "
+                "others are drawn without them, so that the run may differ from its repetition in "
+                "last bits",
+                self._record.wait_seconds,
+            )
 
     def _finish(self, episode: Episode) -> None:
         """Make the rows of an episode whose agent has ended."""

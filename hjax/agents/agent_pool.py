@@ -54,12 +54,18 @@ class AgentPool:
         setup = pickle.dumps(
             {
                 "function": settings.function,
+                "command": {
+                    "command": settings.command,
+                    "verifier": settings.verifier,
+                    "sandbox": settings.sandbox,
+                    "seconds": settings.seconds,
+                },
                 "files": imported(),
                 "memory_bytes": settings.memory_bytes,
             }
         )
-        self._seconds = settings.seconds
-        self._hosts = [_AgentHost(setup, settings.seconds) for _ in range(settings.processes)]
+        self._seconds = settings.deadline
+        self._hosts = [_AgentHost(setup, self._seconds) for _ in range(settings.processes)]
 
     def begin(
         self, number: int, task: Mapping[str, Any], url: str, key: str, seed: int

@@ -7,6 +7,7 @@ unpickled.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import inspect
 import json
@@ -19,12 +20,14 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from hjax.agents.command_agent import CommandAgent
 from hjax.errors import ConfigError, short_repr, truncate
 from hjax.user_code import load_object, provide_files, user_traceback
 
 # An agent: called with its task, a base URL, a key and a seed.
 Agent = Callable[..., Awaitable[Any]]
 TRACEBACK_LIMIT = 8000
+_THREADS = 1024
 _ARGUMENTS = ("task", "base_url", "api_key", "seed")
 _HERE = os.path.dirname(__file__)
 
@@ -58,8 +61,9 @@ def serve(setup: bytes) -> Callable[[bytes], bytes]:
     """The function that answers calls, see ``hjax.isolated_process.IsolatedProcess``.
 
     Args:
-      setup: pickled ``function`` of ``load_agent`` or arguments of a CommandAgent, ``files`` of the
-        run's user code, and ``memory_bytes``, the limit of this process's data; 0: none.
+      setup: pickled ``function`` of ``load_agent``, or else arguments of a ``CommandAgent``,
+        ``files`` of the run's user code, and ``memory_bytes``, the limit of this process's data;
+        0: none.
     """
     told = pickle.loads(setup)
     provide_files(told["files"])
@@ -70,7 +74,9 @@ def serve(setup: bytes) -> Callable[[bytes], bytes]:
             import resource
 
             resource.setrlimit(resource.RLIMIT_DATA, (told["memory_bytes"],) * 2)
-    return _AgentServer(load_agent(told["function"])).answer
+    if told["function"]:
+        return _AgentServer(load_agent(told["function"])).answer
+    return _AgentServer(CommandAgent(**told["command"])).answer
 
 
 class _AgentServer:
@@ -81,6 +87,8 @@ class _AgentServer:
         self._ended: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
+        # Each session may block in a thread of its own while it waits for the policy.
+        self._loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(_THREADS))
         threading.Thread(target=self._loop.run_forever, name="agents", daemon=True).start()
 
     def answer(self, request: bytes) -> bytes:

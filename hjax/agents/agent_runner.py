@@ -23,6 +23,7 @@ class AgentRunner:
       limits: of each episode.
       served: the model, with a service that draws answers as they are asked for; None: a player's
         policy draws them.
+      **drawn: ``drawing`` and ``seed`` of the ``Gateway``.
     """
 
     def __init__(
@@ -32,14 +33,16 @@ class AgentRunner:
         encoder: ObservationEncoder,
         limits: EpisodeLimits,
         served: ServedModel | None = None,
+        **drawn: Any,
     ):
+        settings.check()
         record.trains()
         self._pool = AgentPool(settings)
         self._record, self._encoder, self._limits = record, encoder, limits
         if served is None:
             tokenizer = encoder.tokenizer
             served = ServedModel("", None, tokenizer, 0, tuple(tokenizer.eos_ids))
-        self.gateway = Gateway(served, call_tokens=limits.turn_tokens)
+        self.gateway = Gateway(served, call_tokens=limits.turn_tokens, **drawn)
 
     def player(self, draw: DrawTurns | None, **options: Any) -> AgentPlayer:
         """A player of episodes.

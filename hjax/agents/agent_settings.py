@@ -6,7 +6,10 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hjax.agents.agent_process import load_agent
 from hjax.agents.call_tree import AGENT
+from hjax.agents.command_agent import VERIFY_SECONDS, CommandAgent
+from hjax.sandbox.sandbox_settings import THIS_MACHINE, SandboxSettings
 from hjax.settings.agent_keys import NO_REWARD
 from hjax.user_code import load_object
 
@@ -19,16 +22,33 @@ class AgentSettings:
     """What runs in each session.
 
     Attributes:
-      function: ``path.py:name``, see ``load_agent``.
+      function: ``path.py:name``, see ``load_agent``; empty: ``command``.
+      command: a program, see ``CommandAgent``; ``verifier``: scores what it leaves.
+      sandbox: for what the verifier runs.
       seconds: deadline of a session.
       processes: over which sessions are shared out.
       memory_bytes: limit of each process's data; 0: none.
     """
 
     function: str = ""
+    command: str = ""
+    verifier: str = ""
+    sandbox: SandboxSettings = THIS_MACHINE
     seconds: float = 1800.0
     processes: int = 1
     memory_bytes: int = 0
+
+    def check(self) -> None:
+        """Raise ConfigError for an agent that cannot be loaded."""
+        if self.function:
+            load_agent(self.function)
+        else:
+            CommandAgent(self.command, self.verifier, self.sandbox, self.seconds)
+
+    @property
+    def deadline(self) -> float:
+        """Seconds of a session with its verifier."""
+        return self.seconds + (0.0 if self.function else VERIFY_SECONDS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +61,7 @@ class RecordSettings:
         function of a call's record.
       timeout_reward: of a session that is late; None: it is not learned from.
       concurrent: sessions that are open at a time; 0: all.
+      wait_seconds: that calls wait for those of other sessions, after the last that came.
     """
 
     history: str = "sampled"
@@ -48,6 +69,7 @@ class RecordSettings:
     train_call: str = "agent"
     timeout_reward: float | None = None
     concurrent: int = 0
+    wait_seconds: float = 10.0
 
     def trains(self) -> TrainCall:
         """Whether a call is learned from."""
@@ -61,23 +83,30 @@ class RecordSettings:
 
 def agent_of(section: Mapping[str, Any]) -> str:
     """The agent of the config section ``agent``; empty: none."""
-    return str(section["function"])
+    return str(section["function"] or section["command"])
 
 
-def settings_of(section: Mapping[str, Any]) -> tuple[AgentSettings, RecordSettings]:
-    """What runs, and how it is recorded, of the config section ``agent``."""
-    late = section["timeout_reward"]
-    settings = AgentSettings(
+def settings_of(section: Mapping[str, Any], sandbox: SandboxSettings) -> AgentSettings:
+    """What runs, of the config section ``agent``."""
+    return AgentSettings(
         function=section["function"],
+        command=section["command"],
+        verifier=section["verifier"],
+        sandbox=sandbox,
         seconds=section["seconds"],
         processes=section["processes"],
         memory_bytes=int(section["memory_gib"] * 2**30),
     )
-    record = RecordSettings(
+
+
+def record_of(section: Mapping[str, Any]) -> RecordSettings:
+    """How sessions are recorded, of the config section ``agent``."""
+    late = section["timeout_reward"]
+    return RecordSettings(
         history=section["history"],
         echo=section["echo"],
         train_call=section["train_call"],
         timeout_reward=None if late == NO_REWARD else float(late),
         concurrent=section["concurrent"],
+        wait_seconds=section["wait_seconds"],
     )
-    return settings, record

@@ -12,6 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
@@ -68,11 +69,14 @@ class Gateway:
         ``queue`` for the policy, drawn as the run says.
       limits: of requests.
       call_tokens: of an answer at most; 0: what there is room for.
+      drawing: sampling options of requests that do not say them, where a service draws.
+      seed: from which theirs follow.
       host: the address to listen on.
 
     Attributes:
       queue: of what waits for the policy.
       requests: that were answered or refused, of all sessions.
+      told_late: whether it was logged that sessions wait for each other.
     """
 
     def __init__(
@@ -80,17 +84,21 @@ class Gateway:
         served: ServedModel,
         limits: ServerLimits = ServerLimits(),
         call_tokens: int = 0,
+        *,
+        drawing: Mapping[str, Any] | None = None,
+        seed: int = 0,
         host: str = "127.0.0.1",
     ):
         self.queue = TurnQueue()
         self._served, self._limits = dataclasses.replace(served, name=MODEL), limits
+        self._drawing, self._seed = dict(drawing or {}), seed
         self._trains, self._call_tokens = served.service is None, call_tokens
         self._sessions: dict[str, Session] = {}
         self._answers: dict[tuple[str, bytes], _Answer] = {}
         self._bodies = BodyReader(limits)
         self._watch = RequestWatch(lambda seconds: None, self._failed)
         self._told: set[str] = set()
-        self.requests = 0
+        self.requests, self.told_late = 0, False
         self._bound = bind(host, 0)
         self._address = address_of(self._bound)
         self._server = HttpServer(self._app(), lambda seconds: None, self._bound, limits, _nothing)
@@ -227,6 +235,9 @@ class Gateway:
         if self._trains:
             used, asked = drawn_by_the_run(used)
             self._warn(asked)
+        else:
+            own = np.random.SeedSequence([self._seed, session.number, session.begun])
+            used = {**self._drawing, "seed": int(own.generate_state(1)[0]), **used}
         service = CallService(
             session, self.queue if self._trains else None,
             session.tree.most_tokens, self._served.service,

@@ -86,11 +86,20 @@ class TurnQueue:
         with self._changed:
             self._changed.notify_all()
 
-    def wait(self, ready: Callable[[set[Session]], bool]) -> None:
-        """Wait until ``ready``, which is given the sessions that have a turn here."""
+    def wait(self, ready: Callable[[set[Session]], bool], seconds: float | None = None) -> bool:
+        """Wait until ``ready``, which is given the sessions that have a turn here.
+
+        Args:
+          seconds: without a new turn or end after which it does not wait for more; None: no limit.
+
+        Returns:
+          whether it was ready.
+        """
         with self._changed:
             while not ready(self._asking()):
-                self._changed.wait()
+                if not self._changed.wait(seconds):
+                    return False
+            return True
 
     def take(self, sessions: Iterable[Session]) -> list[PendingTurn]:
         """Remove and return the turns of sessions, in the order of the sessions."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import dataclasses
 import functools
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from hjax.environments.episode_pool import EpisodePool
     from hjax.environments.episode_text import ObservationEncoder
     from hjax.rewards.graders import Grader
+    from hjax.run.episode_evaluation import Player
     from hjax.run.grading import GradedResponse
 
 # Turns of an episode where neither the task nor a flag says how many.
@@ -75,6 +78,7 @@ def play_and_report(
       ConfigError: no tokenizer, a template that cannot continue a chat, or an environment that
         cannot be loaded.
     """
+    from hjax.environments.episode import EpisodePlayer
     from hjax.run.episode_evaluation import play_questions
     from hjax.show.progress_bar import PartsDisplay
 
@@ -82,14 +86,17 @@ def play_and_report(
     limits = episode_limits(args, info, task)
     start = time.monotonic()
     processes = args.processes or min(os.cpu_count() or 1, 8)
-    with environment_pool(args, task, encoder, processes) as pool:
-        policy = model_policy(args, info, options, slots=args.batch)
+    with contextlib.ExitStack() as stack:
+        player: Callable[..., Player]
+        if args.agent:
+            player = agent_player(args, info, encoder, limits, options, stack)
+        else:
+            pool = stack.enter_context(environment_pool(args, task, encoder, processes))
+            policy = model_policy(args, info, options, slots=args.batch)
+            player = functools.partial(EpisodePlayer, pool, encoder, limits, policy)
         with PartsDisplay("playing", sys.stderr.isatty(), sys.stderr) as progress:
             played, graded = play_questions(
-                policy,
-                pool,
-                encoder,
-                limits,
+                player,
                 questions,
                 samples=args.samples,
                 seed=args.seed,
@@ -102,7 +109,12 @@ def play_and_report(
 
 
 def check_tool_flags(args: Any) -> None:
-    """Refuse --tools beside what plays the episodes already."""
+    """Refuse --tools or --agent beside what plays the episodes already."""
+    if args.agent and (args.environment or args.tools):
+        other = args.environment or args.tools
+        raise ConfigError(f"--agent={args.agent}: episodes are played by {other} already; keep one")
+    if args.verifier and not args.agent:
+        raise ConfigError(f"--verifier={args.verifier}: it scores what a program of --agent leaves")
     other = args.environment or args.task
     if args.tools and other:
         raise ConfigError(
@@ -120,10 +132,11 @@ def observation_encoder(args: Any, info: ModelInfo) -> ObservationEncoder:
 
     if info.tokenizer is None:
         raise ConfigError(f"an environment speaks text, and {info.path} has no tokenizer")
-    if args.chat or args.tools:
+    chat = args.chat or bool(args.tools or args.agent)
+    if chat:
         info.check_chat()
     try:
-        return ObservationEncoder(info.tokenizer, chat=args.chat or bool(args.tools))
+        return ObservationEncoder(info.tokenizer, chat=chat)
     except DataError as error:
         raise ConfigError(str(error)) from error
 
@@ -145,11 +158,61 @@ def environment_pool(
     )
 
 
+def agent_player(
+    args: Any,
+    info: ModelInfo,
+    encoder: ObservationEncoder,
+    limits: EpisodeLimits,
+    options: Mapping[str, Any],
+    stack: contextlib.ExitStack,
+) -> Callable[..., Player]:
+    """Load the model; returns what plays episodes with --agent, whose calls get what they ask for.
+
+    Args:
+      options: of sampling, for calls that do not say them.
+      stack: ends it.
+    """
+    try:
+        from hjax.agents.agent_runner import AgentRunner
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--agent={args.agent}: {error.name} is not installed; the extra `serve` has what "
+            "answers agents: pip install 'hjax[serve]'"
+        ) from error
+    from hjax.agents.agent_settings import AgentSettings, RecordSettings
+    from hjax.rollout.sampling_params import SamplingParams
+    from hjax.rollout.service import GenerationService
+    from hjax.serving.served_model import ServedModel
+
+    settings = AgentSettings(
+        function="" if args.verifier else args.agent,
+        command=args.agent if args.verifier else "",
+        verifier=args.verifier,
+        seconds=args.agent_seconds,
+        processes=args.processes or 1,
+    )
+    settings.check()
+    model = info.load(args, args.copies)
+    service = GenerationService(model, args.batch, max_queue=1 << 20)
+    stack.callback(service.close, 0.0)
+    size = model.config.vocab_size
+    served = ServedModel(args.model, service, model.tokenizer, size, model.eos_ids)
+    # ``stop`` has strings here, as in requests.
+    names = {field.name for field in dataclasses.fields(SamplingParams)}
+    drawing = {name: value for name, value in options.items() if name in names}
+    runner = AgentRunner(
+        settings, RecordSettings(train_call="all"), encoder, limits, served,
+        drawing=drawing, seed=args.seed,
+    )  # fmt: skip
+    stack.callback(runner.close)
+    return functools.partial(runner.player, None)
+
+
 def episode_limits(args: Any, info: ModelInfo, task: Task | None) -> EpisodeLimits:
     """How long episodes may be, by the flags, the task and the model's positions."""
     from hjax.environments.episode import EpisodeLimits
 
-    known = task is not None and bool(task.environment)
+    known = task is not None and bool(task.environment) and not args.agent
     positions = info.config.max_length
     return EpisodeLimits(
         turns=args.max_turns or (task.max_turns if known and task is not None else MAX_TURNS),
@@ -238,6 +301,7 @@ def _report(
         result = {
             "model": args.model,
             **question_source(args.data, task),
+            **({"agent": args.agent} if args.agent else {}),
             "environment": args.environment or (task.environment if task is not None else ""),
             **({"tools": args.tools} if args.tools else {}),
             "questions": questions,

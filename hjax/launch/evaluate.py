@@ -17,8 +17,12 @@ questions.
   --environment=PATH.py:NAME  an environment of yours, which plays with each row of --data, or one
                         of another package (docs/agents.md); some tasks have one: then there is an
                         episode of many turns for each question
+  --agent=PATH.py:NAME  an agent of yours, which the model answers, a session for each row; its
+                        calls are drawn as they ask, or else as the flags say (docs/agents.md)
+  --verifier=PATH.py:NAME  scores what is left by --agent=COMMAND, a program
+  --agent_seconds=1800  deadline of a session
 {environment}\
-  --processes=N         processes of environments (one per core, at most 8)
+  --processes=N         processes of environments (one per core, at most 8), or of agents (1)
   --samples=1           answers per question; k = 1, 2, 4, ... up to it
   --limit=N             only the first N questions (of a task {task_prompts} where it is not given)
   --instruction=TEXT    a line added to every question
@@ -98,18 +102,20 @@ def parse(arguments: Sequence[str]) -> Any:
       ConfigError: a wrong flag or value.
     """
     rules = {"samples": at_least(1), "limit": at_least(0), "timeout_seconds": above(0)}
-    rules |= {"processes": at_least(0), **ENVIRONMENT_RULES}
+    rules |= {"processes": at_least(0), "agent_seconds": above(0), **ENVIRONMENT_RULES}
     own = dict(reward="", instruction="", output="", samples=1, limit=0, processes=0)
+    own |= dict(agent="", verifier="", agent_seconds=1800.0)
     args = read_flags(arguments, rules, timeout_seconds=60.0, **own, **ENVIRONMENT_FLAGS)
     if bool(args.data) == bool(args.task):
         raise ConfigError(
             "give --data=FILE with --reward=GRADER or --environment=PATH.py:NAME, or --task=NAME; "
             "see --help"
         )
-    if args.data and not args.reward and not args.environment:
+    played_by = "environment" if args.environment else "agent"
+    if args.data and not args.reward and not args[played_by].value:
         raise ConfigError("--reward is missing: path.py:name, or math; see --help")
-    if args.environment and args.reward:
-        raise ConfigError("--environment rewards its episodes itself; leave --reward out")
+    if (args.environment or args.agent) and args.reward:
+        raise ConfigError(f"--{played_by} rewards its episodes itself; leave --reward out")
     check_tool_flags(args)
     if args.samples > 1 and args.temperature == 0:
         raise ConfigError(
@@ -125,7 +131,7 @@ def _run(arguments: Sequence[str]) -> int:
     if args.data:
         existing_file("data", args.data)
     task = find_task(args.task, args.model) if args.task else None
-    rewards_itself = bool(args.environment or (task is not None and task.environment))
+    rewards_itself = bool(args.agent or args.environment or (task is not None and task.environment))
     plays = rewards_itself or bool(args.tools)
     _check_flags_of_environments(args, rewards_itself, plays)
     grader = None if rewards_itself else _grader(args, task)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
+from hjax.agents.agent_settings import agent_of
 from hjax.algorithms import ALGORITHMS, Algorithm
 from hjax.config import count_or_zero
 from hjax.data.tasks import Task
@@ -53,11 +54,34 @@ def check_compatibility(
     if algorithm.generates and (config.reward.path or not config.reward.function):
         algorithm.check_rewards(config.algorithm, ())
     if algorithm.generates and (name := environment_of(config, inputs.task)):
-        if config.environment.tools:
+        if agent_of(config.agent):
+            check_agent(config)
+        elif config.environment.tools:
             name = check_tools(config, inputs.task)
         check_environment(config, algorithm, layouts, name)
     check_batches(config, algorithm, table, layouts, plan)
     check_packing(config, inputs, layouts, after=int(table["actor"].scalar), unit=algorithm.unit)
+
+
+def check_agent(config: ConfigDict) -> None:
+    """Raise ConfigError for an agent beside another, or beside what plays episodes already."""
+    section, environment = config.agent, config.environment
+    if section.function and section.command:
+        raise ConfigError(
+            f"config.agent.command={section.command}: config.agent.function={section.function} is "
+            "the agent already; keep one"
+        )
+    if section.function and section.verifier:
+        raise ConfigError(
+            f"config.agent.verifier={section.verifier}: it is of agent.command; a function returns "
+            "its reward itself"
+        )
+    for key in ("function", "tools"):
+        if environment[key]:
+            raise ConfigError(
+                f"config.environment.{key}={environment[key]}: episodes are played by the agent "
+                f"{agent_of(section)} already; keep one"
+            )
 
 
 def check_tools(config: ConfigDict, task: Task | None) -> str:

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from hjax.environments.episode import (
-    DrawTurns,
-    Episode,
-    EpisodeLimits,
-    EpisodePlayer,
-    episode_seed,
-    episode_tasks,
-)
-from hjax.environments.episode_pool import EpisodePool
-from hjax.environments.episode_text import ObservationEncoder
+from hjax.environments.episode import Episode, episode_seed, episode_tasks
 from hjax.errors import RunError
 from hjax.rewards.graders import Grader, grade
 from hjax.run.grading import GradedResponse
@@ -26,11 +17,14 @@ if TYPE_CHECKING:
     from hjax.data.dataset import Dataset
 
 
+class Player(Protocol):
+    """Plays episodes to their ends, as ``EpisodePlayer`` and ``AgentPlayer`` do."""
+
+    def play(self, episodes: Sequence[Episode]) -> None: ...
+
+
 def play_questions(
-    policy: DrawTurns,
-    pool: EpisodePool,
-    encoder: ObservationEncoder,
-    limits: EpisodeLimits,
+    player: Callable[..., Player],
     questions: Dataset,
     *,
     samples: int,
@@ -43,6 +37,7 @@ def play_questions(
     """Play ``samples`` episodes of every row of a dataset; returns them, and their grades.
 
     Args:
+      player: makes one; its ``progress`` is called with (ended, all).
       at_a_time: episodes that are open together.
       progress: called with (episodes played, all, text).
       write: called with each part of the episodes that was played.
@@ -61,7 +56,7 @@ def play_questions(
         def report_progress(ended: int, _: int, before: int = start) -> None:
             progress(before + ended, total, "")
 
-        EpisodePlayer(pool, encoder, limits, policy, progress=report_progress).play(episodes)
+        player(progress=report_progress).play(episodes)
         played += episodes
         graded += _graded(episodes, samples, questions, grader)
         write(episodes)

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from ml_collections import ConfigDict
 
-from hjax.agents.agent_process import load_agent
-from hjax.agents.agent_settings import agent_of, settings_of
+from hjax.agents.agent_settings import agent_of, record_of, settings_of
 from hjax.batches import NO_EPISODE
 from hjax.controller.timeline import Timeline
 from hjax.data.read_options import ReadOptions
@@ -245,12 +244,11 @@ class EpisodeRollout:
             from hjax.agents.agent_runner import AgentRunner
         except ModuleNotFoundError as error:
             raise ConfigError(
-                f"config.agent.function={config.agent.function}: {error.name} is not installed; "
-                "the extra `serve` has what answers agents: pip install 'hjax[serve]'"
+                f"config.agent: {agent_of(config.agent)}: {error.name} is not installed; the extra "
+                "`serve` has what answers agents: pip install 'hjax[serve]'"
             ) from error
-        settings, record = settings_of(config.agent)
-        load_agent(settings.function)
-        runner = AgentRunner(settings, record, self._encoder, self.limits)
+        settings = settings_of(config.agent, SandboxSettings.of_config(config.sandbox))
+        runner = AgentRunner(settings, record_of(config.agent), self._encoder, self.limits)
         return _Players(runner.player, runner.close)
 
 

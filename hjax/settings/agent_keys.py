@@ -22,6 +22,16 @@ AGENT_KEYS = {
         "`path.py:name`, an `async def` that is given a task, a base URL of OpenAI's API and a "
         "key, and returns a reward; the policy answers its calls (docs/agents.md)",
     ),
+    "command": Key(
+        "",
+        "instead of function: a program that is run for each session, with {session} for the path "
+        "of a JSON file with url, key, task and seed, or {url}, {key} and {task}",
+    ),
+    "verifier": Key(
+        "",
+        "with command: `path.py:name`, a function of a task and of what the program has left that "
+        "returns the reward (docs/agents.md)",
+    ),
     "max_calls": Key(64, "calls that a session is answered at most", at_least(1)),
     "call_tokens": Key(
         0,
@@ -37,6 +47,12 @@ AGENT_KEYS = {
         Rule(f"a number, or {NO_REWARD}", is_reward),
     ),
     "concurrent": Key(0, "sessions that are open at a time; 0: all of a step", at_least(0)),
+    "wait_seconds": Key(
+        10.0,
+        "seconds without news after which calls no longer wait for those of the other sessions, "
+        "with which they are drawn where generation does not run ahead",
+        above(0),
+    ),
     "processes": Key(1, "processes of agents, over which sessions are shared out", at_least(1)),
     "memory_gib": Key(4.0, "memory of each of these processes, in GiB; 0: no limit", at_least(0)),
     "history": Key(
