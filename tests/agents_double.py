@@ -27,7 +27,10 @@ def user(text: str) -> dict[str, str]:
 
 async def said(url: str, key: str, messages: list[Any], **body: Any) -> dict[str, Any]:
     """The message that answers."""
-    found = await asyncio.to_thread(asked, url, key, messages=messages, **body)
+    try:
+        found = await asyncio.to_thread(asked, url, key, messages=messages, **body)
+    except urllib.error.HTTPError as error:
+        raise RuntimeError(f"{error.code}: {error.read().decode()}") from error
     return found["choices"][0]["message"]
 
 

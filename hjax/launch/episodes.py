@@ -199,7 +199,8 @@ def agent_player(
     served = ServedModel(args.model, service, model.tokenizer, size, model.eos_ids)
     # ``stop`` has strings here, as in requests.
     names = {field.name for field in dataclasses.fields(SamplingParams)}
-    drawing = {name: value for name, value in options.items() if name in names}
+    drawing = {name: value for name, value in options.items() if name in names and value != ()}
+    drawing["stop"] = list(options["stop"])
     runner = AgentRunner(
         settings, RecordSettings(train_call="all"), encoder, limits, served,
         drawing=drawing, seed=args.seed,
