@@ -79,8 +79,12 @@ WISHES: Mapping[str, str] = _by_name({
         "config.environment.tools=FILE.py:NAME,..., what the policy may call (docs/agents.md)",
     "interaction_config_path":
         f"what the user says is an environment's observation: {_ENVIRONMENT}",
-    "agent_loop_config_path default_agent_loop agent_func_path rollout_func":
-        f"turns are drawn here, and an environment answers them: {_ENVIRONMENT}",
+    "agent_loop_config_path default_agent_loop agent_func_path rollout_func agent_framework "
+    "workflow custom_generate_function_path":
+        "config.agent.function=FILE.py:NAME, a program that calls the policy by OpenAI's API; or "
+        f"an environment that answers its turns: {_ENVIRONMENT}",
+    "session_timeout agent_timeout rollout_timeout": "config.agent.seconds, deadline of a session",
+    "max_concurrent_rollouts max_concurrent_sessions": "config.agent.concurrent",
     "max_turns max_user_turns max_assistant_turns max_tool_calling_iterations max_rollout_turns "
     "agent_max_steps env.max_steps":
         "config.environment.max_turns, turns of the policy in an episode",

@@ -22,7 +22,6 @@ BANDS: tuple[tuple[str, Mapping[int, tuple[str, str, str]]], ...] = (
         "Commands",
         {
             0: ("training_service", "models trained by calls,", "the Tinker API"),
-            1: ("serving", "OpenAI's API over HTTP,", "JetStream's over gRPC"),
             2: ("launch", "the commands, their flags,", "the shipped configs"),
         },
     ),
@@ -36,6 +35,7 @@ BANDS: tuple[tuple[str, Mapping[int, tuple[str, str, str]]], ...] = (
     (
         "A run",
         {
+            0: ("agents", "programs whose calls the", "policy answers, their rows"),
             1: ("settings", "config keys: declared,", "read, checked"),
             2: ("show", "live display, report,", "charts, tables"),
             3: ("run", "the Trainer: placement,", "metrics, the workdir"),
@@ -46,6 +46,7 @@ BANDS: tuple[tuple[str, Mapping[int, tuple[str, str, str]]], ...] = (
         {
             0: ("controller", "device pools, calls,", "futures, Ray"),
             1: ("algorithms", "the dataflow of a step,", "advantages, losses"),
+            2: ("serving", "OpenAI's API over HTTP,", "JetStream's over gRPC"),
             3: ("environments", "what agents play, and", "its processes"),
         },
     ),
