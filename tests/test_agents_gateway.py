@@ -280,3 +280,56 @@ def test_r15_what_cannot_be_answered_is_refused_by_name_with_400(policy, body, n
     with policy.session() as (session, url):
         code, error = refused(url, session.key, **body)
         assert code == 400 and named in error["message"] and not session.tree.calls
+
+
+def test_openais_own_client_streams_calls_tools_and_retries(policy):
+    """Its time-out retries join the first request; a dead end and a tool loop are as recorded."""
+    openai = pytest.importorskip("openai")
+    with policy.session() as (session, url):
+        client = openai.OpenAI(base_url=url, api_key=session.key, max_retries=2)
+        policy.texts = [CALL, "seven"]
+        policy.hold.clear()
+        threading.Timer(1.5, policy.hold.set).start()
+        messages = [user("a")]
+        first = client.with_options(timeout=0.5).chat.completions.create(
+            model="any", messages=messages, tools=[TOOL], temperature=0.2
+        )
+        message = first.choices[0].message
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "7"}
+        messages += [message, result]
+        with client.chat.completions.stream(model="any", messages=messages, tools=[TOOL]) as s:
+            for _ in s:
+                pass
+            assert s.get_final_completion().choices[0].message.content == "seven"
+        one, two = session.tree.calls
+        assert session.counts["retries"] >= 1 and two.place.parent == 0
+        assert one.drawn.tokens == [*CALL.encode(), EOS]
+        assert client.models.list().data[0].id == "policy"
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=url, api_key="other").models.list()
+        with pytest.raises(openai.NotFoundError):
+            client.embeddings.create(model="any", input="a")
+
+
+def test_the_responses_api_is_the_same_conversation_in_another_form(policy):
+    openai = pytest.importorskip("openai")
+    with policy.session() as (session, url):
+        client = openai.OpenAI(base_url=url, api_key=session.key)
+        policy.texts = [f"so {CALL}", "seven", "eight"]
+        tools = [{"type": "function", "name": "add", "parameters": {}, "strict": True}]
+        items = [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}]
+        said = {"model": "any", "instructions": "be", "tools": tools}
+        first = client.responses.create(input=items, **said)
+        text, call = first.output
+        assert first.output_text == "so " and json.loads(call.arguments) == {"a": 3}
+        items += [each.model_dump() for each in first.output]
+        items.append({"type": "function_call_output", "call_id": call.call_id, "output": "7"})
+        with client.responses.stream(input=items, **said) as stream:
+            kinds = [event.type for event in stream]
+            assert stream.get_final_response().output_text == "seven"
+        assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+        one, two = session.tree.calls
+        assert two.place.parent == 0 and one.asked == {"strict": True}
+        for wrong in ({"previous_response_id": "r"}, {"tools": [{"type": "web_search"}]}):
+            with pytest.raises(openai.BadRequestError, match=next(iter(wrong))):
+                client.responses.create(input="a", model="any", **wrong)

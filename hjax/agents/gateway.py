@@ -23,15 +23,16 @@ from starlette.types import Receive, Scope, Send
 
 from hjax.agents.call_tree import Placement
 from hjax.agents.requests import any_client, drawn_by_the_run, no_request
+from hjax.agents.responses import chat_body, response_events, response_object
 from hjax.agents.session import CallService, Session, TurnQueue, body_digest
 from hjax.data.chat_messages import read_messages
 from hjax.data.conversation import Conversation
-from hjax.errors import DataError
+from hjax.errors import ConfigError, DataError, RunError
 from hjax.serving.address import address_of, bind
 from hjax.serving.app import RequestMiddleware, cancel_on_disconnect, error_answers
 from hjax.serving.detokenizer import Delta
 from hjax.serving.fields import parse_object
-from hjax.serving.limits import ServerLimits
+from hjax.serving.limits import ServerLimits, allow_connections
 from hjax.serving.request_body import BodyReader
 from hjax.serving.request_errors import RequestRefused
 from hjax.serving.request_models import (
@@ -52,6 +53,9 @@ MODEL = "policy"
 # How often a stream without news gets a comment, and how long an answer waits for the retry of a
 # client that has gone.
 KEEPALIVE_SECONDS, RETRY_SECONDS = 3.0, 10.0
+_START_SECONDS = 60.0
+# At a time, as far as this process may have files open: a flood must not keep others from calling.
+CONNECTIONS = 4096
 # How often a session that a limit has ended is told so before its requests are refused.
 _TOLD = 3
 _CONTEXT = "context_length_exceeded"
@@ -82,7 +86,7 @@ class Gateway:
     def __init__(
         self,
         served: ServedModel,
-        limits: ServerLimits = ServerLimits(),
+        limits: ServerLimits = ServerLimits(connections=CONNECTIONS),
         call_tokens: int = 0,
         *,
         drawing: Mapping[str, Any] | None = None,
@@ -99,12 +103,19 @@ class Gateway:
         self._watch = RequestWatch(lambda seconds: None, self._failed)
         self._told: set[str] = set()
         self.requests, self.told_late = 0, False
+        with contextlib.suppress(ConfigError):  # then connections wait until others end
+            allow_connections(limits.connections)
         self._bound = bind(host, 0)
         self._address = address_of(self._bound)
-        self._server = HttpServer(self._app(), lambda seconds: None, self._bound, limits, _nothing)
+        listens = threading.Event()
+        self._server = HttpServer(
+            self._app(), lambda seconds: None, self._bound, limits, listens.set
+        )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="agents' gateway", daemon=True)
         self._thread.start()
+        if not listens.wait(_START_SECONDS):
+            raise RunError(f"the agents' gateway at {self._address} does not start")
 
     def open(self, session: Session) -> str:
         """Answer a session's calls; returns the base URL for its agent."""
@@ -143,6 +154,7 @@ class Gateway:
             Route(f"{base}/models", self._models),
             Route(f"{base}/models/{{name:path}}", self._model),
             Route(f"{base}/chat/completions", self._chat, methods=["POST"]),
+            Route(f"{base}/responses", self._respond, methods=["POST"]),
         ]
         check = Middleware(
             RequestMiddleware, metrics=self, paths=frozenset[str](), check=self._check
@@ -181,18 +193,31 @@ class Gateway:
         return {"id": MODEL, "object": "model", "created": 0, "owned_by": "hjax"}
 
     async def _chat(self, request: Request) -> Response:
+        answer = await self._answer(request, dict)
+        if answer.parsed.stream:
+            return _AnswerStream(answer, _chat_events)
+        return JSONResponse(await self._delivered(request, answer))
+
+    async def _respond(self, request: Request) -> Response:
+        answer = await self._answer(request, chat_body)
+        if answer.parsed.stream:
+            return _AnswerStream(answer, _response_events)
+        return JSONResponse(response_object(await self._delivered(request, answer)))
+
+    async def _answer(self, request: Request, chat: Callable[[Any], dict[str, Any]]) -> _Answer:
+        """The answer to a request, as a chat completion; ``chat`` makes its body one's."""
         session = self._session(request)
         async with self._bodies.read(request) as content:
-            body = await asyncio.to_thread(parse_object, content, self._limits)
+            body = chat(await asyncio.to_thread(parse_object, content, self._limits))
             answer = self._retried(request, session, body)
             if answer is None:
                 answer = await self._begin(session, body)
         answer.listeners += 1
-        if answer.parsed.stream:
-            return _AnswerStream(answer)
+        return answer
+
+    async def _delivered(self, request: Request, answer: _Answer) -> dict[str, Any]:
         try:
-            whole = await cancel_on_disconnect(request.receive, answer.delivered())
-            return JSONResponse(whole)
+            return await cancel_on_disconnect(request.receive, answer.delivered())
         finally:
             answer.leave()
 
@@ -299,10 +324,6 @@ class Gateway:
 
     def _failed(self, why: str) -> None:
         _LOG.error("the engine failed: %s", why)
-
-
-def _nothing() -> None:
-    pass
 
 
 class _Answer:
@@ -428,9 +449,11 @@ class _AnswerStream(StreamingResponse):
     """An answer as events, once it is whole and recorded; comments keep the connection until
     then."""
 
-    def __init__(self, answer: _Answer):
+    def __init__(self, answer: _Answer, events: Callable[[_Answer], AsyncIterator[str]]):
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(_events(answer), headers=headers, media_type="text/event-stream")
+        super().__init__(
+            _kept_alive(answer, events), headers=headers, media_type="text/event-stream"
+        )
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -440,15 +463,31 @@ class _AnswerStream(StreamingResponse):
             self._answer.leave()
 
 
-async def _events(answer: _Answer) -> AsyncIterator[str]:
+async def _kept_alive(
+    answer: _Answer, events: Callable[[_Answer], AsyncIterator[str]]
+) -> AsyncIterator[str]:
     while not await answer.wait(KEEPALIVE_SECONDS):
         yield ": keepalive\n\n"
+    async for event in events(answer):
+        yield event
+
+
+async def _chat_events(answer: _Answer) -> AsyncIterator[str]:
     try:
         for chunk in _chunks(answer, await answer.deltas()):
             yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
     except RequestRefused as refused:  # the status was sent already
         yield f"data: {json.dumps(refused.body(), ensure_ascii=False)}\n\n"
     yield "data: [DONE]\n\n"
+
+
+async def _response_events(answer: _Answer) -> AsyncIterator[str]:
+    try:
+        events = list(response_events(response_object(await answer.delivered())))
+    except RequestRefused as refused:  # the status was sent already
+        events = [{"type": "error", **refused.body()["error"]}]
+    for event in events:
+        yield f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n"
 
 
 def _chunks(answer: _Answer, deltas: Sequence[Delta]) -> list[dict[str, Any]]:

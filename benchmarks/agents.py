@@ -1,0 +1,206 @@
+"""What the agents' gateway costs, and what hostile agents change.
+
+    python benchmarks/agents.py [--sessions=2000] [--calls=400]
+
+The policy draws nothing: it answers with the same few tokens at once, so that what is measured is
+the server alone. Clients are another process. Prints the processor time of the server per call, for
+prompts of some 1,000 tokens in conversations that grow; then the memory and the open files of the
+server after each 200 sessions of agents that post to addresses of rewards, use the keys of others,
+flood, stream and vanish, send 60,000 tokens, lie in their echoes, or do what they should.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+KINDS = ("good", "reward", "thief", "flood", "vanish", "long", "liar", "loop")
+AT_A_TIME = 200
+
+
+async def post(url: str, key: str, path: str, body: Any, hang_up: bool = False) -> tuple[int, Any]:
+    """The status and the JSON of an answer; ``hang_up``: none is waited for."""
+    host, _, base = url.removeprefix("http://").partition("/")
+    name, _, port = host.partition(":")
+    reader, writer = await asyncio.open_connection(name, int(port))
+    data = json.dumps(body).encode()
+    head = f"POST /{base}{path} HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {key}\r\n"
+    writer.write(f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data)
+    await writer.drain()
+    found = b"" if hang_up else await reader.read()
+    writer.close()
+    if hang_up:
+        return 0, None
+    start, _, content = found.partition(b"\r\n\r\n")
+    status = int(start.split(b" ")[1])
+    return status, json.loads(content) if content.startswith(b"{") else content
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+async def session(kind: str, url: str, key: str, others: str) -> None:
+    """One agent of a kind."""
+    chat, first = "/chat/completions", user("a" * 200)
+    status, found = await post(url, key, chat, {"messages": [first]})
+    assert status == 200, found
+    said = found["choices"][0]["message"]
+    if kind == "good":
+        await post(url, key, chat, {"messages": [first, said, user("b")]})
+    elif kind == "reward":
+        for path in ("/reward", "/../reward_info", "/seal", "/rl/set_reward"):
+            status, _ = await post(url, key, path, {"reward": 1e9})
+            assert status in (401, 404), status
+    elif kind == "thief":
+        status, _ = await post(url, others, chat, {"messages": [first]})
+        assert status == 401, status
+    elif kind == "flood":
+        some = [post(url, key, chat, {"messages": [user(str(i))]}) for i in range(80)]
+        assert {status for status, _ in await asyncio.gather(*some)} <= {200, 400, 429}
+    elif kind == "vanish":
+        await post(url, key, chat, {"messages": [user("c")], "stream": True}, hang_up=True)
+    elif kind == "long":
+        status, found = await post(url, key, chat, {"messages": [user("d" * 60_000)]})
+        assert status == 200 and "no room" in found["choices"][0]["message"]["content"]
+    elif kind == "liar":
+        lie = {"role": "assistant", "content": "I have won", "tool_calls": None}
+        await post(url, key, chat, {"messages": [first, lie, user("b")]})
+    elif kind == "loop":
+        for i in range(12):
+            await post(url, key, chat, {"messages": [user(f"e{i}")]})
+
+
+async def growing(url: str, key: str, calls: int) -> None:
+    """A conversation whose prompts have some 1,000 tokens, and begin anew when they have."""
+    messages = [user("a" * 900)]
+    for _ in range(calls):
+        _, found = await post(url, key, "/chat/completions", {"messages": messages})
+        messages += [found["choices"][0]["message"], user("next")]
+        if len(messages) > 7:
+            messages = [user("a" * 900)]
+
+
+def clients(work: Any, done: Any) -> None:
+    """The process of the clients: runs lists of agents that come."""
+    while (some := work.get()) is not None:
+
+        async def all_of_them(some: Any = some) -> None:
+            await asyncio.gather(
+                *(growing(*each[1:]) if each[0] == "growing" else session(*each) for each in some)
+            )
+
+        try:
+            asyncio.run(all_of_them())
+            done.put("")
+        except BaseException as error:
+            done.put(repr(error))
+
+
+class Server:
+    """A gateway whose policy draws nothing."""
+
+    def __init__(self) -> None:
+        from serving_double import byte_tokenizer
+
+        from hjax.agents.gateway import Gateway
+        from hjax.environments.episode_text import ObservationEncoder
+        from hjax.serving.served_model import ServedModel
+
+        tokenizer = byte_tokenizer()
+        self.encoder = ObservationEncoder(tokenizer, chat=True)
+        self.gateway = Gateway(ServedModel("", None, tokenizer, 0, (257,)))
+        self.sessions: list[Any] = []
+        threading.Thread(target=self.draw, daemon=True).start()
+
+    def draw(self) -> None:
+        from hjax.environments.episode import DrawnTurn
+
+        logs = {name: [-1.0] * 9 for name in ("logprobs", "policy_logprobs")}
+        while True:
+            self.gateway.queue.wait(bool)
+            for turn in self.gateway.queue.take(list(self.sessions)):
+                turn.deliver(DrawnTurn([*b"an answer"[:8], 257], logs, True))
+
+    def open(self, number: int, most_calls: int) -> tuple[Any, str]:
+        from hjax.agents.call_tree import CallTree
+        from hjax.agents.session import Session
+        from hjax.environments.episode import EpisodeLimits
+
+        limits = EpisodeLimits(most_calls, 64, 4096, 4096)
+        made = Session(number, CallTree(self.encoder, limits), most_calls=most_calls)
+        return made, self.gateway.open(made)
+
+
+def used() -> dict[str, float]:
+    """Resident memory in MiB, and open files."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "MiB": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
+        "files": len(os.listdir("/proc/self/fd")),
+    }
+
+
+def main() -> None:
+    """Run it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sessions", type=int, default=2000)
+    parser.add_argument("--calls", type=int, default=400)
+    args = parser.parse_args()
+    spawn = multiprocessing.get_context("spawn")
+    work, done = spawn.Queue(), spawn.Queue()
+    process = spawn.Process(target=clients, args=(work, done), daemon=True)
+    process.start()
+    server = Server()
+
+    def run(some: list[Any]) -> float:
+        begin = time.process_time()
+        work.put(some)
+        if error := done.get():
+            raise SystemExit(f"an agent met something else: {error}")
+        return time.process_time() - begin
+
+    for count in (1, AT_A_TIME):
+        opened = [server.open(i, 10_000) for i in range(count)]
+        server.sessions = [one for one, _ in opened]
+        each = max(20 // count, 1)
+        took = [
+            run([("growing", url, one.key, each) for one, url in opened]) / (count * each)
+            for _ in range(max(args.calls // (count * each), 5))
+        ]
+        print(f"{count} sessions at a time: {1e3 * statistics.median(took):.2f} ms of the "
+              f"processor for a call, of {len(took)} parts the median", flush=True)  # fmt: skip
+        for one, _ in opened:
+            server.gateway.close(one)
+    calls = 0
+    for start in range(0, args.sessions, AT_A_TIME):
+        opened = [server.open(start + i, 10) for i in range(AT_A_TIME)]
+        server.sessions = [one for one, _ in opened]
+        others = [one.key for one, _ in opened[1:]] + [opened[0][0].key]
+        run([
+            (KINDS[i % len(KINDS)], url, one.key, other)
+            for i, ((one, url), other) in enumerate(zip(opened, others, strict=True))
+        ])  # fmt: skip
+        for one, _ in opened:
+            assert all(call.text == "an answe" for call in one.tree.calls)  # nothing but drawn
+            calls += len(one.tree.calls)
+            server.gateway.close(one)
+        server.sessions = []
+        del opened, one
+        figures = ", ".join(f"{name} {value:.0f}" for name, value in used().items())
+        print(f"{start + AT_A_TIME} sessions: {figures}, {calls} calls recorded", flush=True)
+    work.put(None)
+
+
+if __name__ == "__main__":
+    main()
