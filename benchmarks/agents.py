@@ -28,8 +28,23 @@ KINDS = ("good", "reward", "thief", "flood", "vanish", "long", "liar", "loop")
 AT_A_TIME = 200
 
 
+RESETS = [0]
+
+
 async def post(url: str, key: str, path: str, body: Any, hang_up: bool = False) -> tuple[int, Any]:
-    """The status and the JSON of an answer; ``hang_up``: none is waited for."""
+    """The status and the JSON of an answer; ``hang_up``: none is waited for. A connection that is
+    reset is tried again some times, as OpenAI's clients do."""
+    for pause in (0.5, 1.0, 2.0, 4.0, 8.0):
+        try:
+            return await post_once(url, key, path, body, hang_up)
+        except ConnectionError:
+            RESETS[0] += 1
+            await asyncio.sleep(pause)
+    raise ConnectionError("reset five times")
+
+
+async def post_once(url: str, key: str, path: str, body: Any, hang_up: bool) -> tuple[int, Any]:
+    """``post``, once."""
     host, _, base = url.removeprefix("http://").partition("/")
     name, _, port = host.partition(":")
     reader, writer = await asyncio.open_connection(name, int(port))
@@ -102,7 +117,7 @@ def clients(work: Any, done: Any) -> None:
 
         try:
             asyncio.run(all_of_them())
-            done.put("")
+            done.put(RESETS[0])
         except BaseException as error:
             done.put(repr(error))
 
@@ -163,11 +178,14 @@ def main() -> None:
     process.start()
     server = Server()
 
+    resets = [0]
+
     def run(some: list[Any]) -> float:
         begin = time.process_time()
         work.put(some)
-        if error := done.get():
-            raise SystemExit(f"an agent met something else: {error}")
+        if isinstance(found := done.get(), str):
+            raise SystemExit(f"an agent met something else: {found}")
+        resets[0] = found
         return time.process_time() - begin
 
     for count in (1, AT_A_TIME):
@@ -198,7 +216,11 @@ def main() -> None:
         server.sessions = []
         del opened, one
         figures = ", ".join(f"{name} {value:.0f}" for name, value in used().items())
-        print(f"{start + AT_A_TIME} sessions: {figures}, {calls} calls recorded", flush=True)
+        print(
+            f"{start + AT_A_TIME} sessions: {figures}, {calls} calls recorded, "
+            f"{resets[0]} connections reset",
+            flush=True,
+        )
     work.put(None)
 
 

@@ -11,7 +11,7 @@ import pytest
 from agents_double import asked, user
 from serving_double import byte_tokenizer, wait_until
 
-from hjax.agents import gateway as gateways
+from hjax.agents import answer as answers
 from hjax.agents.call_tree import CallTree
 from hjax.agents.gateway import Gateway
 from hjax.agents.session import Session
@@ -160,7 +160,7 @@ def test_r10_a_retry_joins_or_replays_and_the_same_body_alone_is_a_new_sample(po
 
 
 def test_r10_an_answer_that_nobody_got_is_no_call(policy, monkeypatch):
-    monkeypatch.setattr(gateways, "RETRY_SECONDS", 0.2)
+    monkeypatch.setattr(answers, "RETRY_SECONDS", 0.2)
     with policy.session() as (session, url):
         policy.hold.clear()
         request = urllib.request.Request(
@@ -178,7 +178,7 @@ def test_r10_an_answer_that_nobody_got_is_no_call(policy, monkeypatch):
 
 
 def test_r11_a_stream_has_the_same_answer_in_parts_after_it_is_recorded(policy, monkeypatch):
-    monkeypatch.setattr(gateways, "KEEPALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(answers, "KEEPALIVE_SECONDS", 0.05)
     with policy.session() as (session, url):
         policy.texts = [f"so {CALL}"]
         policy.hold.clear()

@@ -6,8 +6,8 @@ import random
 import pytest
 from serving_double import END, byte_tokenizer
 
+from hjax.agents.agent_requests import any_client, drawn_by_the_run
 from hjax.agents.call_tree import AGENT, AUXILIARY, DISCARDED, CallTree
-from hjax.agents.requests import any_client, drawn_by_the_run
 from hjax.data.chat_messages import read_messages
 from hjax.data.conversation import Conversation
 from hjax.environments.episode import DrawnTurn, Episode, EpisodeLimits

@@ -46,7 +46,7 @@ class Placement:
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class AgentCall:
     """A call that was answered.
 
     Attributes:
@@ -95,7 +95,7 @@ class CallTree:
         history: str = "sampled",
         echo: str = "exact",
     ):
-        self.calls: list[Call] = []
+        self.calls: list[AgentCall] = []
         self._encoder, self._limits = encoder, limits
         self._rendered_anew, self._trust = history == "template", echo == "trust"
 
@@ -133,7 +133,7 @@ class CallTree:
         drawn: DrawnTurn,
         answer: Mapping[str, Any],
         asked: Mapping[str, Any] | None = None,
-    ) -> Call:
+    ) -> AgentCall:
         """Record a call that was answered.
 
         Args:
@@ -143,7 +143,7 @@ class CallTree:
         whole = dataclasses.replace(place.chat, messages=[*place.chat.messages, dict(answer)])
         text = self._encoder.tokenizer.decode_response(place.prompt, drawn.tokens)
         keys = MessageKeys(whole, self._trust)
-        call = Call(len(self.calls), place, drawn, answer, keys, text, dict(asked or {}))
+        call = AgentCall(len(self.calls), place, drawn, answer, keys, text, dict(asked or {}))
         self.calls.append(call)
         return call
 
@@ -189,7 +189,7 @@ class CallTree:
             open_rows[call.number] = row
         return rows
 
-    def _candidates(self, keys: MessageKeys) -> list[Call]:
+    def _candidates(self, keys: MessageKeys) -> list[AgentCall]:
         """The calls that a chat may go on from, longest first, the newest of equals."""
         found = [
             call
@@ -198,7 +198,7 @@ class CallTree:
         ]
         return sorted(found, key=lambda call: (-len(call.keys.thoughts), -call.number))
 
-    def _continued(self, call: Call, chat: Conversation) -> tuple[int, ...] | None:
+    def _continued(self, call: AgentCall, chat: Conversation) -> tuple[int, ...] | None:
         """The prompt of a chat that goes on from a call; None: its template cannot continue it."""
         new = chat.messages[len(call.place.chat.messages) + 1 :]
         if new[0]["role"] == "assistant":
@@ -218,12 +218,12 @@ class CallTree:
         return (*call.ids, *bridge)
 
     def _below(
-        self, parent: Call, chat: Conversation, keys: MessageKeys, prompt: tuple[int, ...]
+        self, parent: AgentCall, chat: Conversation, keys: MessageKeys, prompt: tuple[int, ...]
     ) -> Placement:
         root = parent.number if parent.place.root is None else parent.place.root
         return Placement(chat, keys, prompt, parent.number, root, parent.place.head)
 
-    def _was_passed_over(self, call: Call, parents: set[int | None]) -> bool:
+    def _was_passed_over(self, call: AgentCall, parents: set[int | None]) -> bool:
         """Whether the agent went on from another answer to the same prompt, or with these messages
         and without this answer."""
         size = len(call.place.chat.messages)
@@ -246,7 +246,7 @@ def _begins(ids: tuple[int, ...], prompt: tuple[int, ...]) -> bool:
     return size < len(prompt) and prompt[size - 1] == ids[-1] and prompt[:size] == ids
 
 
-def _new_text(before: Call, call: Call) -> str:
+def _new_text(before: AgentCall, call: AgentCall) -> str:
     """The text of the messages between two calls."""
     new = call.place.chat.messages[len(before.place.chat.messages) + 1 :]
     return "\n".join(message["content"] for message in new)

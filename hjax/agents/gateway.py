@@ -6,10 +6,9 @@ import asyncio
 import contextlib
 import dataclasses
 import hmac
-import json
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,42 +16,33 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Scope
 
-from hjax.agents.call_tree import Placement
-from hjax.agents.requests import any_client, drawn_by_the_run, no_request
-from hjax.agents.responses import chat_body, response_events, response_object
+from hjax.agents.agent_requests import any_client, drawn_by_the_run, no_request
+from hjax.agents.answer import MODEL, AnswerStream, PolicyAnswer, chat_events, response_stream
+from hjax.agents.responses import chat_body, response_object
 from hjax.agents.session import CallService, Session, TurnQueue, body_digest
-from hjax.data.chat_messages import read_messages
 from hjax.data.conversation import Conversation
 from hjax.errors import ConfigError, DataError, RunError
 from hjax.serving.address import address_of, bind
 from hjax.serving.app import RequestMiddleware, cancel_on_disconnect, error_answers
-from hjax.serving.detokenizer import Delta
 from hjax.serving.fields import parse_object
 from hjax.serving.limits import ServerLimits, allow_connections
 from hjax.serving.request_body import BodyReader
 from hjax.serving.request_errors import RequestRefused
 from hjax.serving.request_models import (
     Encoded,
-    ParsedRequest,
     check_length,
     parse_chat,
     with_matchers,
 )
-from hjax.serving.response_models import ChatForm
 from hjax.serving.served_model import ServedModel
 from hjax.serving.server import HttpServer
 from hjax.serving.streaming import RequestWatch, RunningRequest
 
 _LOG = logging.getLogger(__name__)
-# The name under which the policy answers; requests may use any.
-MODEL = "policy"
-# How often a stream without news gets a comment, and how long an answer waits for the retry of a
-# client that has gone.
-KEEPALIVE_SECONDS, RETRY_SECONDS = 3.0, 10.0
 _START_SECONDS = 60.0
 # At a time, as far as this process may have files open: a flood must not keep others from calling.
 CONNECTIONS = 4096
@@ -98,7 +88,7 @@ class Gateway:
         self._drawing, self._seed = dict(drawing or {}), seed
         self._trains, self._call_tokens = served.service is None, call_tokens
         self._sessions: dict[str, Session] = {}
-        self._answers: dict[tuple[str, bytes], _Answer] = {}
+        self._answers: dict[tuple[str, bytes], PolicyAnswer] = {}
         self._bodies = BodyReader(limits)
         self._watch = RequestWatch(lambda seconds: None, self._failed)
         self._told: set[str] = set()
@@ -195,16 +185,18 @@ class Gateway:
     async def _chat(self, request: Request) -> Response:
         answer = await self._answer(request, dict)
         if answer.parsed.stream:
-            return _AnswerStream(answer, _chat_events)
+            return AnswerStream(answer, chat_events)
         return JSONResponse(await self._delivered(request, answer))
 
     async def _respond(self, request: Request) -> Response:
         answer = await self._answer(request, chat_body)
         if answer.parsed.stream:
-            return _AnswerStream(answer, _response_events)
+            return AnswerStream(answer, response_stream)
         return JSONResponse(response_object(await self._delivered(request, answer)))
 
-    async def _answer(self, request: Request, chat: Callable[[Any], dict[str, Any]]) -> _Answer:
+    async def _answer(
+        self, request: Request, chat: Callable[[Any], dict[str, Any]]
+    ) -> PolicyAnswer:
         """The answer to a request, as a chat completion; ``chat`` makes its body one's."""
         session = self._session(request)
         async with self._bodies.read(request) as content:
@@ -215,7 +207,7 @@ class Gateway:
         answer.listeners += 1
         return answer
 
-    async def _delivered(self, request: Request, answer: _Answer) -> dict[str, Any]:
+    async def _delivered(self, request: Request, answer: PolicyAnswer) -> dict[str, Any]:
         try:
             return await cancel_on_disconnect(request.receive, answer.delivered())
         finally:
@@ -223,7 +215,7 @@ class Gateway:
 
     def _retried(
         self, request: Request, session: Session, body: Mapping[str, Any]
-    ) -> _Answer | None:
+    ) -> PolicyAnswer | None:
         """The answer to the same request that the client sends again; None: it is a new one."""
         count = request.headers.get("x-stainless-retry-count", "0")
         if not count.isdecimal() or not int(count):
@@ -235,7 +227,7 @@ class Gateway:
             session.counts["retries"] += 1
         return answer
 
-    async def _begin(self, session: Session, body: Mapping[str, Any]) -> _Answer:
+    async def _begin(self, session: Session, body: Mapping[str, Any]) -> PolicyAnswer:
         count = body.get("n")
         count = max(count, 1) if isinstance(count, int) else 1
         if session.running >= session.concurrent:
@@ -254,7 +246,7 @@ class Gateway:
             answer.when_drawn(lambda failed: session.end(count, abandoned=failed))
         return answer
 
-    async def _asked(self, session: Session, body: Mapping[str, Any]) -> _Answer:
+    async def _asked(self, session: Session, body: Mapping[str, Any]) -> PolicyAnswer:
         """The answer to a request within the session's limits, which is asked for."""
         used, asked = any_client(body), dict[str, Any]()
         if self._trains:
@@ -283,7 +275,7 @@ class Gateway:
         if session.sealed:
             raise RequestRefused("the session has ended", code="session_ended")
         running_request = RunningRequest(served, parsed, self._watch)
-        answer = _Answer(session, parsed, service, running_request, asked)
+        answer = PolicyAnswer(session, parsed, service, running_request, asked)
         self._answers[session.key, body_digest(body)] = answer
         return answer
 
@@ -300,14 +292,14 @@ class Gateway:
             room, most = session.tree.room(place), self._call_tokens
             return list(place.prompt), min(room, len(place.prompt) + most) if most else room
 
-    def _limit(self, session: Session, body: Mapping[str, Any], which: str) -> _Answer:
+    def _limit(self, session: Session, body: Mapping[str, Any], which: str) -> PolicyAnswer:
         """The answer of a session that a limit has ended: plain words that nobody drew."""
         session.ended_by = session.ended_by or which
         session.refusals += 1
         text = _ENDED[which].format(calls=session.most_calls)
         if session.refusals > _TOLD:
             raise RequestRefused(text, code=_CONTEXT)
-        return _Answer(session, no_request(body), None, None, {}, text)
+        return PolicyAnswer(session, no_request(body), None, None, {}, text)
 
     def _warn(self, asked: Mapping[str, Any]) -> None:
         if new := sorted(asked.keys() - self._told):
@@ -324,177 +316,3 @@ class Gateway:
 
     def _failed(self, why: str) -> None:
         _LOG.error("the engine failed: %s", why)
-
-
-class _Answer:
-    """The answer to a request, which several of its retries may wait for.
-
-    Made on the event loop.
-
-    Args:
-      session: whose call it is.
-      parsed: the request.
-      service: that its responses were submitted to; None: nobody draws it.
-      running: its responses; None: ``text`` is the answer.
-      asked: of sampling, and not used.
-
-    Attributes:
-      text: of an answer that nobody draws.
-      listeners: clients that wait for it.
-    """
-
-    def __init__(
-        self,
-        session: Session,
-        parsed: ParsedRequest,
-        service: CallService | None,
-        running: RunningRequest | None,
-        asked: Mapping[str, Any],
-        text: str = "",
-    ):
-        self.session, self.parsed = session, parsed
-        self.listeners = 0
-        self.form = ChatForm(MODEL, parsed)
-        self.text = text
-        self._service, self._running, self._asked = service, running, asked
-        self._recorded: asyncio.Task[None] | None = None
-        self._left: asyncio.TimerHandle | None = None
-        self.usage = _NO_USAGE
-        self._drawn = asyncio.ensure_future(self._collect())
-        self._drawn.add_done_callback(lambda task: task.cancelled() or task.exception())
-
-    @property
-    def failed(self) -> bool:
-        """Whether it cannot be sent."""
-        done = self._drawn
-        return done.done() and (done.cancelled() or done.exception() is not None)
-
-    def when_drawn(self, call: Callable[[bool], None]) -> None:
-        """Call this once it is drawn, with whether it failed."""
-        self._drawn.add_done_callback(lambda task: call(self.failed))
-
-    async def deltas(self) -> list[Delta]:
-        """What was drawn, once it is recorded; then it may be sent."""
-        await asyncio.wait([self._drawn])
-        if self._drawn.cancelled():
-            raise RequestRefused("the session has ended", code="session_ended")
-        deltas = self._drawn.result()
-        if self._recorded is None:
-            self._recorded = asyncio.ensure_future(asyncio.to_thread(self._record, deltas))
-        await asyncio.shield(self._recorded)
-        return deltas
-
-    async def delivered(self) -> dict[str, Any]:
-        """The whole answer."""
-        return self.form.whole(await self.deltas(), self.usage)
-
-    async def wait(self, seconds: float) -> bool:
-        """Wait until it is drawn, or so long; whether it is."""
-        await asyncio.wait([self._drawn], timeout=seconds)
-        return self._drawn.done()
-
-    def leave(self) -> None:
-        """A client has got it, or gone; the last one that goes before may come back some seconds
-        long, then it is cancelled."""
-        self.listeners -= 1
-        if not self.listeners and self._recorded is None:
-            self._left = asyncio.get_running_loop().call_later(RETRY_SECONDS, self._abandon)
-
-    def cancel(self) -> None:
-        """Stop drawing it."""
-        if self._running is not None:
-            self._running.cancel()
-        self._drawn.cancel()
-
-    def _abandon(self) -> None:
-        if self._recorded is None and not self.listeners:
-            self.session.counts["abandoned"] += 1
-            self.cancel()
-            if self._service is not None:
-                self.session.abandon(self._service.turns)
-
-    async def _collect(self) -> list[Delta]:
-        if self._running is None:
-            return [Delta(self.text, finish="stop")]
-        found: list[list[Delta]] = [[] for _ in self._running.choices]
-        try:
-            async for index, delta in self._running.deltas():
-                found[index].append(delta)
-            self.usage = self._running.usage()
-            return [Delta.merged(each) for each in found]
-        finally:
-            self._running.cancel()
-
-    def _record(self, deltas: Sequence[Delta]) -> None:
-        service, running = self._service, self._running
-        if service is None or running is None:
-            return
-        assert service.place is not None
-        place: Placement = service.place
-        choices = self.form.whole(deltas, self.usage)["choices"]
-        for index, choice in enumerate(running.choices):
-            message = choices[index]["message"]
-            [answer] = read_messages([message], request=True)
-            drawn = service.drawn(index, choice.count, choice.finish != "length")
-            turn = service.turns[index] if service.turns else None
-            self.session.record(turn, place, drawn, answer, self._asked)
-
-
-_NO_USAGE: dict[str, Any] = dict.fromkeys(
-    ("prompt_tokens", "completion_tokens", "total_tokens"), 0
-) | {"prompt_tokens_details": {}, "completion_tokens_details": {}}
-
-
-class _AnswerStream(StreamingResponse):
-    """An answer as events, once it is whole and recorded; comments keep the connection until
-    then."""
-
-    def __init__(self, answer: _Answer, events: Callable[[_Answer], AsyncIterator[str]]):
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(
-            _kept_alive(answer, events), headers=headers, media_type="text/event-stream"
-        )
-        self._answer = answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._answer.leave()
-
-
-async def _kept_alive(
-    answer: _Answer, events: Callable[[_Answer], AsyncIterator[str]]
-) -> AsyncIterator[str]:
-    while not await answer.wait(KEEPALIVE_SECONDS):
-        yield ": keepalive\n\n"
-    async for event in events(answer):
-        yield event
-
-
-async def _chat_events(answer: _Answer) -> AsyncIterator[str]:
-    try:
-        for chunk in _chunks(answer, await answer.deltas()):
-            yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
-    except RequestRefused as refused:  # the status was sent already
-        yield f"data: {json.dumps(refused.body(), ensure_ascii=False)}\n\n"
-    yield "data: [DONE]\n\n"
-
-
-async def _response_events(answer: _Answer) -> AsyncIterator[str]:
-    try:
-        events = list(response_events(response_object(await answer.delivered())))
-    except RequestRefused as refused:  # the status was sent already
-        events = [{"type": "error", **refused.body()["error"]}]
-    for event in events:
-        yield f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n"
-
-
-def _chunks(answer: _Answer, deltas: Sequence[Delta]) -> list[dict[str, Any]]:
-    found = []
-    for index, delta in enumerate(deltas):
-        found.append(answer.form.chunk(index, dataclasses.replace(delta, finish=""), True))
-        found.append(answer.form.chunk(index, Delta(finish=delta.finish), False))
-    if answer.parsed.include_usage:
-        found.append(answer.form.usage_chunk(answer.usage))
-    return found

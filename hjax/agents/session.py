@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from hjax.agents.call_tree import Call, CallTree, Placement
+from hjax.agents.call_tree import AgentCall, CallTree, Placement
 from hjax.environments.episode import DrawnTurn, TurnRequest
 from hjax.rollout.requests import Request, RequestHandle, ResponseChunk
 
@@ -185,7 +185,7 @@ class Session:
         drawn: DrawnTurn,
         answer: Mapping[str, Any],
         asked: Mapping[str, Any],
-    ) -> Call:
+    ) -> AgentCall:
         """Record a call whose answer is sent.
 
         Args:

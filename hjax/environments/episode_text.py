@@ -168,8 +168,10 @@ class ObservationEncoder:
         turn = following[0] if following[0]["role"] == "assistant" else {"role": "assistant"}
         following = following[1:] if following[0] is turn else following
         marked, tokenizer = _marked(turn), self.tokenizer
-        alone = [chat.render(tokenizer, add_generation_prompt=asks) for asks in (False, True)]
-        before = os.path.commonprefix(alone)
+        before = ""
+        if not rewritten:
+            alone = [chat.render(tokenizer, add_generation_prompt=asks) for asks in (False, True)]
+            before = os.path.commonprefix(alone)
         whole = chat.render(tokenizer, [marked, *following], add_generation_prompt=True)
         head, found, rest = whole.partition(_TURN)
         texts = [each["content"].strip() for each in following]
@@ -177,8 +179,7 @@ class ObservationEncoder:
         at = min(ends, default=0)
         lost = any(not any(form in rest for form in _forms(text)) for text in texts)
         inside = "tool_calls" not in turn and rest[:at].strip()
-        kept = rewritten or head.startswith(before)
-        if not kept or not found or _TURN in rest or lost or inside or (
+        if not head.startswith(before) or not found or _TURN in rest or lost or inside or (
             "tool_calls" in turn and not ends
         ):  # fmt: skip
             raise DataError(
