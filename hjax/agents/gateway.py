@@ -271,7 +271,8 @@ class Gateway:
                 raise
             return self._limit(session, body, "context")
         service.stop = parsed.stop
-        parsed = await asyncio.to_thread(with_matchers, parsed, served)
+        if parsed.format is not None:
+            parsed = await asyncio.to_thread(with_matchers, parsed, served)
         if session.sealed:
             raise RequestRefused("the session has ended", code="session_ended")
         running_request = RunningRequest(served, parsed, self._watch)
