@@ -126,7 +126,7 @@ class Server:
     """A gateway whose policy draws nothing."""
 
     def __init__(self) -> None:
-        from serving_double import byte_tokenizer
+        from serving_double import byte_tokenizer  # type: ignore[import-not-found]
 
         from hjax.agents.gateway import Gateway
         from hjax.environments.episode_text import ObservationEncoder
