@@ -227,7 +227,8 @@ def test_every_import_is_declared():
                 continue
             # Only an import inside a function may need an extra, or a room that extras are for.
             serving = extras["serve"] | extras["jetstream"]
-            own = serving if file.parent.name in ("serving", "training_service") else set()
+            optional = file.parent.name in ("serving", "training_service", "agents")
+            own = serving if optional else set()
             allowed = declared | (own if node in tree.body else every)
             for top in {module.split(".")[0] for module in modules}:
                 known = top in sys.stdlib_module_names or top in ("hjax", "__future__")

@@ -108,7 +108,7 @@ TYPED = [
     ("actor_rollout_ref.rollout.multi_turn.max_tool_response_length=256", "cuts its observations"),
     ("actor_rollout_ref.rollout.multi_turn.format=hermes", "in any form"),
     ("actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode=strict", "never decoded"),
-    ("actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent", "an environment answers"),
+    ("actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent", "config.agent.function"),
     ("actor_rollout_ref.rollout.agent.num_workers=8", "config.environment.processes"),
     # Episodes in TRL, SkyRL, NeMo-RL, prime-rl, OpenRLHF, Tunix, verl-agent, VAGEN and AReaL.
     ("--config.environment_factory=Game", "config.environment.function=FILE.py:CLASS"),
@@ -122,7 +122,7 @@ TYPED = [
     ("grpo.max_rollout_turns=50", "config.environment.max_turns"),
     ("env.sliding_puzzle_game.cfg.max_moves=50", "config.environment.function"),
     ("--orchestrator.train.env.name=alphabet-sort", "config.environment.function"),
-    ("--agent_func_path=agent.py", "an environment answers them"),
+    ("--agent_func_path=agent.py", "config.agent.function"),
     ("--config.episode_timeout=1800", "config.environment.step_seconds"),
     ("env.max_steps=50", "config.environment.max_turns"),
     ("algorithm.high_level_gamma=0.95", "config.algorithm.turn_gamma"),

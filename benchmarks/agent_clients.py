@@ -1,0 +1,140 @@
+"""Client libraries against the agents' gateway: what each session was recorded as.
+
+    python benchmarks/agent_clients.py [--only=langgraph,...] [--environments=DIR]
+
+Each library stands in an environment of its own, which pip makes, and runs an agent with a tool.
+The policy answers by a script: a call of the tool, then the answer. Prints for each the calls, the
+rows, and whether the recorded ids are those that were drawn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import environment_packages
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call>'
+# By library: what pip installs, what the policy says, the rows that the rules give, and the agent.
+CLIENTS: dict[str, tuple[tuple[str, ...], list[str], int, str]] = {
+    "pydantic-ai-slim": (
+        ("pydantic-ai-slim[openai]",),
+        [CALL, "seven"],
+        1,
+        """
+from pydantic_ai import Agent
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
+model = OpenAIChatModel("any", provider=OpenAIProvider(base_url=url, api_key=key))
+agent = Agent(model, instructions="Be terse.")
+@agent.tool_plain
+def add(a: int, b: int) -> int:
+    "Adds."
+    return a + b
+print(agent.run_sync("What is 3+4?").output)
+""",
+    ),
+    "langgraph": (
+        ("langgraph", "langchain-openai", "langchain"),
+        [CALL, "seven"],
+        1,
+        """
+from langchain.agents import create_agent
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+@tool
+def add(a: int, b: int) -> int:
+    "Adds."
+    return a + b
+agent = create_agent(ChatOpenAI(model="any", base_url=url, api_key=key), [add], system_prompt="Be.")
+print(agent.invoke({"messages": [("user", "What is 3+4?")]})["messages"][-1].content)
+""",
+    ),
+    "openai-agents": (
+        ("openai-agents",),
+        [CALL, "seven"],
+        1,
+        """
+from agents import Agent, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
+from openai import AsyncOpenAI
+set_tracing_disabled(True)
+@function_tool
+def add(a: int, b: int) -> int:
+    "Adds."
+    return a + b
+model = OpenAIResponsesModel(model="any", openai_client=AsyncOpenAI(base_url=url, api_key=key))
+agent = Agent(name="A", instructions="Be.", tools=[add], model=model)
+print(Runner.run_sync(agent, "What is 3+4?").final_output)
+""",
+    ),
+    "smolagents": (
+        ("smolagents[openai]",),
+        [CALL, '<tool_call>{"name": "final_answer", "arguments": {"answer": "seven"}}</tool_call>'],
+        2,
+        """
+from smolagents import OpenAIServerModel, ToolCallingAgent, tool
+@tool
+def add(a: int, b: int) -> int:
+    \"\"\"Adds.
+
+    Args:
+        a: one.
+        b: other.
+    \"\"\"
+    return a + b
+model = OpenAIServerModel("any", api_base=url, api_key=key)
+print(ToolCallingAgent(tools=[add], model=model, max_steps=3).run("What is 3+4?"))
+""",
+    ),
+}
+
+
+def played(policy: Any, python: pathlib.Path, name: str) -> str:
+    """What a library's agent was recorded as, in a line."""
+    from hjax.agents.call_tree import AGENT
+    from hjax.environments.episode import EpisodeLimits
+
+    _, texts, rows, program = CLIENTS[name]
+    limits = EpisodeLimits(turns=9, turn_tokens=0, prompt_tokens=32768, response_tokens=4096)
+    with policy.session(limits=limits) as (session, url):
+        policy.texts = list(texts)
+        code = f"import sys\nurl, key = sys.argv[1:]\n{program}"
+        command = [str(python), "-c", code, url, session.key]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        tree = session.tree
+        labels = tree.labels()
+        found = tree.rows([label == AGENT for label in labels])
+        drawn = [call.drawn.tokens for call in tree.calls]
+        same = drawn == [[*text.encode(), 257] for text in texts]
+    last = (done.stdout or done.stderr).strip().splitlines()[-1:] or ["nothing said"]
+    verdict = "as expected" if same and len(found) == rows else "NOT as expected"
+    return (
+        f"{len(tree.calls)} calls ({', '.join(labels)}), {len(found)} rows, ids of the policy "
+        f"{'equal' if same else 'NOT equal'}: {verdict}; it says {last[0][:80]!r}"
+    )
+
+
+def main() -> None:
+    """Run it."""
+    from test_agents_gateway import Policy  # type: ignore[import-not-found]
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default=",".join(CLIENTS))
+    parser.add_argument("--environments", default="")
+    args = parser.parse_args()
+    policy = Policy()
+    with tempfile.TemporaryDirectory() as folder:
+        place = pathlib.Path(args.environments or folder)
+        for name in args.only.split(","):
+            environment_packages.PACKAGES[name] = CLIENTS[name][0]
+            python, missing = environment_packages.install(name, place)
+            print(f"{name}: {missing or played(policy, python, name)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
