@@ -72,6 +72,24 @@ def make_tinker_app(
       address: the IP address that the server listens on.
     """
     paths = _TinkerPaths(service, limits)
+    check: Callable[[Scope], None] = CrossSiteCheck(address, limits).check
+    if key:
+        check = functools.partial(check_api_key, key.encode())
+    app = Starlette(
+        routes=_routes(paths, _TinkerLists(service, paths.fields)),
+        middleware=[Middleware(_Refusals, check=check)],
+        exception_handlers={
+            HTTPException: _unrouted,
+            ClientDisconnect: _client_closed,
+            Exception: server_failed,
+        },
+    )
+    app.state.draining = False
+    app.state.running = paths.polls
+    return app
+
+
+def _routes(paths: "_TinkerPaths", lists: "_TinkerLists") -> list[Route]:
     posts = {
         "client/config": paths.config,
         "client/dynamic_config": paths.dynamic_config,
@@ -91,7 +109,6 @@ def make_tinker_app(
         "retrieve_future": paths.retrieve_future,
         "weights_info": paths.weights_info,
     }
-    lists = _TinkerLists(service, paths.fields)
     gets = {
         "healthz": lists.health,
         "get_server_capabilities": lists.capabilities,
@@ -109,21 +126,7 @@ def make_tinker_app(
         Route(one, lists.delete_checkpoint, methods=["DELETE"]),
         Route(f"{one}/ttl", lists.set_ttl, methods=["PUT"]),
     ]
-    check: Callable[[Scope], None] = CrossSiteCheck(address, limits).check
-    if key:
-        check = functools.partial(check_api_key, key.encode())
-    app = Starlette(
-        routes=routes,
-        middleware=[Middleware(_Refusals, check=check)],
-        exception_handlers={
-            HTTPException: _unrouted,
-            ClientDisconnect: _client_closed,
-            Exception: server_failed,
-        },
-    )
-    app.state.draining = False
-    app.state.running = paths.polls
-    return app
+    return routes
 
 
 def check_api_key(key: bytes, scope: Scope) -> None:
