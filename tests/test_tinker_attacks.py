@@ -192,7 +192,8 @@ def test_a_full_store_leaves_nothing_behind_and_the_service_goes_on(base, tmp_pa
             number, saved = 0, {}
             while "error" not in (saved := client.ask("save_weights", path=f"n{number}")):
                 number += 1
-            assert number and saved["error"].partition("; ")[0].endswith("No space left on device")
+            # Nearly always "No space left on device"; the libraries have other words too.
+            assert number and f"n{number}: it could not be saved: " in saved["error"]
             assert saved["category"] == "server"
             names = sorted(path.name for path in next((disk / "store").iterdir()).rglob("n*"))
             assert [n for n in names if n[1:].isdecimal()] == [f"n{i}" for i in range(number)]

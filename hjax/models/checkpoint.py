@@ -441,8 +441,14 @@ def write_error(step: int, error: BaseException) -> RunError:
 
 def write_failure(error: BaseException) -> str:
     """Why arrays could not be written: the system's words, if an error has them."""
-    of_system = _SYSTEM_ERROR.search(str(error))
-    return of_system[1] if of_system else _reason(error)
+    cause: BaseException | None = error
+    while cause is not None:
+        if of_system := _SYSTEM_ERROR.search(str(cause)):
+            return of_system[1]
+        if cause is not error and isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return _reason(error)
 
 
 def damaged_error(path: Path, error: Exception) -> DataError:
