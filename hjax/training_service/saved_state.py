@@ -16,7 +16,7 @@ from typing import Any
 
 from hjax.errors import ConfigError, RunError
 from hjax.files import replace_file
-from hjax.models.checkpoint import read_state, write_state
+from hjax.models.checkpoint import read_state, write_failure, write_state
 from hjax.models.checksums import verify_checksums, write_checksums
 from hjax.models.lora import Lora
 from hjax.models.parameters import Network, Params, to_host
@@ -72,9 +72,13 @@ def write_saved(
         replace_file(partial / STATE, json.dumps(described, indent=1) + "\n")
         remove_saved(folder)
         partial.rename(folder)
-    except OSError as error:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise RunError(f"{folder}: it could not be saved: {error.strerror}") from error
+        # The libraries raise ValueError for a full disk.
+        if isinstance(error, OSError | ValueError):
+            said = getattr(error, "strerror", "") or write_failure(error)
+            raise RunError(f"{folder}: it could not be saved: {said}") from error
+        raise
 
 
 def remove_saved(folder: Path) -> None:
