@@ -103,9 +103,11 @@ def played(policy: Any, python: pathlib.Path, name: str) -> str:
     limits = EpisodeLimits(turns=9, turn_tokens=0, prompt_tokens=32768, response_tokens=4096)
     with policy.session(limits=limits) as (session, url):
         policy.texts = list(texts)
-        code = f"import sys\nurl, key = sys.argv[1:]\n{program}"
-        command = [str(python), "-c", code, url, session.key]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+            file.write(f"import sys\nurl, key = sys.argv[1:]\n{program}")
+            file.flush()
+            command = [str(python), file.name, url, session.key]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=600)
         tree = session.tree
         labels = tree.labels()
         found = tree.rows([label == AGENT for label in labels])
