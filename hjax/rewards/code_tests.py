@@ -32,7 +32,7 @@ from hjax.sandbox.local_sandbox import ExecResult, Sandbox, SandboxLimits, pytho
 from hjax.sandbox.sandbox_settings import SandboxSettings
 
 # Columns with tests, in order of preference.
-TEST_COLUMNS = ("tests", "input_output", "public_test_cases", "reward_model")
+TEST_COLUMNS = ("tests", "input_output", "public_test_cases", "reward_model", "reward_spec")
 # What a test can come to. `no_code` and `syntax` are a response's, for all its tests.
 KINDS = (
     "passed", "wrong", "error", "timeout", "memory", "crash", "output", "limit", "syntax",
