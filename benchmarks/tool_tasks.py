@@ -35,7 +35,7 @@ from ml_collections import ConfigDict
 from hjax.errors import ConfigError
 from hjax.launch.configs import base, small_model
 
-SFT_STEPS, GRPO_STEPS = 150, 30
+SFT_STEPS, GRPO_STEPS = 400, 16
 EVAL_SEED = 2
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t.function.name }} {% endfor %}"
@@ -206,10 +206,15 @@ def get_stages(name: str = "lookup") -> dict[str, ConfigDict]:
     sft.tokenizer.path = "{workdir}/data/tokenizer"
     sft.steps = SFT_STEPS
     small_model(sft)
+    sft.model.hidden_size = 64
+    sft.model.mlp_size = 192
+    sft.model.max_length = 128
     sft.rollout.max_prompt_length = 64
-    sft.rollout.max_response_length = 120
+    sft.rollout.max_response_length = 28
     sft.warm_start.batch = 32
-    sft.actor.learning_rate = 2e-3
+    sft.actor.learning_rate = 3e-3
+    sft.actor.schedule = "cosine"
+    sft.actor.warmup_updates = 20
     sft.eval.every = 0
 
     grpo = base.get_config()
@@ -224,7 +229,7 @@ def get_stages(name: str = "lookup") -> dict[str, ConfigDict]:
     grpo.rollout.prompts = 4 if "python" in TOOLS_OF[task] else 8
     grpo.rollout.samples = 8
     grpo.actor.learning_rate = 5e-4
-    grpo.eval.every = 10
+    grpo.eval.every = 8
     grpo.eval.prompts = 32 if "python" in TOOLS_OF[task] else 64
     grpo.steps = GRPO_STEPS
     if task == name:

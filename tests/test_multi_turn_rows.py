@@ -10,6 +10,7 @@ from hjax.errors import ConfigError
 from hjax.rewards import math_answers
 from hjax.rewards.code_tests import program_tests
 from hjax.run.inputs import load_inputs
+from hjax.run.multi_turn_rows import check_asked
 from hjax.settings.config_loading import load_config
 
 ASKED = [{"role": "user", "content": "12 times 3?"}]
@@ -98,13 +99,21 @@ def test_an_environment_has_the_row_as_it_is(row, read):
     (INTERACTION, "", "extra_info.interaction_kwargs is .*gsm8k.*: somebody is to answer each turn"),
     (INTERACTION, "score.py:Score", "extra_info.interaction_kwargs is"),
     ({"prompt": ASKED, "interaction_kwargs": {"name": "x"}}, "", "rows.jsonl:1: interaction_kwargs"),
-    (TOOL, "", "extra_info.tools_kwargs is .* no tools: set config.environment.tools"),
+    (TOOL, "", "extra_info.tools_kwargs is .* to be there; set config.environment.tools"),
     ({**TOOL, "extra_info": {"need_tools_kwargs": True}}, "", "extra_info.need_tools_kwargs is True"),
-    ({**TOOL, "extra_info": None}, "", "agent_name is 'tool_agent', and this run draws a single"),
+    ({**TOOL, "extra_info": None}, "", "agent_name is 'tool_agent': tools are to be there"),
 ])  # fmt: skip
 def test_what_a_run_does_not_have_is_refused(row, tools, says, read):
     with pytest.raises(ConfigError, match=says):
         read(row, tools=tools)
+
+
+def test_the_flags_of_a_command_are_named(read):
+    data = read(TOOL, tools="score.py:Score")
+    check_asked(data, True)
+    flags = {"environment_key": "--environment", "tools_key": "--tools"}
+    with pytest.raises(ConfigError, match="set --tools=FILE.py:NAME,..., or --environment=FILE.py"):
+        check_asked(data, False, **flags)
 
 
 def test_what_asks_for_nothing_more_is_read(read):

@@ -43,11 +43,10 @@ def check_multi_turn_rows(
         return []
     tools = load_tools(config.environment.tools) if config.environment.tools else []
     for dataset in filter(None, datasets):
-        for number, row in _rows(dataset):
+        check_asked(dataset, bool(tools))
+        for number, row in _rows(dataset) if tools else ():
             try:
-                _check_row(row, bool(tools))
-                if tools:
-                    settings_of_row(tools_of_row(tools, row)[0], row)
+                settings_of_row(tools_of_row(tools, row)[0], row)
             except DataError as error:
                 raise DataError(f"{dataset.location(number)}: {error}") from error
     if not tools or tokenizer is None:
@@ -56,38 +55,47 @@ def check_multi_turn_rows(
     return [f"tools: the chat template of tokenizer {tokenizer.name} is {kind}"]
 
 
+def check_asked(
+    dataset: Dataset,
+    has_tools: bool,
+    *,
+    environment_key: str = "config.environment.function",
+    tools_key: str = "config.environment.tools",
+) -> None:
+    """Check that no row asks for an environment, nor for tools where there are none.
+
+    Args:
+      dataset: the rows, which no environment plays.
+      has_tools: whether there are tools.
+      environment_key, tools_key: what to set for an environment and for tools, for messages.
+
+    Raises:
+      DataError: a row does.
+    """
+    for number, row in _rows(dataset):
+        extra = row.get("extra_info")
+        groups = {"": row, "extra_info.": extra if isinstance(extra, Mapping) else {}}
+        asked = {prefix + name: group.get(name) for prefix, group in groups.items()
+                 for name in (*_OF_ENVIRONMENTS, *_OF_TOOLS)}  # fmt: skip
+        agent = row.get("agent_name")
+        asked["agent_name"] = None if agent == _SINGLE else agent
+        for name, value in asked.items():
+            of_environments = name.endswith(_OF_ENVIRONMENTS)
+            if not _asks(value) or (has_tools and not of_environments):
+                continue
+            what = "somebody is to answer each turn" if of_environments else "tools are to be there"
+            tools = "" if of_environments else f"{tools_key}=FILE.py:NAME,..., or "
+            raise DataError(
+                f"{dataset.location(number)}: {name} is {short_repr(value)}: {what}; set {tools}"
+                f"{environment_key}=FILE.py:CLASS, which is handed the row (docs/agents.md), or "
+                "leave the column out"
+            )
+
+
 def _rows(dataset: Dataset) -> Iterator[tuple[int, dict[str, Any]]]:
     names = [name for name in _COLUMNS if name in dataset.columns]
     rows = zip(*(dataset.columns[name] for name in names), strict=True)
     return ((number, dict(zip(names, row, strict=True))) for number, row in enumerate(rows))
-
-
-def _check_row(row: Mapping[str, Any], has_tools: bool) -> None:
-    """Check what a row asks for that nothing but an environment, or tools, can give."""
-    extra = row.get("extra_info")
-    groups = {"": row, "extra_info.": extra if isinstance(extra, Mapping) else {}}
-    environment = "an environment, config.environment.function=FILE.py:CLASS, is handed the row"
-    for prefix, group in groups.items():
-        for name in _OF_ENVIRONMENTS:
-            if _asks(group.get(name)):
-                raise DataError(
-                    f"{prefix}{name} is {short_repr(group[name])}: somebody is to answer each "
-                    f"turn, and nobody does in this run; {environment} "
-                    "(docs/agents.md), or leave the column out"
-                )
-        for name in _OF_TOOLS:
-            if not has_tools and _asks(group.get(name)):
-                raise DataError(
-                    f"{prefix}{name} is {short_repr(group[name])}, and this run has no tools: set "
-                    "config.environment.tools=FILE.py:NAME,... (docs/agents.md), or leave the "
-                    "column out"
-                )
-    agent = row.get("agent_name")
-    if not has_tools and agent not in (None, "", _SINGLE):
-        raise DataError(
-            f"agent_name is {short_repr(agent)}, and this run draws a single response: set "
-            f"config.environment.tools=FILE.py:NAME,...; {environment}; or leave the column out"
-        )
 
 
 def _asks(value: Any) -> bool:
