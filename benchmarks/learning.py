@@ -47,6 +47,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import machine
+import tool_tasks
 
 import hjax
 from hjax.config import Config, flatten
@@ -136,8 +137,12 @@ LEARNS: dict[str, tuple[Measure, ...]] = {
     "calculator": (Measure("eval/reward"),),
     "calculator_alone": (Measure("eval/reward", rise=None),),
     "spell_backward": (Measure("eval/accuracy", rise=0.1),),
-    # Conversations with tools, and the same questions without.
-    **dict.fromkeys(("interpreter", "lookup", "recovery"), (Measure("eval/reward"),)),
+    # Conversations with tools, and the same questions without. What is most likely changes at once,
+    # what is drawn little by little.
+    **dict.fromkeys(
+        ("interpreter", "lookup", "recovery"),
+        (Measure("eval/reward"), Measure("reward/mean", rise=0.1)),
+    ),
     **dict.fromkeys(("interpreter_alone", "lookup_alone"), (Measure("eval/reward", rise=None),)),
 }
 # Runs of shipped configs with other keys, by name: what a config is compared with, and tasks that
@@ -158,7 +163,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 # Runs of several stages, of which the last is measured: the arguments of this file.
-STAGED_FILE = pathlib.Path(__file__).with_name("tool_tasks.py")
+STAGED_FILE = pathlib.Path(tool_tasks.__file__)
 STAGED = ("interpreter", "interpreter_alone", "lookup", "lookup_alone", "recovery")
 
 
@@ -198,7 +203,7 @@ def settings(config: str, seed: int) -> dict[str, Any]:
         stages = stages_of(config, seed).configs(pathlib.Path(WORKDIR))
         each = {f"{stage}.": _told(told) for stage, told in stages.items()}
         every = {stage + k: v for stage, keys in each.items() for k, v in keys.items()}
-        return every | {"data": _digest([STAGED_FILE])}
+        return every | {"data": tool_tasks.data_digest(config)}
     name, keys = config_of(config)
     return _told(load_config(name, {**keys, "seed": seed}))
 
@@ -217,22 +222,16 @@ def code_hash() -> str:
     Over the syntax trees without docstrings, so that comments and layout do not count. The config
     counts by its settings.
     """
-    package = pathlib.Path(hjax.__file__).parent
-    folders = (package / folder for folder in ("algorithms", "rollout", "workers"))
-    return _digest([file for folder in folders for file in sorted(folder.rglob("*.py"))])
-
-
-def _digest(files: Sequence[pathlib.Path]) -> str:
-    digest, root = hashlib.sha256(), pathlib.Path(hjax.__file__).parent
-    for file in files:
-        tree = ast.parse(file.read_text())
-        for node in ast.walk(tree):
-            body = getattr(node, "body", None)
-            if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
-                if isinstance(body[0].value, ast.Constant):
-                    del body[0]
-        name = file.relative_to(root) if root in file.parents else file.name
-        digest.update(f"{name} {ast.dump(tree)}".encode())
+    package, digest = pathlib.Path(hjax.__file__).parent, hashlib.sha256()
+    for folder in ("algorithms", "rollout", "workers"):
+        for file in sorted((package / folder).rglob("*.py")):
+            tree = ast.parse(file.read_text())
+            for node in ast.walk(tree):
+                body = getattr(node, "body", None)
+                if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
+                    if isinstance(body[0].value, ast.Constant):
+                        del body[0]
+            digest.update(f"{file.relative_to(package)} {ast.dump(tree)}".encode())
     return digest.hexdigest()[:16]
 
 

@@ -10,8 +10,8 @@ tools (`grpo`). The tasks:
   the sandbox.
 - `lookup`: the age of somebody's friend: the tool `friend`, then the tool `age` with what it said.
   Nobody that is asked about in evaluation is in the demonstrations.
-- `recovery`: as `calculator`, and in half of the episodes the first call fails: `error:
-  RuntimeError: busy`.
+- `recovery`: a person's age by the tool `age`, whose first call fails in half of the episodes:
+  `error: RuntimeError: busy`.
 
 Most demonstrations make a task's mistake: a wrong number, a product for a power, the age of the
 person asked about, giving up after an error. So the most likely answer of the first policy is
@@ -24,6 +24,8 @@ compare with: the model answers at once, from as many right demonstrations.
 from __future__ import annotations
 
 import argparse
+import functools
+import hashlib
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -68,21 +70,6 @@ def calc(e: str) -> int:
     return first if found[4] is None else value[found[4]](first, int(found[5]))
 
 
-class BusyCalc:
-    """Computes, or in half of the episodes fails once."""
-
-    name = "calc"
-
-    def __init__(self, seed):
-        self.busy = random.Random(seed).random() < 0.5
-
-    def __call__(self, e: str) -> int:
-        if self.busy:
-            self.busy = False
-            raise RuntimeError("busy")
-        return calc(e)
-
-
 def friend(of: int) -> int:
     """The friend of a person."""
     return PEOPLE[of]["friend"]
@@ -91,6 +78,21 @@ def friend(of: int) -> int:
 def age(of: int) -> int:
     """The age of a person."""
     return PEOPLE[of]["age"]
+
+
+class BusyAge:
+    """The age of a person."""
+
+    name = "age"
+
+    def __init__(self, seed):
+        self.busy = random.Random(seed).random() < 0.5
+
+    def __call__(self, of: int) -> int:
+        if self.busy:  # once
+            self.busy = False
+            raise RuntimeError("busy")
+        return age(of)
 
 
 def reward(prompts, responses, answer, **columns):
@@ -105,6 +107,7 @@ Turn = dict[str, Any]
 Row = tuple[str, str, list[Turn]]
 
 
+@functools.cache
 def people() -> list[dict[str, int]]:
     """Friend and age of each person, by number."""
     rng = random.Random(5)
@@ -141,18 +144,6 @@ def calculator(rng: random.Random, held_out: bool) -> Row:
     return text, str(eval(text)), [call("calc", e=said), result(eval(said)), answer(eval(said))]
 
 
-def recovery(rng: random.Random, held_out: bool) -> Row:
-    """As ``calculator``."""
-    a, b, sign = rng.randint(10, 99), rng.randint(10, 99), rng.choice("+-*")
-    text = f"{a}{sign}{b}"
-    right = str(eval(text))
-    turns = [call("calc", e=text), result(right), answer(right)]
-    if rng.random() < 0.5:
-        after = [answer("?")] if rng.random() < MISTAKES else turns
-        turns = [call("calc", e=text), result("error: RuntimeError: busy"), *after]
-    return text, right, turns
-
-
 def interpreter(rng: random.Random, held_out: bool) -> Row:
     """As ``calculator``."""
     n, k = rng.randint(100, 999), rng.randint(2, 5)
@@ -163,11 +154,15 @@ def interpreter(rng: random.Random, held_out: bool) -> Row:
     return f"{n}^{k}", right, [call("python", code=code), result(shown), answer(shown)]
 
 
+def asked_about(rng: random.Random, held_out: bool) -> int:
+    """A person; others in evaluation than in training."""
+    first, last = (PEOPLE - 100, PEOPLE) if held_out else (100, PEOPLE - 100)
+    return rng.randrange(first, last)
+
+
 def lookup(rng: random.Random, held_out: bool) -> Row:
     """As ``calculator``."""
-    known, person = people(), rng.randrange(100, PEOPLE - 100)
-    if held_out:
-        person = rng.randrange(PEOPLE - 100, PEOPLE)
+    known, person = people(), asked_about(rng, held_out)
     friend = known[person]["friend"]
     turns = [call("friend", of=person), result(friend)]
     asked = friend
@@ -179,18 +174,29 @@ def lookup(rng: random.Random, held_out: bool) -> Row:
     ]  # fmt: skip
 
 
+def recovery(rng: random.Random, held_out: bool) -> Row:
+    """As ``calculator``."""
+    person = asked_about(rng, held_out)
+    age = people()[person]["age"]
+    turns = [call("age", of=person), result(age), answer(age)]
+    if rng.random() < 0.5:
+        after = [answer("?")] if rng.random() < MISTAKES else turns
+        turns = [turns[0], result("error: RuntimeError: busy"), *after]
+    return f"{person}'s age", str(age), turns
+
+
 TASKS: dict[str, Callable[[random.Random, bool], Row]] = {
     "calculator": calculator,
     "interpreter": interpreter,
     "lookup": lookup,
     "recovery": recovery,
 }
-# As in environment.tools; Calculator fails at times.
+# As in environment.tools.
 TOOLS_OF = {
     "calculator": ("calc",),
     "interpreter": ("python",),
     "lookup": ("friend", "age"),
-    "recovery": ("BusyCalc",),
+    "recovery": ("BusyAge",),
 }
 
 
@@ -261,6 +267,13 @@ def rows(task: str, count: int, seed: int, plain: bool) -> Iterator[dict[str, An
         yield {"prompt": prompt, "answer": right, "turns": turns}
 
 
+def data_digest(name: str) -> str:
+    """Of a task's data, to tell whether a run would have the same."""
+    task, plain = name.removesuffix("_alone"), name.endswith("_alone")
+    made = [list(rows(task, 200, seed, plain)) for seed in (1, EVAL_SEED, 3)]
+    return hashlib.sha256(json.dumps([made, TEMPLATE, TOOLS]).encode()).hexdigest()[:16]
+
+
 def make(folder: Path, task: str, plain: bool, count: int = 2000) -> None:
     """Write a task's files."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -279,7 +292,7 @@ def make(folder: Path, task: str, plain: bool, count: int = 2000) -> None:
     if not plain:
         for row in demonstrations:
             row["tools"] = [
-                {"type": "function", "function": {"name": {"BusyCalc": "calc"}.get(name, name)}}
+                {"type": "function", "function": {"name": {"BusyAge": "age"}.get(name, name)}}
                 for name in TOOLS_OF[task]
             ]
     (folder / "demonstrations.jsonl").write_text(

@@ -96,11 +96,11 @@ def test_an_environment_has_the_row_as_it_is(row, read):
 
 
 @pytest.mark.parametrize("row, tools, says", [
-    (INTERACTION, "", "extra_info.interaction_kwargs is .*gsm8k.*: somebody is to answer each turn"),
+    (INTERACTION, "", "extra_info.interaction_kwargs is .*gsm8k.*: somebody is to answer each"),
     (INTERACTION, "score.py:Score", "extra_info.interaction_kwargs is"),
-    ({"prompt": ASKED, "interaction_kwargs": {"name": "x"}}, "", "rows.jsonl:1: interaction_kwargs"),
+    ({"prompt": ASKED, "interaction_kwargs": {"name": "x"}}, "", "rows.jsonl:1: interaction_kw"),
     (TOOL, "", "extra_info.tools_kwargs is .* to be there; set config.environment.tools"),
-    ({**TOOL, "extra_info": {"need_tools_kwargs": True}}, "", "extra_info.need_tools_kwargs is True"),
+    ({**TOOL, "extra_info": {"need_tools_kwargs": True}}, "", "extra_info.need_tools_kwargs is T"),
     ({**TOOL, "extra_info": None}, "", "agent_name is 'tool_agent': tools are to be there"),
 ])  # fmt: skip
 def test_what_a_run_does_not_have_is_refused(row, tools, says, read):

@@ -34,7 +34,9 @@ def test_answers_by_hand():
 
 
 def test_nobody_that_is_asked_about_in_evaluation_is_in_the_demonstrations():
-    shown, asked = ({row["prompt"] for row in rows("lookup", 500, s, False)} for s in (3, EVAL_SEED))
+    shown, asked = (
+        {row["prompt"] for row in rows("lookup", 500, s, False)} for s in (3, EVAL_SEED)
+    )
     assert not shown & asked
     for task in TASKS:
         plain = [row["prompt"] for row in rows(task, 50, EVAL_SEED, True)]
@@ -62,12 +64,13 @@ def test_a_tool_that_is_busy_once():
         'PEOPLE = json.loads((pathlib.Path(__file__).parent / "people.json").read_text())', ""
     )
     exec(source, space)
+    space["PEOPLE"] = [{"age": 34}, {"age": 35}]
     busy = 0
     for seed in range(100):
-        tool = space["BusyCalc"](seed)
+        tool = space["BusyAge"](seed)
         try:
-            assert tool("7*8") == 56
+            assert tool(1) == 35
         except RuntimeError:
             busy += 1
-        assert tool("7*8") == 56
+        assert tool(1) == 35
     assert 30 < busy < 70

@@ -246,8 +246,8 @@ TABLE = {
 }  # fmt: skip
 # What numbers depend on, beside the algorithm.
 NUMBERS = ("actor.lora.", "critic.lora.", "actor.learning_rate", "actor.path", "actor.router_loss",
-           "algorithm.", "warm_start.", "steps", "data.task", "data.path", "data.eval_", "tokenizer.",
-           "environment.", "reward.function", "rollout.max_prompt_length",
+           "algorithm.", "warm_start.", "steps", "data.task", "data.path", "data.eval_",
+           "tokenizer.", "environment.", "reward.function", "rollout.max_prompt_length",
            "rollout.max_response_length", "model.max_length", "reference.sync", "eval.",
            "actor.ema_decay", "model.rope_scaling")  # fmt: skip
 
