@@ -16,8 +16,8 @@ from hjax.environments.tools import load_tools
 from hjax.errors import DataError, short_repr
 from hjax.run.episode_rollout import environment_of
 
-# verl's columns, of a row or its ``extra_info``: what only an environment answers, and what tools do
-# too.
+# verl's columns, of a row or its ``extra_info``: what only an environment answers, and what tools
+# answer too.
 _OF_ENVIRONMENTS = ("interaction_kwargs",)
 _OF_TOOLS = ("tools_kwargs", "need_tools_kwargs")
 # verl's loop of a row without turns.
