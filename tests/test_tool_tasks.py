@@ -34,10 +34,11 @@ def test_answers_by_hand():
 
 
 def test_nobody_that_is_asked_about_in_evaluation_is_in_the_demonstrations():
-    shown, asked = (
-        {row["prompt"] for row in rows("lookup", 500, s, False)} for s in (3, EVAL_SEED)
-    )
-    assert not shown & asked
+    for task in ("lookup", "recovery"):
+        shown, asked = (
+            {row["prompt"] for row in rows(task, 500, seed, False)} for seed in (3, EVAL_SEED)
+        )
+        assert not shown & asked
     for task in TASKS:
         plain = [row["prompt"] for row in rows(task, 50, EVAL_SEED, True)]
         assert plain == [row["prompt"] for row in rows(task, 50, EVAL_SEED, False)]
