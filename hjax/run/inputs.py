@@ -33,7 +33,7 @@ from hjax.run.examples import (
     load_examples,
     make_example_sources,
 )
-from hjax.run.multi_turn_rows import check_multi_turn_rows
+from hjax.run.multi_turn_rows import check_turns
 
 # Most training prompts of a built-in task.
 TASK_PROMPTS = 8192
@@ -108,8 +108,7 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
     remarks += [f"rows left out: {invalid}"] if invalid else []
     remarks += [mixing.describe()] if mixing is not None else []
     _check_groups(config.eval.by, held_out)
-    if source == "prompts":
-        remarks += check_multi_turn_rows(config, task, tokenizer, train, held_out)
+    remarks += check_turns(config, task, tokenizer, train, held_out) if source == "prompts" else []
     return Inputs(
         tokenizer=tokenizer,
         task=task,

@@ -25,7 +25,7 @@ _SINGLE = "single_turn_agent"
 _COLUMNS = (*_OF_ENVIRONMENTS, *_OF_TOOLS, "agent_name", "extra_info", "tools")
 
 
-def check_multi_turn_rows(
+def check_turns(
     config: ConfigDict, task: Task | None, tokenizer: Tokenizer | None, *datasets: Dataset | None
 ) -> list[str]:
     """Check that a run that draws responses has what its rows ask for.
