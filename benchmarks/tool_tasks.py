@@ -238,7 +238,8 @@ def get_stages(name: str = "lookup") -> dict[str, ConfigDict]:
     grpo.actor.learning_rate = 5e-4
     grpo.eval.every = 8
     grpo.eval.prompts = 32 if "python" in TOOLS_OF[task] else 64
-    grpo.steps = GRPO_STEPS
+    # What few episodes show, a right answer after an error, takes longer.
+    grpo.steps = 3 * GRPO_STEPS if task == "recovery" else GRPO_STEPS
     if task == name:
         files = [t if t == "python" else f"{{workdir}}/data/tools.py:{t}" for t in TOOLS_OF[task]]
         grpo.environment.tools = ",".join(files)
