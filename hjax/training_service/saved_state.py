@@ -26,8 +26,9 @@ from hjax.user_input import read_object
 
 STATE = "state.json"
 PARAMS, FIRST, SECOND = "params", "first_moments", "second_moments"
-# In the names of folders that are being written or removed.
-PARTIAL = ".partial"
+# Beginnings of folders' names: what is being written or removed, and what stood under the rest of
+# the name until a state that is being written replaces it.
+PARTIAL, REPLACED = ".partial", ".replaced."
 
 
 def write_saved(
@@ -70,8 +71,7 @@ def write_saved(
         write_checksums(partial, folder.name)
         # It may be changed later (when the state expires), so it has no checksum.
         replace_file(partial / STATE, json.dumps(described, indent=1) + "\n")
-        remove_saved(folder)
-        partial.rename(folder)
+        _replace(folder, partial)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         # The libraries raise ValueError for a full disk.
@@ -79,6 +79,29 @@ def write_saved(
             said = getattr(error, "strerror", "") or write_failure(error)
             raise RunError(f"{folder}: it could not be saved: {said}") from error
         raise
+
+
+def _replace(folder: Path, written: Path) -> None:
+    """Give a written state its name; a state under that name stays on disk until then."""
+    old = folder.with_name(f"{REPLACED}{folder.name}")
+    restore_replaced(old)
+    with contextlib.suppress(FileNotFoundError):
+        folder.rename(old)
+    try:
+        written.rename(folder)
+    finally:
+        restore_replaced(old)
+
+
+def restore_replaced(old: Path) -> None:
+    """Give a replaced state its name again if nothing replaced it, else remove it."""
+    if not old.is_dir():
+        return
+    folder = old.with_name(old.name.removeprefix(REPLACED))
+    if folder.is_dir():
+        remove_saved(old)
+    else:
+        old.rename(folder)
 
 
 def remove_saved(folder: Path) -> None:

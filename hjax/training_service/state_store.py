@@ -12,7 +12,14 @@ from typing import Any
 
 from hjax.errors import ConfigError, RunError, short_repr
 from hjax.files import StrPath, replace_file
-from hjax.training_service.saved_state import PARTIAL, STATE, read_about, remove_saved
+from hjax.training_service.saved_state import (
+    PARTIAL,
+    REPLACED,
+    STATE,
+    read_about,
+    remove_saved,
+    restore_replaced,
+)
 
 WEIGHTS, SAMPLER_WEIGHTS = "weights", "sampler_weights"
 # What the API calls the two kinds.
@@ -83,8 +90,11 @@ class StateStore:
             self._directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunError(f"--store={directory}: {error.strerror}") from error
-        for left in self._directory.glob(f"*/*/{PARTIAL}*"):  # of a server that was killed
+        # Of a server that was killed.
+        for left in self._directory.glob(f"*/*/{PARTIAL}*"):
             remove_saved(left)
+        for left in self._directory.glob(f"*/*/{REPLACED}*"):
+            restore_replaced(left)
 
     def folder(self, name: StateName) -> Path:
         """The folder of a saved state."""
