@@ -11,7 +11,7 @@ from test_agents_play import play
 from hjax.agents.command_agent import command_words, load_verifier
 from hjax.errors import ConfigError
 
-PROGRAM = '''
+PROGRAM = """
 import json, os, subprocess, sys, time
 sys.path.insert(0, {tests!r})
 from agents_double import asked, user
@@ -31,8 +31,8 @@ if what == "late":
 if what == "fails":
     print("it failed")
     sys.exit(3)
-'''
-VERIFIER = '''
+"""
+VERIFIER = """
 import sys
 def verify(task, workspace):
     what = task["prompt"]
@@ -49,7 +49,7 @@ def verify(task, workspace):
     except Exception:
         return 1.0 * (done.stdout == b"True\\n") + float(workspace.read("deep/er/seed"))
     raise AssertionError("a link was followed")
-'''
+"""
 
 
 def commands():

@@ -25,7 +25,7 @@ SECTION_DOCS = {
     "teacher": "The model that a student is distilled from (Distillation)",
     "reward": "Where rewards come from",
     "sandbox": "Where programs of a model run ([security](security.md#programs-of-a-model))",
-    "agent": "A program that calls the policy and plays the episodes, see [agents](agents.md#i-have-an-agent)",
+    "agent": "A program that plays by calling the policy ([agents](agents.md#i-have-an-agent))",
     "environment": "What a policy plays over several turns ([environments and agents](agents.md))",
     "cost": "Where costs come from (Safe-RLHF)",
     "rollout": "Generation in training",
