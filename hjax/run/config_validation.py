@@ -53,6 +53,11 @@ def check_compatibility(
         )
     if algorithm.generates and (config.reward.path or not config.reward.function):
         algorithm.check_rewards(config.algorithm, ())
+    if config.agent.verifier and not agent_of(config.agent):
+        raise ConfigError(
+            f"config.agent.verifier={config.agent.verifier}: it scores what the program of "
+            "agent.command leaves, and there is none; set that, or leave it out"
+        )
     if algorithm.generates and (name := environment_of(config, inputs.task)):
         if agent_of(config.agent):
             check_agent(config)
