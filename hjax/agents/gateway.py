@@ -124,6 +124,7 @@ class Gateway:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._server.stop)
         self._thread.join(self._limits.drain_seconds + 5)
+        self._bound.close()
 
     def answered(self, path: str, status: int, seconds: float) -> None:
         """Count an answer, as ``AnswerCounts``."""
