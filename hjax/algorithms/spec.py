@@ -8,6 +8,7 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms.aggregation import AGGREGATIONS
 from hjax.algorithms.corrections import CORRECTIONS
+from hjax.algorithms.difficulty import KEYS as DIFFICULTY_KEYS
 from hjax.algorithms.kl import KL_KINDS
 from hjax.config import Config, convert
 from hjax.errors import ConfigError
@@ -124,6 +125,7 @@ class AlgorithmSpec:
             "stops",
             at_least(0),
         ),
+        **DIFFICULTY_KEYS,
     }
     defaults: ClassVar[Mapping[str, Any]] = {}
 

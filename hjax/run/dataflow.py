@@ -103,7 +103,7 @@ def step_calls(
         step.compute_advantages = lambda batch: {**join(batch), **_learned_arrays(join(batch))}  # type: ignore[method-assign]
         step.step_number = 1
         try:
-            step.step({**_batch(prompts), "step": 1})
+            step.step(step.choose(_RecordingOrder(), prompts) | {"step": 1})
             return tuple(calls)
         except Exception as error:
             missing = error.args[0] if isinstance(error, KeyError) else None
@@ -167,6 +167,16 @@ class _RecordingGroup:
             )
 
         return call
+
+
+class _RecordingOrder:
+    """A prompt order for ``Algorithm.choose`` whose prompts are ones."""
+
+    number, version = 1, 0
+
+    def next(self, count: int) -> dict[str, Any]:
+        """So many prompts."""
+        return _batch(count) | {"choice": {"row": list(range(count))}}
 
 
 class _InstantResult(dict):
