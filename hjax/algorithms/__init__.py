@@ -24,6 +24,7 @@ from hjax.algorithms.distillation import Distillation
 from hjax.algorithms.dpo import CDPO, DPO, IPO, ORPO, HingeDPO, RobustDPO, SimPO
 from hjax.algorithms.grpo import GRPO
 from hjax.algorithms.kto import KTO
+from hjax.algorithms.metis import METIS, JudgedPrompts
 from hjax.algorithms.on_policy_pairs import SPIN, OnlineDPO
 from hjax.algorithms.ppo import PPO, VAPO
 from hjax.algorithms.prime import PRIME
@@ -53,6 +54,7 @@ __all__ = [
     "GPG",
     "MaxRL",
     "GDPO",
+    "METIS",
     "VAPO",
     "PRIME",
     "DPO",
@@ -71,6 +73,7 @@ __all__ = [
     "CostModel",
     "ProcessRewardModel",
     "Algorithm",
+    "JudgedPrompts",
     "Batch",
     "get_algorithm",
 ]

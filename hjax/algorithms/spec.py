@@ -187,6 +187,26 @@ class AlgorithmSpec:
             )
 
     @classmethod
+    def longest_prompt(cls, config: ConfigDict, prompt_length: int) -> int:
+        """Tokens of the longest prompt that the actor reads.
+
+        Args:
+          config: the section ``algorithm``, complete.
+          prompt_length: of the run's data.
+        """
+        return prompt_length
+
+    @classmethod
+    def pretraining_loss(cls, config: ConfigDict) -> Any:
+        """The loss on ``pretraining_batch``, added to the actor's, if it is another than that on
+        demonstrations; else None.
+
+        Args:
+          config: the section ``algorithm``, complete.
+        """
+        return None
+
+    @classmethod
     def check_rewards(cls, config: ConfigDict, names: Sequence[str]) -> None:
         """Raise ConfigError if the algorithm cannot learn from rewards with these names.
 

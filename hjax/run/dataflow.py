@@ -98,6 +98,7 @@ def step_calls(
             demonstrations=lambda: _batch(rows // updates),
             max_response_length=2,
             more_prompts=lambda first: _batch(prompts),
+            tokenizer=_RecordingTokenizer(),
         )
         # `compute_advantages` runs on the controller and is no call; its results are ones too.
         step.compute_advantages = lambda batch: {**join(batch), **_learned_arrays(join(batch))}  # type: ignore[method-assign]
@@ -176,7 +177,22 @@ class _RecordingOrder:
 
     def next(self, count: int) -> dict[str, Any]:
         """So many prompts."""
-        return _batch(count) | {"choice": {"row": list(range(count))}}
+        rows = list(range(count))
+        return _batch(count) | {"choice": {"row": rows}, "prompt_text": [""] * count}
+
+
+class _RecordingTokenizer:
+    """A tokenizer of one token."""
+
+    eos_id = 1
+
+    def encode(self, text: str) -> list[int]:
+        """The token."""
+        return [1]
+
+    def decode(self, tokens: Any) -> str:
+        """A digit."""
+        return "1"
 
 
 class _InstantResult(dict):
@@ -206,8 +222,8 @@ def _batch(rows: int, columns: Collection[str] = ()) -> dict[str, Any]:
     batch |= {key: np.ones((rows, 2), np.float32) for key in _PER_TOKEN}
     batch |= {key: np.ones(rows, np.float32) for key in (*_PER_ROW, *columns)}
     batch |= {key: np.ones((rows, 2, 1), np.float32) for key in _PER_TOKENS}
-    # All rewards differ, so that no group is resampled.
-    batch["rewards"] = np.arange(rows, dtype=np.float32)
+    # All rewards differ, so that no group is resampled; from 0 to 1, as some algorithms want them.
+    batch["rewards"] = np.arange(rows, dtype=np.float32) / max(rows, 1)
     batch["named_rewards"] = {"reward": batch["rewards"]}
     return batch | {"reward_outcomes": {}, "coefficient": np.float32(1)}
 

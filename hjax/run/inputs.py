@@ -97,10 +97,11 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
     train, held_out = _datasets(config, task, tokenizer, remarks.append, invalid, source)
     longest = max(d.longest_prompt for d in (train, held_out) if d is not None)
     prompt_length = config.rollout.max_prompt_length or longest
-    model = _model(config, tokenizer, prompt_length)
+    read = get_algorithm(config.algorithm.name).longest_prompt(config.algorithm, prompt_length)
+    model = _model(config, tokenizer, read)
     if task is not None:  # a file's rows were checked one by one
         _check_task(config, longest, model.vocab_size, train, held_out)
-    _check_positions(prompt_length, config.rollout.max_response_length, model)
+    _check_positions(read, config.rollout.max_response_length, model)
     learned = load_examples(config, task, tokenizer, train, source, invalid, remarks.append)
     if learned.rows is not None:
         train = train.select(learned.rows)
