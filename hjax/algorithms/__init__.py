@@ -22,6 +22,7 @@ from hjax.algorithms.critic_free import (
 )
 from hjax.algorithms.distillation import Distillation
 from hjax.algorithms.dpo import CDPO, DPO, IPO, ORPO, HingeDPO, RobustDPO, SimPO
+from hjax.algorithms.gigpo import GiGPO
 from hjax.algorithms.grpo import GRPO
 from hjax.algorithms.kto import KTO
 from hjax.algorithms.metis import METIS, JudgedPrompts
@@ -55,6 +56,7 @@ __all__ = [
     "MaxRL",
     "GDPO",
     "METIS",
+    "GiGPO",
     "VAPO",
     "PRIME",
     "DPO",

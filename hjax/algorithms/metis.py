@@ -243,7 +243,8 @@ class JudgedPrompts(Algorithm):
         if imitates:
             eos = [] if self.tokenizer.eos_id is None else [self.tokenizer.eos_id]
             bins = [0 if v != v else bin_of(v) for v in variances.tolist()]
-            tokens = [[*self.tokenizer.encode(str(number)), *eos] for number in bins]
+            encode = self.tokenizer.encode
+            tokens = [[*encode(str(number), add_special=False), *eos] for number in bins]
             advantages = np.ones(len(tokens), np.float32)
         else:
             tokens = [x["tokens"] for x in judgements]
@@ -367,7 +368,7 @@ def judgement_of(text: str) -> float:
         >>> judgement_of("rather hard, so 1")
         0.05
     """
-    digits = re.findall(r"(?<![0-9.])[0-5](?![0-9])", text)
+    digits = re.findall(r"(?<![0-9.])[0-5](?![0-9]|\.[0-9])", text)
     return round(int(digits[-1]) * BIN, 2) if digits else float("nan")
 
 

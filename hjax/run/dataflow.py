@@ -186,7 +186,7 @@ class _RecordingTokenizer:
 
     eos_id = 1
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
         """The token."""
         return [1]
 
