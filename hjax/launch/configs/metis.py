@@ -21,8 +21,9 @@ def get_config() -> ConfigDict:
     config.algorithm.judge_warm_start = 20
     config.steps = 150
     config.data.task = "mixed_reversal"
+    config.data.task_options.shortest = 3
     small_model(config)
-    config.warm_start.steps = 250
+    config.warm_start.steps = 600
     config.rollout.prompts = 16
     config.rollout.samples = 8
     config.actor.learning_rate = 3e-4
