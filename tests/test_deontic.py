@@ -9,9 +9,9 @@ import pytest
 
 from hjax.data.tasks import get_task
 from hjax.data.tasks.fee_schedule import proved_fee
+from hjax.data.tasks.horn import HornError, Limits, parse_program, solutions
 from hjax.errors import ConfigError, DataError
 from hjax.rewards import deontic
-from hjax.rewards.horn import HornError, Limits, parse_program, solutions
 
 PROGRAM = """
 tax(X, T) :- income(X, I), T is I // 10.   % whole dollars

@@ -28,7 +28,9 @@ UPDATES = {
     "distillation": {"actor": 2, "teacher": 2},  # 1 x 256 / 128, and algorithm.teacher_updates
     "dpo": EXAMPLES,
     "dr_grpo": ACTOR,
+    "fee_schedule": ACTOR,  # 2 x 160 / 80
     "gdpo": ACTOR,
+    "gigpo": ACTOR,
     "gpg": {"actor": 1},
     "grpo": ACTOR,
     "gspo": ACTOR,
@@ -38,6 +40,7 @@ UPDATES = {
     "kto": EXAMPLES,
     "max_rl": ACTOR,
     "maze": ACTOR,
+    "metis": {"actor": 2},  # 1 x 128 / 64
     "online_dpo": ACTOR,
     "opo": {"actor": 1},
     "orpo": EXAMPLES,

@@ -23,6 +23,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import hjax.algorithms
 from hjax.algorithms import ALGORITHMS, Algorithm
 from hjax.config import flatten
 from hjax.errors import ConfigError
@@ -54,10 +55,10 @@ def written(page: str, folder: Path) -> str:
             lines = _curve(name, folder)
         elif kind == "source":
             lines = ["```python", *source(name).splitlines(), "```"]
-        elif name not in ALGORITHMS:
+        elif not isinstance(found := getattr(hjax.algorithms, name, None), type):
             raise ConfigError(f"<!-- {kind} {name} -->: there is no such algorithm")
-        else:
-            lines = (_keys if kind == "keys" else _sets)(ALGORITHMS[name])
+        else:  # one of ALGORITHMS, or a mixin
+            lines = (_keys if kind == "keys" else _sets)(found)
         return begin + "".join(f"{line}\n" for line in lines) + end
 
     return _BLOCK.sub(block, page)

@@ -45,9 +45,10 @@ class JudgedPrompts(Algorithm):
     keys = {
         "judge": Key(
             "policy",
-            "what estimates a prompt's variance: the policy, in text; or rollouts, of which "
-            "`judge_samples` are drawn for every prompt of the pool (an oracle that costs them)",
-            one_of("policy", "rollouts"),
+            "what estimates a prompt's variance: the policy, in text; rollouts, of which "
+            "`judge_samples` are drawn for every prompt of the pool (an oracle that costs them); "
+            "or none: prompts are uniform",
+            one_of("policy", "rollouts", "none"),
         ),
         "judge_pool": Key(4, "prompts that are judged for one that is answered", at_least(1)),
         "judge_samples": Key(16, "of judge rollouts: responses to each prompt", at_least(2)),
@@ -121,6 +122,8 @@ class JudgedPrompts(Algorithm):
     def choose(self, order: Any, count: int) -> Batch:
         """Judge a pool of prompts; take those of the largest estimates, and some uniformly."""
         config, version = self.config, order.version
+        if config.judge == "none":
+            return super().choose(order, count)
         policy = config.judge == "policy"
         if policy and self.tokenizer is None:
             raise ConfigError(
