@@ -9,7 +9,7 @@ import pytest
 
 from hjax.data.tasks import get_task
 from hjax.data.tasks.fee_schedule import proved_fee
-from hjax.data.tasks.horn import HornError, Limits, parse_program, solutions
+from hjax.data.tasks.horn import HornError, HornLimits, parse_program, solutions
 from hjax.errors import ConfigError, DataError
 from hjax.rewards import deontic
 
@@ -69,7 +69,7 @@ def test_what_cannot_be_proved_is_said(query, kind):
 
 def test_programs_have_limits():
     with pytest.raises(HornError, match="characters"):
-        parse_program("a. " * 10, Limits(characters=20))
+        parse_program("a. " * 10, HornLimits(characters=20))
     for text in ("a :- b", "1.", "X :- a.", "a(1) :- .", "true.", "a = b."):
         with pytest.raises(HornError):
             parse_program(text)

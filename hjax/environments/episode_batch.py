@@ -41,11 +41,10 @@ def episode_batch(
       ``episode`` and ``group`` int32 [rows]; ``turn`` int32
       [rows, length], of each drawn token its turn in the episode, else -1; ``anchor`` like it, of
       the state in which its turn was taken, numbered from 0 within the group, -1 none;
-      ``invalid_action`` bool like it, whether its turn's action was not valid;
-      ``token_rewards`` float32 [rows, length], each turn's at its last token; ``stop_reason`` and
-      ``turn_records`` (``Episode.turn_records``), lists, and ``episode_metrics``, by name float32
-      [rows], the same in all rows of an episode; ``prompt_text`` and ``response_text``, as they
-      were seen and said.
+      ``invalid_action`` bool like it; ``token_rewards`` float32 [rows, length], each turn's at its
+      last token; ``stop_reason`` and ``turn_records`` (``Episode.turn_records``), lists, and
+      ``episode_metrics``, by name float32 [rows], the same in all rows of an episode;
+      ``prompt_text`` and ``response_text``, as they were seen and said.
     """
     rows = [(episode, row) for episode in episodes for row in _rows(episode, filler)]
     if max(len(rows), least) > len(episodes):

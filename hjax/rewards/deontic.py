@@ -135,7 +135,7 @@ def similarity(program: str, reference: str) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class ProgramAnswer:
     """What a program came to: ``answer``, and ``kind``: ``ok``, ``none`` (no or several answers),
     ``error``, ``timeout``."""
 
@@ -169,7 +169,7 @@ class PrologRunner:
                 "use it would fail silently; reinstall SWI-Prolog"
             )
 
-    def run(self, program: str, domain: str) -> Verdict:
+    def run(self, program: str, domain: str) -> ProgramAnswer:
         """Run a program, with nothing on its standard input."""
         name = self._sandbox.create()
         try:
@@ -178,11 +178,12 @@ class PrologRunner:
         finally:
             self._sandbox.kill(name)
         if done.ended_by:
-            return Verdict(ABSTAINED, "timeout" if done.ended_by in ("cpu", "wall") else "error")
+            late = done.ended_by in ("cpu", "wall")
+            return ProgramAnswer(ABSTAINED, "timeout" if late else "error")
         answer = printed_answer(domain, done.stdout.decode("utf-8", "replace"))
         if answer != ABSTAINED:
-            return Verdict(answer, "ok")
-        return Verdict(ABSTAINED, "error" if done.stderr.strip() or done.status else "none")
+            return ProgramAnswer(answer, "ok")
+        return ProgramAnswer(ABSTAINED, "error" if done.stderr.strip() or done.status else "none")
 
 
 @functools.cache

@@ -68,8 +68,7 @@ def step_calls(
       updates: mini-batches per epoch.
       samples: responses per prompt.
       absent: roles that the step has to do without.
-      shared_workers: by role without a worker of its own, the role whose worker computes it; its
-        calls are recorded as that role's.
+      shared_workers: by role without a worker of its own, the one whose worker computes it.
 
     Raises:
       ConfigError: the step fails on the recording groups; names the error.

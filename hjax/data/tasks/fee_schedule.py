@@ -26,7 +26,7 @@ class FeeSchedule(Task):
     """Fees by rules, as DeonticBench asks for: "8@3+5<60:17g=" is a schedule and a case. The first
     8 units cost 3 each and further ones 5, at most 60 in all; a guest (g) takes 17 units; staff
     (s) pays nothing. With the mode `program` a response states facts and asks, such as
-    "n(17).t(8,3).r(5).m(60).w(g).?fee(X)", and an evaluator of Horn clauses (`hjax.data.tasks.horn`)
+    "n(17).t(8,3).r(5).m(60).w(g).?fee(X)", and an evaluator of clauses (`hjax.data.tasks.horn`)
     proves the answer; with `direct` it is the number. A program with two answers or none is wrong.
 
     Options:

@@ -1,7 +1,7 @@
 """An evaluator of Horn clauses in Prolog's syntax, with limits: no cut, no files, no other effects.
 
     program = parse_program("tax(X, T) :- income(X, I), T is I // 10.  income(ann, 700).")
-    solutions(program, "tax(ann, T)", limits=Limits())   # [{"T": "70"}]
+    solutions(program, "tax(ann, T)", limits=HornLimits())   # [{"T": "70"}]
 
 It knows `,`, `\\+`, `=`, `\\=`, `is`, comparisons of numbers, `true`, `fail`, and exact arithmetic
 with + - * / // mod min max. What it does not know is an error and no silent failure.
@@ -36,7 +36,7 @@ class HornError(DataError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class HornLimits:
     """Where an evaluation ends.
 
     Attributes:
@@ -78,7 +78,7 @@ Program = Mapping[tuple[str, int], Sequence[Clause]]
 class _Reader:
     """Reads clauses from text."""
 
-    def __init__(self, text: str, limits: Limits):
+    def __init__(self, text: str, limits: HornLimits):
         if len(text) > limits.characters:
             raise HornError(f"program of {len(text)} characters", kind="limit")
         self._limits = limits
@@ -193,14 +193,16 @@ class _Reader:
         return depth + 1
 
 
-def checked_number(value: Fraction, limits: Limits) -> Fraction:
+def checked_number(value: Fraction, limits: HornLimits) -> Fraction:
     """The number, or HornError if it is too large."""
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > limits.bits:
         raise HornError(f"a number of more than {limits.bits} bits", kind="limit")
     return value
 
 
-def parse_program(text: str, limits: Limits = Limits()) -> dict[tuple[str, int], list[Clause]]:
+def parse_program(
+    text: str, limits: HornLimits = HornLimits()
+) -> dict[tuple[str, int], list[Clause]]:
     """Clauses by name and number of arguments, in their order.
 
     Raises:
@@ -213,7 +215,9 @@ def parse_program(text: str, limits: Limits = Limits()) -> dict[tuple[str, int],
     return found
 
 
-def solutions(program: Program, query: str, limits: Limits = Limits()) -> list[dict[str, str]]:
+def solutions(
+    program: Program, query: str, limits: HornLimits = HornLimits()
+) -> list[dict[str, str]]:
     """The first solutions of a query: values by variable, as text; equal ones once.
 
     Args:
@@ -241,7 +245,7 @@ class _Machine:
     """Depth-first search with a trail; its stack is its own, so that no program exhausts
     Python's."""
 
-    def __init__(self, program: Program, limits: Limits):
+    def __init__(self, program: Program, limits: HornLimits):
         self._program, self._limits = program, limits
         self._steps = 0
         self._trail: list[Variable] = []
