@@ -9,10 +9,11 @@ import scipy.stats
 from helpers import ONE_DEVICE, computed, tiny_config, trainer_of
 from test_ahead import AHEAD
 
-from hjax.algorithms import METIS, JudgedPrompts
+from hjax.algorithms import METIS
 from hjax.algorithms.metis import (
     COLLAPSED_AFTER,
     FIRST_SEQUENCE,
+    JudgedPrompts,
     bin_of,
     judgement_metrics,
     judgement_of,
@@ -234,7 +235,7 @@ def test_a_run_resumes_bit_for_bit(apart, tmp_path):
 @pytest.mark.extended
 def test_it_goes_over_any_algorithm_and_an_oracle_judges(tmp_path):
     (tmp_path / "judged.py").write_text(
-        "import hjax\nclass Judged(hjax.algorithms.JudgedPrompts, hjax.algorithms.PPO):\n    pass\n"
+        "import hjax\nclass Judged(hjax.algorithms.metis.JudgedPrompts, hjax.algorithms.PPO):\n    pass\n"
     )
     name = f"{tmp_path}/judged.py:Judged"
     changes = TINY | ONE_DEVICE | {"steps": 2}

@@ -23,7 +23,6 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import hjax.algorithms
 from hjax.algorithms import ALGORITHMS, Algorithm
 from hjax.config import flatten
 from hjax.errors import ConfigError
@@ -55,10 +54,10 @@ def written(page: str, folder: Path) -> str:
             lines = _curve(name, folder)
         elif kind == "source":
             lines = ["```python", *source(name).splitlines(), "```"]
-        elif not isinstance(found := getattr(hjax.algorithms, name, None), type):
+        elif name not in ALGORITHMS:
             raise ConfigError(f"<!-- {kind} {name} -->: there is no such algorithm")
-        else:  # one of ALGORITHMS, or a mixin
-            lines = (_keys if kind == "keys" else _sets)(found)
+        else:
+            lines = (_keys if kind == "keys" else _sets)(ALGORITHMS[name])
         return begin + "".join(f"{line}\n" for line in lines) + end
 
     return _BLOCK.sub(block, page)

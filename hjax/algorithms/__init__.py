@@ -25,7 +25,7 @@ from hjax.algorithms.dpo import CDPO, DPO, IPO, ORPO, HingeDPO, RobustDPO, SimPO
 from hjax.algorithms.gigpo import GiGPO
 from hjax.algorithms.grpo import GRPO
 from hjax.algorithms.kto import KTO
-from hjax.algorithms.metis import METIS, JudgedPrompts
+from hjax.algorithms.metis import METIS
 from hjax.algorithms.on_policy_pairs import SPIN, OnlineDPO
 from hjax.algorithms.ppo import PPO, VAPO
 from hjax.algorithms.prime import PRIME
@@ -75,7 +75,6 @@ __all__ = [
     "CostModel",
     "ProcessRewardModel",
     "Algorithm",
-    "JudgedPrompts",
     "Batch",
     "get_algorithm",
 ]

@@ -334,6 +334,7 @@ class JudgedPrompts(Algorithm):
 class METIS(JudgedPrompts, GRPO):
     """GRPO without the standard deviation on prompts that the policy has judged worth it."""
 
+    keys = {**JudgedPrompts.keys}
     defaults = {"normalise": "none", "kl_coef": 0.0}
 
 
