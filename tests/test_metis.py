@@ -235,7 +235,10 @@ def test_a_run_resumes_bit_for_bit(apart, tmp_path):
 @pytest.mark.extended
 def test_it_goes_over_any_algorithm_and_an_oracle_judges(tmp_path):
     (tmp_path / "judged.py").write_text(
-        "import hjax\nclass Judged(hjax.algorithms.metis.JudgedPrompts, hjax.algorithms.PPO):\n    pass\n"
+        "from hjax.algorithms import PPO\n"
+        "from hjax.algorithms.metis import JudgedPrompts\n"
+        "class Judged(JudgedPrompts, PPO):\n"
+        "    pass\n"
     )
     name = f"{tmp_path}/judged.py:Judged"
     changes = TINY | ONE_DEVICE | {"steps": 2}
