@@ -119,7 +119,7 @@ def small(name):
     unused += [] if config.algorithm.get("minibatch") else ["algorithm.minibatch"]
     unused += [] if config.warm_start.steps else ["warm_start.steps"]
     changes = {key: value for key, value in SIZES.items() if key not in unused}
-    if name in ("calculator", "maze"):  # room for a whole episode
+    if name in ("calculator", "fee_schedule", "gigpo", "maze", "metis"):  # room for a whole one
         changes["rollout.max_response_length"] = 0
     if config.actor.frozen_updates:
         changes["actor.frozen_updates"] = 5
