@@ -28,7 +28,9 @@ UPDATES = {
     "distillation": {"actor": 2, "teacher": 2},  # 1 x 256 / 128, and algorithm.teacher_updates
     "dpo": EXAMPLES,
     "dr_grpo": ACTOR,
+    "fee_schedule": ACTOR,  # 2 x 160 / 80
     "gdpo": ACTOR,
+    "gigpo": ACTOR,
     "gpg": {"actor": 1},
     "grpo": ACTOR,
     "gspo": ACTOR,
@@ -38,6 +40,7 @@ UPDATES = {
     "kto": EXAMPLES,
     "max_rl": ACTOR,
     "maze": ACTOR,
+    "metis": {"actor": 2},  # 1 x 128 / 64
     "online_dpo": ACTOR,
     "opo": {"actor": 1},
     "orpo": EXAMPLES,
@@ -116,7 +119,7 @@ def small(name):
     unused += [] if config.algorithm.get("minibatch") else ["algorithm.minibatch"]
     unused += [] if config.warm_start.steps else ["warm_start.steps"]
     changes = {key: value for key, value in SIZES.items() if key not in unused}
-    if name in ("calculator", "maze"):  # room for a whole episode
+    if name in ("calculator", "fee_schedule", "gigpo", "maze", "metis"):  # room for a whole one
         changes["rollout.max_response_length"] = 0
     if config.actor.frozen_updates:
         changes["actor.frozen_updates"] = 5

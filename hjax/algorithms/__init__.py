@@ -22,8 +22,10 @@ from hjax.algorithms.critic_free import (
 )
 from hjax.algorithms.distillation import Distillation
 from hjax.algorithms.dpo import CDPO, DPO, IPO, ORPO, HingeDPO, RobustDPO, SimPO
+from hjax.algorithms.gigpo import GiGPO
 from hjax.algorithms.grpo import GRPO
 from hjax.algorithms.kto import KTO
+from hjax.algorithms.metis import METIS
 from hjax.algorithms.on_policy_pairs import SPIN, OnlineDPO
 from hjax.algorithms.ppo import PPO, VAPO
 from hjax.algorithms.prime import PRIME
@@ -53,6 +55,8 @@ __all__ = [
     "GPG",
     "MaxRL",
     "GDPO",
+    "METIS",
+    "GiGPO",
     "VAPO",
     "PRIME",
     "DPO",

@@ -8,6 +8,7 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms.aggregation import AGGREGATIONS
 from hjax.algorithms.corrections import CORRECTIONS
+from hjax.algorithms.difficulty import KEYS as DIFFICULTY_KEYS
 from hjax.algorithms.kl import KL_KINDS
 from hjax.config import Config, convert
 from hjax.errors import ConfigError
@@ -124,6 +125,7 @@ class AlgorithmSpec:
             "stops",
             at_least(0),
         ),
+        **DIFFICULTY_KEYS,
     }
     defaults: ClassVar[Mapping[str, Any]] = {}
 
@@ -183,6 +185,26 @@ class AlgorithmSpec:
                 f"config.rollout.samples={samples}: {cls.__name__} compares a response with the "
                 f"others to its prompt; set it to {least} or more{other}"
             )
+
+    @classmethod
+    def longest_prompt(cls, config: ConfigDict, prompt_length: int) -> int:
+        """Tokens of the longest prompt that the actor reads.
+
+        Args:
+          config: the section ``algorithm``, complete.
+          prompt_length: of the run's data.
+        """
+        return prompt_length
+
+    @classmethod
+    def pretraining_loss(cls, config: ConfigDict) -> Any:
+        """The loss on ``pretraining_batch``, added to the actor's, if it is another than that on
+        demonstrations; else None.
+
+        Args:
+          config: the section ``algorithm``, complete.
+        """
+        return None
 
     @classmethod
     def check_rewards(cls, config: ConfigDict, names: Sequence[str]) -> None:

@@ -92,10 +92,10 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
     train, held_out = _datasets(config, task, tokenizer, remarks.append, invalid, source)
     longest = max(d.longest_prompt for d in (train, held_out) if d is not None)
     prompt_length = config.rollout.max_prompt_length or longest
-    model = _model(config, tokenizer, prompt_length)
+    model = _model(config, tokenizer, read := _longest_read(config, prompt_length))
     if task is not None:  # a file's rows were checked one by one
         _check_task(config, longest, model.vocab_size, train, held_out)
-    _check_positions(prompt_length, config.rollout.max_response_length, model)
+    _check_positions(read, config.rollout.max_response_length, model)
     learned = load_examples(config, task, tokenizer, train, source, invalid, remarks.append)
     if learned.rows is not None:
         train = train.select(learned.rows)
@@ -129,6 +129,11 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
         drawn=learned.drawn,
         left_out=invalid.locations,
     )
+
+
+def _longest_read(config: ConfigDict, prompt_length: int) -> int:
+    """Tokens of the longest prompt that the actor reads."""
+    return get_algorithm(config.algorithm.name).longest_prompt(config.algorithm, prompt_length)
 
 
 def check_inputs(config: ConfigDict) -> Inputs:

@@ -62,6 +62,8 @@ class StepRecorder:
         self.skipped_this_step = 0
         self.batch = {}
         self.batch = join(compute())
+        if algorithm.generates:
+            algorithm.remember(self.batch)
         metrics: dict[str, float] = {}
         if algorithm.generates:
             metrics |= batch_metrics(self.batch, algorithm.kl.coef)

@@ -153,7 +153,7 @@ class Trainer(RecoveringRun):
             learn = functools.partial(self.algorithm.learn, ahead.next(step - 1))
             take = functools.partial(self.recorder.record, learn, step)
         else:
-            take = functools.partial(self.recorder.run, self._draw(self.prompts.next(), step), step)
+            take = functools.partial(self.recorder.run, self._choose(), step)
         try:
             batch, metrics = take()
         except Exception:
@@ -175,7 +175,7 @@ class Trainer(RecoveringRun):
                 self.algorithm,
                 policy,
                 self.prompts,
-                draw=self._draw,
+                order=self._order,
                 schedule=schedule,
                 version=self.step_number,
                 state=self._async_state,

@@ -146,6 +146,9 @@ class WorkerBuilder:
             loss=self.losses.get(role),
             optimizer=self._optimizer(role, entry.config_section) if entry.trained else None,
             supervised_loss=SupervisedLoss() if generates_text else None,
+            pretraining_loss=self.algorithm.pretraining_loss(config.algorithm)
+            if generates_text
+            else None,
             warm_start=self._warm_start() if generates_text else None,
             reference_sync=role == "actor"
             and config.reference.sync_every > 0

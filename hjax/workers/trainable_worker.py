@@ -301,7 +301,10 @@ class TrainableWorker(ModelWorker):
 
 def update_reads(worker: type[TrainableWorker], context: WorkerContext, *_: Any) -> tuple[str, ...]:
     """Entries of a batch that are sent to a role's updates, with pretraining's coefficient."""
-    return (*update_keys(context, *worker.extra_keys), PROMPT_ID, "coefficient")
+    loss = context.pretraining_loss
+    more = () if loss is None else ("row_mask", *loss.needs)
+    keys = (*update_keys(context, *worker.extra_keys), PROMPT_ID, "coefficient", *more)
+    return tuple(dict.fromkeys(keys))
 
 
 def update_keys(context: LearningContext, *extra: str) -> tuple[str, ...]:
