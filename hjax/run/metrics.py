@@ -69,6 +69,9 @@ class StepRecorder:
                 metrics |= episode_summary(self.batch)
             metrics |= mixture_metrics(self.batch)
             metrics |= algorithm.batch_metrics(self.batch)
+        elif not algorithm.sequences:
+            metrics |= reward_metrics(self.batch.get("rewards"))
+            metrics |= algorithm.batch_metrics(self.batch)
         metrics |= self._update_metrics()
         return self.batch, metrics | algorithm.finish(metrics)
 
@@ -145,6 +148,23 @@ def mixture_metrics(batch: Batch) -> dict[str, float]:
     return metrics
 
 
+def reward_metrics(rewards: Any) -> dict[str, float]:
+    """Mean and standard deviation of rewards, and the share of those that are NaN: unscored.
+
+    Args:
+      rewards: float, one per sample; None: there are none.
+    """
+    if rewards is None:
+        return {}
+    rewards = np.asarray(rewards, np.float64)
+    scored = rewards[~np.isnan(rewards)]
+    return {
+        "reward/mean": float(scored.mean()) if scored.size else math.nan,
+        "reward/std": float(scored.std()) if scored.size else math.nan,
+        "reward/unscored": 1.0 - scored.size / max(rewards.size, 1),
+    }
+
+
 def batch_metrics(batch: Batch, kl_coefficient: float) -> dict[str, float]:
     """Metrics of a step's batch: rewards, lengths, KL, the critic's explained variance.
 
@@ -158,13 +178,7 @@ def batch_metrics(batch: Batch, kl_coefficient: float) -> dict[str, float]:
     rows = slice(None) if "episode" not in batch else np.asarray(batch["row_mask"], bool)
     if "rewards" in batch:
         rewards = np.asarray(batch["rewards"], np.float64)
-        scored = rewards[samples]
-        scored = scored[~np.isnan(scored)]
-        metrics = {
-            "reward/mean": float(scored.mean()) if scored.size else math.nan,
-            "reward/std": float(scored.std()) if scored.size else math.nan,
-            "reward/unscored": 1.0 - scored.size / max(len(samples), 1),
-        }
+        metrics = reward_metrics(rewards[samples])
     metrics |= {
         "response/length_mean": float(np.mean(np.asarray(response_lengths(batch))[rows])),
         "response/truncated": float(np.mean(np.asarray(batch["truncated"])[samples])),

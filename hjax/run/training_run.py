@@ -28,7 +28,7 @@ from hjax.run.device_trace import DeviceTrace
 from hjax.run.episode_rollout import EpisodeRollout, environment_of
 from hjax.run.examples import make_example_sources
 from hjax.run.health_checks import schedule_remarks, setup_warnings
-from hjax.run.inputs import load_inputs, make_prompt_sampler, prompt_batch
+from hjax.run.inputs import make_prompt_sampler, prompt_batch, run_inputs
 from hjax.run.loggers import make_loggers
 from hjax.run.memory_check import MemoryCheck
 from hjax.run.metrics import StepRecorder
@@ -80,7 +80,7 @@ class TrainingRun:
         self._repair = repair
         self.trace = self._make_trace(profile, workdir)
         self.algorithm_class = get_algorithm(self.config.algorithm.name)
-        self.inputs = load_inputs(self.config, self.algorithm_class.source)
+        self.inputs = run_inputs(self.config, self.algorithm_class)
         config = self.config
         self.backend: Backend
         if on_cluster(config) and executor is None:
@@ -199,6 +199,8 @@ class TrainingRun:
 
     def _draw(self, indices: np.ndarray, number: int) -> dict[str, Any]:
         """The prompt batch of dataset indices; its number, from 1, seeds the sampling."""
+        if not self.algorithm_class.sequences:
+            return {"step": number}
         return prompt_batch(self.inputs.train.rows(indices), self.inputs.prompt_length, number)
 
     def _more_prompts(self, first: int) -> dict[str, Any]:
@@ -217,7 +219,7 @@ class TrainingRun:
     @property
     def policy(self) -> RolloutPolicy | None:
         """The actor's handle if a separate rollout generates, else None."""
-        actor = self.roles.groups["actor"]
+        actor = self.roles.groups.get("actor")
         return actor if isinstance(actor, RolloutPolicy) else None
 
     def _start(self, devices: Sequence[Any], executor: ExecutorFactory) -> None:
@@ -254,10 +256,10 @@ class TrainingRun:
                 self.config.checkpoint.keep,
                 best_checkpoint_selector(self.config, self.workdir.path),
             )
-            scalar = self.roles.table["actor"].scalar
-            with self.workdir.writing("model"):
-                start = self.config.actor.path
-                write_model_files(self.workdir.path, self.inputs, scalar, start)
+            if self.algorithm_class.sequences:
+                scalar, start = self.roles.table["actor"].scalar, self.config.actor.path
+                with self.workdir.writing("model"):
+                    write_model_files(self.workdir.path, self.inputs, scalar, start)
             self.workdir.write_json("plan.json", plan_record(self.roles))
             if forms_of(self.backend.platform):
                 self.workdir.write_json(KERNELS, self.forms.record(self.backend.device_kind))

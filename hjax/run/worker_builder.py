@@ -79,8 +79,10 @@ class WorkerBuilder:
             remat=NONE if config.model.remat == AUTO else config.model.remat,
             forms=forms,
         )
-        stop, self.stop_strings = stop_conditions(config, inputs)
-        self.sampling = make_sampling_params(config, stop, inputs.model.vocab_size)
+        self.sampling, self.stop_strings = SamplingParams(), ()
+        if algorithm.sequences:
+            stop, self.stop_strings = stop_conditions(config, inputs)
+            self.sampling = make_sampling_params(config, stop, inputs.model.vocab_size)
         self._functions: dict[str, RewardFunction] = {}
         self._bases: dict[str, BaseCheckpoint | None] = dict(bases)
 
@@ -125,7 +127,7 @@ class WorkerBuilder:
             model = with_lora(model, config, entry)
             # Frozen base weights are read again on resume, even if they are the actor's.
             path = path or config.actor.path
-        generates_text = role == "actor" and not entry.scalar
+        generates_text = role == "actor" and entry.model and not entry.scalar
         retokenizes = self._retokenizes(role, tokenizer)
         packing = count_or_zero(config.data.packing)
         if (conflict := self._packing_conflict(role, model, retokenizes)) and packing:
@@ -272,6 +274,9 @@ class WorkerBuilder:
 
     @functools.cached_property
     def _updates_per_step(self) -> collections.Counter[str]:
+        if not self.algorithm.sequences:
+            found = self.algorithm.updates_per_step(self.config.algorithm)
+            return collections.Counter(dict(found))
         return updates_per_step(self.algorithm, self.config)
 
     def _warm_start(self) -> OptimizerConfig:

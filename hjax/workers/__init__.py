@@ -4,6 +4,7 @@ from hjax.workers.actor import Actor
 from hjax.workers.generating_worker import GeneratingWorker
 from hjax.workers.language import ImplicitReward, LearningTeacher, Reference, Teacher
 from hjax.workers.model import ModelWorker
+from hjax.workers.network import NetworkWorker
 from hjax.workers.optimizer import OptimizerConfig, Updater
 from hjax.workers.parameter_worker import ParameterWorker
 from hjax.workers.reward import FunctionReward, ModelReward
@@ -21,6 +22,7 @@ __all__ = [
     "LearningTeacher",
     "ModelReward",
     "ModelWorker",
+    "NetworkWorker",
     "OptimizerConfig",
     "ParameterWorker",
     "Reference",
