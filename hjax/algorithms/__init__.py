@@ -24,6 +24,7 @@ from hjax.algorithms.distillation import Distillation
 from hjax.algorithms.dpo import CDPO, DPO, IPO, ORPO, HingeDPO, RobustDPO, SimPO
 from hjax.algorithms.grpo import GRPO
 from hjax.algorithms.kto import KTO
+from hjax.algorithms.network_ppo import NetworkPPO
 from hjax.algorithms.on_policy_pairs import SPIN, OnlineDPO
 from hjax.algorithms.ppo import PPO, VAPO
 from hjax.algorithms.prime import PRIME
@@ -70,6 +71,7 @@ __all__ = [
     "RewardModel",
     "CostModel",
     "ProcessRewardModel",
+    "NetworkPPO",
     "Algorithm",
     "Batch",
     "get_algorithm",

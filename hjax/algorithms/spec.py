@@ -265,6 +265,15 @@ class AlgorithmSpec:
         raise NotImplementedError(f"{cls.__name__} must define losses")
 
     @classmethod
+    def describe_step(cls, config: ConfigDict) -> dict[str, int]:
+        """Batch arithmetic of a step without ``sequences``, for the dry run: numbers by name.
+
+        Args:
+          config: the section ``algorithm``, complete.
+        """
+        return {}
+
+    @classmethod
     def updates_per_step(cls, config: ConfigDict) -> Mapping[str, int]:
         """Updates of each trained role in a step, of an algorithm without ``sequences``; by them
         learning rates fall.

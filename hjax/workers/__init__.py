@@ -3,10 +3,13 @@
 from hjax.workers.actor import Actor
 from hjax.workers.generating_worker import GeneratingWorker
 from hjax.workers.language import ImplicitReward, LearningTeacher, Reference, Teacher
+from hjax.workers.mlp import MLPPolicy, MLPQFunction, MLPValue
 from hjax.workers.model import ModelWorker
 from hjax.workers.network import NetworkWorker
 from hjax.workers.optimizer import OptimizerConfig, Updater
 from hjax.workers.parameter_worker import ParameterWorker
+from hjax.workers.player import PlayingWorker
+from hjax.workers.replay import ReplayBuffer
 from hjax.workers.reward import FunctionReward, ModelReward
 from hjax.workers.rollout import Rollout
 from hjax.workers.scalar import Critic, RewardTrainer
@@ -20,12 +23,17 @@ __all__ = [
     "GeneratingWorker",
     "ImplicitReward",
     "LearningTeacher",
+    "MLPPolicy",
+    "MLPQFunction",
+    "MLPValue",
     "ModelReward",
     "ModelWorker",
     "NetworkWorker",
     "OptimizerConfig",
     "ParameterWorker",
+    "PlayingWorker",
     "Reference",
+    "ReplayBuffer",
     "Rollout",
     "RewardTrainer",
     "Teacher",

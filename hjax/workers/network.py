@@ -133,7 +133,7 @@ class NetworkWorker(TrainableWorker):
         def objective(params: Any, batch: Batch, stack: Any) -> Any:
             weights, keys = batch[_WEIGHTS], _row_keys(batch[_KEYS])
             given = {key: x for key, x in batch.items() if key not in (_WEIGHTS, _KEYS)}
-            losses = loss(network.bind(params), given, keys)
+            losses = self.loss(network.bind(params), given, keys)
             losses, stats = losses if isinstance(losses, tuple) else (losses, {})
             for name, values in {"loss": losses, **stats}.items():
                 if jnp.shape(values) != weights.shape:
