@@ -22,6 +22,7 @@ from hjax.algorithms.critic_free import (
 )
 from hjax.algorithms.distillation import Distillation
 from hjax.algorithms.dpo import CDPO, DPO, IPO, ORPO, HingeDPO, RobustDPO, SimPO
+from hjax.algorithms.dqn import DQN
 from hjax.algorithms.grpo import GRPO
 from hjax.algorithms.kto import KTO
 from hjax.algorithms.network_ppo import NetworkPPO
@@ -72,6 +73,7 @@ __all__ = [
     "CostModel",
     "ProcessRewardModel",
     "NetworkPPO",
+    "DQN",
     "Algorithm",
     "Batch",
     "get_algorithm",

@@ -141,9 +141,10 @@ def store(flow: Iterable[T], buffer: Any, kind: str = "") -> Flow[T]:
     """
     iterator = iter(flow)
 
-    def advance(_: Flow[T]) -> T:
+    def advance(flow: Flow[T]) -> T:
         item = next(iterator)
         buffer.store(item, kind=kind)
+        flow.position += 1
         return item
 
     return Flow(advance, [flow])

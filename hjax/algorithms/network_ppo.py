@@ -108,8 +108,8 @@ class NetworkPPO(Algorithm):
 
     def learn(self, batch: Any) -> Batch:
         """Advantages, then updates of mini-batches of single steps of environments."""
-        values = self.critic.run("value", batch_entry(self.critic, batch, "observations"))
-        after = self.critic.run("value", batch_entry(self.critic, batch, "next_observations"))
+        values = self.critic.run("value", self.critic.apply(_observations, batch))
+        after = self.critic.run("value", self.critic.apply(_next_observations, batch))
         batch = self.compute_advantages(join(batch, values=values, next_values=after))
         for minibatch in self.minibatches(batch):
             self.log(self.critic.update(minibatch))
@@ -160,20 +160,12 @@ class NetworkPPO(Algorithm):
         return {"reward": float(np.mean(returns, dtype=np.float64))}
 
 
-def batch_entry(group: Any, batch: Any, key: str) -> Any:
-    """The future of one entry of a batch or its future, on a group's devices."""
-    return group.apply(_ENTRIES[key], batch)
-
-
 def _observations(batch: Batch) -> Any:
     return batch["observations"]
 
 
 def _next_observations(batch: Batch) -> Any:
     return batch["next_observations"]
-
-
-_ENTRIES = {"observations": _observations, "next_observations": _next_observations}
 
 
 def episode_metrics(returns: np.ndarray) -> dict[str, float]:
