@@ -23,6 +23,7 @@ from hjax.algorithms.critic_free import (
 from hjax.algorithms.distillation import Distillation
 from hjax.algorithms.dpo import CDPO, DPO, IPO, ORPO, HingeDPO, RobustDPO, SimPO
 from hjax.algorithms.dqn import DQN
+from hjax.algorithms.flow_matching import FlowGRPO, FlowMatching, OPGRPO
 from hjax.algorithms.grpo import GRPO
 from hjax.algorithms.kto import KTO
 from hjax.algorithms.network_ppo import NetworkPPO
@@ -74,6 +75,9 @@ __all__ = [
     "ProcessRewardModel",
     "NetworkPPO",
     "DQN",
+    "FlowMatching",
+    "FlowGRPO",
+    "OPGRPO",
     "Algorithm",
     "Batch",
     "get_algorithm",

@@ -1,6 +1,8 @@
 """The model classes of the roles; subclass ``Worker`` for one of your own."""
 
 from hjax.workers.actor import Actor
+from hjax.workers.flow_buffer import BestPaths
+from hjax.workers.flow_model import FlowModel, MLPFlow
 from hjax.workers.generating_worker import GeneratingWorker
 from hjax.workers.language import ImplicitReward, LearningTeacher, Reference, Teacher
 from hjax.workers.mlp import MLPPolicy, MLPQFunction, MLPValue
@@ -18,11 +20,14 @@ from hjax.workers.worker import Worker, WorkerContext
 
 __all__ = [
     "Actor",
+    "BestPaths",
     "Critic",
+    "FlowModel",
     "FunctionReward",
     "GeneratingWorker",
     "ImplicitReward",
     "LearningTeacher",
+    "MLPFlow",
     "MLPPolicy",
     "MLPQFunction",
     "MLPValue",

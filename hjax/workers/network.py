@@ -28,6 +28,12 @@ _WEIGHTS, _KEYS = "row weights", "row keys"
 _IMPL = "threefry2x32"  # of the keys
 
 
+def network_reads(worker: Any, context: WorkerContext, *_: Any) -> tuple[str, ...] | None:
+    """Entries of a batch that an update reads: those that the algorithm's loss names; else all."""
+    needs = getattr(context.loss, "needs", None)
+    return None if needs is None else (*needs, "row_mask")
+
+
 class NetworkWorker(TrainableWorker):
     """A worker whose network, loss and policy a subclass defines.
 
@@ -157,7 +163,7 @@ class NetworkWorker(TrainableWorker):
 
         return objective, prepare
 
-    @protocol("3D_PROTO", phase="update")
+    @protocol("3D_PROTO", phase="update", reads=network_reads)
     def update(self, batch: Mapping[str, Any], **more: Any) -> dict[str, jax.Array]:
         """One optimizer step on the mean loss of a mini-batch.
 

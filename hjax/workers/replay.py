@@ -27,13 +27,17 @@ class ReplayBuffer(Worker):
 
     def __init__(self, context: WorkerContext):
         super().__init__(context)
-        self.capacity = int(context.options.algorithm.replay_capacity)
+        self.capacity = self.places()
         if self.capacity < 1:
-            raise ConfigError(f"config.algorithm.replay_capacity={self.capacity}: 1 or more rows")
+            raise ConfigError(f"{self.role}: a replay buffer of {self.capacity} rows: 1 or more")
         self.arrays: dict[str, np.ndarray] = {}
         self.texts: dict[str, list[Any]] = {}
         self.stored = 0  # rows so far; row n is at n % capacity
         self.kind = ""
+
+    def places(self) -> int:
+        """Most rows that are kept."""
+        return int(self.context.options.algorithm.replay_capacity)
 
     def __len__(self) -> int:
         return min(self.stored, self.capacity)

@@ -11,15 +11,17 @@ from hjax.settings.keys import default_config
 
 
 def get_config() -> ConfigDict:
-    """The config of `--config=ppo_cartpole.py`: 300,000 steps of the environment."""
+    """The config of `--config=ppo_cartpole.py`: 299,008 steps of the environment."""
     config = default_config()
     config.algorithm.name = "NetworkPPO"
     config.algorithm.environment = "cartpole"
-    config.algorithm.environments = 16
-    config.algorithm.play_steps = 64
-    config.algorithm.minibatch = 256
+    config.algorithm.environments = 8
+    config.algorithm.play_steps = 128
+    config.algorithm.minibatch = 128
     config.algorithm.epochs = 4
-    config.algorithm.gae_lambda = 0.95
+    # With 0.99 and 0.95 seed 7 learned to hold the pole and let the cart drift off after 230 steps.
+    config.algorithm.gamma = 0.995
+    config.algorithm.gae_lambda = 0.98
     config.steps = 292
     for role in ("actor", "critic"):
         config[role].learning_rate = 1e-3
