@@ -291,7 +291,7 @@ def test_a_run_goes_on_bit_for_bit(tmp_path):
         with hjax_trainer(config("Fit", steps=steps), parts) as trainer:
             trainer.run()
     rows = [
-        [compared(json.loads(line)) for line in (run / "metrics.jsonl").open()]
+        [compared(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()]
         for run in (whole, parts)
     ]
     assert rows[0] == rows[1] and len(rows[0]) == 6
