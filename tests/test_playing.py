@@ -189,7 +189,7 @@ def test_dqn_by_operators_is_dqn_by_a_loop():
                 after = join(x=target.run("action_values", batch["next_observations"]))["x"]
                 live = np.float32(1) - batch["terminated"]
                 batch["targets"] = batch["rewards"] + np.float32(own.gamma) * live * after.max(axis=1)
-                actor.update(batch)
+                actor.update(batch).result()
             trains += 1
             if trains % own.target_every == 0:
                 target.interpolate_weights(actor.weights(), own.target_share).result()

@@ -223,7 +223,8 @@ class FlowGRPO(Algorithm):
 
     def sample(self, conditions: np.ndarray, number: int) -> Batch:
         """Fresh paths of conditions, scored: ``samples``, ``latents``, ``logprobs``, ``rewards``
-        (NaN: unscored), ``conditions``, ``weights`` of 1 and ``step_mask`` of the trained steps."""
+        (NaN: unscored), ``conditions``, ``weights`` of 1, ``replayed`` (none) and ``step_mask`` of
+        the trained steps."""
         own = self.config
         batch = join(self.actor.sample_paths(conditions, number, own.sample_steps, own.noise))
         self.evaluations += len(conditions) * own.sample_steps
@@ -232,6 +233,7 @@ class FlowGRPO(Algorithm):
             "conditions": conditions,
             "rewards": self.score(batch["samples"], conditions),
             "weights": np.ones(len(conditions), np.float32),
+            "replayed": np.zeros(len(conditions), bool),
             "step_mask": np.broadcast_to(trained, batch["logprobs"].shape).copy(),
         }
 
@@ -368,16 +370,15 @@ class OPGRPO(FlowGRPO):
         """Rows of the buffer, or fresh ones in their place where it has none."""
         there = found.pop("there")
         rows = len(there)
-        versions = np.full(rows, step, np.int32)
         fresh = None if there.all() else self.sample(conditions, 2 * step + 1)
         if fresh is not None and not there.any():
-            return fresh | {"versions": versions}
+            return fresh
         own, taken = self.config, self.replayed_steps(self.config)
         early = {"latents": found["latents"][:, : taken + 1], "conditions": conditions}
         old = self.actor.score_paths("path_logprobs", early, own.sample_steps, own.noise)
         latents, samples = found["latents"].copy(), found["samples"]
         rewards = found["rewards"]
-        self.evaluations += int(there.sum()) * taken
+        self.evaluations += rows * taken
         if own.tail == "sampled" and taken < own.sample_steps:
             rest = join(
                 self.actor.sample_paths(
@@ -387,12 +388,12 @@ class OPGRPO(FlowGRPO):
             )  # fmt: skip
             latents[:, taken:] = rest["latents"]
             samples, rewards = rest["samples"], self.score(rest["samples"], conditions)
-            self.evaluations += int(there.sum()) * (own.sample_steps - taken)
-        ages: Any = np.asarray(join({"x": old})["x"])
-        apart = (ages - found["logprobs"][:, :taken]).sum(axis=1)
+            self.evaluations += rows * (own.sample_steps - taken)
+        now = join(logprobs=old)["logprobs"]
+        apart = (now - found["logprobs"][:, :taken]).sum(axis=1)
         weights = np.clip(np.exp(apart), own.weight_low, own.weight_high).astype(np.float32)
         logprobs = np.zeros((rows, own.sample_steps), np.float32)
-        logprobs[:, :taken] = ages
+        logprobs[:, :taken] = now
         mask = np.arange(own.sample_steps) < min(taken, self.trained_count(own))
         made = {
             "samples": samples,
@@ -402,25 +403,23 @@ class OPGRPO(FlowGRPO):
             "conditions": conditions,
             "weights": weights if own.weighted else np.ones(rows, np.float32),
             "step_mask": np.broadcast_to(mask, logprobs.shape).copy(),
-            "versions": found["versions"],
+            "replayed": there,
         }
         if fresh is None:
             return made
-        fresh |= {"versions": versions}
         return {
             name: np.where(there.reshape(-1, *(1,) * (x.ndim - 1)), x, fresh[name])
             for name, x in made.items()
         }
 
     def _offer(self, batch: Batch, step: int) -> None:
-        """Offer the fresh rows that are better than their group's mean to the buffer."""
+        """Offer fresh rows that are better than their group's mean to the buffer."""
         own = self.config
         rewards = batch["rewards"].reshape(-1, own.group)
         means = np.nanmean(np.where(np.isnan(rewards).all(1, keepdims=True), 0, rewards), axis=1)
-        better = rewards > means[:, None]
-        better[:, own.group - own.replayed :] = False
+        better = (rewards > means[:, None]).reshape(-1) & ~batch["replayed"]
         order = np.argsort(-np.nan_to_num(batch["rewards"]), kind="stable")
-        chosen = order[better.reshape(-1)[order]]
+        chosen = order[better[order]]
         rows = {
             name: batch[name][chosen]
             for name in ("samples", "latents", "logprobs", "rewards", "conditions")
@@ -428,13 +427,10 @@ class OPGRPO(FlowGRPO):
         shape = "x".join(map(str, self.problem.shape))
         kind = f"{own.problem} [{shape}], {own.sample_steps} steps, noise {own.noise:g}"
         self.buffer.offer(rows, step, kind=kind)
-        batch["replayed"] = np.tile(
-            np.arange(own.group) >= own.group - own.replayed, len(rewards)
-        )
 
     def batch_metrics(self, batch: Batch) -> dict[str, float]:
         """With the mean weight and reward of replayed rows."""
-        chosen = batch["replayed"] & ~batch["step_mask"][:, self.trained_count(self.config) - 1]
+        chosen = batch["replayed"]
         found = super().batch_metrics(batch) | {"flow/replayed": float(chosen.mean())}
         if chosen.any():
             found["flow/weight_mean"] = float(batch["weights"][chosen].mean())
