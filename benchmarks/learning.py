@@ -132,6 +132,9 @@ LEARNS: dict[str, tuple[Measure, ...]] = {
     "maze": (Measure("eval/reward", rise=0.1),),
     "calculator": (Measure("eval/reward"),),
     "calculator_alone": (Measure("eval/reward", rise=None),),
+    # Of episodes the mean return: 475 of 500 counts as solved.
+    "ppo_cartpole": (Measure("eval/reward", rise=400),),
+    "dqn_cartpole": (Measure("eval/reward", rise=100),),
     "spell_backward": (Measure("eval/accuracy", rise=0.1),),
 }
 # Runs of shipped configs with other keys, by name: what a config is compared with, and tasks that

@@ -82,7 +82,9 @@ class Fit(hjax.algorithms.Algorithm):
         return batch
 
     def evaluate(self, held_out):
-        before, now = (g.run("predict", np.ones((8, 4), np.float32)) for g in (self.copy, self.policy))
+        before, now = (
+            g.run("predict", np.ones((8, 4), np.float32)) for g in (self.copy, self.policy)
+        )
         moved = hjax.controller.join(before=before, now=now)
         return {"moved": float(np.abs(moved["now"] - moved["before"]).mean())}
 

@@ -1,4 +1,4 @@
-"""Operators on flows: order, what is asked for early, what is replayed, what a state brings back."""
+"""Operators on flows: order, what is asked for early, what is replayed, what a state keeps."""
 
 import concurrent.futures
 import itertools
@@ -57,7 +57,9 @@ def rows(start, count=2):
 
 def test_a_round_is_asked_for_before_any_is_waited_for():
     made = []
-    flows = [calls(lambda n, name=name: made.append(f"{name}{n}") or future(name)[0]) for name in "ab"]
+    flows = [
+        calls(lambda n, name=name: made.append(f"{name}{n}") or future(name)[0]) for name in "ab"
+    ]
     found = next(concurrently(*flows, weights=[1, 2]))
     assert made == ["a0", "b0", "b1"] and not any(f.done() for f in found)
     assert list(concurrently("abcd", "vwx", weights=[2, 1])) == [["a", "b", "v"], ["c", "d", "w"]]

@@ -142,7 +142,9 @@ def test_ratios_are_one_before_the_first_update():
         batch = algorithm.compute_advantages(algorithm.collect({"step": 1}))
         actor = trainer.roles.groups["actor"].worker
         own = trainer.config.algorithm
-        again = join(x=algorithm.actor.score_paths("path_logprobs", batch, own.sample_steps, own.noise))
+        again = join(
+            x=algorithm.actor.score_paths("path_logprobs", batch, own.sample_steps, own.noise)
+        )
         # The sampler and the update compute the same density, with other shapes of products.
         np.testing.assert_allclose(np.exp(again["x"] - batch["logprobs"]), 1.0, atol=2e-5)
         loss = PathLoss(own.sample_steps, own.noise, own.clip, 0.0)
@@ -294,7 +296,9 @@ def test_bad_settings_are_refused(values, message):
 def test_problems_reward_what_they_say():
     ring, pairs, glyphs = Ring(), RingPairs(), Glyphs()
     points = np.array([[2, 0], [0, 2], [-2, 0], [2.5, 0], [np.nan, 0]], np.float32)
-    np.testing.assert_array_equal(ring.reward(points, np.array([0, 1, 0, 0, 0])), [1, 1, 0, 0, np.nan])
+    np.testing.assert_array_equal(
+        ring.reward(points, np.array([0, 1, 0, 0, 0])), [1, 1, 0, 0, np.nan]
+    )
     np.testing.assert_array_equal(pairs.reward(points[:3], np.array([0, 1, 0])), [1, 1, 1])
     assert pairs.measures(points[[0, 2]], np.array([0, 0]))["balance"] == pytest.approx(1)
     keys = jax.random.split(jax.random.key(0), 64)

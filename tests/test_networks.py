@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -91,7 +92,9 @@ def test_layouts_and_micro_batches_change_nothing(cls, devices, sizes, micro_bat
             batch["poison"] = np.where(batch["row_mask"], 0, np.nan).astype(np.float32)
         losses = [float(w.update(placed(w, batch))["loss"]) for w in (alone, split)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    for one, other in zip(jax.tree.leaves(alone.params), jax.tree.leaves(split.params), strict=True):
+    for one, other in zip(
+        jax.tree.leaves(alone.params), jax.tree.leaves(split.params), strict=True
+    ):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
@@ -154,7 +157,9 @@ def test_what_axes_may_name(axes, message):
 
 
 def test_what_a_network_cannot_be_laid_out_by():
-    with pytest.raises(ConfigError, match="embed of .'w'. has size 4, which does not divide over 8"):
+    with pytest.raises(
+        ConfigError, match="embed of .'w'. has size 4, which does not divide over 8"
+    ):
         worker(own_networks.Line, 8, {"fsdp": 8})
     with pytest.raises(ConfigError, match="pipe=2: a network of your own has no layers to split"):
         worker(own_networks.Line, 2, {"pipe": 2})
@@ -194,6 +199,18 @@ def test_a_run_has_no_language_model(tmp_path):
     )
     with pytest.raises(ConfigError, match="no network of this run; it has policy, copy"):
         hjax.load_worker(tmp_path / "run", "actor")
+
+
+def test_the_network_of_the_page_takes_forty_lines(tmp_path, monkeypatch):
+    page = HERE.parent / "docs" / "any_network.md"
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S):
+        (tmp_path / re.match(r"# (\w+\.py)\n", block)[1]).write_text(block)
+    lines = (tmp_path / "circle.py").read_text().splitlines()[1:]
+    assert len([line for line in lines if line.strip()]) < 40
+    monkeypatch.chdir(tmp_path)
+    with hjax_trainer(hjax.get_config("circle_config.py")) as trainer:
+        rows = trainer.run(60)
+    assert rows[0]["actor/accuracy"] < 0.8 < 0.85 < rows[-1]["actor/accuracy"]
 
 
 class hjax_trainer:

@@ -117,14 +117,19 @@ def test_ppo_goes_on_bit_for_bit(tmp_path):
         trained(ppo(steps=steps, **constant), tmp_path / "parts")
     trained(ppo(steps=3, **constant), tmp_path / "again")
     rows = [
-        [compared(json.loads(x)) for x in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+        [
+            compared(json.loads(x))
+            for x in (tmp_path / run / "metrics.jsonl").read_text().splitlines()
+        ]
         for run in ("parts", "again")
     ]
     assert rows[0] == rows[1] and len(rows[0]) == 3
 
 
 def test_environments_divide_over_devices():
-    with pytest.raises(ConfigError, match="environments=3 do not divide over 8 data-parallel parts"):
+    with pytest.raises(
+        ConfigError, match="environments=3 do not divide over 8 data-parallel parts"
+    ):
         hjax.Trainer(ppo(**{"algorithm.environments": 3, "algorithm.minibatch": 0}))
 
 
@@ -188,7 +193,9 @@ def test_dqn_by_operators_is_dqn_by_a_loop():
                 batch = {key: np.stack([row[key] for row in chosen]) for key in chosen[0]}
                 after = join(x=target.run("action_values", batch["next_observations"]))["x"]
                 live = np.float32(1) - batch["terminated"]
-                batch["targets"] = batch["rewards"] + np.float32(own.gamma) * live * after.max(axis=1)
+                batch["targets"] = batch["rewards"] + np.float32(own.gamma) * live * after.max(
+                    axis=1
+                )
                 actor.update(batch).result()
             trains += 1
             if trains % own.target_every == 0:
@@ -205,7 +212,10 @@ def test_dqn_goes_on_bit_for_bit_with_its_buffer(tmp_path):
     for steps in (1, 3):
         trained(dqn(steps=steps), tmp_path / "parts")
     rows = [
-        [compared(json.loads(x)) for x in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+        [
+            compared(json.loads(x))
+            for x in (tmp_path / run / "metrics.jsonl").read_text().splitlines()
+        ]
         for run in ("whole", "parts")
     ]
     assert rows[0] == rows[1] and len(rows[0]) == 3
@@ -229,5 +239,7 @@ def test_dqn_acts_at_random_at_first():
 @pytest.mark.parametrize("seed", [7])
 def test_ppo_learns_cartpole(seed):
     trainer, rows = trained(hjax.get_config("ppo_cartpole.py", {"seed": seed}))
-    assert 292 * trainer.algorithm.describe_step(trainer.config.algorithm)["environment_steps"] < 3e5
+    assert (
+        292 * trainer.algorithm.describe_step(trainer.config.algorithm)["environment_steps"] < 3e5
+    )
     assert rows[-1]["eval/reward"] >= 475

@@ -56,8 +56,8 @@ def q_targets(batch: Batch, values: jax.Array, gamma: float) -> Batch:
 class DQN(Algorithm):
     """Deep Q-learning (Mnih et al. 2015, Nature 518) with a replay buffer and a target network.
 
-    A step is ``rounds`` rounds of ``concurrently``: one call of ``play`` whose rows are stored, then
-    ``updates`` updates on replayed rows.
+    A step is ``rounds`` rounds of ``concurrently``: one call of ``play`` whose rows are stored,
+    then ``updates`` updates on replayed rows.
     """
 
     sequences = False

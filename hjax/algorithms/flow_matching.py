@@ -79,7 +79,7 @@ class FlowMatching(Algorithm):
 
 
 def sample_metrics(actor: Any, problem: Any, config: ConfigDict) -> dict[str, float]:
-    """``reward``, ``reward_std`` and the problem's ``measures`` of samples by deterministic steps."""
+    """``reward`` and the problem's ``measures`` of samples by deterministic steps."""
     conditions = np.repeat(np.arange(problem.conditions, dtype=np.int32), config.eval_samples)
     found = actor.sample_paths(conditions, _EVAL_NUMBER, config.eval_steps, 0.0)
     samples = join(found)["samples"]
@@ -219,7 +219,9 @@ class FlowGRPO(Algorithm):
     def group_conditions(self, step: int) -> np.ndarray:
         """The condition of each group of a step: all in turn, int32 [groups]."""
         first = (step - 1) * self.config.groups
-        return np.arange(first, first + self.config.groups, dtype=np.int32) % self.problem.conditions
+        return (
+            np.arange(first, first + self.config.groups, dtype=np.int32) % self.problem.conditions
+        )
 
     def sample(self, conditions: np.ndarray, number: int) -> Batch:
         """Fresh paths of conditions, scored: ``samples``, ``latents``, ``logprobs``, ``rewards``
@@ -314,7 +316,9 @@ class OPGRPO(FlowGRPO):
     workers = {**FlowGRPO.workers, "buffer": Role("hjax.workers:BestPaths", host=True)}
     keys = {
         "replayed": Key(1, "rows of a group from the buffer, at most group - 1", at_least(1)),
-        "cut": Key(0.3, "noise level down to which a path is replayed; 0: all of it", between(0, 1)),
+        "cut": Key(
+            0.3, "noise level down to which a path is replayed; 0: all of it", between(0, 1)
+        ),
         "tail": Key(
             "sampled",
             "the rest of a replayed path: sampled by the current policy and scored, or kept with "

@@ -167,9 +167,10 @@ def _named_axes(shapes: Params, axes: Mapping[str, Any], what: str) -> Params:
 
     named: Params = jax.tree.map_with_path(names, shapes)
     if left:
+        known = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(shapes)]
         raise ConfigError(
             f"{what}.axes: no parameter {jax.tree_util.keystr(min(left, key=str))}; there are "
-            f"{', '.join(jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(shapes))}"
+            f"{', '.join(known)}"
         )
     return named
 

@@ -1,8 +1,8 @@
 """Flow matching: its loss, and the deterministic and stochastic steps of sampling.
 
-``sigma`` runs from 1 (noise) to 0 (data), x_sigma = (1 - sigma) x + sigma noise, and the velocity is
-v = E[noise - x | x_sigma] (Lipman et al. 2023, arXiv 2210.02747). The stochastic steps have the same
-marginals (Flow-GRPO, arXiv 2505.05470).
+``sigma`` runs from 1 (noise) to 0 (data), x_sigma = (1 - sigma) x + sigma noise, and the velocity
+is v = E[noise - x | x_sigma] (Lipman et al. 2023, arXiv 2210.02747). The stochastic steps have the
+same marginals (Flow-GRPO, arXiv 2505.05470).
 """
 
 from typing import NamedTuple

@@ -89,9 +89,11 @@ class StepRecorder:
                 values = [update[key] for update in updates if key in update]
                 if key == "token_prob_error":
                     # Only the first update has the parameters that generated; 0 means that none
-                    # of its tokens counts.
+                    # of its tokens counts. Of a second source, such as replayed rows, it stands
+                    # under the name they are logged by.
+                    again = "rollout/token_prob_error" in metrics
                     if values[0]:
-                        metrics["rollout/token_prob_error"] = values[0]
+                        metrics[f"{role if again else 'rollout'}/{key}"] = values[0]
                 elif key != "skipped":
                     counted = [update[key] for update in taken if key in update]
                     metrics[f"{role}/{key}"] = float(np.mean(counted or values))

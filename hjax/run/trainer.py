@@ -187,7 +187,8 @@ class Trainer(RecoveringRun):
         """Evaluate on held-out data: greedy responses to prompts give ``eval/reward`` and, with a
         verifier of right and wrong, ``eval/accuracy``; of held-out examples of what the algorithm
         learns from (demonstrations, pairs, ...) loss or predictions. Empty without held-out
-        rows. The algorithm's ``evaluate`` adds its own. With ``actor.ema_decay`` all this of the weights' moving average."""
+        rows. The algorithm's ``evaluate`` adds its own. With ``actor.ema_decay`` all this of the
+        weights' moving average."""
         self.prepare()
         number = step or self.step_number
         held_out = self.inputs.held_out

@@ -274,9 +274,6 @@ class WorkerBuilder:
 
     @functools.cached_property
     def _updates_per_step(self) -> collections.Counter[str]:
-        if not self.algorithm.sequences:
-            found = self.algorithm.updates_per_step(self.config.algorithm)
-            return collections.Counter(dict(found))
         return updates_per_step(self.algorithm, self.config)
 
     def _warm_start(self) -> OptimizerConfig:

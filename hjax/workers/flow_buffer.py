@@ -52,7 +52,7 @@ class BestPaths(ReplayBuffer):
         for row, condition in enumerate(arrays["conditions"]):
             places = self._places(int(condition))
             age = now - self.arrays["versions"][places]
-            worth = self.arrays["rewards"][places] * self.decay**np.minimum(age, self.max_age)
+            worth = self.arrays["rewards"][places] * self.decay ** np.minimum(age, self.max_age)
             worth = np.where(age > self.max_age, -np.inf, worth)
             worst = places[int(worth.argmin())]
             if arrays["rewards"][row] >= worth.min():

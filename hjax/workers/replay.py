@@ -20,9 +20,9 @@ _KIND = "buffer"
 class ReplayBuffer(Worker):
     """Keeps the newest ``algorithm.replay_capacity`` rows, and draws of them uniformly.
 
-    Give it a role of its own, ``hjax.Role(ReplayBuffer, host=True)``. Arrays keep a row per example;
-    lists (texts) and dicts of lists (columns) keep one entry per row; scalars are dropped. Arrays of
-    sequences may differ in length: shorter ones are padded with zeros on the right.
+    Give it a role of its own, ``hjax.Role(ReplayBuffer, host=True)``. Arrays keep a row per
+    example; lists (texts) and dicts of lists (columns) keep one entry per row; scalars are dropped.
+    Arrays of sequences may differ in length: shorter ones are padded with zeros on the right.
     """
 
     def __init__(self, context: WorkerContext):
@@ -57,7 +57,9 @@ class ReplayBuffer(Worker):
         arrays, texts = _rows_of(batch)
         counts = {name: len(x) for name, x in {**arrays, **texts}.items()}
         if len(set(counts.values())) != 1:
-            raise RunError(f"{self.role}: entries of a batch with different numbers of rows: {counts}")
+            raise RunError(
+                f"{self.role}: entries of a batch with different numbers of rows: {counts}"
+            )
         self._check_alike(arrays, texts, kind)
         self.kind = kind
         rows = next(iter(counts.values()))
@@ -177,7 +179,9 @@ def _rows_of(batch: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], dict[str,
         elif isinstance(value, list):
             texts[name] = value
         elif isinstance(value, Mapping):
-            texts |= {f"{name}/{inner}": list(x) for inner, x in value.items() if isinstance(x, list)}
+            texts |= {
+                f"{name}/{inner}": list(x) for inner, x in value.items() if isinstance(x, list)
+            }
     if not arrays and not texts:
         raise RunError("a replay buffer was given a batch without rows")
     return arrays, texts
