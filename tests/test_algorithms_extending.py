@@ -168,8 +168,8 @@ def test_the_worker_and_its_algorithm_take_under_twenty_lines(examples):
 def test_every_example_is_one_of_those_above(examples):
     files = [file.name for file in sorted(examples.glob("*.py"))]
     assert files == [
-        "again.py", "duel.py", "dynamic.py", "leave_one_out.py", "mine.py", "near.py", "nesterov.py",
-        "varied.py", "wide.py",
+        "again.py", "duel.py", "dynamic.py", "leave_one_out.py", "mine.py", "near.py",
+        "nesterov.py", "varied.py", "wide.py",
     ]  # fmt: skip
 
 

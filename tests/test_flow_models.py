@@ -10,12 +10,12 @@ import pytest
 import hjax
 from hjax.algorithms.flow_matching import PathLoss
 from hjax.controller import join
-from hjax.environments.flow_problems import Glyphs, Ring, RingPairs
+from hjax.environments.flow_problems import GaussianRing, GaussianRingPairs, Glyphs
 from hjax.errors import ConfigError, RunError
-from hjax.models.flow_matching import check_sigmas, deviations, flow_steps, sigma_grid
+from hjax.models.flow_steps import check_sigmas, deviations, flow_steps, sigma_grid
 from hjax.settings.keys import default_config
 
-CENTERS = Ring().centers().astype(np.float32)
+CENTERS = GaussianRing().centers().astype(np.float32)
 
 
 def exact_velocity(x, sigma, deviation=0.15):
@@ -187,7 +187,7 @@ def op(**values):
     return config("OPGRPO", **{"algorithm.problem": f"{__file__}:Half", "steps": 4} | values)
 
 
-class Half(Ring):
+class Half(GaussianRing):
     """Its reward is above a group's mean for some samples even of an untrained model."""
 
     def reward(self, samples, conditions):
@@ -294,7 +294,7 @@ def test_bad_settings_are_refused(values, message):
 
 
 def test_problems_reward_what_they_say():
-    ring, pairs, glyphs = Ring(), RingPairs(), Glyphs()
+    ring, pairs, glyphs = GaussianRing(), GaussianRingPairs(), Glyphs()
     points = np.array([[2, 0], [0, 2], [-2, 0], [2.5, 0], [np.nan, 0]], np.float32)
     np.testing.assert_array_equal(
         ring.reward(points, np.array([0, 1, 0, 0, 0])), [1, 1, 0, 0, np.nan]

@@ -209,8 +209,8 @@ def test_the_network_of_the_page_takes_forty_lines(tmp_path, monkeypatch):
     assert len([line for line in lines if line.strip()]) < 40
     monkeypatch.chdir(tmp_path)
     with hjax_trainer(hjax.get_config("circle_config.py")) as trainer:
-        rows = trainer.run(60)
-    assert rows[0]["actor/accuracy"] < 0.8 < 0.85 < rows[-1]["actor/accuracy"]
+        rows = trainer.run(140)
+    assert rows[0]["actor/accuracy"] < 0.7 < 0.85 < rows[-1]["actor/accuracy"]
 
 
 class hjax_trainer:

@@ -69,7 +69,9 @@ UPDATES = {
     "rlhf:reviews ppo": WITH_CRITIC,  # 2 x 64 / 32
 }
 # Runs of these need weights and prompts that do not come with hjax, or have no sequences.
-READS_OTHER_FILES = ("base", "ppo_cartpole", "dqn_cartpole", "ppo_llama_7b", "stories", "rlhf:reviews")
+READS_OTHER_FILES = (
+    "base", "ppo_cartpole", "dqn_cartpole", "ppo_llama_7b", "stories", "rlhf:reviews",
+)  # fmt: skip
 STEPS = 2
 # 16 responses a step, in mini-batches of 4 where the config has any.
 SIZES = {k: v for k, v in TINY.items() if not k.startswith("data.task")} | ONE_DEVICE | {

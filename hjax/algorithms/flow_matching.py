@@ -13,7 +13,7 @@ from hjax.algorithms.algorithm import Algorithm, Batch
 from hjax.controller import join
 from hjax.environments.flow_problems import find_problem
 from hjax.errors import ConfigError
-from hjax.models.flow_matching import deviations, sigma_grid
+from hjax.models.flow_steps import deviations, sigma_grid
 from hjax.roles import Role
 from hjax.rules import Key, above, at_least, between, one_of
 

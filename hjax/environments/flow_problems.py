@@ -35,7 +35,7 @@ class FlowProblem:
         return {}
 
 
-class Ring(FlowProblem):
+class GaussianRing(FlowProblem):
     """Sixteen Gaussians of standard deviation 0.12 on a circle of radius 2. The data has no
     condition; condition c rewards a sample near mode 4 c with 1."""
 
@@ -87,7 +87,7 @@ class Ring(FlowProblem):
         return found
 
 
-class RingPairs(Ring):
+class GaussianRingPairs(GaussianRing):
     """The ring where each condition allows a mode and the one opposite."""
 
     allowed = (0, 8)
@@ -182,8 +182,8 @@ class Glyphs(FlowProblem):
 
 
 FLOW_PROBLEMS: dict[str, type[FlowProblem]] = {
-    "ring": Ring,
-    "ring_pairs": RingPairs,
+    "ring": GaussianRing,
+    "ring_pairs": GaussianRingPairs,
     "glyphs": Glyphs,
 }
 

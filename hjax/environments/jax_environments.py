@@ -12,7 +12,7 @@ import jax.numpy as jnp
 State = Any  # a tree of arrays
 
 
-class Transition(NamedTuple):
+class EnvironmentStep(NamedTuple):
     """What one step of one environment gives.
 
     Attributes:
@@ -49,7 +49,7 @@ class JaxEnvironment:
         """What the policy sees of a state."""
         raise NotImplementedError(f"{type(self).__name__} must define observe(state)")
 
-    def step(self, state: State, action: jax.Array) -> Transition:
+    def step(self, state: State, action: jax.Array) -> EnvironmentStep:
         """Take an action."""
         raise NotImplementedError(f"{type(self).__name__} must define step(state, action)")
 
@@ -75,7 +75,7 @@ class CartPole(JaxEnvironment):
         """float32 [4]: position, velocity, angle (radians), angular velocity."""
         return state["motion"]
 
-    def step(self, state: State, action: jax.Array) -> Transition:
+    def step(self, state: State, action: jax.Array) -> EnvironmentStep:
         """Euler's method, 0.02 s."""
         gravity, mass, pole_mass, half, force, seconds = 9.8, 1.1, 0.1, 0.5, 10.0, 0.02
         x, speed, angle, turning = state["motion"]
@@ -95,7 +95,7 @@ class CartPole(JaxEnvironment):
         time = state["time"] + 1
         fell = (jnp.abs(motion[0]) > 2.4) | (jnp.abs(motion[2]) > 12 * jnp.pi / 180)
         late = ~fell & (time >= self.limit)
-        return Transition({"motion": motion, "time": time}, jnp.float32(1), fell, late)
+        return EnvironmentStep({"motion": motion, "time": time}, jnp.float32(1), fell, late)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Pendulum(JaxEnvironment):
         angle, turning = state["motion"]
         return jnp.stack([jnp.cos(angle), jnp.sin(angle), turning])
 
-    def step(self, state: State, action: jax.Array) -> Transition:
+    def step(self, state: State, action: jax.Array) -> EnvironmentStep:
         """Euler's method, 0.05 s."""
         gravity, seconds = 10.0, 0.05
         angle, turning = state["motion"]
@@ -131,7 +131,7 @@ class Pendulum(JaxEnvironment):
         motion = jnp.stack([angle + turning * seconds, turning])
         time = state["time"] + 1
         late = time >= self.limit
-        return Transition({"motion": motion, "time": time}, -cost, jnp.bool_(False), late)
+        return EnvironmentStep({"motion": motion, "time": time}, -cost, jnp.bool_(False), late)
 
 
 # By name, as configs name them.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hjax.environments.flow_problems import FlowProblem, find_problem
-from hjax.models.flow_matching import FlowStep, flow_steps, sigma_grid
+from hjax.models.flow_steps import FlowStep, flow_steps, sigma_grid
 from hjax.sharding.global_arrays import place
 from hjax.sharding.protocols import protocol
 from hjax.workers.micro_batching import Batch

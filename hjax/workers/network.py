@@ -214,9 +214,9 @@ class NetworkWorker(TrainableWorker):
         number = [int(batch.get(key, 0)) for key in ("step", "turn")]
         whole = self.layouts.train.replicated
         numbers = [place(jnp.asarray(x, jnp.uint32), whole) for x in number]
-        return self.compiled("draw_actions")(self.params, batch["observations"], *numbers)
+        return self.compiled("_draw_actions")(self.params, batch["observations"], *numbers)
 
-    def draw_actions(
+    def _draw_actions(
         self, model: Any, observations: jax.Array, step: jax.Array, turn: jax.Array
     ) -> dict[str, jax.Array]:
         """``act`` and ``log_prob`` of rows, with the noise of a step and turn."""
