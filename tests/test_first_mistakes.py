@@ -89,7 +89,7 @@ MISTAKES = {
     "a reward's name": ((*PPO, "--config.reward.function=brief.py:rewrd"), "did you mean reward"),
     "no name": ((*PPO, "--config.reward.function=brief.py"), "it must look like path.py:name"),
     "no grader": (("evaluate", "--model=runs/first"), "give --data=FILE with --reward=GRADER"),
-    "no protocol": (("serve", "--model=runs/first"), "--protocol is missing; allowed: openai"),
+    "a protocol's name": (("serve", "--model=runs/first", "--protocol=opnai"), "--protocol"),
     "one run alone": (("compare", "runs/first"), "a comparison is of two or more workdirs"),
 }  # fmt: skip
 

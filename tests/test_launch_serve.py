@@ -147,6 +147,10 @@ def test_what_does_not_fit_the_model_is_refused(url, model):
     assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
+def test_openais_protocol_is_what_is_served_unless_one_asks_for_another():
+    assert serve.parse(["--model=x"]).protocol == "openai"
+
+
 def test_help(capsys):
     assert serve.main(["--help"]) == 0
     assert "--protocol=openai" in capsys.readouterr().out
@@ -156,7 +160,6 @@ def test_help(capsys):
     "flags, why",
     [
         (["--protocol=openai"], "--model is missing"),
-        (["--model={model}"], "--protocol is missing; allowed: openai, jetstream, tinker"),
         (
             ["--model={model}", "--protocol=openai", "--temperature=1"],
             "--temperature: not with --protocol=openai; requests set it",
@@ -195,7 +198,8 @@ def test_help(capsys):
         (["--model={model}", "--protocol=openai", "--prot=1"], "prot"),
         (["--model={model}", "--protocol=openai", "--store=a"], "--store: .* only tinker has it"),
         (["--model={model}", "--protocol=tinker", "--lookup=2"], "--lookup: .* does not have it"),
-        (["--model={model}", "--protocol=tinker", "--tensor=2"], "--tensor=2: .* on one device"),
+        (["--model={model}", "--fsdp=2"], "--fsdp: not with --protocol=openai; only tinker has it"),
+        (["--model={model}", "--protocol=tinker", "--data=9"], "data=9: 1 to 8, the devices of"),
     ],
 )
 def test_wrong_input_is_one_line(flags, why, model, capsys):

@@ -1,5 +1,6 @@
 """``hjax.Learner``: losses, gradients, AdamW, snapshots, saved states; torch is the truth."""
 
+import concurrent.futures
 import functools
 import json
 
@@ -19,6 +20,7 @@ from hjax.training_service import shared_base
 from hjax.training_service.datum import Datum, padded_length
 from hjax.training_service.learner import Learner
 from hjax.training_service.shared_base import SharedBase
+from hjax.training_service.snapshot_sampler import SampleRequest
 from hjax.training_service.token_losses import LOSSES
 
 VOCAB = 37
@@ -470,23 +472,74 @@ def test_lengths_are_few():
     assert all(n <= length for n, length in enumerate(lengths, start=1))
 
 
+# Ranks of adapters and meshes.
+MESHES = [
+    (3, {"tensor": 2}),
+    (3, {"data": 3}),
+    (0, {"fsdp": 2, "tensor": 2, "generate_tensor": 1}),
+    (3, {"data": 2, "fsdp": 2, "tensor": 2}),
+]
+
+
 @pytest.mark.extended
-def test_on_two_devices_as_on_one(tmp_path):
+@pytest.mark.parametrize(("rank", "mesh"), MESHES, ids=str)
+def test_on_a_mesh_as_on_one_device(rank, mesh, tmp_path):
     save_model(tmp_path / "model", layers=2, kv_heads=2, vocab_size=VOCAB + 1, max_length=80)
     found = []
-    for tensor in (1, 2):
-        base = SharedBase(tmp_path / "model", tensor=tensor, micro_batch_tokens=64)
-        learner, data = Learner(base, 3), data_of("ppo")
+    for axes in ({}, mesh):
+        base = SharedBase(tmp_path / "model", micro_batch_tokens=64, **axes)
+        learner, data = Learner(base, rank), data_of("ppo")
         for _ in range(2):
             output = learner.forward_backward(data, "ppo")
             learner.optim_step(learning_rate=1e-2, eps=1e-8)
         drawn = learner.sample([1, 2, 3], max_tokens=5, temperature=0.0, stop=())
-        learner.save(tmp_path / f"state{tensor}")
         found.append((output, to_host(learner.learned), drawn.sequences[0].tokens))
+        if not axes:  # a state of one device goes on where there are several
+            learner.save(tmp_path / "state")
+            later = learner.forward_backward(data, "ppo").loss
+        else:
+            other = Learner.from_saved(base, tmp_path / "state")
+            assert other.forward_backward(data, "ppo").loss == pytest.approx(later, rel=1e-4)
         base.close()
     (one, learned, tokens), (two, split, others) = found
     assert two.loss == pytest.approx(one.loss, rel=1e-4)
+    for ours, theirs in zip(one.logprobs, two.logprobs, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
     assert largest_difference(learned, split) < 1e-4 and tokens == others
+
+
+@pytest.mark.extended
+def test_a_mesh_trains_and_samples_at_once(tmp_path):
+    save_model(tmp_path / "model", layers=2, kv_heads=2, vocab_size=VOCAB + 1, max_length=80)
+    base = SharedBase(tmp_path / "model", micro_batch_tokens=64, data=2, fsdp=2, tensor=2)
+    learner, data = Learner(base, 3), data_of("ppo")
+    request = SampleRequest((1, 2, 3), num_samples=5, max_tokens=30, stop=(), seed=4)
+    before = learner.snapshot()
+    alone = before.sample(request)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        drawn = [pool.submit(before.sample, request) for _ in range(6)]
+        for _ in range(6):
+            learner.forward_backward(data, "ppo")
+            learner.optim_step(learning_rate=1e-2)
+        after = learner.snapshot()
+        drawn += [pool.submit(each.sample, request) for each in (after, before) * 2]
+        learner.forward_backward(data, "ppo")
+        found = [each.result(120) for each in drawn]
+    tokens = [[sequence.tokens for sequence in each.sequences] for each in (alone, *found)]
+    assert all(each == tokens[0] for each in [*tokens[1:7], *tokens[8::2]])
+    assert tokens[7] == tokens[9] != tokens[0]
+    base.close()
+
+
+def test_a_mesh_that_cannot_be_is_refused(folder):
+    wrong = [
+        ({"data": 3, "fsdp": 3}, "fsdp=3: 1 to 2, by 3 each of the 8 devices"),
+        ({"tensor": 8}, "heads of size 4 does not divide over tensor = 8; tensor may be 1, 2, 4"),
+        ({"tensor": 4, "generate_tensor": 3}, "tensor=3 does not divide the training size 4"),
+    ]
+    for axes, message in wrong:
+        with pytest.raises(ConfigError, match=message):
+            SharedBase(folder, **axes)
 
 
 @pytest.mark.extended

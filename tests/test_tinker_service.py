@@ -385,12 +385,12 @@ def test_names_that_are_none(path):
 
 
 @contextlib.contextmanager
-def command(folder, store):
+def command(folder, store, flags=()):
     """`python -m hjax.launch.serve --protocol=tinker`, and its URL."""
     process = subprocess.Popen(
         [
             sys.executable, "-m", "hjax.launch.serve", "--protocol=tinker", f"--model={folder}",
-            f"--store={store}", "--name=tiny", "--port=0",
+            f"--store={store}", "--name=tiny", "--port=0", *flags,
         ],
         stdout=subprocess.PIPE, text=True, env=os.environ,
     )  # fmt: skip
@@ -406,7 +406,10 @@ def command(folder, store):
 
 
 @pytest.mark.extended
-def test_killed_and_started_again(folder, tmp_path):
+@pytest.mark.parametrize(
+    "flags", [(), ("--data=2", "--fsdp=2", "--tensor=2", "--generate_tensor=1")], ids=len
+)
+def test_killed_and_started_again(flags, folder, tmp_path):
     def scores(client, path):
         sampler = client.post(
             "create_sampling_session", session_id=client.session, sampling_session_seq_id=9,
@@ -414,7 +417,7 @@ def test_killed_and_started_again(folder, tmp_path):
         )["sampling_session_id"]  # fmt: skip
         return sampled(client, sampler, prompt_logprobs=True)[1]
 
-    with command(folder, tmp_path) as (url, process):
+    with command(folder, tmp_path, flags) as (url, process):
         client = Client(url)
         client.create()
         client.loss([sft()])
@@ -425,7 +428,7 @@ def test_killed_and_started_again(folder, tmp_path):
         step, before = client.step(learning_rate=0.05), scores(client, named)
         loss = client.loss([sft()], forward=True)
         os.kill(process.pid, signal.SIGKILL)
-    with command(folder, tmp_path) as (url, process):
+    with command(folder, tmp_path, flags) as (url, process):
         again = Client(url)
         found = again.post(
             "load_weights", session_id=again.session, model_seq_id=0, path=state, optimizer=True

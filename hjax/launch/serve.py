@@ -1,4 +1,4 @@
-"""usage: python -m hjax.launch.serve --model=DIR|WORKDIR --protocol=openai|jetstream|tinker
+"""usage: python -m hjax.launch.serve --model=DIR|WORKDIR [--protocol=openai|jetstream|tinker]
 
 Serve a model (docs/serving.md), or train it by calls (docs/training_service.md). Once it answers it
 prints `serving DIR on http://HOST:PORT`, for jetstream `grpc://`.
@@ -6,7 +6,7 @@ prints `serving DIR on http://HOST:PORT`, for jetstream `grpc://`.
   --model=DIR|WORKDIR   a workdir (its actor's newest checkpoint), a Hugging Face directory or name
   --family=PATH.py:NAME a class of yours that reads the model's family (docs/families.md)
   --protocol=openai     OpenAI's API over HTTP: /v1/completions, /v1/chat/completions, /v1/models,
-                        /health and /metrics
+                        /health and /metrics (what is served where this flag is left out)
   --protocol=jetstream  JetStream's over gRPC: Decode and HealthCheck (the extra `jetstream`)
   --protocol=tinker     the Tinker API: models of adapters are trained and sampled by calls
   --host=127.0.0.1      address to listen on; 0.0.0.0: for other machines too
@@ -47,6 +47,9 @@ with tinker, which also has --name (several, separated by commas; any: every nam
   --session_seconds=600 without a heartbeat after which a client's models are dropped
   --micro_batch_tokens=4096 of a forward and backward pass, padding included
   --remat=none          which activations the backward pass computes again (docs/config.md)
+  --data=1, --fsdp=1    devices over which a batch's rows are split, and with fsdp the weights too
+  --generate_tensor=0   devices that share the model while it samples, a divisor of --tensor
+                        (0: --tensor)
 
 with jetstream, whose requests do not say these:
 {options}\
@@ -118,6 +121,9 @@ _TINKER = {
     "session_seconds": 600.0,
     "micro_batch_tokens": 4096,
     "remat": "none",
+    "data": 1,
+    "fsdp": 1,
+    "generate_tensor": 0,
 }
 # Flags of generation alone that the training service does not have.
 _NOT_TINKER = ("admin", "cache_dtype", "prefix_tokens", "lookup", "context", "warm_up", "max_queue")
@@ -131,6 +137,9 @@ _RULES: Mapping[str, Rule] = {
     "prefix_tokens": at_least(-1),
     "lookup": at_least(0),
     "tensor": at_least(1),
+    "data": at_least(1),
+    "fsdp": at_least(1),
+    "generate_tensor": at_least(0),
     "max_queue": at_least(1),
     "max_body_bytes": at_least(1),
     "max_connections": at_least(1),
@@ -170,11 +179,9 @@ def parse(arguments: Sequence[str]) -> flags.FlagValues:
     define_flags(args, **DTYPES, slots=0, prefix_tokens=-1, lookup=0, max_queue=1024, context=0)
     define_flags(args, warm_up=bool, max_body_bytes=_USUAL.body_bytes, seed=int, **UNSET)
     define_flags(args, **{name: type(value) for name, value in {**_OPENAI, **_TINKER}.items()})
-    flags.DEFINE_enum("protocol", None, _PROTOCOLS, "see --help", flag_values=args)
+    flags.DEFINE_enum("protocol", "openai", _PROTOCOLS, "see --help", flag_values=args)
     parse_flags(args, arguments)
     protocol = args["protocol"].value
-    if protocol is None:
-        raise ConfigError(f"--protocol is missing; allowed: {', '.join(_PROTOCOLS)}")
     for name, reason in _foreign_flags(protocol).items():
         if args[name].present:
             raise ConfigError(f"--{name}: not with --protocol={protocol}; {reason}, see --help")
@@ -224,8 +231,6 @@ def _openai(args: Any, key: str, info: ModelInfo) -> int:
 
 
 def _tinker(args: Any, key: str, info: ModelInfo) -> int:
-    if args.tensor != 1:
-        raise ConfigError(f"--tensor={args.tensor}: the training service runs on one device")
     if key and not key.startswith(_KEY_START):
         raise ConfigError(
             f"--api_key_env={args.api_key_env}: the key must begin with {_KEY_START}, or the SDK "
@@ -245,10 +250,14 @@ def _tinker(args: Any, key: str, info: ModelInfo) -> int:
     with _bind(args, key) as bound, contextlib.ExitStack() as stack:
         folder = args.store or stack.enter_context(tempfile.TemporaryDirectory(prefix="hjax-"))
         store = StateStore(folder)
-        prepare_devices(1)
+        prepare_devices(args.data * args.fsdp * args.tensor)
         base = SharedBase(
             args.model,
             dtype=args.dtype,
+            data=args.data,
+            fsdp=args.fsdp,
+            tensor=args.tensor,
+            generate_tensor=args.generate_tensor,
             micro_batch_tokens=args.micro_batch_tokens,
             remat=args.remat,
             slots=args.slots,

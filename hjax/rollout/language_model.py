@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -409,17 +409,24 @@ def local_layout(config: ModelConfig, tensor: int, copies: int = 1) -> Layout:
     Raises:
       ConfigError: there are not so many devices here, or they do not divide the model.
     """
-    devices = jax.local_devices()
-    if not 1 <= tensor <= len(devices):
-        raise ConfigError(f"tensor={tensor}: 1 to {len(devices)}, the devices of this process")
-    if not 1 <= copies <= len(devices) // tensor:
-        raise ConfigError(
-            f"copies={copies}: 1 to {len(devices) // tensor}, by {tensor} each of the "
-            f"{len(devices)} devices of this process"
-        )
+    axes = {"tensor": tensor, "copies": copies}
+    check_local_devices(axes)
     sizes = {"data": copies, "tensor": tensor}
-    layout = make_layouts(devices[: tensor * copies], sizes, {"tensor": tensor}).generate
+    devices = jax.local_devices()[: tensor * copies]
+    layout = make_layouts(devices, sizes, {"tensor": tensor}).generate
     return fit_layout(layout, config.dimensions, f"tensor={tensor}")
+
+
+def check_local_devices(axes: Mapping[str, int]) -> None:
+    """Raise ConfigError if this process has fewer devices than the product of these sizes."""
+    have, before = len(jax.local_devices()), 1
+    for i, (name, size) in enumerate(axes.items()):
+        if not 1 <= size <= have // before:
+            each = f"by {before} each of the {have}" if i else "the"
+            raise ConfigError(
+                f"{name}={size}: 1 to {have // before}, {each} devices of this process"
+            )
+        before *= size
 
 
 def load_model(

@@ -6,6 +6,7 @@ requests, cancel them and read what arrives. Weights can be replaced between two
 
 import atexit
 import concurrent.futures
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -50,6 +51,8 @@ class GenerationService:
       lookup: draft tokens per pass (speculative decoding), see ``hjax.rollout.prompt_lookup``;
         answers are the same.
       context: most tokens of a prompt and its response; 0: the model's positions.
+      turn: makes a context manager within which the devices are this service's; None: nothing else
+        runs programs of several devices.
 
     Raises:
       ConfigError: a number out of its range, or a prefix cache that the engine cannot have.
@@ -67,6 +70,7 @@ class GenerationService:
         prefix_tokens: int | None = None,
         lookup: int = 0,
         context: int = 0,
+        turn: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
     ):
         if min(slots, max_queue, prefix_tokens or 0, lookup) < 0:
             raise ConfigError(
@@ -76,6 +80,7 @@ class GenerationService:
         most = model.config.max_length
         if not 0 <= context <= most or context == 1:
             raise ConfigError(f"context={context}: 2 to {most}, or 0 for {most}")
+        self._turn = turn or contextlib.nullcontext
         self._model, self._engine = model, model.engine_for(lookup)
         self.slots = slots or SLOTS
         parts = self._engine.parts
@@ -161,7 +166,8 @@ class GenerationService:
         if threading.current_thread() is self._thread:
             raise RunError("a request's listener cannot replace the weights; do it elsewhere")
         taken: concurrent.futures.Future[None] = concurrent.futures.Future()
-        replacement = self._model.place_params(params), taken
+        with self._turn():
+            replacement = self._model.place_params(params), taken
         with self._changed:
             self._check_open("weights")
             if self._replacement is not None:
@@ -258,7 +264,8 @@ class GenerationService:
         try:
             while self._wait():
                 # While others replace the weights, running requests finish first.
-                self._batcher.advance(admits=self._replacement is None)
+                with self._turn():
+                    self._batcher.advance(admits=self._replacement is None)
         except BaseException as error:  # every pending request gets it
             with self._changed:
                 self._error = error

@@ -126,13 +126,16 @@ def _floats(values: Any, label: str, shape: tuple[int, ...]) -> np.ndarray:
     return array
 
 
-def batches_of(data: Sequence[Datum], tokens: int, longest: int) -> Iterator[DatumBatch]:
+def batches_of(
+    data: Sequence[Datum], tokens: int, longest: int, shards: int = 1
+) -> Iterator[DatumBatch]:
     """Checked data in micro-batches of similar lengths, padded to few shapes.
 
     Args:
       data: as of ``check_datum``, at least one.
       tokens: that a micro-batch holds at most, padding included; one row may hold more.
       longest: tokens that the model reads at most.
+      shards: parts into which a micro-batch's rows are split; ``tokens`` are of one part.
     """
     groups: dict[tuple[int, int], list[int]] = {}
     for index, datum in enumerate(data):
@@ -141,10 +144,12 @@ def batches_of(data: Sequence[Datum], tokens: int, longest: int) -> Iterator[Dat
         shape = padded_length(len(datum.tokens), longest), several
         groups.setdefault(shape, []).append(index)
     for (length, several), members in sorted(groups.items()):
-        most = 1 << (max(tokens // length, 1).bit_length() - 1)
+        most = shards << (max(tokens // length, 1).bit_length() - 1)
         for at in range(0, len(members), most):
             part = tuple(members[at : at + most])
-            yield _padded([data[i] for i in part], part, length, several)
+            yield _padded(
+                [data[i] for i in part], part, length=length, several=several, shards=shards
+            )
 
 
 def padded_length(length: int, longest: int) -> int:
@@ -159,8 +164,10 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _padded(data: list[Datum], members: tuple[int, ...], length: int, several: int) -> DatumBatch:
-    rows = _power_of_two(len(data))
+def _padded(
+    data: list[Datum], members: tuple[int, ...], length: int, several: int, shards: int
+) -> DatumBatch:
+    rows = shards * _power_of_two(-(-len(data) // shards))
     arrays = {"tokens": np.zeros((rows, length), np.int32), "mask": np.zeros((rows, length), bool)}
     shape = (rows, length, several) if several else (rows, length)
     for name, value in data[0].inputs.items():

@@ -305,7 +305,8 @@ class Learner:
         ]  # fmt: skip
         parts = []
         with self._losing_on_error("a backward pass", backward):
-            for batch in batches_of(checked, self.base.micro_batch_tokens, longest):
+            tokens, shards = self.base.micro_batch_tokens, self.base.layout.shard_count("batch")
+            for batch in batches_of(checked, tokens, longest, shards):
                 sums = self._sums if backward else None
                 total, logprobs, sums = self._programs.run(
                     loss, self.learned, sums, batch.arrays, settings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -24,10 +25,12 @@ from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import Network, Params, decoder_network
 from hjax.models.remat import POLICIES
 from hjax.models.weights import load_params, model_directory, read_config, read_eos_ids
-from hjax.rollout.language_model import local_layout
+from hjax.rollout.language_model import check_local_devices
 from hjax.sharding.global_arrays import place
+from hjax.sharding.layout import fit_layout, make_layouts
 from hjax.training_service.adamw import AdamState, adamw_step
 from hjax.training_service.datum import TARGETS
+from hjax.training_service.device_turns import DeviceTurns
 from hjax.training_service.snapshot_sampler import SnapshotSampler
 from hjax.training_service.token_losses import LOSSES
 from hjax.workers.parameter_worker import abstract
@@ -44,10 +47,12 @@ class SharedBase:
       path: a Hugging Face directory or name, or an hjax workdir.
       dtype: of compute and of the frozen weights, ``float32`` or ``bfloat16``; what is trained is
         float32.
-      tensor: local devices over which heads, MLPs and vocabulary are split, the first ones. With
-        several, only one thread at a time may call the learners.
-      micro_batch_tokens: of a forward and backward pass at most, padding included; a single longer
-        row is a pass of its own.
+      data, fsdp, tensor: the mesh of the first local devices. Rows of a batch are split over
+        ``data`` and ``fsdp``, parameters over ``fsdp``, heads, MLPs and vocabulary over ``tensor``.
+      generate_tensor: devices over which a model's heads are split while it samples, a divisor of
+        ``tensor``; 0: ``tensor``. The others have copies, which share the requests.
+      micro_batch_tokens: of a forward and backward pass at most, padding included, for each part
+        of the rows; a single longer row is a pass of its own.
       remat: which activations the backward pass computes again (docs/config.md,
         ``actor.remat``): ``none`` keeps all.
       slots: sequences that are sampled at a time, of each kind of model; 0: 16.
@@ -66,7 +71,10 @@ class SharedBase:
         path: StrPath,
         *,
         dtype: str = "float32",
+        data: int = 1,
+        fsdp: int = 1,
         tensor: int = 1,
+        generate_tensor: int = 0,
         micro_batch_tokens: int = 4096,
         remat: str = "none",
         slots: int = 0,
@@ -80,10 +88,21 @@ class SharedBase:
         self.path, self.micro_batch_tokens, self.slots = str(path), micro_batch_tokens, slots
         directory = model_directory(path)
         self.config: ModelConfig = read_config(path)
-        self.layout = local_layout(self.config, tensor)
+        axes = {"data": data, "fsdp": fsdp, "tensor": tensor}
+        check_local_devices(axes)
+        devices = jax.local_devices()[: data * fsdp * tensor]
+        layouts = make_layouts(devices, axes, {"tensor": generate_tensor or tensor})
+        self.layout, self.generate_layout = (
+            fit_layout(layout, self.config.dimensions, f"data={data}, fsdp={fsdp}, tensor={tensor}")
+            for layout in (layouts.train, layouts.generate)
+        )
+        several = self.layout.mesh.size > 1
+        self.turn = DeviceTurns().turn if several else contextlib.nullcontext
         forms = local_forms(self.layout.mesh.devices.flat[0])
-        compute = Compute(dtype=DTYPES[dtype], remat=remat, forms=forms).for_layout(self.layout)
-        self.compute = dataclasses.replace(compute, layout=self.layout if tensor > 1 else None)
+        compute = Compute(dtype=DTYPES[dtype], remat=remat, forms=forms)
+        self.generate_compute = compute.for_layout(self.generate_layout)
+        compute = compute.for_layout(self.layout)
+        self.compute = dataclasses.replace(compute, layout=self.layout if several else None)
         self.tokenizer: Tokenizer | None = None
         if holds_tokenizer(directory):
             self.tokenizer = Tokenizer.load(directory)
@@ -93,6 +112,8 @@ class SharedBase:
         plain = decoder_network(self.config)
         read = plain.with_shapes(plain.compute_shapes(self.compute.dtype))
         self.frozen: Params = load_params(path, read, self.layout)
+        # Arrays of a mesh that generation splits otherwise are copied for it once.
+        self.generate_frozen = read.place(self.frozen, self.generate_layout)
         self._programs: dict[Lora | None, ModelPrograms] = {}
         self._lock = threading.Lock()
 
@@ -170,19 +191,22 @@ class ModelPrograms:
 
     def sampler(self) -> SnapshotSampler:
         """The sampler of these models; it starts with its first use."""
+        base, network = self.base, self.network
         with self._lock:
-            if self._sampler is None:
-                base, network = self.base, self.network
-                lora = network.config.lora
+            if self._sampler is not None:
+                return self._sampler
+            lora = network.config.lora
+            with base.turn():
                 self._sampler = SnapshotSampler(
                     network,
-                    base.layout,
-                    dataclasses.replace(base.compute, layout=None, remat="none"),
+                    base.generate_layout,
+                    dataclasses.replace(base.generate_compute, layout=None, remat="none"),
                     tokenizer=base.tokenizer,
                     eos_ids=base.eos_ids,
-                    frozen=self.frozen,
+                    frozen={} if lora is None else base.generate_frozen,
                     learned=base.frozen if lora is None else base.initial(lora, seed=0),
                     slots=base.slots,
+                    turn=base.turn,
                 )
             return self._sampler
 
@@ -217,14 +241,17 @@ class ModelPrograms:
         if key not in self._passes:
             self._passes[key] = self._make_pass(loss, backward=sums is not None)
         split = self.base.layout.sharding("batch")
-        placed = {name: place(x, split) for name, x in arrays.items()}
         scalars = {name: np.float32(value) for name, value in settings.items()}
         run = self._passes[key]
-        if sums is None:
-            total, logprobs = run(learned, self.frozen, placed, scalars)
-            return total, logprobs, None
-        made: tuple[jax.Array, jax.Array, Params] = run(learned, self.frozen, sums, placed, scalars)
-        return made
+        with self.base.turn():
+            placed = {name: place(x, split) for name, x in arrays.items()}
+            if sums is None:
+                total, logprobs = run(learned, self.frozen, placed, scalars)
+                return total, logprobs, None
+            made: tuple[jax.Array, jax.Array, Params] = run(
+                learned, self.frozen, sums, placed, scalars
+            )
+            return made
 
     def _make_pass(self, name: str, backward: bool) -> Any:
         network, compute, loss = self.network, self.base.compute, LOSSES[name]
@@ -257,7 +284,8 @@ class ModelPrograms:
     ) -> tuple[Params, AdamState, Params, dict[str, jax.Array]]:
         """``adamw_step``; moments and sums are donated."""
         given = {name: np.float32(value) for name, value in scalars.items()}
-        made: tuple[Params, AdamState, Params, dict[str, jax.Array]] = self._step(
-            learned, state, sums, given
-        )
-        return made
+        with self.base.turn():
+            made: tuple[Params, AdamState, Params, dict[str, jax.Array]] = self._step(
+                learned, state, sums, given
+            )
+            return made

@@ -1,6 +1,7 @@
 """Sampling from snapshots of trained models, which take turns on one generation service."""
 
 import collections
+import contextlib
 import dataclasses
 import math
 import secrets
@@ -195,6 +196,7 @@ class SnapshotSampler:
       frozen: parameters that all of the models share.
       learned: the trained parameters of the first snapshot.
       slots: sequences that run at a time; 0: 16.
+      turn: as of ``GenerationService``; the caller has it here.
     """
 
     def __init__(
@@ -208,12 +210,13 @@ class SnapshotSampler:
         frozen: Params,
         learned: Params,
         slots: int = 0,
+        turn: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
     ):
         self._tokenizer, self._eos, self._vocab = tokenizer, eos_ids, network.config.vocab_size
         self._partition, self._frozen, self._current = network.partition, frozen, learned
         params = self._partition.join(learned, frozen)
         model = _ServedNetwork(network, layout, compute, tokenizer, params)
-        self._service = GenerationService(model, slots=slots, max_queue=_MAX_QUEUE)
+        self._service = GenerationService(model, slots=slots, max_queue=_MAX_QUEUE, turn=turn)
         self._room = self._service.slots * _QUEUED_PER_SLOT
         self._waiting: collections.deque[_Job] = collections.deque()
         self._running, self._numbers, self._turn_limit = 0, 0, 0
