@@ -28,6 +28,7 @@ from hjax.algorithms.grpo import GRPO
 from hjax.algorithms.kto import KTO
 from hjax.algorithms.network_ppo import NetworkPPO
 from hjax.algorithms.on_policy_pairs import SPIN, OnlineDPO
+from hjax.algorithms.op_grpo import OPGRPO
 from hjax.algorithms.ppo import PPO, VAPO
 from hjax.algorithms.prime import PRIME
 from hjax.algorithms.remax import ReMax

@@ -112,6 +112,8 @@ class Algorithm(AlgorithmSpec):
     reward: Any
     cost: Any
     cost_critic: Any
+    target: Any
+    buffer: Any
 
     def step(self, prompts: Batch) -> Batch:
         """One step of the dataflow on a batch of prompts; returns the batch it trained on.

@@ -41,8 +41,9 @@ def load_worker(workdir: StrPath, role: str = "actor") -> NetworkWorker:
     plan = make_plan("colocate", placed, 1)
     platform = devices[0].platform
     roles = describe_roles(config, algorithm, run_inputs(config, algorithm), plan, platform)
-    if role not in placed or not issubclass(roles.builds[role].worker, NetworkWorker):
-        networks = [r for r in placed if issubclass(roles.builds[r].worker, NetworkWorker)]
+    workers: dict[str, Any] = {name: roles.builds[name].worker for name in placed}
+    networks = [name for name, cls in workers.items() if issubclass(cls, NetworkWorker)]
+    if role not in networks:
         raise ConfigError(f"role={role!r}: no network of this run; it has {', '.join(networks)}")
     build = roles.builds[role]
     arguments: list[Any] = [a.on(devices) if hasattr(a, "on") else a for a in build.arguments]

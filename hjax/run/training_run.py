@@ -150,7 +150,7 @@ class TrainingRun:
     def _set_up(self, workdir: str | Path | None, overwrite: bool) -> None:
         config, inputs = self.config, self.inputs
         self.timeline = self.roles.timeline
-        self.prompts = make_prompt_sampler(config, inputs)
+        self.prompts: Any = make_prompt_sampler(config, inputs)
         self.async_rollout: AsyncRollout | None = None
         self._async_state: dict[str, int] | None = None
         self._example_sources = make_example_sources(config, self.algorithm_class, inputs)

@@ -79,7 +79,8 @@ class WorkerBuilder:
             remat=NONE if config.model.remat == AUTO else config.model.remat,
             forms=forms,
         )
-        self.sampling, self.stop_strings = SamplingParams(), ()
+        self.sampling = SamplingParams()
+        self.stop_strings: tuple[str, ...] = ()
         if algorithm.sequences:
             stop, self.stop_strings = stop_conditions(config, inputs)
             self.sampling = make_sampling_params(config, stop, inputs.model.vocab_size)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from hjax.errors import ConfigError
 from hjax.files import StrPath, saved_steps
-from hjax.models.array_network import ArrayNetwork, array_network
+from hjax.models.array_network import array_network
 from hjax.models.checkpoint import restore_params
 from hjax.models.dropout import row_keys
 from hjax.sharding.global_arrays import is_array, place
@@ -28,7 +28,7 @@ _WEIGHTS, _KEYS = "row weights", "row keys"
 _IMPL = "threefry2x32"  # of the keys
 
 
-def network_reads(worker: Any, context: WorkerContext, *_: Any) -> tuple[str, ...] | None:
+def network_reads(worker: Any, context: WorkerContext, *_: Any) -> Any:
     """Entries of a batch that an update reads: those that the algorithm's loss names; else all."""
     needs = getattr(context.loss, "needs", None)
     return None if needs is None else (*needs, "row_mask")
@@ -107,8 +107,8 @@ class NetworkWorker(TrainableWorker):
         """Log-probability of one action under one observation, a float scalar."""
         raise NotImplementedError(f"{type(self).__name__} must define log_prob")
 
-    def make_network(self) -> ArrayNetwork:
-        """The network, without values."""
+    def make_network(self) -> Any:
+        """The network without values, an ``ArrayNetwork``."""
         return array_network(self.init, self.axes(), type(self).__name__)
 
     def check_trainable(self) -> None:

@@ -55,7 +55,8 @@ class ReplayBuffer(Worker):
           RunError: rows of another kind, or with other entries or shapes, than those there are.
         """
         arrays, texts = _rows_of(batch)
-        counts = {name: len(x) for name, x in {**arrays, **texts}.items()}
+        entries: dict[str, Any] = {**arrays, **texts}
+        counts = {name: len(x) for name, x in entries.items()}
         if len(set(counts.values())) != 1:
             raise RunError(
                 f"{self.role}: entries of a batch with different numbers of rows: {counts}"
@@ -66,7 +67,8 @@ class ReplayBuffer(Worker):
         kept = np.arange(max(rows - self.capacity, 0), rows)
         places = (self.stored + kept) % self.capacity
         for name, x in arrays.items():
-            self._array_for(name, x)[places, *map(slice, x.shape[1:2])] = x[kept]
+            where: Any = (places, *map(slice, x.shape[1:2]))
+            self._array_for(name, x)[where] = x[kept]
         for name, values in texts.items():
             own = self.texts.setdefault(name, [None] * self.capacity)
             for place, row in zip(places, kept, strict=True):
@@ -160,7 +162,8 @@ class ReplayBuffer(Worker):
         known = json.loads(bytes(read["known"]))
         self.arrays = dict(read.get("arrays", {}))
         self.texts, self.stored, self.kind = known["texts"], known["stored"], known["kind"]
-        sizes = {len(x) for x in (*self.arrays.values(), *self.texts.values())}
+        entries: list[Any] = [*self.arrays.values(), *self.texts.values()]
+        sizes = {len(x) for x in entries}
         if sizes - {self.capacity}:
             raise DataError(
                 f"{folder}: {self.role} has {min(sizes)} places, and "
