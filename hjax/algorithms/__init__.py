@@ -23,7 +23,7 @@ from hjax.algorithms.critic_free import (
 from hjax.algorithms.distillation import Distillation
 from hjax.algorithms.dpo import CDPO, DPO, IPO, ORPO, HingeDPO, RobustDPO, SimPO
 from hjax.algorithms.dqn import DQN
-from hjax.algorithms.flow_matching import OPGRPO, FlowGRPO, FlowMatching
+from hjax.algorithms.flow_matching import FlowGRPO, FlowMatching
 from hjax.algorithms.grpo import GRPO
 from hjax.algorithms.kto import KTO
 from hjax.algorithms.network_ppo import NetworkPPO
