@@ -77,14 +77,14 @@ class OPGRPO(FlowGRPO):
         """Groups of fresh rows, then replayed ones (or fresh ones where the buffer has none)."""
         own, step = self.config, prompts["step"]
         conditions = self.group_conditions(step)
-        found = join(self.buffer.look_up(conditions, step))
         fresh = self.sample(np.repeat(conditions, own.group - own.replayed), 2 * step)
-        batch = side_by_side(fresh, self._replayed(found, step), len(conditions))
+        batch = side_by_side(fresh, self._replayed(step), len(conditions))
         self._offer(batch, step)
         return batch
 
-    def _replayed(self, found: Batch, step: int) -> Batch:
+    def _replayed(self, step: int) -> Batch:
         """Rows of the buffer, or fresh ones in their place where it has none."""
+        found = join(self.buffer.look_up(self.group_conditions(step), step))
         there = found.pop("there")
         conditions = np.repeat(self.group_conditions(step), self.config.replayed)
         rows = len(there)
