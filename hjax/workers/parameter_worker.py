@@ -109,7 +109,7 @@ class ParameterWorker(Worker):
     def __init__(self, context: WorkerContext):
         super().__init__(context)
         if context.layouts is None:
-            raise ConfigError(f"{context.role}: a model needs devices")
+            raise ConfigError(f"{context.role}: a model needs devices and shapes")
         self.network = self.make_network()
         train, generate = context.layouts.train, context.layouts.generate
         dimensions = self.network.dimensions
@@ -132,7 +132,7 @@ class ParameterWorker(Worker):
         """The network, without values."""
         context = self.context
         if context.model is None:
-            raise ConfigError(f"{context.role}: a model needs shapes")
+            raise ConfigError(f"{context.role}: a model needs devices and shapes")
         network = (scalar_network if self.scalar else decoder_network)(context.model)
         # What is frozen can be read again, so it is kept as it is read.
         return network.with_frozen_dtype(context.compute.dtype) if context.path else network
