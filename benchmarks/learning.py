@@ -6,7 +6,8 @@
 
 A run that has ended is kept and not run again as long as it would have the same settings and run
 the same code (`code_hash`); one that was interrupted goes on from its last checkpoint. Configs are
-those in hjax/launch/configs that have something to learn by (`LEARNS`), and `VARIANTS` of them.
+those in hjax/launch/configs that have something to learn by (`LEARNS`), `VARIANTS` of them, and the
+runs with tools of tool_tasks.py (`STAGED`).
 After every run,
 RESULTS.md and the curves in `--pages` are written of all runs that the workdir has; without
 `--pages` nothing is. `--pages` keeps what its tables need of each run in runs.jsonl, so that one
@@ -40,17 +41,20 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import machine
+import tool_tasks
 
 import hjax
-from hjax.config import flatten
+from hjax.config import Config, flatten
 from hjax.errors import ConfigError
 from hjax.files import read_json, read_rows, replace_file, to_json
 from hjax.launch.jax_setup import prepare_jax
+from hjax.launch.stages import WORKDIR, Stages, read_stages
 from hjax.settings.config_checks import complete_config, resolve_sizes
 from hjax.settings.config_loading import config_names, load_config
 from hjax.show.charts import ChartSeries, svg_file
@@ -136,6 +140,13 @@ LEARNS: dict[str, tuple[Measure, ...]] = {
     "ppo_cartpole": (Measure("eval/reward", rise=400),),
     "dqn_cartpole": (Measure("eval/reward", rise=100),),
     "spell_backward": (Measure("eval/accuracy", rise=0.1),),
+    # Conversations with tools, and the same questions without. What is most likely changes at once,
+    # what is drawn little by little.
+    **dict.fromkeys(
+        ("interpreter", "lookup", "recovery"),
+        (Measure("eval/reward"), Measure("reward/mean", rise=0.1)),
+    ),
+    **dict.fromkeys(("interpreter_alone", "lookup_alone"), (Measure("eval/reward", rise=None),)),
 }
 # Runs of shipped configs with other keys, by name: what a config is compared with, and tasks that
 # need packages from outside (the extra `environments`).
@@ -154,6 +165,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+# Runs of several stages, of which the last is measured: the arguments of this file.
+STAGED_FILE = pathlib.Path(tool_tasks.__file__)
+STAGED = ("interpreter", "interpreter_alone", "lookup", "lookup_alone", "recovery")
 
 
 def config_of(name: str) -> tuple[str, dict[str, Any]]:
@@ -163,13 +177,22 @@ def config_of(name: str) -> tuple[str, dict[str, Any]]:
 
 def label_of(name: str) -> str:
     """What a run's name stands for: the config, and other keys."""
+    if name in STAGED:
+        return f"benchmarks/{STAGED_FILE.name}:{name}"
     config, keys = config_of(name)
     return " ".join([f"{config}.py", *(f"{key}={value}" for key, value in keys.items())])
 
 
 def runs_here() -> list[str]:
     """Names of all runs."""
-    return [name.removesuffix(".py") for name in config_names()] + list(VARIANTS)
+    return [name.removesuffix(".py") for name in config_names()] + [*VARIANTS, *STAGED]
+
+
+def stages_of(name: str, seed: int) -> Stages:
+    """The stages of a run that has some."""
+    stages, _ = read_stages(f"{STAGED_FILE}:{name}", [f"--config.seed={seed}"])
+    assert stages is not None
+    return stages
 
 
 def measures(config: str) -> tuple[Measure, ...]:
@@ -179,8 +202,16 @@ def measures(config: str) -> tuple[Measure, ...]:
 
 def settings(config: str, seed: int) -> dict[str, Any]:
     """What a run is told: the keys that have other values than their defaults."""
+    if config in STAGED:
+        stages = stages_of(config, seed).configs(pathlib.Path(WORKDIR))
+        each = {f"{stage}.": _told(told) for stage, told in stages.items()}
+        every = {stage + k: v for stage, keys in each.items() for k, v in keys.items()}
+        return every | {"data": tool_tasks.data_digest(config)}
     name, keys = config_of(config)
-    told = load_config(name, {**keys, "seed": seed})
+    return _told(load_config(name, {**keys, "seed": seed}))
+
+
+def _told(told: Config) -> dict[str, Any]:
     names = {"algorithm.name": told.algorithm.name, "data.task": told.data.task}
     # Without the checks: an algorithm may refuse the defaults of others.
     defaults = flatten(resolve_sizes(complete_config(names)))
@@ -222,7 +253,13 @@ def finished(config: str, seed: int, folder: pathlib.Path) -> Run | None:
     facts = read_json(folder / DONE)
     if facts is None or not is_current(facts, config, seed):
         return None
-    return Run(read_rows(folder / "metrics.jsonl"), facts)
+    return Run(rows_in(config, folder), facts)
+
+
+def rows_in(config: str, folder: pathlib.Path) -> list[dict[str, Any]]:
+    """The metrics of a run that has ended."""
+    last = list(stages_of(config, 0).declared)[-1] if config in STAGED else ""
+    return read_rows(folder / last / "metrics.jsonl")
 
 
 def kept_in(pages: pathlib.Path | None) -> tuple[Runs, Runs]:
@@ -292,6 +329,15 @@ def _short(value: float) -> float:
     return value if isinstance(value, int) else float(f"{value:.6g}")
 
 
+def arguments(config: str, seed: int) -> list[str]:
+    """Of the command that trains."""
+    if config in STAGED:
+        return [f"--config={STAGED_FILE}:{config}", f"--config.seed={seed}"]
+    name, keys = config_of(config)
+    told = [f"--config.{key}={value}" for key, value in {**keys, "seed": seed}.items()]
+    return [f"--config={name}.py", *told]
+
+
 def train(config: str, seed: int, folder: pathlib.Path) -> Run:
     """Runs the command to its end, or goes on with it where it was left."""
     told = {"settings": settings(config, seed), "code": code_hash()}
@@ -301,10 +347,7 @@ def train(config: str, seed: int, folder: pathlib.Path) -> Run:
     began.parent.mkdir(parents=True, exist_ok=True)
     began.write_text(json.dumps(told, indent=1))
     resumed = folder.exists()
-    name, keys = config_of(config)
-    command = [sys.executable, "-m", "hjax.launch", f"--config={name}.py"]
-    command += [f"--config.{key}={value}" for key, value in {**keys, "seed": seed}.items()]
-    command += [f"--workdir={folder}"]
+    command = [sys.executable, "-m", "hjax.launch", *arguments(config, seed), f"--workdir={folder}"]
     use, start = machine.CoreUse(), time.perf_counter()
     output = folder.with_suffix(".txt")
     with open(output, "w") as file:
@@ -326,8 +369,9 @@ def train(config: str, seed: int, folder: pathlib.Path) -> Run:
         **machine.versions("jax"),
     }
     (folder / DONE).write_text(json.dumps(facts, indent=1))
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    return Run(read_rows(folder / "metrics.jsonl"), facts)
+    for checkpoints in list(folder.rglob("checkpoints")):
+        shutil.rmtree(checkpoints)
+    return Run(rows_in(config, folder), facts)
 
 
 def repeat(config: str, pages: pathlib.Path) -> str:
@@ -346,11 +390,8 @@ def repeat(config: str, pages: pathlib.Path) -> str:
     if not seeds or not old[seeds[0]].first:
         return f"{label_of(config)}: no runs of other code, or without their first steps"
     kept = old[seeds[0]]
-    name, keys = config_of(config)
-    settled = load_config(name, {**keys, "seed": seeds[0]})
-    prepare_jax(settled)
-    with contextlib.closing(hjax.Trainer(settled)) as trainer:
-        rows = [computed(to_json(trainer.step())) for _ in kept.first]
+    with tempfile.TemporaryDirectory() as folder:
+        rows = first_rows(config, seeds[0], len(kept.first), pathlib.Path(folder))
     same_machine = all(kept.facts[name] == machine.describe()[name] for name in ("cpu", "cores"))
     tolerance = 0.0 if same_machine else 1e-3
     for mine, theirs in zip(rows, kept.first, strict=True):
@@ -366,6 +407,20 @@ def repeat(config: str, pages: pathlib.Path) -> str:
     both = {c: {**earlier.get(c, {}), **current.get(c, {})} for c in sorted({**earlier, **current})}
     keep(both, pages)
     return f"{label_of(config)}: the same first {len(rows)} steps, so {len(seeds)} runs are today's"
+
+
+def first_rows(config: str, seed: int, count: int, folder: pathlib.Path) -> list[dict[str, Any]]:
+    """The metrics of a run's first steps, those of its last stage."""
+    if config in STAGED:
+        last = list(stages_of(config, seed).declared)[-1]
+        told = [*arguments(config, seed), f"--config.{last}.steps={count}", f"--workdir={folder}"]
+        subprocess.run([sys.executable, "-m", "hjax.launch", *told], check=True)
+        return [computed(row) for row in rows_in(config, folder)]
+    name, keys = config_of(config)
+    settled = load_config(name, {**keys, "seed": seed})
+    prepare_jax(settled)
+    with contextlib.closing(hjax.Trainer(settled)) as trainer:
+        return [computed(to_json(trainer.step())) for _ in range(count)]
 
 
 def _alike(mine: Any, theirs: Any, tolerance: float) -> bool:
@@ -408,6 +463,8 @@ def table(runs: Runs) -> list[str]:
 
 
 def _task(name: str) -> str:
+    if name in STAGED:
+        return name.removesuffix("_alone")
     config, keys = config_of(name)
     return str(keys.get("data.task") or load_config(config).data.task)
 

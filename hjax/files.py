@@ -19,6 +19,8 @@ from hjax.errors import DataError, RunError
 StrPath = str | os.PathLike[str]
 
 CONTROLLER = "controller.json"  # in a checkpoint, the controller's state
+# Bytes of a row: a file that only claims to be large is not read.
+_LONGEST_LINE = 2**26
 # Files of rows in a run's workdir.
 METRICS = "metrics.jsonl"
 WARM_START = "warm_start.jsonl"
@@ -141,14 +143,15 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a `.jsonl` file; none if absent. An incomplete last line is left out.
 
     Raises:
-      DataError: a line before the last that is not a JSON object with a step.
+      DataError: a line before the last that is not a JSON object with a step, a line that is far
+        too long, a link to nothing.
     """
     if not path.exists():
+        if found := special_file(path):
+            raise DataError(f"{path}: {found}, not a file")
         return []
-    lines = read_bytes(path).split(b"\n")
-    # Text after the last newline is a line cut off by a kill.
     rows = []
-    for number, line in enumerate(lines[:-1], 1):
+    for number, line in enumerate(_lines(path), 1):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
@@ -157,6 +160,15 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
             raise DataError(f"{path}:{number}: not a JSON object with a step; the file is damaged")
         rows.append(row)
     return rows
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file. Text after the last newline is left out: it was cut off by a kill."""
+    with open(path, "rb", opener=open_regular) as file:
+        while (line := file.readline(_LONGEST_LINE)).endswith(b"\n"):
+            yield line
+    if len(line) == _LONGEST_LINE:
+        raise DataError(f"{path}: a line of {_LONGEST_LINE} bytes or more; the file is damaged")
 
 
 def saved_steps(directory: Path) -> list[int]:

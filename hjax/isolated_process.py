@@ -29,6 +29,10 @@ _START_SECONDS, _READ_SECONDS = 300.0, 10.0
 _GRACE_SECONDS = 1.0
 # Timeout for the supervisor to kill all descendants.
 _END_SECONDS = 5.0
+# Bytes of an answer at most, and of output that is printed: at once, and then per second.
+_ANSWER_BYTES = 2**30
+_OUTPUT_BYTES, _OUTPUT_RATE = 2**26, 2**16
+_FLOOD = "\nhjax: this process prints too much; the rest is left out until it prints less\n"
 
 
 class DeadlineExceeded(Exception):
@@ -187,6 +191,8 @@ class _Process:
         found, size = frames.FRAME_HEADER.unpack(self._read(frames.FRAME_HEADER.size, deadline))
         if found not in (kind, frames.FAILED):  # what the task wrote to the socket has any size
             raise ProcessDied("its process answered out of turn")
+        if size > _ANSWER_BYTES:
+            raise ProcessDied(f"its process answered with {size} bytes; at most {_ANSWER_BYTES}")
         content = self._read(size, deadline)
         if found == frames.FAILED:
             raise TaskFailed(content.decode(errors="replace"), at_start=not self.ready)
@@ -242,16 +248,27 @@ class _Process:
 
 
 def _forward_output(*pipes: Any) -> None:
-    """Print the output of these pipes here, until they end."""
+    """Print the output of these pipes here, until they end, but no flood that would fill a disk."""
+    room, last, left_out = float(_OUTPUT_BYTES), time.monotonic(), False
     streams = dict(zip(pipes, ("stdout", "stderr")))
     texts = {pipe: codecs.getincrementaldecoder("utf-8")("replace") for pipe in pipes}
     while streams:
         for pipe in select.select(list(streams), [], [])[0]:
             part = os.read(pipe.fileno(), 1 << 16)
             stream = getattr(sys, streams[pipe], None)
+            text = texts[pipe].decode(part)
+            now = time.monotonic()
+            room, last = min(room + _OUTPUT_RATE * (now - last), _OUTPUT_BYTES), now
+            left_out = left_out and room < _OUTPUT_BYTES / 2
+            if left_out:
+                text = ""
+            elif room < len(part):
+                text, left_out = _FLOOD, True
+            else:
+                room -= len(part)
             # Errors of the terminal must not fail the request.
             with contextlib.suppress(Exception):
-                stream.write(texts[pipe].decode(part))  # type: ignore[union-attr]
+                stream.write(text)  # type: ignore[union-attr]
                 stream.flush()  # type: ignore[union-attr]
             if not part:
                 del streams[pipe]

@@ -11,7 +11,7 @@ NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required
 # Two pages of tools.
 PAGES = {
     None: (["double", "fail", "hang"], "2"),
-    "2": (["leave", "variable", "picture", "nothing"], None),
+    "2": (["leave", "variable", "picture", "nothing", "garble", "noise"], None),
 }
 
 
@@ -30,6 +30,11 @@ def call(name, arguments):
         time.sleep(30)
     if name == "leave":
         os._exit(3)
+    if name == "garble":
+        return {"content": {"kind": "what is this?"}, "isError": "no"}
+    if name == "noise":
+        print("<html>502</html>", flush=True)
+        return text("heard")
     if name == "variable":
         return text(os.environ.get(arguments["name"], "none"))
     if name == "picture":

@@ -1,5 +1,6 @@
 """Tools of MCP servers, against a server of this test's own."""
 
+import dataclasses
 import json
 import pathlib
 import subprocess
@@ -8,7 +9,10 @@ import time
 
 import pytest
 
+from hjax.data.tool_call_forms import TAGGED
+from hjax.environments.episode_pool import EpisodePool
 from hjax.environments.mcp_tools import connect_tools
+from hjax.environments.tool_environment import TOOL_ENVIRONMENT
 from hjax.errors import ConfigError, RunError
 
 pytest.importorskip("mcp", reason="the extra mcp")
@@ -67,6 +71,34 @@ def test_a_server_that_ends(config):
             called(tools, name, a=1)
     for tool in tools:
         tool.close()
+
+
+def test_a_server_that_answers_garbage(config):
+    """It is the server's fault, not an answer; lines between answers are passed over."""
+    tools = connect_tools(config(one=own()), [("one", n) for n in ("garble", "noise", "double")])
+    with pytest.raises(RunError, match="^the MCP server one has ended: ValidationError"):
+        called(tools, "garble")
+    assert called(tools, "noise") == "heard" and called(tools, "double", a=2) == "4"
+    for tool in tools:
+        tool.close()
+
+
+def test_a_lost_server_costs_its_episode_only(config):
+    """Those after it have a new one."""
+    spec = f"{config(one=own())}:one/double,one/leave,one/garble"
+    options = {"tools": spec, "form": dataclasses.asdict(TAGGED)}
+    found = []
+    with EpisodePool(TOOL_ENVIRONMENT, options, processes=1) as pool:
+        for number in range(5):  # open at the same time
+            pool.reset(number, {"prompt": "p"}, number).result(60)
+        for number, name in enumerate(["double", "leave", "double", "garble", "double"]):
+            arguments = {"a": number} if name == "double" else {}
+            call = json.dumps({"name": name, "arguments": arguments})
+            found.append(pool.step(number, f"<tool_call>{call}</tool_call>").result(60))
+    assert [each.fault for each in found] == ["", "exception", "", "exception", ""]
+    assert all("the MCP server one has ended" in found[number].text for number in (1, 3))
+    said = [found[number].messages[-1]["content"] for number in (0, 2, 4)]
+    assert said == ["0", "4", "8"]
 
 
 @pytest.mark.extended

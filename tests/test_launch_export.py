@@ -1,6 +1,8 @@
 """`python -m hjax.launch.export` and `trainer.export`: directories that transformers loads."""
 
+import fcntl
 import json
+import os
 
 import numpy as np
 import pytest
@@ -19,7 +21,8 @@ from hjax.data.tasks import get_task
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError
 from hjax.launch.export import main
-from hjax.models import huggingface
+from hjax.models import export, huggingface
+from hjax.models.export import export_model
 
 TOKENS = np.array([[3, 4, 5, 6, 7, 8, 9]])
 
@@ -185,3 +188,37 @@ def test_wrong_input_is_one_line_and_nothing_is_written(flags, line, tmp_path, m
     said = capfd.readouterr().err
     assert line in said and said.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_export_left_is_removed_by_the_next(tmp_path):
+    model = tmp_path / "model"
+    save_model(model)
+    killed, runs, new, others = (
+        tmp_path / name
+        for name in (".out.hjax-export-aaaaaaaa", ".out.hjax-export-bbbbbbbb",
+                     ".out.hjax-export-cccccccc", ".out.settings")
+    )  # fmt: skip
+    for folder in (killed, runs, new, others):
+        (folder / "model").mkdir(parents=True)
+        (folder / "model" / "config.json").write_text("{}")
+        if folder != new:
+            os.utime(folder, (1, 1))
+    handle = os.open(runs, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        export_model(model, tmp_path / "out")
+    finally:
+        os.close(handle)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        ["model", "out", runs.name, new.name, others.name]
+    )
+
+
+def test_an_export_keeps_its_folder_while_another_begins(tmp_path):
+    with export._atomic_directory(tmp_path / "out") as made:
+        made.mkdir()
+        os.utime(made.parent, (1, 1))
+        with pytest.raises(KeyError), export._atomic_directory(tmp_path / "out"):
+            raise KeyError
+        assert made.is_dir()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -417,3 +417,38 @@ def test_masked_entries_of_an_array_have_no_reward():
     result = parse_rewards(np.ma.array([1.0, 7.0, 3], mask=[0, 1, 0]), [1, 1, 1], "f")
     assert result.row_outcomes == ("ok", "none", "ok")
     assert parse_rewards([np.ma.masked, 2], [1, 1], "f").row_outcomes == ("none", "ok")
+
+
+def test_a_flood_of_output_is_cut_and_later_output_is_shown(capsys, monkeypatch):
+    monkeypatch.setattr(isolated_process, "_OUTPUT_BYTES", 1000)
+    monkeypatch.setattr(isolated_process, "_OUTPUT_RATE", 10_000)
+    read, write = os.pipe()
+    printer = threading.Thread(
+        target=isolated_process._forward_output, args=(os.fdopen(read, "rb", buffering=0),)
+    )
+    printer.start()
+    for _ in range(100):
+        os.write(write, b"b" * 2000)
+    time.sleep(0.3)
+    os.write(write, b"later")
+    os.close(write)
+    printer.join(10)
+    shown = capsys.readouterr().out
+    assert shown.endswith("later")
+    assert 1 <= shown.count("prints too much") < 5 and len(shown) < 10_000
+
+
+def test_an_answer_of_more_bytes_than_it_may_have_is_not_read(monkeypatch):
+    monkeypatch.setattr(isolated_process, "_ANSWER_BYTES", 100)
+    process = isolated_process.IsolatedProcess("test_rewards_process:long_answers", b"")
+    try:
+        assert process.call(b"\x10", 20) == b"x" * 16
+        with pytest.raises(isolated_process.ProcessDied, match="answered with 200 bytes"):
+            process.call(b"\xc8", 20)
+        assert process.call(b"\x20", 20) == b"x" * 32
+    finally:
+        process.close()
+
+
+def long_answers(setup):
+    return lambda request: b"x" * request[0]

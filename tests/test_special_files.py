@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 
 import hjax
 from hjax.errors import ConfigError, DataError, RunError
+from hjax.files import read_rows
 from hjax.launch import __main__ as launch
 from hjax.launch import compare, evaluate, export, plan
 from hjax.launch.jax_setup import drop_corrupt_entries
@@ -339,6 +340,22 @@ def test_a_file_that_only_claims_to_be_large_is_not_read(tmp_path):
         file.truncate(2**40)
     with pytest.raises(DataError, match=f"config.json: {2**40} bytes; at most {2**30}"):
         read_object(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("kind", ["sparse", "dangling", "loop"])
+def test_rows_that_are_none_or_without_end_are_refused(kind, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert read_rows(path) == [{"step": 1}, {"step": 2}]
+    path.unlink()
+    assert read_rows(path) == []
+    if kind == "sparse":
+        with open(path, "wb") as file:
+            file.truncate(2**40)
+    else:
+        path.symlink_to("nothing" if kind == "dangling" else path.name)
+    with pytest.raises(DataError, match="bytes or more" if kind == "sparse" else SPECIAL[kind]):
+        read_rows(path)
 
 
 def test_a_folder_in_the_place_of_a_models_file_is_refused(tmp_path):

@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -277,8 +278,14 @@ def test_saved_states_answer_alike_after_a_new_start(base, tmp_path):
         named = client.ask("save_weights_for_sampler", path="final")["path"]
         loss, model = client.loss([sft()], forward=True), client.model
         assert client.get(f"training_runs/{model}").json()["last_checkpoint"]["tinker_path"] == path
-        (tmp_path / model.replace(":", "%3A") / "weights" / ".partial1.x").mkdir()
+        states = tmp_path / model.replace(":", "%3A")
+        (states / "weights" / ".partial1.x").mkdir()
+        # Killed while one was overwritten: before the new one had its name, and after.
+        (states / "weights" / "one").rename(states / "weights" / ".replaced.one")
+        final = states / "sampler_weights" / "final"
+        shutil.copytree(final, final.with_name(".replaced.final"))
     with training_server(base, tmp_path) as (url, _, _):
+        assert {path.name for path in states.glob("*/*")} == {"one", "final"}
         again = Client(url)
         again.model = model
         # The model is lost, and that is said at once.

@@ -132,6 +132,12 @@ def _run(arguments: Sequence[str]) -> int:
     info = ModelInfo.read(args.model)
     options = generate_options(args, info, temperature=0.0 if args.samples == 1 else 1.0)
     questions = read_questions(args, task, info, limit=args.limit, instruction=args.instruction)
+    if grader is not None:
+        from hjax.run.multi_turn_rows import check_asked
+
+        check_asked(
+            questions, bool(args.tools), environment_key="--environment", tools_key="--tools"
+        )
     if grader is not None and grader.check is not None:
         grader.check(questions.columns)
     if grader is None or plays:

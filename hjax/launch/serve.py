@@ -181,7 +181,7 @@ def parse(arguments: Sequence[str]) -> flags.FlagValues:
     define_flags(args, **{name: type(value) for name, value in {**_OPENAI, **_TINKER}.items()})
     flags.DEFINE_enum("protocol", "openai", _PROTOCOLS, "see --help", flag_values=args)
     parse_flags(args, arguments)
-    protocol = args["protocol"].value
+    protocol = str(args["protocol"].value)
     for name, reason in _foreign_flags(protocol).items():
         if args[name].present:
             raise ConfigError(f"--{name}: not with --protocol={protocol}; {reason}, see --help")

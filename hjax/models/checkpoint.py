@@ -433,12 +433,22 @@ _SYSTEM_ERROR = re.compile(r"OS error \d+: (?:E[A-Z]+ )?([^\]]+)")
 
 def write_error(step: int, error: BaseException) -> RunError:
     """The one-line error for a checkpoint that cannot be written."""
-    of_system = _SYSTEM_ERROR.search(str(error))
-    reason = of_system[1] if of_system else _reason(error)
     return RunError(
-        f"checkpoint {step} could not be written: {reason}; once that is fixed, the same "
-        "command resumes from the previous checkpoint"
+        f"checkpoint {step} could not be written: {write_failure(error)}; once that is fixed, the "
+        "same command resumes from the previous checkpoint"
     )
+
+
+def write_failure(error: BaseException) -> str:
+    """Why arrays could not be written: the system's words, if an error has them."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if of_system := _SYSTEM_ERROR.search(str(cause)):
+            return of_system[1]
+        if cause is not error and isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return _reason(error)
 
 
 def damaged_error(path: Path, error: Exception) -> DataError:

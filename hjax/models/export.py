@@ -2,7 +2,10 @@
 
 import contextlib
 import json
+import os
+import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,8 @@ from hjax.sharded_values import ArrayRegions
 from hjax.user_input import read_file, user_path
 
 GENERATION_CONFIG = "generation_config.json"
+# In the name of a folder that is being written, and seconds within which it gets its lock.
+_UNFINISHED, _LOCK_SECONDS = ".hjax-export-", 60.0
 # Patterns of files beside weights and config that are copied unchanged; additional chat templates
 # are too.
 COPIED_FILES = (
@@ -133,9 +138,14 @@ def _atomic_directory(output: StrPath) -> Iterator[Path]:
       RunError: it could not be written; nothing is left behind.
     """
     path = check_output(output).resolve()
+    prefix = f".{path.name[:50]}{_UNFINISHED}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{path.name[:50]}.", dir=path.parent) as folder:
+        _remove_unfinished(path.parent, prefix)
+        with (
+            tempfile.TemporaryDirectory(prefix=prefix, dir=path.parent) as folder,
+            _locked(Path(folder)),
+        ):
             made = Path(folder) / "model"
             yield made
             for file in made.rglob("*"):
@@ -146,6 +156,38 @@ def _atomic_directory(output: StrPath) -> Iterator[Path]:
             made.rename(path)
     except OSError as error:
         raise RunError(f"{path} could not be written: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """A lock on a folder, until the block or this process ends; false: another has it, or there are
+    no locks here."""
+    try:
+        import fcntl
+
+        handle = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
+    except (ImportError, OSError):
+        yield False
+        return
+    locked = False
+    with contextlib.suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        locked = True
+    try:
+        yield locked
+    finally:
+        os.close(handle)
+
+
+def _remove_unfinished(parent: Path, prefix: str) -> None:
+    """Remove the folders of exports that were killed; the lock of one that runs keeps its own."""
+    for folder in parent.iterdir():
+        if not folder.name.startswith(prefix):
+            continue
+        with _locked(folder) as locked, contextlib.suppress(OSError):
+            # One that was just made has no lock yet.
+            if locked and time.time() - folder.stat().st_mtime > _LOCK_SECONDS:
+                shutil.rmtree(folder)
 
 
 def _write_model(

@@ -3,7 +3,8 @@
     --config.reward.function=code_tests.py:reward
 
 A row has its tests in the column `tests`, `input_output` (APPS, TACO), `public_test_cases`
-(LiveCodeBench) or `reward_model` (verl's, in `ground_truth`), as an object or its JSON:
+(LiveCodeBench), `reward_model` (verl's) or `reward_spec` (SkyRL's, both in `ground_truth`), as an
+object or its JSON:
 
 - `{"inputs": [...], "outputs": [...]}`: what a program reads and must print, and with
   `"fn_name": "f"` arguments and results of a function, or of a method of a class `Solution`;
@@ -32,7 +33,7 @@ from hjax.sandbox.local_sandbox import ExecResult, Sandbox, SandboxLimits, pytho
 from hjax.sandbox.sandbox_settings import SandboxSettings
 
 # Columns with tests, in order of preference.
-TEST_COLUMNS = ("tests", "input_output", "public_test_cases", "reward_model")
+TEST_COLUMNS = ("tests", "input_output", "public_test_cases", "reward_model", "reward_spec")
 # What a test can come to. `no_code` and `syntax` are a response's, for all its tests.
 KINDS = (
     "passed", "wrong", "error", "timeout", "memory", "crash", "output", "limit", "syntax",

@@ -22,8 +22,9 @@ from typing import Any
 from hjax.errors import DataError
 from hjax.isolated_process import DeadlineExceeded, IsolatedProcess, ProcessDied, TaskFailed
 
-# Columns with the right answer, in order of preference; verl's `reward_model` has `ground_truth`.
-TARGETS = ("answer", "solution", "reward_model")
+# Columns with the right answer, in order of preference; verl's `reward_model` and SkyRL's
+# `reward_spec` have `ground_truth`.
+TARGETS = ("answer", "solution", "reward_model", "reward_spec")
 
 _NUMBER = re.compile(
     r"""(?:[A-Za-z]\s*=\s*)?(?P<sign>[+-]?)\s*(?:

@@ -15,15 +15,9 @@ from hjax.data.mixing import MixedSampler, Mixing, make_sampler
 from hjax.data.read_options import ReadOptions, parse_mixture
 from hjax.data.sources import MIXTURE
 from hjax.data.tasks import TASKS, Task, get_task
-from hjax.data.template_continuation import template_continuation
 from hjax.data.tokenizer import Tokenizer
 from hjax.data.tokenizer_files import holds_tokenizer
-from hjax.environments.tool_environment import (
-    settings_of_row,
-    tool_definitions,
-    tools_of_row,
-)
-from hjax.environments.tools import load_tools
+from hjax.environments.tool_environment import tool_definitions
 from hjax.errors import ConfigError, DataError
 from hjax.models.families import family_config
 from hjax.models.model_config import ModelConfig
@@ -39,6 +33,7 @@ from hjax.run.examples import (
     load_examples,
     make_example_sources,
 )
+from hjax.run.multi_turn_rows import check_turns
 
 # Most training prompts of a built-in task.
 TASK_PROMPTS = 8192
@@ -133,7 +128,7 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
     remarks += [f"rows left out: {invalid}"] if invalid else []
     remarks += [mixing.describe()] if mixing is not None else []
     _check_groups(config.eval.by, held_out)
-    remarks += _check_tools(config, tokenizer, train, held_out)
+    remarks += check_turns(config, task, tokenizer, train, held_out) if source == "prompts" else []
     return Inputs(
         tokenizer=tokenizer,
         task=task,
@@ -382,30 +377,6 @@ def _check_groups(column: str, held_out: Dataset | None) -> None:
             f"config.eval.by={column}: {values} values, of at most {MAX_GROUPS} of which each has "
             "metrics of its own; name a column of few values"
         )
-
-
-def _check_tools(
-    config: ConfigDict, tokenizer: Tokenizer | None, *datasets: Dataset | None
-) -> list[str]:
-    """How the chat template continues conversations, in a sentence; nothing without tools.
-
-    Raises:
-      DataError: a row whose column ``tools`` has one that is not there.
-    """
-    if not config.environment.tools or tokenizer is None:
-        return []
-    tools = load_tools(config.environment.tools)
-    for dataset in filter(None, datasets):
-        names = [n for n in ("tools", "tools_kwargs", "extra_info") if n in dataset.columns]
-        rows = zip(*(dataset.columns[n] for n in names), strict=True)
-        for number, values in enumerate(rows):
-            row = dict(zip(names, values, strict=True))
-            try:
-                settings_of_row(tools_of_row(tools, row)[0], row)
-            except DataError as error:
-                raise DataError(f"{dataset.location(number)}: {error}") from error
-    kind = template_continuation(tokenizer).kind
-    return [f"tools: the chat template of tokenizer {tokenizer.name} is {kind}"]
 
 
 def _reward_of(config: ConfigDict, task: Task | None) -> Callable[..., Any] | None:

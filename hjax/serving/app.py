@@ -92,7 +92,7 @@ def make_app(
         exception_handlers={
             HTTPException: _unrouted,
             ClientDisconnect: _client_closed,
-            Exception: _failed,
+            Exception: server_failed,
         },
     )
     app.state.draining = False
@@ -284,7 +284,7 @@ async def _client_closed(request: Request, error: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED)  # only the metrics see it
 
 
-async def _failed(request: Request, error: Exception) -> Response:
+async def server_failed(request: Request, error: Exception) -> Response:
     """For an error of the server's own; its traceback goes to stderr."""
     return RequestRefused("the server failed; its log says why", 500).response()
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,6 +11,16 @@ import optax
 
 from hjax.errors import ConfigError, short_repr
 from hjax.models.parameters import Params
+from hjax.rules import Rule, below_one, between
+
+# Larger settings, and those of several multiplied, would be infinite as float32.
+_LARGEST = 1e15
+# An eps that is 0 as float32 makes 0 / 0 of the first gradient that is 0.
+_RULES: Mapping[str, Rule] = {
+    "beta1": below_one(),
+    "beta2": below_one(),
+    "eps": between(1e-30, _LARGEST),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +49,10 @@ class AdamParams:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            below_one = field.name in ("beta1", "beta2")
+            rule = _RULES.get(field.name, between(0, _LARGEST))
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not 0 <= value < (1 if below_one else math.inf):
-                allowed = "from 0 to below 1" if below_one else "a finite number of 0 or more"
-                raise ConfigError(f"{field.name}={short_repr(value)}: must be {allowed}")
+            if not number or not rule.holds(value):
+                raise ConfigError(f"{field.name}={short_repr(value)}: must be {rule.text}")
 
 
 @jax.tree_util.register_dataclass

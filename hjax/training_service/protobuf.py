@@ -11,17 +11,22 @@ from hjax.errors import ConfigError
 Value = int | float | bytes
 _VARINT, _DOUBLE, _BYTES, _FLOAT = 0, 1, 2, 5
 _LONGEST_VARINT = 10
+# Fields of a message at most, unless more are expected.
+MOST_FIELDS = 16
 _DAMAGED = "the body is no protobuf message of the expected kind"
 
 
-def read_fields(data: bytes | memoryview) -> Iterator[tuple[int, Value]]:
+def read_fields(data: bytes | memoryview, most: int = MOST_FIELDS) -> Iterator[tuple[int, Value]]:
     """The fields of a message, as (number, value): an int, a float, or bytes of anything longer.
 
     Raises:
-      ConfigError: the message is damaged.
+      ConfigError: the message is damaged, or has more fields than ``most``.
     """
-    view, at = memoryview(data), 0
+    view, at, count = memoryview(data), 0, 0
     while at < len(view):
+        count += 1
+        if count > most:
+            raise ConfigError(f"the body has a message of more than {most} fields")
         tag, at = _read_varint(view, at)
         number, kind = tag >> 3, tag & 7
         value: Value
@@ -56,6 +61,8 @@ def read_ints(value: Value) -> list[int]:
     while at < len(view):
         one, at = _read_varint(view, at)
         found.append(one)
+        if len(found) > MOST_FIELDS:
+            raise ConfigError(f"the body has a list of more than {MOST_FIELDS} whole numbers")
     return found
 
 

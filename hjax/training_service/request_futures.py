@@ -12,6 +12,8 @@ from hjax.errors import ConfigError, one_line
 # Seconds that a result stays after it was first fetched (a client whose connection broke asks
 # again), and that one stays which nobody fetches.
 FETCHED_SECONDS, UNFETCHED_SECONDS = 600.0, 3600.0
+# What a future takes beside its request or its result, in bytes.
+_FUTURE_BYTES = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +41,8 @@ class FutureResult:
 
 
 class _Future:
-    def __init__(self, session: str):
-        self.session = session
+    def __init__(self, session: str, size: int):
+        self.session, self.size = session, size
         self.result: FutureResult | None = None
         self.ready = asyncio.Event()
         self.at = time.monotonic()
@@ -54,12 +56,16 @@ class RequestFutures:
     Args:
       loop: the event loop.
       most: futures that wait for their results at a time.
+      most_bytes: of requests that wait, and of results that are kept; of more the oldest results
+        are dropped.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, most: int):
-        self._loop, self._most = loop, most
+    def __init__(self, loop: asyncio.AbstractEventLoop, most: int, most_bytes: int):
+        self._loop, self._most, self._most_bytes = loop, most, most_bytes
         self._futures: dict[str, _Future] = {}
-        self._pending = 0
+        # Those with a result, in the order in which they got it.
+        self._resolved: dict[str, None] = {}
+        self._pending = self._pending_bytes = self._kept_bytes = 0
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._futures
@@ -70,12 +76,19 @@ class RequestFutures:
     @property
     def full(self) -> bool:
         """Whether as many wait for their results as may."""
-        return self._pending >= self._most
+        return self._pending >= self._most or self._pending_bytes >= self._most_bytes
 
-    def add(self, request_id: str, session: str) -> None:
-        """Open a future; one with this id must not exist."""
-        self._futures[request_id] = _Future(session)
+    def add(self, request_id: str, session: str, size: int = 0) -> None:
+        """Open a future; one with this id must not exist.
+
+        Args:
+          request_id: its id.
+          session: that it goes with.
+          size: bytes of the request, which is kept until it has a result.
+        """
+        self._futures[request_id] = _Future(session, size)
         self._pending += 1
+        self._pending_bytes += size
 
     def resolve(self, request_id: str, result: FutureResult) -> None:
         """Give a future its result, once; from any thread. One that was dropped stays away."""
@@ -84,9 +97,18 @@ class RequestFutures:
     def _resolve(self, request_id: str, result: FutureResult) -> None:
         future = self._futures.get(request_id)
         if future is not None and future.result is None:
-            self._pending -= 1
-            future.result, future.at = result, time.monotonic()
-            future.ready.set()
+            self._settle(future, result)
+            self._resolved[request_id] = None
+            future.size = len(result.body) + _FUTURE_BYTES
+            self._kept_bytes += future.size
+            while self._kept_bytes > self._most_bytes and len(self._resolved) > 1:
+                self._drop(next(iter(self._resolved)))
+
+    def _settle(self, future: _Future, result: FutureResult) -> None:
+        self._pending -= 1
+        self._pending_bytes -= future.size
+        future.result, future.at = result, time.monotonic()
+        future.ready.set()
 
     def call(self, function: Callable[[], object]) -> None:
         """Call a function on the event loop, before later results; from any thread."""
@@ -124,8 +146,8 @@ class RequestFutures:
 
     def _drop(self, request_id: str) -> None:
         future = self._futures.pop(request_id)
-        if future.result is None:
-            self._pending -= 1
-            error = RuntimeError("its session has ended")
-            future.result = FutureResult.of_error(error)
-            future.ready.set()  # whoever waits for it gets that
+        if future.result is None:  # whoever waits for it gets this
+            self._settle(future, FutureResult.of_error(RuntimeError("its session has ended")))
+        else:
+            del self._resolved[request_id]
+            self._kept_bytes -= future.size

@@ -16,7 +16,7 @@ from typing import Any
 
 from hjax.errors import ConfigError, RunError
 from hjax.files import replace_file
-from hjax.models.checkpoint import read_state, write_state
+from hjax.models.checkpoint import read_state, write_failure, write_state
 from hjax.models.checksums import verify_checksums, write_checksums
 from hjax.models.lora import Lora
 from hjax.models.parameters import Network, Params, to_host
@@ -26,8 +26,9 @@ from hjax.user_input import read_object
 
 STATE = "state.json"
 PARAMS, FIRST, SECOND = "params", "first_moments", "second_moments"
-# In the names of folders that are being written or removed.
-PARTIAL = ".partial"
+# Beginnings of folders' names: what is being written or removed, and what stood under the rest of
+# the name until a state that is being written replaces it.
+PARTIAL, REPLACED = ".partial", ".replaced."
 
 
 def write_saved(
@@ -70,11 +71,37 @@ def write_saved(
         write_checksums(partial, folder.name)
         # It may be changed later (when the state expires), so it has no checksum.
         replace_file(partial / STATE, json.dumps(described, indent=1) + "\n")
-        remove_saved(folder)
-        partial.rename(folder)
-    except OSError as error:
+        _replace(folder, partial)
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise RunError(f"{folder}: it could not be saved: {error.strerror}") from error
+        # The libraries raise ValueError for a full disk.
+        if isinstance(error, OSError | ValueError):
+            said = getattr(error, "strerror", "") or write_failure(error)
+            raise RunError(f"{folder}: it could not be saved: {said}") from error
+        raise
+
+
+def _replace(folder: Path, written: Path) -> None:
+    """Give a written state its name; a state under that name stays on disk until then."""
+    old = folder.with_name(f"{REPLACED}{folder.name}")
+    restore_replaced(old)
+    with contextlib.suppress(FileNotFoundError):
+        folder.rename(old)
+    try:
+        written.rename(folder)
+    finally:
+        restore_replaced(old)
+
+
+def restore_replaced(old: Path) -> None:
+    """Give a replaced state its name again if nothing replaced it, else remove it."""
+    if not old.is_dir():
+        return
+    folder = old.with_name(old.name.removeprefix(REPLACED))
+    if folder.is_dir():
+        remove_saved(old)
+    else:
+        old.rename(folder)
 
 
 def remove_saved(folder: Path) -> None:

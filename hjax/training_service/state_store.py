@@ -1,5 +1,6 @@
 """Saved states by their ``tinker://`` names, in a folder."""
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -11,14 +12,24 @@ from typing import Any
 
 from hjax.errors import ConfigError, RunError, short_repr
 from hjax.files import StrPath, replace_file
-from hjax.training_service.saved_state import PARTIAL, STATE, read_about, remove_saved
+from hjax.training_service.saved_state import (
+    PARTIAL,
+    REPLACED,
+    STATE,
+    read_about,
+    remove_saved,
+    restore_replaced,
+)
 
 WEIGHTS, SAMPLER_WEIGHTS = "weights", "sampler_weights"
 # What the API calls the two kinds.
 TYPES: Mapping[str, str] = {WEIGHTS: "training", SAMPLER_WEIGHTS: "sampler"}
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
-_MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,199}")
+# With each : quoted, a folder's name.
+_MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,79}")
 _SCHEME = "tinker://"
+# What ``state.json`` has of every state.
+_KEYS = {"base_model", "train_mlp", "train_attn", "saved_at", "optimizer", "lora"}
 # Seconds that a saved state may be given to live: an hour to ten years.
 _TTL = 3600, 10 * 366 * 24 * 3600
 
@@ -79,8 +90,11 @@ class StateStore:
             self._directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunError(f"--store={directory}: {error.strerror}") from error
-        for left in self._directory.glob(f"*/*/{PARTIAL}*"):  # of a server that was killed
+        # Of a server that was killed.
+        for left in self._directory.glob(f"*/*/{PARTIAL}*"):
             remove_saved(left)
+        for left in self._directory.glob(f"*/*/{REPLACED}*"):
+            restore_replaced(left)
 
     def folder(self, name: StateName) -> Path:
         """The folder of a saved state."""
@@ -96,29 +110,28 @@ class StateStore:
         folder = self.folder(name)
         if not (folder / STATE).is_file():
             raise ConfigError(f"{name}: there is no such saved state in this server's store")
-        about = read_about(folder)
-        expires = about.get("expires_at")
-        if expires is not None and expires < time.time():
+        about = _read(folder)
+        if _expired(about):
             raise ConfigError(f"{name}: this saved state has expired")
         return about
 
     def saved(self, model_id: str = "") -> list[tuple[StateName, dict[str, Any]]]:
         """The saved states of a model, or of all (no id), oldest first, with what is known of
-        them."""
-        found = [(name, self.about(name)) for name in self._names(model_id)]
+        them; damaged ones are left out."""
+        found = [(name, about) for name, about in self._known(model_id) if not _expired(about)]
         return sorted(found, key=lambda each: (each[1]["saved_at"], str(each[0])))
 
     def last_saved(self, model_id: str) -> str:
         """Path of the newest state of a model to train on; empty: none."""
         try:
             paths = [str(name) for name, _ in self.saved(model_id) if name.kind == WEIGHTS]
-        except ConfigError:
+        except OSError:  # the message that wants to name it says what else is wrong
             return ""
-        return paths[-1] if paths else ""
+        return paths[-1] if paths and model_id else ""
 
     def models(self) -> list[str]:
         """Ids of all models with saved states."""
-        return sorted({name.model_id for name in self._names()})
+        return sorted({name.model_id for name, _ in self.saved()})
 
     def remove(self, name: StateName) -> None:
         """Delete a saved state; ConfigError if there is none."""
@@ -133,23 +146,38 @@ class StateStore:
         """
         about = self.about(name) | {"expires_at": expiry(seconds)}
         # Checksums are of what is restored; they leave this file out.
-        replace_file(self.folder(name) / STATE, json.dumps(about, indent=1) + "\n")
+        try:
+            replace_file(self.folder(name) / STATE, json.dumps(about, indent=1) + "\n")
+        except OSError as error:
+            raise RunError(f"{name}: its state.json cannot be written: {error.strerror}") from error
 
     def remove_expired(self) -> None:
         """Delete the states that have expired."""
-        for name in self._names(expired=True):
-            remove_saved(self.folder(name))
+        for name, about in self._known():
+            if _expired(about):
+                remove_saved(self.folder(name))
 
-    def _names(self, model_id: str = "", expired: bool = False) -> Iterator[StateName]:
+    def _known(self, model_id: str = "") -> Iterator[tuple[StateName, dict[str, Any]]]:
+        if model_id and not _MODEL.fullmatch(model_id):
+            return
         model = urllib.parse.quote(model_id, safe="") or "*"
         for file in self._directory.glob(f"{model}/*/*/{STATE}"):
             *_, model, kind, name, _ = file.parts
-            model = urllib.parse.unquote(model)
-            if kind not in TYPES or name.startswith(PARTIAL):
-                continue
-            expires = read_about(file.parent).get("expires_at")
-            if (expires is not None and expires < time.time()) is expired:
-                yield StateName(model, kind, name)
+            # What is of no state of this server's, or damaged, hides no other.
+            with contextlib.suppress(ConfigError):
+                yield StateName(urllib.parse.unquote(model), kind, name), _read(file.parent)
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    about = read_about(folder)
+    if missing := _KEYS - about.keys():
+        raise ConfigError(f"{folder / STATE}: no {', '.join(sorted(missing))}: not of this server")
+    return about
+
+
+def _expired(about: Mapping[str, Any]) -> bool:
+    expires = about.get("expires_at")
+    return expires is not None and expires < time.time()
 
 
 def expiry(seconds: int | None) -> float | None:

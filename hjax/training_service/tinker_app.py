@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import hmac
+import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, TypeVar
 
@@ -16,8 +17,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from hjax.errors import ConfigError, one_line
-from hjax.serving.app import cancel_on_disconnect
+from hjax.errors import ConfigError, RunError, one_line
+from hjax.serving.app import cancel_on_disconnect, server_failed
 from hjax.serving.cross_site import CrossSiteCheck
 from hjax.serving.fields import RequestFields, parse_object, validate_fields
 from hjax.serving.limits import ServerLimits
@@ -28,6 +29,7 @@ from hjax.training_service.request_futures import FutureResult
 from hjax.training_service.state_store import StateName
 from hjax.training_service.tinker_messages import read_forward_backward
 from hjax.training_service.tinker_requests import (
+    ID_LENGTH,
     ConfigFields,
     CreateModelFields,
     HeartbeatFields,
@@ -70,6 +72,24 @@ def make_tinker_app(
       address: the IP address that the server listens on.
     """
     paths = _TinkerPaths(service, limits)
+    check: Callable[[Scope], None] = CrossSiteCheck(address, limits).check
+    if key:
+        check = functools.partial(check_api_key, key.encode())
+    app = Starlette(
+        routes=_routes(paths, _TinkerLists(service, paths.fields)),
+        middleware=[Middleware(_Refusals, check=check)],
+        exception_handlers={
+            HTTPException: _unrouted,
+            ClientDisconnect: _client_closed,
+            Exception: server_failed,
+        },
+    )
+    app.state.draining = False
+    app.state.running = paths.polls
+    return app
+
+
+def _routes(paths: "_TinkerPaths", lists: "_TinkerLists") -> list[Route]:
     posts = {
         "client/config": paths.config,
         "client/dynamic_config": paths.dynamic_config,
@@ -89,7 +109,6 @@ def make_tinker_app(
         "retrieve_future": paths.retrieve_future,
         "weights_info": paths.weights_info,
     }
-    lists = _TinkerLists(service, paths.fields)
     gets = {
         "healthz": lists.health,
         "get_server_capabilities": lists.capabilities,
@@ -107,17 +126,7 @@ def make_tinker_app(
         Route(one, lists.delete_checkpoint, methods=["DELETE"]),
         Route(f"{one}/ttl", lists.set_ttl, methods=["PUT"]),
     ]
-    check: Callable[[Scope], None] = CrossSiteCheck(address, limits).check
-    if key:
-        check = functools.partial(check_api_key, key.encode())
-    app = Starlette(
-        routes=routes,
-        middleware=[Middleware(_Refusals, check=check)],
-        exception_handlers={HTTPException: _unrouted, ClientDisconnect: _client_closed},
-    )
-    app.state.draining = False
-    app.state.running = paths.polls
-    return app
+    return routes
 
 
 def check_api_key(key: bytes, scope: Scope) -> None:
@@ -142,6 +151,8 @@ class _Refusals:
             await refused.response()(scope, receive, send)
         except ConfigError as error:
             await RequestRefused(one_line(error)).response()(scope, receive, send)
+        except RunError as error:
+            await RequestRefused(one_line(error), 500).response()(scope, receive, send)
 
 
 class _Poll:
@@ -292,18 +303,19 @@ class _TinkerPaths:
         given = await self._object(request)
         try:
             fields = validate_fields(SampleFields, given)
-            made = check_samples(fields)
+            made = check_samples(fields, self._service.limits.samples)
             if made["request_id"] not in self._service.futures:
                 self._service.check_room()
                 await self._service.samplers.sample(made["request_id"], fields)
-        except RequestRefused as refused:
-            sampler, number = given.get("sampling_session_id"), given.get("seq_id")
-            if refused.status != 400 or not isinstance(sampler, str) or type(number) is not int:
+        except (RequestRefused, ConfigError) as error:
+            refused = error if isinstance(error, RequestRefused) else RequestRefused(str(error))
+            request_id = _id_of(given, "sampling_session_id", "seq_id")
+            if refused.status != 400 or not request_id:
                 raise
-            request_id = f"{sampler}:{number}"
             self._service.refuse(request_id, ConfigError(refused.message))
             count = given.get("num_samples", 1)
-            numbers = range(count if type(count) is int and 0 < count < 2**16 else 1)
+            most = self._service.limits.samples
+            numbers = range(count if type(count) is int and 0 < count <= most else 1)
             made = {
                 "request_id": request_id,
                 "sample_sequence_ids": [f"{request_id}:{i}" for i in numbers],
@@ -417,22 +429,26 @@ def _result(result: FutureResult) -> Response:
 
 def _request_id_of(given: Mapping[str, Any]) -> str:
     """The future's id of a request whose fields are wrong; empty: it has no number."""
-    model_id, seq_id = given.get("model_id"), given.get("seq_id")
-    fits = isinstance(model_id, str) and model_id and type(seq_id) is int
-    return f"{model_id}:{seq_id}" if fits else ""
+    return _id_of(given, "model_id", "seq_id")
 
 
 def _model_id_of(given: Mapping[str, Any]) -> str:
-    session, number = given.get("session_id"), given.get("model_seq_id")
-    fits = isinstance(session, str) and session and type(number) is int
-    return f"{session}:train:{number}:create" if fits else ""
+    found = _id_of(given, "session_id", "model_seq_id", ":train:")
+    return f"{found}:create" if found else ""
+
+
+def _id_of(given: Mapping[str, Any], owner: str, number: str, between: str = ":") -> str:
+    name, count = given.get(owner), given.get(number)
+    named = isinstance(name, str) and 0 < len(name) <= ID_LENGTH
+    numbered = isinstance(count, int) and not isinstance(count, bool) and 0 <= count < 2**63
+    return f"{name}{between}{count}" if named and numbered else ""
 
 
 def _page(request: Request, rows: list[Any]) -> tuple[list[Any], dict[str, int]]:
     """The part of a list that ``offset`` and ``limit`` of the query name, and where it stands."""
     query = request.query_params
     limit, offset = query.get("limit", str(_PAGE)), query.get("offset", "0")
-    if not (limit.isdecimal() and offset.isdecimal()):
+    if not all(re.fullmatch("[0-9]{1,18}", text) for text in (limit, offset)):
         raise RequestRefused("limit and offset: whole numbers of 0 or more")
     start, count = int(offset), min(int(limit), _PAGE)
     cursor = {"offset": start, "limit": count, "total_count": len(rows)}

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hjax.errors import ConfigError
+from hjax.errors import ConfigError, short_repr
 from hjax.rollout.prompt_log_probs import Top
 from hjax.training_service.datum import Datum
 from hjax.training_service.learner import LossOutput
@@ -29,13 +29,16 @@ from hjax.training_service.protobuf import (
     varint,
 )
 from hjax.training_service.snapshot_sampler import SampleResult
+from hjax.training_service.tinker_requests import ID_LENGTH
 
 _DTYPES: Mapping[int, Any] = {1: np.float32, 2: np.int64, 3: np.int32}
 _FLOAT32, _BFLOAT16 = 1, 4
 # Log-prob of an empty place in a table of top tokens.
 _NO_LOGPROB = -99999.0
-# Values of one dense array at most: a sparse one's bytes say little of its size.
+# Values of all arrays of a request at most: a sparse one's bytes say little of its size.
 _MOST_VALUES = 2**26
+# Fields of a message at most: each takes many times its bytes once it is read.
+_MOST_DATA, _MOST_PARTS = 2**13, 2**10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +68,7 @@ def read_forward_backward(body: bytes) -> ForwardBackwardRequest:
     data: list[bytes] = []
     old: dict[str, Any] = {}
     new: dict[str, Any] = {}
-    for number, value in read_fields(body):
+    for number, value in read_fields(body, _MOST_DATA):
         if number == 1:
             found["model_id"] = as_text(value)
         elif number == 2:
@@ -84,18 +87,30 @@ def read_forward_backward(body: bytes) -> ForwardBackwardRequest:
             setting = last_fields(as_bytes(entry.get(2, b"")))
             told = as_text(setting[2]) if 2 in setting else as_number(setting.get(1, 0.0))
             new[as_text(entry.get(1, b""))] = told
+    for name in ("model_id", "loss"):
+        if len(found[name]) > ID_LENGTH:
+            raise ConfigError(f"{name} has {len(found[name])} characters: at most {ID_LENGTH}")
     return ForwardBackwardRequest(data=tuple(data), config=new or old, **found)
 
 
-def read_datum(message: bytes) -> Datum:
-    """A datum from its message.
+def read_data(messages: Sequence[bytes]) -> list[Datum]:
+    """The data of a request; ConfigError as of ``read_datum``, and for too many values."""
+    found, left = [], _MOST_VALUES
+    for message in messages:
+        found.append(read_datum(message, left))
+        left -= sum(array.size for array in found[-1].inputs.values())
+    return found
+
+
+def read_datum(message: bytes, most: int = _MOST_VALUES) -> Datum:
+    """A datum from its message, of so many values at most.
 
     Raises:
       ConfigError: it is damaged, or has something else than text.
     """
     tokens: list[np.ndarray] = []
     inputs: dict[str, np.ndarray] = {}
-    for number, value in read_fields(message):
+    for number, value in read_fields(message, _MOST_PARTS):
         if number == 1:
             chunk = last_fields(as_bytes(value))
             if 1 not in chunk:
@@ -105,18 +120,20 @@ def read_datum(message: bytes) -> Datum:
             tokens.append(_array(as_bytes(text.get(1, b"")), np.int32))
         elif number == 2:
             entry = last_fields(as_bytes(value))
-            inputs[as_text(entry.get(1, b""))] = read_tensor(as_bytes(entry.get(2, b"")))
+            array = read_tensor(as_bytes(entry.get(2, b"")), most)
+            most -= array.size
+            inputs[as_text(entry.get(1, b""))] = array
     return Datum(np.concatenate(tokens) if tokens else np.zeros(0, np.int32), inputs)
 
 
-def read_tensor(message: bytes) -> np.ndarray:
-    """An array from its message; a sparse one (CSR) is 0 elsewhere.
+def read_tensor(message: bytes, most: int = _MOST_VALUES) -> np.ndarray:
+    """An array of so many values at most from its message; a sparse one (CSR) is 0 elsewhere.
 
     Raises:
       ConfigError: it is damaged, or of another dtype than float32, bfloat16, int32 and int64.
     """
     dense, sparse, number, shape = b"", None, 0, list[int]()
-    for field, value in read_fields(message):
+    for field, value in read_fields(message, _MOST_PARTS):
         if field == 1:
             dense = as_bytes(value)
         elif field == 2:
@@ -125,8 +142,11 @@ def read_tensor(message: bytes) -> np.ndarray:
             number = as_int32(value)
         elif field == 4:
             shape += read_ints(value)
-    if math.prod(shape) > _MOST_VALUES:
-        raise ConfigError(f"an array of shape {shape}: at most {_MOST_VALUES} values")
+    if len(shape) > 2 or max([math.prod(shape), *shape]) > most:
+        raise ConfigError(
+            f"an array of shape {short_repr(shape)}: at most {_MOST_VALUES} values over a request, "
+            "as [N] or [N, K]"
+        )
     if sparse is not None:
         return _dense(sparse, number, shape)
     values = _values(dense, number)

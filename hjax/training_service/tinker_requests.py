@@ -2,39 +2,62 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import Annotated, Any
 
 import pydantic
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from hjax.errors import ConfigError
 from hjax.serving.fields import RequestFields
 from hjax.training_service.snapshot_sampler import SampleRequest
 
 _SEQ = 2**53
+# Characters of an id, a name or a path: each is kept as long as its session or result.
+ID_LENGTH = 256
+# Characters of a client's metadata, as JSON.
+_METADATA_LENGTH = 2**14
+# Stop strings and tokens of one request.
+_STOPS = 128
+# Log-probs of top tokens that one request may ask for, over all its responses.
+_TOP_LOG_PROBS = 2**22
+
+
+def _short(metadata: dict[str, Any]) -> dict[str, Any]:
+    try:
+        length = len(json.dumps(metadata))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if length > _METADATA_LENGTH:
+        raise ValueError(f"{length} characters of JSON; at most {_METADATA_LENGTH}")
+    return metadata
+
+
+Id = Annotated[str, Field(max_length=ID_LENGTH)]
+Metadata = Annotated[dict[str, Any], AfterValidator(_short)]
 
 
 class TinkerFields(RequestFields):
     """An object of a request. Every one may name its ``type``."""
 
     model_config = pydantic.ConfigDict(strict=True, extra="forbid", protected_namespaces=())
-    type: str = ""
+    type: Id = ""
 
 
 class ConfigFields(TinkerFields):
-    sdk_version: str
+    sdk_version: Id
 
 
 class SessionFields(TinkerFields):
-    sdk_version: str
+    sdk_version: Id
     tags: list[str] = []
-    user_metadata: dict[str, Any] = {}
-    project_id: str = ""
-    display_name: str = ""
+    user_metadata: Metadata = {}
+    project_id: Id = ""
+    display_name: Id = ""
 
 
 class HeartbeatFields(TinkerFields):
-    session_id: str
+    session_id: Id
 
 
 class LoraFields(TinkerFields):
@@ -56,7 +79,7 @@ class LoraFields(TinkerFields):
 
 
 class OptimizerFields(TinkerFields):
-    type: str = "adamw"
+    type: Id = "adamw"
     version: int = 1
 
     def check(self) -> None:
@@ -66,29 +89,29 @@ class OptimizerFields(TinkerFields):
 
 
 class CreateModelFields(TinkerFields):
-    session_id: str
+    session_id: Id
     model_seq_id: int = Field(ge=0, lt=_SEQ)
-    base_model: str
-    user_metadata: dict[str, Any] = {}
+    base_model: Id
+    user_metadata: Metadata = {}
     lora_config: LoraFields | None = None
     optimizer_config: OptimizerFields = OptimizerFields()
 
 
 class LoadFields(TinkerFields):
-    path: str
+    path: Id
     optimizer: bool
-    model_id: str = ""
+    model_id: Id = ""
     seq_id: int | None = Field(None, ge=0, lt=_SEQ)
-    session_id: str = ""
+    session_id: Id = ""
     model_seq_id: int | None = Field(None, ge=0, lt=_SEQ)
-    base_model: str = ""
-    user_metadata: dict[str, Any] = {}
+    base_model: Id = ""
+    user_metadata: Metadata = {}
     optimizer_config: OptimizerFields = OptimizerFields()
-    weights_access_token: str = ""
+    weights_access_token: Id = ""
 
 
 class ModelFields(TinkerFields):
-    model_id: str
+    model_id: Id
 
 
 class AdamFields(TinkerFields):
@@ -101,7 +124,7 @@ class AdamFields(TinkerFields):
 
 
 class OptimFields(TinkerFields):
-    model_id: str
+    model_id: Id
     seq_id: int = Field(ge=0, lt=_SEQ)
     adam_params: AdamFields | None = None
     optimizer_params: dict[str, Any] | None = None
@@ -115,33 +138,33 @@ class OptimFields(TinkerFields):
 
 
 class SaveFields(TinkerFields):
-    model_id: str
+    model_id: Id
     seq_id: int = Field(ge=0, lt=_SEQ)
-    path: str = ""
+    path: Id = ""
     ttl_seconds: int | None = None
     overwrite: bool = False
-    user_metadata: dict[str, str] = {}
+    user_metadata: Annotated[dict[str, str], AfterValidator(_short)] = {}
 
 
 class SaveForSamplerFields(TinkerFields):
-    model_id: str
+    model_id: Id
     seq_id: int = Field(ge=0, lt=_SEQ)
-    path: str = ""
+    path: Id = ""
     sampling_session_seq_id: int | None = Field(None, ge=0, lt=_SEQ)
-    kind: str = "snapshot"
+    kind: Id = "snapshot"
     ttl_seconds: int | None = None
-    user_metadata: dict[str, str] = {}
+    user_metadata: Annotated[dict[str, str], AfterValidator(_short)] = {}
 
 
 class SamplingSessionFields(TinkerFields):
-    session_id: str
+    session_id: Id
     sampling_session_seq_id: int = Field(ge=0, lt=_SEQ)
-    base_model: str = ""
-    model_path: str = ""
+    base_model: Id = ""
+    model_path: Id = ""
 
 
 class ChunkFields(RequestFields):
-    type: str = "encoded_text"
+    type: Id = "encoded_text"
     tokens: list[int] = []
     # Of images and others, which are refused by their type.
     data: Any = None
@@ -182,6 +205,8 @@ class SamplingFields(TinkerFields):
         )
         if not fits:
             raise ConfigError("stop: a string, or a list of strings or token ids")
+        if len(values) > _STOPS:
+            raise ConfigError(f"{len(values)} stop strings and tokens: at most {_STOPS}")
         return tuple(values)
 
 
@@ -189,9 +214,9 @@ class SampleFields(TinkerFields):
     prompt: PromptFields
     sampling_params: SamplingFields
     num_samples: int = 1
-    base_model: str = ""
-    model_path: str = ""
-    sampling_session_id: str = ""
+    base_model: Id = ""
+    model_path: Id = ""
+    sampling_session_id: Id = ""
     seq_id: int | None = Field(None, ge=0, lt=2**63)
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = Field(0, ge=0)
@@ -220,6 +245,13 @@ class SampleFields(TinkerFields):
         prompt, params = self.prompt.tokens(), self.sampling_params
         if len(prompt) > longest:
             raise ConfigError(f"a prompt of {len(prompt)} tokens: at most {longest}")
+        drawn = longest if params.max_tokens is None else min(params.max_tokens, longest)
+        count = self.num_samples * drawn * self.topk_sample_logprobs
+        if count > _TOP_LOG_PROBS:
+            raise ConfigError(
+                f"topk_sample_logprobs={self.topk_sample_logprobs}: {count} log-probs of all "
+                f"responses; at most {_TOP_LOG_PROBS}, so give a smaller max_tokens or num_samples"
+            )
         last = self.prompt_logprobs_last_n
         if last is not None and not 1 <= last < max(len(prompt), 2):
             raise ConfigError(
@@ -240,14 +272,14 @@ class SampleFields(TinkerFields):
 
 
 class RetrieveFields(TinkerFields):
-    request_id: str
+    request_id: Id
     allow_metadata_only: bool = False
-    model_id: str = ""
+    model_id: Id = ""
 
 
 class PathFields(TinkerFields):
-    tinker_path: str
-    weights_access_token: str = ""
+    tinker_path: Id
+    weights_access_token: Id = ""
 
 
 class TtlFields(TinkerFields):

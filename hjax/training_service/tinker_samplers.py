@@ -20,6 +20,8 @@ from hjax.training_service.tinker_requests import SampleFields
 
 # Snapshots of a session that stay in memory; those of saved states are read again.
 SNAPSHOTS = 16
+# Samplers of all sessions at a time; of more the least used are dropped.
+_MOST_SAMPLERS = 2**14
 
 
 @dataclasses.dataclass
@@ -85,6 +87,8 @@ class TinkerSamplers:
         if sampler_id in self._samplers:
             return
         self._samplers[sampler_id] = sampler
+        if len(self._samplers) > _MOST_SAMPLERS:
+            self._samplers.popitem(last=False)
         loaded = [
             each
             for each in self._samplers.values()
@@ -156,16 +160,18 @@ class TinkerSamplers:
             return Snapshot(programs, learned, label=about["saved_at"])
 
 
-def check_samples(fields: SampleFields) -> dict[str, Any]:
+def check_samples(fields: SampleFields, most: int) -> dict[str, Any]:
     """The answer to a request for samples: its future's id, and one of each response.
 
     Raises:
-      ConfigError: it names no sampler or number.
+      ConfigError: it names no sampler or number, or asks for more responses than ``most``.
     """
     if not fields.sampling_session_id or fields.seq_id is None:
         raise ConfigError("asample needs sampling_session_id and seq_id")
     request_id = f"{fields.sampling_session_id}:{fields.seq_id}"
-    numbers = range(min(max(fields.num_samples, 1), 2**16))
+    if fields.num_samples > most:
+        raise ConfigError(f"num_samples={fields.num_samples}: at most {most}")
+    numbers = range(max(fields.num_samples, 1))
     return {
         "request_id": request_id,
         "sample_sequence_ids": [f"{request_id}:{i}" for i in numbers],

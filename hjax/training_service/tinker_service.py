@@ -26,7 +26,7 @@ from hjax.training_service.state_store import (
 )
 from hjax.training_service.tinker_messages import (
     ForwardBackwardRequest,
-    read_datum,
+    read_data,
     write_output,
 )
 from hjax.training_service.tinker_requests import (
@@ -53,16 +53,20 @@ class TinkerLimits:
 
     Attributes:
       session_seconds: without a heartbeat after which a session ends, with its models and samplers.
+      sessions: at a time.
       models: at a time.
       rank: of adapters at most.
       futures: requests that wait for their results at a time.
+      futures_bytes: of gradients' requests that wait, and of all results that are kept.
       samples: responses that wait or are drawn at a time, over all samplers.
     """
 
     session_seconds: float = 600.0
+    sessions: int = 1024
     models: int = 64
     rank: int = 256
     futures: int = 4096
+    futures_bytes: int = 2**30
     samples: int = 16384
 
 
@@ -121,7 +125,9 @@ class TinkerService:
         kept: bool = True,
     ):
         self.base, self.names, self.store, self.limits, self.kept = base, names, store, limits, kept
-        self.futures = RequestFutures(asyncio.get_running_loop(), limits.futures)
+        self.futures = RequestFutures(
+            asyncio.get_running_loop(), limits.futures, limits.futures_bytes
+        )
         self._queue = TrainingQueue()
         self._sessions: dict[str, _Session] = {}
         self.models: dict[str, LoadedModel] = {}
@@ -133,7 +139,11 @@ class TinkerService:
     # Sessions
 
     def create_session(self, metadata: Mapping[str, Any], name: str) -> str:
-        """Open a session; returns its id."""
+        """Open a session; returns its id. RequestRefused (429) if too many are open."""
+        if len(self._sessions) >= self.limits.sessions:
+            raise RequestRefused(
+                f"{self.limits.sessions} sessions are open, as many as may", 429, retry_after=10
+            )
         session = uuid.uuid4().hex
         self._sessions[session] = _Session(time.monotonic(), metadata, name)
         return session
@@ -290,10 +300,12 @@ class TinkerService:
 
         def compute(model: LoadedModel) -> FutureResult:
             run = model.learner.forward if request.forward_only else model.learner.forward_backward
-            output = run([read_datum(each) for each in request.data], request.loss, request.config)
+            output = run(read_data(request.data), request.loss, request.config)
             return FutureResult(write_output(output), protobuf=True)
 
-        return self._submit(request.model_id, request.seq_id, compute)
+        return self._submit(
+            request.model_id, request.seq_id, compute, size=sum(map(len, request.data))
+        )
 
     def optim_step(self, fields: OptimFields) -> str:
         """Take a step; returns the future's id."""
@@ -408,15 +420,20 @@ class TinkerService:
         return request_id
 
     def _submit(
-        self, model_id: str, seq_id: int, work: Callable[[LoadedModel], FutureResult]
+        self,
+        model_id: str,
+        seq_id: int,
+        work: Callable[[LoadedModel], FutureResult],
+        size: int = 0,
     ) -> str:
-        """A future of a model's request, which runs after those that came before it."""
+        """A future of a model's request of so many bytes, which runs after those that came before
+        it."""
         request_id = f"{model_id}:{seq_id}"
         if request_id in self.futures:
             return request_id
         self.check_room()
         session_id = self._opened.get(model_id)
-        self.futures.add(request_id, session_id or "")
+        self.futures.add(request_id, session_id or "", size)
         if session_id is None:
             self._fail(request_id, RunError(self._why_gone(model_id)))
             return request_id

@@ -16,6 +16,7 @@ from families import logits, model
 from helpers import computed, tiny_config, trainer_of
 from references import AutoModelForCausalLM, peft
 from test_lora_runs import AHEAD, BOTH, CRITIC, LORA, axes, close
+from test_tool_runs import tool_keys
 
 import hjax
 from hjax.data.tasks import get_task
@@ -48,6 +49,8 @@ MAZE = {
     "environment.max_turns": 6, "rollout.max_response_length": 30, "environment.processes": 2,
     "warm_start.steps": 4,
 }  # fmt: skip
+# Before a second update, where rounding decides between turns.
+ONCE = {"compared": 1}
 # Of a model with experts.
 BALANCED = {"actor.router_loss": 0.1}
 EACH = {**BALANCED, **LORA, "actor.lora.targets": ("q", "v", "gate", "up", "down")}
@@ -67,7 +70,8 @@ class Row:
       algorithm: its name.
       changes: its keys, beside those of `helpers.TINY`; `compared`: of so many steps the metrics
         are compared, the others differ by rounding that Adam makes whole steps of.
-      start: the model that it begins with: "base", "experts" or "" (from scratch).
+      start: the model that it begins with: "base", "experts" or "" (from scratch); "tools": one
+        that calls tools, whose conversations the run has.
       same: whether its metrics are those of a run without what changes no number.
       slow: whether it is not among the extended tests.
     """
@@ -189,6 +193,14 @@ TABLE = {
     "episodes: greedy ones as the baseline, processes": Row("ReMax", {**MAZE, **TWO}),
     "episodes: ahead, packs": Row(
         "GRPO", {**MAZE, **AHEAD, "data.packing": 48}, same=False, slow=False),
+    # Conversations with tools.
+    "tools: adapters, packs, tensor": Row(
+        "GRPO", {**LORA, **ONCE, "data.packing": 224, **WIDE}, "tools", slow=False),
+    "tools: critic's, fsdp, micro-batches": Row(
+        "PPO", {**LORA, **CRITIC, **ONCE, **axes(fsdp=4), "actor.micro_batch": 8}, "tools"),
+    "tools: packs, processes": Row("GRPO", {**ONCE, "data.packing": 224, **TWO}, "tools"),
+    "tools: ahead, adapters, packs": Row(
+        "GRPO", {**LORA, **AHEAD, "data.packing": 224}, "tools", same=False, slow=False),
     # What draws or rounds otherwise: a resume alone, and what the dry run says.
     "pipe, bfloat16": Row("GRPO", {**STAGES, **BFLOAT16}, same=False),
     "few heads, slots, judged": Row(
@@ -234,8 +246,9 @@ TABLE = {
 }  # fmt: skip
 # What numbers depend on, beside the algorithm.
 NUMBERS = ("actor.lora.", "critic.lora.", "actor.learning_rate", "actor.path", "actor.router_loss",
-           "algorithm.", "warm_start.", "steps", "data.task", "environment.",
-           "rollout.max_response_length", "reference.sync", "eval.",
+           "algorithm.", "warm_start.", "steps", "data.task", "data.path", "data.eval_",
+           "tokenizer.", "environment.", "reward.function", "rollout.max_prompt_length",
+           "rollout.max_response_length", "model.max_length", "reference.sync", "eval.",
            "actor.ema_decay", "model.rope_scaling")  # fmt: skip
 
 
@@ -248,6 +261,12 @@ def experts(tmp_path_factory):
     model("qwen3 experts", vocab_size=16, num_experts_per_tok=2, **sizes).save_pretrained(folder)
     get_task("sorting").tokenizer().save(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory):
+    """Keys of runs with tools."""
+    return tool_keys(tmp_path_factory.mktemp("tools"))
 
 
 def rows_of(algorithm, changes, workdir=None):
@@ -278,7 +297,9 @@ def test_what_is_combined_runs_and_resumes_bit_for_bit(name, tmp_path, request, 
     row = TABLE[name]
     changes = {"steps": 2, "checkpoint.every": 1, **row.changes}
     compared = changes.pop("compared", 2)
-    if row.start:
+    if row.start == "tools":
+        changes = {**request.getfixturevalue("tools"), **changes}
+    elif row.start:
         changes["actor.path"] = request.getfixturevalue(row.start)
     whole, again = tmp_path / "whole", tmp_path / "again"
     with trainer_of(row.algorithm, changes, whole) as trainer:

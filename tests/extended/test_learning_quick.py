@@ -52,10 +52,23 @@ def test_what_a_measure_says_by_hand():
 
 def test_configs_say_what_they_learn_by():
     said = {name: learning.measures(name.removesuffix(".py")) for name in config_names()}
-    assert {f"{learning.config_of(name)[0]}.py" for name in LEARNS} <= said.keys()
+    shipped = LEARNS.keys() - set(learning.STAGED)
+    assert {f"{learning.config_of(name)[0]}.py" for name in shipped} <= said.keys()
     assert said["grpo.py"] == HELD_OUT and said["stories.py"] == said["ppo_llama_7b.py"] == ()
     assert [m.metric for m in said["safe_rlhf.py"]] == ["eval/reward", "cost/mean"]
     assert said["safe_rlhf.py"][1].below == load_config("safe_rlhf.py").algorithm.cost_limit
+
+
+def test_runs_of_stages_are_told_by_what_all_stages_do_and_their_data():
+    told = learning.settings("lookup", 7)
+    assert told["sft.seed"] == told["grpo.seed"] == 7
+    assert told["grpo.actor.path"] == "{workdir}/sft" and "environment" not in str(
+        learning.settings("lookup_alone", 7)
+    )
+    assert told["data"] != learning.settings("recovery", 7)["data"]
+    assert told == learning.settings("lookup", 7) != learning.settings("lookup", 8)
+    assert "tool_tasks.py:lookup" in learning.arguments("lookup", 7)[0]
+    assert set(learning.STAGED) <= LEARNS.keys() and learning._task("lookup_alone") == "lookup"
 
 
 @pytest.fixture

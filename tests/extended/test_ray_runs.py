@@ -10,6 +10,7 @@ import pytest
 from helpers import computed, episode_keys, tiny_config
 from test_algorithms_extending import write_examples
 from test_controller_pickled import RUNNABLE, SHORT, UNUSED
+from test_tool_runs import tool_keys
 
 import hjax
 from hjax.controller import ResourcePool, Timeline, WorkerGroup, ray_calls
@@ -171,6 +172,17 @@ def test_environments_play_each_episode_once(tmp_path, monkeypatch):
     # A reset for each of 16 episodes a step, and those of the evaluations.
     resets = [line for line in calls[0] if line.startswith("reset")]
     assert len(resets) >= 3 * 16 and len(calls[0]) > 2 * len(resets)
+
+
+def test_conversations_with_tools_on_ray(tmp_path):
+    """Two processes draw the turns of which one would draw all; tools are called the same times."""
+    keys = tool_keys(tmp_path) | {"steps": 1, "eval.every": 0, "data.packing": 224}
+    one, two = (
+        run(tiny_config("GRPO", keys | where))
+        for where in (in_one_process(2, each=1), on_cluster(2, each=1))
+    )
+    assert_close(two, one)
+    assert one[0]["episode/tool_calls"] > 0.5 and one[0]["actor/grad_norm"] > 0
 
 
 COUNTING = """

@@ -22,11 +22,9 @@ def reward(prompts, responses, answer, **columns):
 '''
 
 
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory):
+def tool_keys(folder):
     """Keys of runs from a model that has learned conversations with a tool by heart, some of them
     with a call that cannot be read or a result that it does not use."""
-    folder = tmp_path_factory.mktemp("tools")
     (folder / "tools.py").write_text(TOOLS)
     shown = {"type": "function", "function": {"name": "double"}}
     talks, rows = [], []
@@ -68,6 +66,12 @@ def keys(tmp_path_factory):
         "reward.function": f"{folder}/tools.py:reward",
         "rollout.max_prompt_length": 40,
     }
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory):
+    """As ``tool_keys``."""
+    return tool_keys(tmp_path_factory.mktemp("tools"))
 
 
 def test_calls_are_run_and_the_last_turn_is_rewarded(keys, tmp_path):
