@@ -145,6 +145,9 @@ LEARNS: dict[str, tuple[Measure, ...]] = {
     "fee_schedule_direct": (Measure("eval/accuracy", rise=None),),
     "calculator": (Measure("eval/reward"),),
     "calculator_alone": (Measure("eval/reward", rise=None),),
+    # Of episodes the mean return: 475 of 500 counts as solved.
+    "ppo_cartpole": (Measure("eval/reward", rise=400),),
+    "dqn_cartpole": (Measure("eval/reward", rise=100),),
     "spell_backward": (Measure("eval/accuracy", rise=0.1),),
     # Conversations with tools, and the same questions without. What is most likely changes at once,
     # what is drawn little by little.

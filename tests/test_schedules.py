@@ -27,6 +27,7 @@ UPDATES = {
     "dapo": ACTOR,
     "distillation": {"actor": 2, "teacher": 2},  # 1 x 256 / 128, and algorithm.teacher_updates
     "dpo": EXAMPLES,
+    "dqn_cartpole": {"actor": 200},  # 50 x 4
     "dr_grpo": ACTOR,
     "fee_schedule": ACTOR,  # 2 x 160 / 80
     "gdpo": ACTOR,
@@ -45,6 +46,7 @@ UPDATES = {
     "opo": {"actor": 1},
     "orpo": EXAMPLES,
     "ppo": WITH_CRITIC,
+    "ppo_cartpole": {"actor": 32, "critic": 32},  # 4 x 8 x 128 / 128
     "ppo_llama_7b": WITH_CRITIC,  # 1 x 512 / 128
     "prime": {"actor": 4, "process_reward": 4},
     "process_reward_model": EXAMPLES,
@@ -69,8 +71,10 @@ UPDATES = {
     "rlhf:reviews reward_model": EXAMPLES,
     "rlhf:reviews ppo": WITH_CRITIC,  # 2 x 64 / 32
 }
-# Runs of these need weights and prompts that do not come with hjax.
-READS_OTHER_FILES = ("base", "ppo_llama_7b", "stories", "rlhf:reviews")
+# Runs of these need weights and prompts that do not come with hjax, or have no sequences.
+READS_OTHER_FILES = (
+    "base", "ppo_cartpole", "dqn_cartpole", "ppo_llama_7b", "stories", "rlhf:reviews",
+)  # fmt: skip
 STEPS = 2
 # 16 responses a step, in mini-batches of 4 where the config has any.
 SIZES = {k: v for k, v in TINY.items() if not k.startswith("data.task")} | ONE_DEVICE | {

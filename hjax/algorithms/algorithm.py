@@ -117,6 +117,8 @@ class Algorithm(PromptChoice):
     reward: Any
     cost: Any
     cost_critic: Any
+    target: Any
+    buffer: Any
 
     def step(self, prompts: Batch) -> Batch:
         """One step of the dataflow on a batch of prompts; returns the batch it trained on.
@@ -151,6 +153,7 @@ class Algorithm(PromptChoice):
         """Rollout: answer prompts; the part of a step that may run asynchronously.
 
         An algorithm that does not generate takes the next demonstrations and ignores the prompts.
+        Without ``sequences`` the prompts are ``{"step": number}``, and so is what this returns.
 
         It only makes calls and waits for none. With asynchronous rollout
         (``rollout.max_staleness``) it runs in another thread than ``learn``, so it must not change
@@ -161,6 +164,8 @@ class Algorithm(PromptChoice):
         """
         if self.generates:
             return self.answer(prompts)
+        if not self.sequences:
+            return prompts
         assert self.demonstrations is not None
         return self.demonstrations()
 
@@ -194,6 +199,17 @@ class Algorithm(PromptChoice):
         Returns:
           by metric prefix (logits, outcomes), both float [examples, ...]; an outcome is 1 yes,
           0 no, NaN unknown. {} where the algorithm predicts nothing.
+        """
+        return {}
+
+    def evaluate(self, held_out: Any) -> dict[str, float]:
+        """Further metrics of an evaluation, by name; they stand under ``eval/``.
+
+        With ``sequences`` they stand beside rewards and accuracy of greedy answers. Nothing may be
+        changed here that training reads.
+
+        Args:
+          held_out: the run's held-out dataset; None where it has none.
         """
         return {}
 
@@ -369,7 +385,15 @@ class Algorithm(PromptChoice):
 
 def row_count(batch: Mapping[str, Any]) -> int:
     """Number of rows of a batch of arrays."""
-    return batch["response_mask"].shape[0]
+    if "response_mask" in batch:
+        return batch["response_mask"].shape[0]
+    rows = next((np.shape(x)[0] for x in batch.values() if np.ndim(x)), None)
+    if rows is None:
+        raise RunError(
+            f"minibatches: no array with rows among {', '.join(batch) or 'no entries'}; give "
+            "arrays with a row per example"
+        )
+    return rows
 
 
 def take_rows(batch: Mapping[str, Any], chosen: Any) -> Batch:

@@ -116,7 +116,10 @@ def step_calls(
 
 
 def updates_per_step(algorithm: type[Algorithm], config: ConfigDict) -> collections.Counter[str]:
-    """By role, the updates that the algorithm's own ``step`` calls."""
+    """By role, the updates that the algorithm's own ``step`` calls; without sequences those that
+    its class says."""
+    if not algorithm.sequences:
+        return collections.Counter(dict(algorithm.updates_per_step(config.algorithm)))
     rows = config.rollout.prompts * config.rollout.samples
     minibatches = rows // (config.algorithm.get("minibatch", 0) or rows)
     calls = step_calls(algorithm, config.algorithm, minibatches, config.rollout.samples)

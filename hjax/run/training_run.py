@@ -27,7 +27,7 @@ from hjax.run.device_trace import DeviceTrace
 from hjax.run.episode_rollout import EpisodeRollout, environment_of
 from hjax.run.examples import make_example_sources
 from hjax.run.health_checks import schedule_remarks, setup_warnings
-from hjax.run.inputs import load_inputs, make_prompt_sampler
+from hjax.run.inputs import make_prompt_sampler, run_inputs
 from hjax.run.loggers import make_loggers
 from hjax.run.memory_check import MemoryCheck
 from hjax.run.metrics import StepRecorder
@@ -80,7 +80,7 @@ class TrainingRun:
         self._repair = repair
         self.trace = self._make_trace(profile, workdir)
         self.algorithm_class = get_algorithm(self.config.algorithm.name)
-        self.inputs = load_inputs(self.config, self.algorithm_class.source)
+        self.inputs = run_inputs(self.config, self.algorithm_class)
         config = self.config
         self.backend: Backend
         if on_cluster(config) and executor is None:
@@ -150,7 +150,7 @@ class TrainingRun:
     def _set_up(self, workdir: str | Path | None, overwrite: bool) -> None:
         config, inputs = self.config, self.inputs
         self.timeline = self.roles.timeline
-        self.prompts = make_prompt_sampler(config, inputs)
+        self.prompts: Any = make_prompt_sampler(config, inputs)
         self.async_rollout: AsyncRollout | None = None
         self._async_state: dict[str, int] | None = None
         self._example_sources = make_example_sources(config, self.algorithm_class, inputs)
@@ -204,7 +204,10 @@ class TrainingRun:
 
     def _choose(self, first: int = 0) -> dict[str, Any]:
         """Prompts for the next step; further ones if it has ``first`` sequences already."""
-        order = self._order(self.step_number + 1, lambda: self.step_number, first)
+        number = self.step_number + 1
+        if not self.algorithm_class.sequences:
+            return {"step": number}
+        order = self._order(number, lambda: self.step_number, first)
         return self.algorithm.choose(order, self.prompts.per_step)
 
     @property
@@ -219,7 +222,7 @@ class TrainingRun:
     @property
     def policy(self) -> RolloutPolicy | None:
         """The actor's handle if a separate rollout generates, else None."""
-        actor = self.roles.groups["actor"]
+        actor = self.roles.groups.get("actor")
         return actor if isinstance(actor, RolloutPolicy) else None
 
     def _start(self, devices: Sequence[Any], executor: ExecutorFactory) -> None:
@@ -256,10 +259,10 @@ class TrainingRun:
                 self.config.checkpoint.keep,
                 best_checkpoint_selector(self.config, self.workdir.path),
             )
-            scalar = self.roles.table["actor"].scalar
-            with self.workdir.writing("model"):
-                start = self.config.actor.path
-                write_model_files(self.workdir.path, self.inputs, scalar, start)
+            if self.algorithm_class.sequences:
+                scalar, start = self.roles.table["actor"].scalar, self.config.actor.path
+                with self.workdir.writing("model"):
+                    write_model_files(self.workdir.path, self.inputs, scalar, start)
             self.workdir.write_json("plan.json", plan_record(self.roles))
             if forms_of(self.backend.platform):
                 self.workdir.write_json(KERNELS, self.forms.record(self.backend.device_kind))
