@@ -123,6 +123,9 @@ HELD_OUT = (Measure("eval/accuracy"),)
 # Of pairs: which of the two the policy has made more likely than its reference has. At first it is
 # the reference: chance. Its answers are to get better too.
 PREFERS = (Measure("actor/accuracy", start=0.5), Measure("eval/accuracy", rise=0.05))
+# Of judged prompts: accuracy, and beside it the share of groups without a gradient.
+JUDGED = (Measure("eval/accuracy", rise=0.1), Measure("judge/zero_variance", rise=None))
+COMPARED = (Measure("eval/accuracy", rise=None),)
 # By what each config's runs show that they learn; those that are not here: by held-out accuracy.
 LEARNS: dict[str, tuple[Measure, ...]] = {
     "base": (),  # nobody's task
@@ -134,8 +137,17 @@ LEARNS: dict[str, tuple[Measure, ...]] = {
     "safe_rlhf": (Measure("eval/reward", rise=0.05), Measure("cost/mean", rise=-0.3, below=0.1)),
     # Of episodes the mean return, of which no other right and wrong is told.
     "maze": (Measure("eval/reward", rise=0.1),),
+    "gigpo": (Measure("eval/reward", rise=0.1), Measure("episode/turns", rise=None)),
+    # What others are compared with, and what they are compared by.
+    "gigpo_episodes": (Measure("eval/reward", rise=None), Measure("episode/turns", rise=None)),
+    "metis": JUDGED,
+    **dict.fromkeys(("metis_frozen", "metis_uniform", "metis_oracle"), COMPARED),
+    "fee_schedule_direct": (Measure("eval/accuracy", rise=None),),
     "calculator": (Measure("eval/reward"),),
     "calculator_alone": (Measure("eval/reward", rise=None),),
+    # Of episodes the mean return: 475 of 500 counts as solved.
+    "ppo_cartpole": (Measure("eval/reward", rise=400),),
+    "dqn_cartpole": (Measure("eval/reward", rise=100),),
     "spell_backward": (Measure("eval/accuracy", rise=0.1),),
     # Conversations with tools, and the same questions without. What is most likely changes at once,
     # what is drawn little by little.
@@ -149,6 +161,12 @@ LEARNS: dict[str, tuple[Measure, ...]] = {
 # need packages from outside (the extra `environments`).
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "calculator_alone": ("calculator", {"data.task_options.tool": False}),
+    # GRPO on the same episodes.
+    "gigpo_episodes": ("gigpo", {"algorithm.step_weight": 0.0}),
+    "metis_frozen": ("metis", {"algorithm.judge_weight": 0.0}),
+    "metis_uniform": ("metis", {"algorithm.judge": "none"}),
+    "metis_oracle": ("metis", {"algorithm.judge": "rollouts"}),
+    "fee_schedule_direct": ("fee_schedule", {"data.task_options.mode": "direct"}),
     "spell_backward": (
         "grpo",
         {

@@ -157,7 +157,8 @@ def answered(keys: Mapping[str, Any], batches: int) -> list[dict[str, Any]]:
         trainer.prepare()
         algorithm, found = trainer.algorithm, []
         for number in range(batches):
-            batch = algorithm.collect(trainer._draw(trainer.prompts.next(), number + 1))
+            order = trainer._order(number + 1, lambda: 0)
+            batch = algorithm.collect(algorithm.choose(order, trainer.prompts.per_step))
             reference = algorithm.reference.compute_ref_log_prob(batch)
             found.append(join(batch, reference, algorithm.reward.compute_reward(batch)))
         return found

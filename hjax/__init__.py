@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # what type checkers and editors see of the table below
     from hjax.roles import Role as Role
     from hjax.rollout.language_model import load_model as load_model
     from hjax.rules import Key as Key
+    from hjax.run.saved_worker import load_worker as load_worker
     from hjax.run.trainer import Trainer as Trainer
     from hjax.settings.config_loading import load_config as get_config
     from hjax.settings.keys import default_config as default_config
@@ -47,6 +48,7 @@ _LAZY = {
     "get_config": ("hjax.settings.config_loading", "load_config"),
     "default_config": ("hjax.settings.keys", "default_config"),
     "load_model": ("hjax.rollout.language_model", "load_model"),
+    "load_worker": ("hjax.run.saved_worker", "load_worker"),
     "plan": ("hjax.planning.auto", "plan_run"),
     "protocol": ("hjax.sharding.protocols", "protocol"),
     "rules": ("hjax.rules", ""),
@@ -69,6 +71,7 @@ __all__ = [
     "errors",
     "get_config",
     "load_model",
+    "load_worker",
     "plan",
     "protocol",
     "rules",

@@ -10,6 +10,9 @@ import numpy as np
 LENGTHS = "response_lengths"
 # Of rows that only fill up a batch of episodes.
 NO_EPISODE = -1
+# Entries of prompts that their answers have too, dicts of lists: the data's columns, and what
+# ``Algorithm.choose`` has said of each prompt.
+REPEATED = COLUMNS, CHOICE = "columns", "choice"
 # The batch entry with counts over all rows; all others have one entry per row.
 OUTCOME_COUNTS = "reward_outcomes"
 
@@ -45,6 +48,15 @@ def sample_rows(batch: Mapping[str, Any]) -> np.ndarray:
         return np.arange(len(batch["response_mask"]))
     _, first = np.unique(np.asarray(numbers), return_index=True)
     return np.sort(first[np.asarray(numbers)[first] != NO_EPISODE])
+
+
+def repeat_columns(prompts: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
+    """``columns`` (there always) and ``choice`` (where prompts have it) of these rows."""
+    return {
+        key: {name: [values[i] for i in rows] for name, values in prompts.get(key, {}).items()}
+        for key in REPEATED
+        if key == COLUMNS or key in prompts
+    }
 
 
 def select_rows(batch: Mapping[str, Any], rows: Sequence[int] | np.ndarray) -> dict[str, Any]:

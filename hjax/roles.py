@@ -164,6 +164,15 @@ def role_table(names: Sequence[str], own: Mapping[str, Any], owner: str) -> dict
     return table
 
 
+def network_role(name: str, worker: Any) -> Role:
+    """The role of a run without sequences: a class alone under a standing name is trained if that
+    role is, and a reference starts from the actor; none of them has a language model."""
+    if isinstance(worker, Role):
+        return worker
+    trained = name in ROLES and ROLES[name].trained
+    return Role(worker, name, trained=trained, starts_from="actor" if name == "reference" else "")
+
+
 def calls_of(worker: Any) -> dict[str, str]:
     """Phase by name of a worker class's methods that belong to the dataflow (hjax.protocol)."""
     return {name: method.phase for name, method in bound_methods(worker).items() if method.phase}

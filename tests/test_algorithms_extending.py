@@ -168,8 +168,8 @@ def test_the_worker_and_its_algorithm_take_under_twenty_lines(examples):
 def test_every_example_is_one_of_those_above(examples):
     files = [file.name for file in sorted(examples.glob("*.py"))]
     assert files == [
-        "again.py", "dynamic.py", "leave_one_out.py", "mine.py", "near.py", "nesterov.py",
-        "varied.py", "wide.py",
+        "again.py", "duel.py", "dynamic.py", "leave_one_out.py", "mine.py", "near.py",
+        "nesterov.py", "varied.py", "wide.py",
     ]  # fmt: skip
 
 
@@ -182,12 +182,31 @@ def test_an_optimizer_of_ones_own(examples):
 
 
 @pytest.mark.extended
-@pytest.mark.extended
-def test_an_earlier_batch_is_learned_from_again(examples):
-    _, _, trainer = run(examples, "again.py:Again", **{"steps": 3, "algorithm.minibatch": 8})
+def test_earlier_rows_are_learned_from_again(examples):
+    _, rows, trainer = run(examples, "again.py:Again", **{"steps": 3, "algorithm.minibatch": 8})
     spans = [s for s in trainer.timeline.spans() if s.method == "update_actor"]
-    # Two mini-batches of the first step's batch; then two of a kept one beside.
-    assert [sum(s.step == step for s in spans) for step in (1, 2, 3)] == [2, 4, 4]
+    # Two mini-batches of each step's batch; from the second step on one of earlier rows beside.
+    assert [sum(s.step == step for s in spans) for step in (1, 2, 3)] == [2, 3, 3]
+    assert "replay/loss" not in rows[0]
+    for row in rows[1:]:
+        assert np.isfinite(row["replay/loss"])
+        # Fresh rows are of the weights that learn; replayed ones are not.
+        assert row["rollout/token_prob_error"] < 1.0001 < row["replay/token_prob_error"]
+
+
+def test_self_play_takes_two_actors_and_forty_lines(examples):
+    lines = [line for line in (examples / "duel.py").read_text().splitlines()[1:] if line.strip()]
+    assert len(lines) < 40
+    config = hjax.default_config()
+    config.algorithm.name = f"{examples}/duel.py:Duel"
+    config.actor.learning_rate = config.critic.learning_rate = 0.05
+    trainer = hjax.Trainer(config)
+    try:
+        rows = trainer.run(3)
+    finally:
+        trainer.close()
+    assert {"first/loss", "second/loss", "reward/mean"} <= rows[-1].keys()
+    assert rows[0]["first/learning_rate"] == pytest.approx(0.05)
 
 
 @pytest.mark.parametrize("name", ["again.py:Again", "varied.py:Varied"])

@@ -27,8 +27,11 @@ UPDATES = {
     "dapo": ACTOR,
     "distillation": {"actor": 2, "teacher": 2},  # 1 x 256 / 128, and algorithm.teacher_updates
     "dpo": EXAMPLES,
+    "dqn_cartpole": {"actor": 200},  # 50 x 4
     "dr_grpo": ACTOR,
+    "fee_schedule": ACTOR,  # 2 x 160 / 80
     "gdpo": ACTOR,
+    "gigpo": ACTOR,
     "gpg": {"actor": 1},
     "grpo": ACTOR,
     "gspo": ACTOR,
@@ -38,10 +41,12 @@ UPDATES = {
     "kto": EXAMPLES,
     "max_rl": ACTOR,
     "maze": ACTOR,
+    "metis": {"actor": 2},  # 1 x 128 / 64
     "online_dpo": ACTOR,
     "opo": {"actor": 1},
     "orpo": EXAMPLES,
     "ppo": WITH_CRITIC,
+    "ppo_cartpole": {"actor": 32, "critic": 32},  # 4 x 8 x 128 / 128
     "ppo_llama_7b": WITH_CRITIC,  # 1 x 512 / 128
     "prime": {"actor": 4, "process_reward": 4},
     "process_reward_model": EXAMPLES,
@@ -66,8 +71,10 @@ UPDATES = {
     "rlhf:reviews reward_model": EXAMPLES,
     "rlhf:reviews ppo": WITH_CRITIC,  # 2 x 64 / 32
 }
-# Runs of these need weights and prompts that do not come with hjax.
-READS_OTHER_FILES = ("base", "ppo_llama_7b", "stories", "rlhf:reviews")
+# Runs of these need weights and prompts that do not come with hjax, or have no sequences.
+READS_OTHER_FILES = (
+    "base", "ppo_cartpole", "dqn_cartpole", "ppo_llama_7b", "stories", "rlhf:reviews",
+)  # fmt: skip
 STEPS = 2
 # 16 responses a step, in mini-batches of 4 where the config has any.
 SIZES = {k: v for k, v in TINY.items() if not k.startswith("data.task")} | ONE_DEVICE | {
@@ -116,7 +123,7 @@ def small(name):
     unused += [] if config.algorithm.get("minibatch") else ["algorithm.minibatch"]
     unused += [] if config.warm_start.steps else ["warm_start.steps"]
     changes = {key: value for key, value in SIZES.items() if key not in unused}
-    if name in ("calculator", "maze"):  # room for a whole episode
+    if name in ("calculator", "fee_schedule", "gigpo", "maze", "metis"):  # room for a whole one
         changes["rollout.max_response_length"] = 0
     if config.actor.frozen_updates:
         changes["actor.frozen_updates"] = 5

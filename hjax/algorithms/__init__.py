@@ -22,9 +22,15 @@ from hjax.algorithms.critic_free import (
 )
 from hjax.algorithms.distillation import Distillation
 from hjax.algorithms.dpo import CDPO, DPO, IPO, ORPO, HingeDPO, RobustDPO, SimPO
+from hjax.algorithms.dqn import DQN
+from hjax.algorithms.flow_matching import FlowGRPO, FlowMatching
+from hjax.algorithms.gigpo import GiGPO
 from hjax.algorithms.grpo import GRPO
 from hjax.algorithms.kto import KTO
+from hjax.algorithms.metis import METIS
+from hjax.algorithms.network_ppo import NetworkPPO
 from hjax.algorithms.on_policy_pairs import SPIN, OnlineDPO
+from hjax.algorithms.op_grpo import OPGRPO
 from hjax.algorithms.ppo import PPO, VAPO
 from hjax.algorithms.prime import PRIME
 from hjax.algorithms.remax import ReMax
@@ -53,6 +59,8 @@ __all__ = [
     "GPG",
     "MaxRL",
     "GDPO",
+    "METIS",
+    "GiGPO",
     "VAPO",
     "PRIME",
     "DPO",
@@ -70,6 +78,11 @@ __all__ = [
     "RewardModel",
     "CostModel",
     "ProcessRewardModel",
+    "NetworkPPO",
+    "DQN",
+    "FlowMatching",
+    "FlowGRPO",
+    "OPGRPO",
     "Algorithm",
     "Batch",
     "get_algorithm",

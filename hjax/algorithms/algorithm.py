@@ -12,10 +12,11 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms.advantages import overlong_penalty
+from hjax.algorithms.difficulty import make_difficulty_filter
 from hjax.algorithms.episode_rows import EpisodeRows, episode_minibatches
 from hjax.algorithms.kl import make_entropy_controller, make_kl_controller
 from hjax.algorithms.prediction_calibration import Predictions
-from hjax.algorithms.spec import AlgorithmSpec
+from hjax.algorithms.prompt_choice import PromptChoice, choice_metrics
 from hjax.batches import response_lengths
 from hjax.controller import Future, join
 from hjax.controller.messages import MiniBatch
@@ -46,7 +47,7 @@ class AbsentRole:
         return lambda *args, **kwargs: {}
 
 
-class Algorithm(AlgorithmSpec):
+class Algorithm(PromptChoice):
     """Base of every algorithm.
 
     Subclass it (or one of its subclasses) and override ``collect``, ``learn`` or
@@ -65,6 +66,7 @@ class Algorithm(AlgorithmSpec):
         drawn so far; None where prompts are drawn ahead of the step.
       environment: plays an episode for each sample of a batch of prompts, see ``answer``; None: a
         sample is one response.
+      tokenizer: of the actor; None: there is none.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Algorithm(AlgorithmSpec):
         max_response_length: int = 0,
         more_prompts: Callable[[int], Batch] | None = None,
         environment: Any = None,
+        tokenizer: Any = None,
     ):
         self.config = config
         self.seed = seed
@@ -85,6 +88,7 @@ class Algorithm(AlgorithmSpec):
         self.max_response_length = max_response_length
         self.more_prompts = more_prompts
         self.environment = environment
+        self.tokenizer = tokenizer
         if config.get("pretraining_coef") and demonstrations is None:
             raise ConfigError(
                 "algorithm.pretraining_coef needs demonstrations; this data has none: set it to 0"
@@ -102,6 +106,7 @@ class Algorithm(AlgorithmSpec):
             setattr(self, role, groups[role])
         self.kl = make_kl_controller(config)
         self.entropy = make_entropy_controller(config)
+        self.difficulty = make_difficulty_filter(config)
         # (role, metrics) of this step's updates, see `log`; the trainer reads it.
         self.logged: list[tuple[str, Future | Mapping[str, Any]]] = []
 
@@ -112,6 +117,8 @@ class Algorithm(AlgorithmSpec):
     reward: Any
     cost: Any
     cost_critic: Any
+    target: Any
+    buffer: Any
 
     def step(self, prompts: Batch) -> Batch:
         """One step of the dataflow on a batch of prompts; returns the batch it trained on.
@@ -146,6 +153,7 @@ class Algorithm(AlgorithmSpec):
         """Rollout: answer prompts; the part of a step that may run asynchronously.
 
         An algorithm that does not generate takes the next demonstrations and ignores the prompts.
+        Without ``sequences`` the prompts are ``{"step": number}``, and so is what this returns.
 
         It only makes calls and waits for none. With asynchronous rollout
         (``rollout.max_staleness``) it runs in another thread than ``learn``, so it must not change
@@ -156,6 +164,8 @@ class Algorithm(AlgorithmSpec):
         """
         if self.generates:
             return self.answer(prompts)
+        if not self.sequences:
+            return prompts
         assert self.demonstrations is not None
         return self.demonstrations()
 
@@ -189,6 +199,17 @@ class Algorithm(AlgorithmSpec):
         Returns:
           by metric prefix (logits, outcomes), both float [examples, ...]; an outcome is 1 yes,
           0 no, NaN unknown. {} where the algorithm predicts nothing.
+        """
+        return {}
+
+    def evaluate(self, held_out: Any) -> dict[str, float]:
+        """Further metrics of an evaluation, by name; they stand under ``eval/``.
+
+        With ``sequences`` they stand beside rewards and accuracy of greedy answers. Nothing may be
+        changed here that training reads.
+
+        Args:
+          held_out: the run's held-out dataset; None where it has none.
         """
         return {}
 
@@ -342,25 +363,37 @@ class Algorithm(AlgorithmSpec):
     def batch_metrics(self, batch: Batch) -> dict[str, float]:
         """Metrics that this algorithm adds to the step's row, computed from its batch.
 
-        Metrics common to all algorithms (rewards, KL, lengths) are added elsewhere.
+        Metrics common to all algorithms (rewards, KL, lengths) are added elsewhere. By default what
+        ``choose`` has said in numbers.
         """
-        return {}
+        return choice_metrics(batch)
 
     def state(self) -> dict[str, Any]:
         """State for a checkpoint, as plain JSON; the workers save their arrays themselves."""
         entropy = {} if self.entropy is None else {"entropy": self.entropy.state()}
-        return {"kl": self.kl.state(), **entropy}
+        chosen = {} if self.difficulty is None else {"difficulty": self.difficulty.state()}
+        return {"kl": self.kl.state(), **entropy, **chosen}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a ``state()``."""
         self.kl.restore(state["kl"])
         if self.entropy is not None:
             self.entropy.restore(state["entropy"])
+        if self.difficulty is not None:
+            self.difficulty.restore(state["difficulty"])
 
 
 def row_count(batch: Mapping[str, Any]) -> int:
     """Number of rows of a batch of arrays."""
-    return batch["response_mask"].shape[0]
+    if "response_mask" in batch:
+        return batch["response_mask"].shape[0]
+    rows = next((np.shape(x)[0] for x in batch.values() if np.ndim(x)), None)
+    if rows is None:
+        raise RunError(
+            f"minibatches: no array with rows among {', '.join(batch) or 'no entries'}; give "
+            "arrays with a row per example"
+        )
+    return rows
 
 
 def take_rows(batch: Mapping[str, Any], chosen: Any) -> Batch:

@@ -1,18 +1,17 @@
 """Dataflow operators after RLlib Flow (Liang et al. 2021, arXiv 2011.12719), as plain functions.
 
 A flow is an iterator of batches or of futures of batches. The operators do not wait for futures, so
-``ahead`` and ``concurrently`` overlap calls by issuing them early, wherever they run.
+``ahead`` and ``concurrently`` overlap calls by issuing them early, wherever they run. What a flow
+keeps is its ``state()``; rows that are replayed are kept by a role of their own,
+``hjax.workers.ReplayBuffer``, and stand in the checkpoint.
 """
 
 import collections
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
-
-from hjax.algorithms.algorithm import Batch
-from hjax.controller import Future, join
+from hjax.controller import Future
 from hjax.controller.futures import DEADLINE_SECONDS
 from hjax.errors import ConfigError, RunError
 
@@ -20,26 +19,146 @@ T = TypeVar("T")
 _POLL_SECONDS = 0.002
 
 
-def concurrently(*calls: Callable[[], T]) -> list[T]:
-    """Make all calls before any of their futures is waited for; returns their results.
+class Flow(Iterator[T]):
+    """An iterator with a state: what ``calls``, ``concurrently``, ``union``, ``store`` and
+    ``replay`` return. An algorithm puts ``state()`` into its own, and a resumed run goes on with
+    the same items, bit for bit.
+
+    Args:
+      advance: returns the next item; it changes ``position``.
+      flows: those it is made of.
+    """
+
+    def __init__(
+        self, advance: Callable[["Flow[T]"], T], flows: Sequence[Any] = (), position: Any = 0
+    ):
+        self._advance, self._flows, self.position = advance, flows, position
+
+    def __next__(self) -> T:
+        return self._advance(self)
+
+    def state(self) -> dict[str, Any]:
+        """Position of this flow and of those it is made of, as plain JSON."""
+        inner = [flow.state() if isinstance(flow, Flow) else None for flow in self._flows]
+        return {"position": self.position, "flows": inner}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a ``state()``."""
+        if len(state["flows"]) != len(self._flows):
+            raise ConfigError(
+                f"a flow of {len(self._flows)} flows is restored from one of "
+                f"{len(state['flows'])}; build it as it was"
+            )
+        self.position = state["position"]
+        for flow, inner in zip(self._flows, state["flows"], strict=True):
+            if inner is not None:
+                flow.restore(inner)
+
+
+def calls(function: Callable[[int], T]) -> Flow[T]:
+    """``function(number)`` for the numbers 0, 1, 2, ...; its state is the next number."""
+
+    def advance(flow: Flow[T]) -> T:
+        flow.position += 1
+        return function(flow.position - 1)
+
+    return Flow(advance)
+
+
+def concurrently(*flows: Iterable[Any], weights: Sequence[int] = ()) -> Flow[list[Any]]:
+    """Rounds: a list of so many items of each flow, in order, until one of them ends.
+
+    All items of a round are asked for before any is waited for, so that calls on different pools
+    overlap; calls on one pool run in order. (RLlib Flow's ``Concurrently`` in round robin.)
+
+    Args:
+      flows: of futures, or of anything else.
+      weights: items of each flow in a round; by default 1.
 
     Example:
-        >>> sampled, greedy = concurrently(lambda: 1, lambda: 2)
+        >>> next(concurrently(calls(lambda n: n), calls(lambda n: -n), weights=[1, 2]))
+        [0, 0, -1]
     """
-    return [call() for call in calls]
+    counts = _checked_weights(flows, weights)
+    iterators = [iter(flow) for flow in flows]
+
+    def advance(flow: Flow[list[Any]]) -> list[Any]:
+        made = []
+        for iterator, count in zip(iterators, counts, strict=True):
+            made += [next(iterator) for _ in range(count)]
+        flow.position += 1
+        return made
+
+    return Flow(advance, flows)
 
 
-def union(*flows: Iterable[T]) -> Iterator[T]:
-    """One item of each flow in turn, until all of them have ended."""
-    waiting = collections.deque(iter(flow) for flow in flows)
-    while waiting:
-        flow = waiting.popleft()
-        try:
-            item = next(flow)
-        except StopIteration:
-            continue
-        waiting.append(flow)
-        yield item
+def union(*flows: Iterable[T], weights: Sequence[int] = ()) -> Flow[T]:
+    """The items of several flows in turn, until all of them have ended.
+
+    Args:
+      flows: of any items.
+      weights: items that each flow gives before it is the next one's turn; by default 1.
+    """
+    counts = _checked_weights(flows, weights)
+    iterators = [iter(flow) for flow in flows]
+    start = {"turn": 0, "taken": 0, "ended": []}
+
+    def advance(flow: Flow[T]) -> T:
+        at = flow.position
+        while len(at["ended"]) < len(iterators):
+            turn = at["turn"]
+            if turn in at["ended"] or at["taken"] == counts[turn]:
+                at["turn"], at["taken"] = (turn + 1) % len(iterators), 0
+                continue
+            try:
+                item = next(iterators[turn])
+            except StopIteration:
+                at["ended"].append(turn)
+                continue
+            at["taken"] += 1
+            return item
+        raise StopIteration
+
+    return Flow(advance, flows, start)
+
+
+def _checked_weights(flows: Sequence[Any], weights: Sequence[int]) -> Sequence[int]:
+    if not flows:
+        raise ConfigError("no flows were given; name one or more")
+    counts = weights or [1] * len(flows)
+    if len(counts) != len(flows) or min(counts) < 1:
+        raise ConfigError(f"weights={list(counts)} of {len(flows)} flows: a number each, 1 or more")
+    return counts
+
+
+def store(flow: Iterable[T], buffer: Any, kind: str = "") -> Flow[T]:
+    """The items of a flow, each also put into a replay buffer.
+
+    Args:
+      flow: of batches, or of their futures; nothing is waited for here.
+      buffer: the worker group of a ``hjax.workers.ReplayBuffer``.
+      kind: of its rows, see there.
+    """
+    iterator = iter(flow)
+
+    def advance(flow: Flow[T]) -> T:
+        item = next(iterator)
+        buffer.store(item, kind=kind)
+        flow.position += 1
+        return item
+
+    return Flow(advance, [flow])
+
+
+def replay(buffer: Any, rows: int, seed: int = 0) -> Flow[Future]:
+    """Futures of batches drawn from a replay buffer; its state is how many were drawn.
+
+    Args:
+      buffer: the worker group of a ``hjax.workers.ReplayBuffer``.
+      rows: of each batch.
+      seed: of the draws, beside the run's: two flows of one buffer need another each.
+    """
+    return calls(lambda number: buffer.sample(rows, number, seed))
 
 
 def in_step(flow: Iterable[T], *others: Iterable[Any]) -> Iterator[T]:
@@ -90,33 +209,3 @@ def as_completed(
             time.sleep(_POLL_SECONDS)
         waiting = [future for future in waiting if not future.done() or future not in done]
         yield from done
-
-
-class Replay:
-    """Replay buffer: keeps the newest batches and samples from them uniformly.
-
-    Batches are kept as numpy arrays on the controller. They are not part of a checkpoint: an
-    algorithm that wants to restore them must save them itself, because ``state`` is plain JSON.
-
-    Args:
-      batches: capacity; the oldest batch is evicted.
-      seed: of the sampling.
-    """
-
-    def __init__(self, batches: int, seed: int = 0):
-        if batches < 1:
-            raise ConfigError(f"a replay buffer of {batches} batches: 1 or more")
-        self._batches: collections.deque[Batch] = collections.deque(maxlen=batches)
-        self._rng = np.random.default_rng(seed)
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def store(self, batch: Any) -> Batch:
-        """Add a batch (a future is waited for) and return it."""
-        self._batches.append(join(batch))
-        return self._batches[-1]
-
-    def sample(self, count: int = 1) -> list[Batch]:
-        """Sample `count` batches without replacement, or all if there are fewer."""
-        return [self._batches[int(i)] for i in self._rng.permutation(len(self._batches))[:count]]

@@ -42,6 +42,7 @@ class Resampling(Algorithm):
                 "one of them to 0"
             )
         self._resample_metrics: dict[str, float] = {}
+        self._drawn: Batch | None = None  # all that this step has drawn, kept or not
 
     @classmethod
     def check_samples(cls, config: ConfigDict, samples: int) -> None:
@@ -73,7 +74,7 @@ class Resampling(Algorithm):
         Args:
           batch: from ``collect``, or its future. Without ``resample`` it is returned as it is.
         """
-        self._resample_metrics = {}
+        self._resample_metrics, self._drawn = {}, None
         if not self.config.resample:
             return batch
         sampled = [join(batch, self.reward.compute_reward(batch))]
@@ -87,6 +88,7 @@ class Resampling(Algorithm):
             sampled.append(join(more, self.reward.compute_reward(more)))
             signals.append(self._groups_with_signal(sampled[-1]))
         everything, with_signal = concatenate_batches(sampled), np.concatenate(signals)
+        self._drawn = everything
         rewards = np.asarray(everything["rewards"], np.float64)[sample_rows(everything)]
         self._resample_metrics = {
             "rollout/groups_drawn": float(with_signal.size),
@@ -107,6 +109,10 @@ class Resampling(Algorithm):
         # Of the raw rewards: a length penalty alone is not a learning signal.
         rewards = np.asarray(batch["rewards"])[sample_rows(batch)]
         return np.asarray(rewards_differ(rewards, self.samples))
+
+    def remember(self, batch: Batch) -> None:
+        """With ``resample`` of all groups that the step has drawn."""
+        super().remember(batch if self._drawn is None else self._drawn)
 
     def batch_metrics(self, batch: Batch) -> dict[str, float]:
         """With ``resample`` the numbers of groups sampled and kept, and the mean sampled reward."""

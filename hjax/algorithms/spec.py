@@ -8,10 +8,11 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms.aggregation import AGGREGATIONS
 from hjax.algorithms.corrections import CORRECTIONS
+from hjax.algorithms.difficulty import KEYS as DIFFICULTY_KEYS
 from hjax.algorithms.kl import KL_KINDS
 from hjax.config import Config, convert
 from hjax.errors import ConfigError
-from hjax.roles import Role, role_table
+from hjax.roles import Role, network_role, role_table
 from hjax.rules import Key, above, at_least, between, finite, one_of
 
 
@@ -22,6 +23,9 @@ class AlgorithmSpec:
     # Role name -> worker class (a subclass of hjax.workers.Worker) or hjax.Role: additional roles,
     # or another class for one of the roles above.
     workers: ClassVar[dict[str, Any]] = {}
+    # Whether it learns from sequences of tokens (False: from arrays of its own making; there are no
+    # prompts, no tokenizer and no language model, and `generates` is False).
+    sequences: ClassVar[bool] = True
     # Whether a step generates rollouts (False: it reads responses from the dataset).
     generates: ClassVar[bool] = True
     # Kind of training data: "prompts", "demonstrations", preference "pairs", "verdicts" (unpaired
@@ -38,6 +42,15 @@ class AlgorithmSpec:
     data_hint: ClassVar[str] = ""
     # Which of the keys below this algorithm reads; None: all of them.
     shared_keys: ClassVar[tuple[str, ...] | None] = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if not cls.sequences:
+            cls.generates = False
+            if cls.shared_keys is None:
+                cls.shared_keys = ("max_skipped",)
+            if cls.roles is AlgorithmSpec.roles:
+                cls.roles = ()
 
     # Additional keys, and `defaults` that override those of the base classes.
     keys: ClassVar[Mapping[str, Key]] = {
@@ -124,6 +137,7 @@ class AlgorithmSpec:
             "stops",
             at_least(0),
         ),
+        **DIFFICULTY_KEYS,
     }
     defaults: ClassVar[Mapping[str, Any]] = {}
 
@@ -185,6 +199,26 @@ class AlgorithmSpec:
             )
 
     @classmethod
+    def longest_prompt(cls, config: ConfigDict, prompt_length: int) -> int:
+        """Tokens of the longest prompt that the actor reads.
+
+        Args:
+          config: the section ``algorithm``, complete.
+          prompt_length: of the run's data.
+        """
+        return prompt_length
+
+    @classmethod
+    def pretraining_loss(cls, config: ConfigDict) -> Any:
+        """The loss on ``pretraining_batch``, added to the actor's, if it is another than that on
+        demonstrations; else None.
+
+        Args:
+          config: the section ``algorithm``, complete.
+        """
+        return None
+
+    @classmethod
     def check_rewards(cls, config: ConfigDict, names: Sequence[str]) -> None:
         """Raise ConfigError if the algorithm cannot learn from rewards with these names.
 
@@ -238,9 +272,39 @@ class AlgorithmSpec:
         """
         names = cls.needed_roles(config)
         own = {name: worker for name, worker in cls.workers.items() if name in names}
+        if not cls.sequences:
+            own = {name: network_role(name, worker) for name, worker in own.items()}
         return role_table(names, own, cls.__name__)
 
     @classmethod
     def losses(cls, config: ConfigDict, max_response_length: int) -> dict[str, Any]:
-        """The loss of each trained role, by role; picklable, because it is sent to the worker."""
+        """The loss of each trained role, by role; picklable, because it is sent to the worker.
+
+        Without ``sequences`` a role that has none here is trained by its worker's own.
+        """
+        if not cls.sequences:
+            return {}
         raise NotImplementedError(f"{cls.__name__} must define losses")
+
+    @classmethod
+    def describe_step(cls, config: ConfigDict) -> dict[str, int]:
+        """Batch arithmetic of a step without ``sequences``, for the dry run: numbers by name.
+
+        Args:
+          config: the section ``algorithm``, complete.
+        """
+        return {}
+
+    @classmethod
+    def updates_per_step(cls, config: ConfigDict) -> Mapping[str, int]:
+        """Updates of each trained role in a step, of an algorithm without ``sequences``; by them
+        learning rates fall.
+
+        Args:
+          config: the section ``algorithm``, complete.
+        """
+        raise ConfigError(
+            f"a learning rate with a schedule or a warm-up share ends with the run's updates, and "
+            f"{cls.__name__} does not say how many a step takes: define "
+            "updates_per_step(config) -> {role: number}, or use schedule=constant"
+        )

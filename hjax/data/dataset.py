@@ -311,10 +311,10 @@ class PromptSampler:
         self.position = 0  # prompts taken since the start
         self._epoch, self._order = -1, np.empty(0, np.int64)
 
-    def next(self) -> np.ndarray:
-        """Indices of the next step's prompts, int64 [per_step]."""
+    def next(self, count: int | None = None) -> np.ndarray:
+        """Indices of the next step's prompts, int64 [per_step]; or of the next ``count``."""
         taken: list[np.ndarray] = []
-        missing = self.per_step
+        missing = self.per_step if count is None else count
         while missing:
             epoch, offset = divmod(self.position, self.size)
             part = self._epoch_order(epoch)[offset : offset + missing]

@@ -114,11 +114,12 @@ class MixedSampler:
         """Prompts taken since the start."""
         return sum(order.position for order in self._orders)
 
-    def next(self) -> np.ndarray:
-        """Indices of the next step's prompts, int64 [per_step]."""
+    def next(self, count: int | None = None) -> np.ndarray:
+        """Indices of the next step's prompts, int64 [per_step]; or of the next ``count``."""
+        wanted = self.per_step if count is None else count
         taken = np.array([order.position for order in self._orders], float)
         found = []
-        for number in range(self.position + 1, self.position + 1 + self.per_step):
+        for number in range(self.position + 1, self.position + 1 + wanted):
             source = int(np.argmax(self._shares * number - taken))  # the one furthest behind
             taken[source] += 1
             [index] = self._orders[source].next()

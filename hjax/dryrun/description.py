@@ -16,6 +16,7 @@ from hjax.machine import device_memory
 from hjax.models import parameter_counts
 from hjax.run.backends import local_devices
 from hjax.run.reward_check import trial_calls
+from hjax.workers import NetworkWorker
 
 
 def describe(trainer: Any) -> dict[str, Any]:
@@ -53,26 +54,42 @@ def describe(trainer: Any) -> dict[str, Any]:
         **({"remark": remark} if remark else {}),
         **({"forms": trainer.forms.remark} if trainer.forms.remark else {}),
         **({"data": list(trainer.inputs.remarks)} if trainer.inputs.remarks else {}),
-        "first_examples": first_examples(config, trainer.inputs, trainer.algorithm_class.source),
+        **_first_examples(trainer),
         "batch": _batch(trainer),
         **judged,
         "placement": [_members(roles, members) for members in roles.plan.placement],
         "host_roles": [r for r in roles.builds if r not in roles.layouts],
-        "parameters": {
-            role: parameter_counts.parameter_count(worker.network.config, worker.scalar)
-            for role, worker in rehearsal.workers.items()
-        },
-        "learned": {
-            role: parameter_counts.learned_parameters(worker.network.config, worker.scalar)
-            if hasattr(worker, "optimizer_state")
-            else 0
-            for role, worker in rehearsal.workers.items()
-        },
+        "parameters": {role: _parameters(x) for role, x in rehearsal.workers.items()},
+        "learned": {role: _learned(x) for role, x in rehearsal.workers.items()},
         "resident_bytes": {r: sum(x.values()) for r, x in resident_bytes(rehearsal).items()},
         "device_memory_bytes": min(filter(None, map(device_memory, devices)), default=None),
         **settings_records(roles, rehearsal, records),
         "memory": records,
     }
+
+
+def _parameters(worker: Any) -> int:
+    """Number of a worker's parameters."""
+    if isinstance(worker, NetworkWorker):
+        return worker.network.size
+    return parameter_counts.parameter_count(worker.network.config, worker.scalar)
+
+
+def _learned(worker: Any) -> int:
+    """Number of a worker's parameters that are trained."""
+    if isinstance(worker, NetworkWorker):
+        return worker.network.size if worker.updater is not None else 0
+    if not hasattr(worker, "optimizer_state"):
+        return 0
+    return parameter_counts.learned_parameters(worker.network.config, worker.scalar)
+
+
+def _first_examples(trainer: Any) -> dict[str, Any]:
+    """The first example of each kind, of a run that reads any."""
+    if not trainer.algorithm_class.sequences:
+        return {}
+    source = trainer.algorithm_class.source
+    return {"first_examples": first_examples(trainer.config, trainer.inputs, source)}
 
 
 def _members(roles: Any, members: Sequence[str]) -> dict[str, Any]:
@@ -91,6 +108,8 @@ def _members(roles: Any, members: Sequence[str]) -> dict[str, Any]:
 def _batch(trainer: Any) -> dict[str, Any]:
     """Batch arithmetic of a step."""
     config = trainer.config
+    if not trainer.algorithm_class.sequences:
+        return {"steps": config.steps, **trainer.algorithm_class.describe_step(config.algorithm)}
     if not trainer.algorithm_class.generates:
         return {
             "sequences_per_update": config.warm_start.batch,

@@ -92,6 +92,9 @@ def step_programs(
       the programs, and a remark: empty, or why all programs of the workers are counted (the calls
       of the step cannot be traced).
     """
+    if not algorithm.sequences:
+        remark = "the programs of networks of your own are compiled at their first call: here are "
+        return [], remark + "parameters and optimizer states alone"
     rows = config.rollout.prompts * config.rollout.samples
     samples = config.rollout.samples
     if not algorithm.generates:

@@ -41,10 +41,10 @@ def episode_batch(
       ``episode`` and ``group`` int32 [rows]; ``turn`` int32
       [rows, length], of each drawn token its turn in the episode, else -1; ``anchor`` like it, of
       the state in which its turn was taken, numbered from 0 within the group, -1 none;
-      ``token_rewards`` float32 [rows, length], each turn's at its last token; ``stop_reason`` and
-      ``turn_records`` (``Episode.turn_records``), lists, and ``episode_metrics``, by name float32
-      [rows], the same in all rows of an episode; ``prompt_text`` and ``response_text``, as they
-      were seen and said.
+      ``invalid_action`` bool like it; ``token_rewards`` float32 [rows, length], each turn's at its
+      last token; ``stop_reason`` and ``turn_records`` (``Episode.turn_records``), lists, and
+      ``episode_metrics``, by name float32 [rows], the same in all rows of an episode;
+      ``prompt_text`` and ``response_text``, as they were seen and said.
     """
     rows = [(episode, row) for episode in episodes for row in _rows(episode, filler)]
     if max(len(rows), least) > len(episodes):
@@ -82,9 +82,11 @@ def _token_tables(
     first_turns: dict[int, int],
     shape: tuple[int, ...],
 ) -> dict[str, np.ndarray]:
-    """``turn``, ``anchor``, ``token_rewards`` and the log-probs of ``episode_batch``."""
+    """``turn``, ``anchor``, ``invalid_action``, ``token_rewards`` and the log-probs of
+    ``episode_batch``."""
     made = {name: np.full(shape, -1, np.int32) for name in ("turn", "anchor")}
     made |= {name: np.zeros(shape, np.float32) for name in ("token_rewards", *LOGPROBS)}
+    made["invalid_action"] = np.zeros(shape, bool)
     states: dict[int, dict[bytes, int]] = {}  # by group, numbers of states
     for i, (episode, row) in enumerate(rows):
         at, numbers = len(row.context), states.setdefault(episode.group, {})
@@ -93,6 +95,7 @@ def _token_tables(
             made["turn"][i, own] = number
             if turn.anchor is not None:
                 made["anchor"][i, own] = numbers.setdefault(turn.anchor, len(numbers))
+            made["invalid_action"][i, own] = not turn.valid
             for name in LOGPROBS:
                 made[name][i, own] = turn.logprobs.get(name, turn.logprobs["logprobs"])
             if turn.tokens:

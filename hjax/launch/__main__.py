@@ -359,7 +359,8 @@ def _dry_run(trainer: Any, command: TrainCommand) -> int:
 
         memory = description.pop("memory")
         print_description(description, title=f"dry run of {command.name}")
-        print_memory(memory, description["device_memory_bytes"])
+        if memory:
+            print_memory(memory, description["device_memory_bytes"])
     else:
         print(json_line(description))
     return 0

@@ -176,7 +176,10 @@ def check_data(configs: Mapping[str, ConfigDict], workdir: Path) -> None:
                 inputs = check_inputs(check_config(values))
             except ConfigError as error:
                 raise ConfigError(f"stage {stage}: {error}") from error
-            table = get_algorithm(config.algorithm.name).role_table(config.algorithm)
+            algorithm = get_algorithm(config.algorithm.name)
+            if not algorithm.sequences:
+                continue
+            table = algorithm.role_table(config.algorithm)
             write_model_files(Path(folder, stage), inputs, table["actor"].scalar)
             Path(folder, stage, "checkpoints").mkdir()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -75,6 +75,16 @@ class Network:
     _create: Callable[[jax.Array], Params]
     _state: Any
     frozen_dtype: Any = np.dtype(np.float32)
+
+    @property
+    def dimensions(self) -> Mapping[str, int]:
+        """Sizes by logical axis, which layouts must divide."""
+        return self.config.dimensions
+
+    @property
+    def draws_noise(self) -> bool:
+        """Whether updates draw random numbers: dropout of adapters."""
+        return self.config.lora is not None and self.config.lora.dropout > 0
 
     def bind(
         self, params: Weights, stack: Stack = run_all_layers, tally: RoutingTally | None = None

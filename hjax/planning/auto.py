@@ -32,7 +32,7 @@ from hjax.planning.search_space import SearchSpace
 from hjax.planning.strategies import search_strategy
 from hjax.roles import ROLES, STAGES, Role
 from hjax.run.backends import discover_hosts, local_devices
-from hjax.run.inputs import load_inputs
+from hjax.run.inputs import run_inputs
 from hjax.run.memory_check import AUTO, AUTO_SLOTS
 from hjax.run.placement import Plan, make_plan, role_path, roles_with_devices, shared_worker_roles
 from hjax.run.role_groups import is_float32, planned_models
@@ -76,7 +76,7 @@ def plan_run(
     away = on_cluster(config)
     if away and config.placement != "auto":
         return None
-    inputs = load_inputs(config, algorithm.source)
+    inputs = run_inputs(config, algorithm)
     placed = roles_with_devices(config, algorithm)
     planned = Workdir(workdir).recorded_plan(config) if workdir is not None else None
     if planned is not None or config.placement != "auto":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -120,8 +121,8 @@ class AsyncRollout:
       algorithm: its ``collect`` is called in the background thread.
       policy: the actor with its separate rollout.
       prompts: sampler of the prompts.
-      draw: makes a prompt batch of dataset indices and the batch's number from 1, which seeds its
-        sampling.
+      order: makes what ``Algorithm.choose`` takes prompts from, of the batch's number from 1 and a
+        function that returns the version of the weights that generate it.
       schedule: which weight version generates what.
       version: steps learned from so far.
       state: of an earlier object, to resume from.
@@ -132,13 +133,13 @@ class AsyncRollout:
         algorithm: Algorithm,
         policy: RolloutPolicy,
         prompts: PromptSampler | MixedSampler,
-        draw: Callable[[np.ndarray, int], Batch],
+        order: Callable[[int, Callable[[], int]], Any],
         schedule: StalenessSchedule,
         version: int = 0,
         state: Mapping[str, int] | None = None,
     ):
         self._algorithm, self._policy, self._prompts = algorithm, policy, prompts
-        self._draw, self.schedule = draw, schedule
+        self._order, self.schedule = order, schedule
         self.queue = BatchQueue(schedule.staleness)
         state = state or {"number": version, "dropped": 0}
         self._number, self.queue.dropped = int(state["number"]), int(state["dropped"])
@@ -256,9 +257,10 @@ class AsyncRollout:
         with self._changed:
             pending = PendingBatch(self._number, self._prompts.state())
             self.queue.batches.append(pending)
-            prompts = self._draw(self._prompts.next(), pending.number + 1)
             self._number += 1
+        order = self._order(pending.number + 1, functools.partial(self._generating, pending))
         with self._policy.selecting_version(_VersionSelector(self, pending)):
+            prompts = self._algorithm.choose(order, self._prompts.per_step)
             collected = self._algorithm.collect(prompts)
         with self._changed:
             pending.collected, pending.ready = collected, True
@@ -283,6 +285,13 @@ class AsyncRollout:
             self._changed.wait_for(lambda: self._closed or until())
             if self._closed:
                 raise _Closed
+
+    def _generating(self, pending: PendingBatch) -> int:
+        """The version that generates a batch's first tokens; without a fixed schedule the newest,
+        and what is learned meanwhile may be newer when the batch is generated."""
+        version = self.version_for(pending, 0)
+        with self._changed:
+            return self._version if version is None else version
 
     def version_for(self, pending: PendingBatch, part: int) -> int | None:
         """Wait for the version that generates a part of a batch; None means the newest."""

@@ -39,6 +39,13 @@ def check_compatibility(
 
     The number of rewards that a user's function returns is checked later, at its first call.
     """
+    if not algorithm.sequences:
+        return
+    if "actor" not in table:
+        raise ConfigError(
+            f"{algorithm.__name__} has the roles {', '.join(table)}, and no actor, which runs on "
+            "prompts need; name one, or say sequences = False in the class"
+        )
     if (parts := config.rollout.partial_tokens) and config.rollout.extra_samples:
         raise ConfigError(
             f"config.rollout.extra_samples={config.rollout.extra_samples}: of responses in parts "
@@ -166,7 +173,7 @@ def check_scalar_heads(config: ConfigDict, table: Mapping[str, Role]) -> None:
 
 def check_separate_rollout(table: Mapping[str, Role], algorithm: type[Algorithm]) -> None:
     """Raise ConfigError if a separate rollout could not generate as the actor does."""
-    if not algorithm.generates:
+    if not algorithm.generates or "actor" not in table:
         raise ConfigError(
             f"{algorithm.__name__} generates nothing: use a placement without {ROLLOUT}, such as "
             "placement=colocate"

@@ -68,8 +68,7 @@ def step_calls(
       updates: mini-batches per epoch.
       samples: responses per prompt.
       absent: roles that the step has to do without.
-      shared_workers: by role without a worker of its own, the role whose worker computes it; its
-        calls are recorded as that role's.
+      shared_workers: by role without a worker of its own, the one whose worker computes it.
 
     Raises:
       ConfigError: the step fails on the recording groups; names the error.
@@ -98,12 +97,13 @@ def step_calls(
             demonstrations=lambda: _batch(rows // updates),
             max_response_length=2,
             more_prompts=lambda first: _batch(prompts),
+            tokenizer=_RecordingTokenizer(),
         )
         # `compute_advantages` runs on the controller and is no call; its results are ones too.
         step.compute_advantages = lambda batch: {**join(batch), **_learned_arrays(join(batch))}  # type: ignore[method-assign]
         step.step_number = 1
         try:
-            step.step({**_batch(prompts), "step": 1})
+            step.step(step.choose(_RecordingOrder(), prompts) | {"step": 1})
             return tuple(calls)
         except Exception as error:
             missing = error.args[0] if isinstance(error, KeyError) else None
@@ -116,7 +116,10 @@ def step_calls(
 
 
 def updates_per_step(algorithm: type[Algorithm], config: ConfigDict) -> collections.Counter[str]:
-    """By role, the updates that the algorithm's own ``step`` calls."""
+    """By role, the updates that the algorithm's own ``step`` calls; without sequences those that
+    its class says."""
+    if not algorithm.sequences:
+        return collections.Counter(dict(algorithm.updates_per_step(config.algorithm)))
     rows = config.rollout.prompts * config.rollout.samples
     minibatches = rows // (config.algorithm.get("minibatch", 0) or rows)
     calls = step_calls(algorithm, config.algorithm, minibatches, config.rollout.samples)
@@ -169,6 +172,31 @@ class _RecordingGroup:
         return call
 
 
+class _RecordingOrder:
+    """A prompt order for ``Algorithm.choose`` whose prompts are ones."""
+
+    number, version = 1, 0
+
+    def next(self, count: int) -> dict[str, Any]:
+        """So many prompts."""
+        rows = list(range(count))
+        return _batch(count) | {"choice": {"row": rows}, "prompt_text": [""] * count}
+
+
+class _RecordingTokenizer:
+    """A tokenizer of one token."""
+
+    eos_id = 1
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """The token."""
+        return [1]
+
+    def decode(self, tokens: Any) -> str:
+        """A digit."""
+        return "1"
+
+
 class _InstantResult(dict):
     """A result that is also its own future, for a step that waits for it."""
 
@@ -196,8 +224,8 @@ def _batch(rows: int, columns: Collection[str] = ()) -> dict[str, Any]:
     batch |= {key: np.ones((rows, 2), np.float32) for key in _PER_TOKEN}
     batch |= {key: np.ones(rows, np.float32) for key in (*_PER_ROW, *columns)}
     batch |= {key: np.ones((rows, 2, 1), np.float32) for key in _PER_TOKENS}
-    # All rewards differ, so that no group is resampled.
-    batch["rewards"] = np.arange(rows, dtype=np.float32)
+    # All rewards differ, so that no group is resampled; from 0 to 1, as some algorithms want them.
+    batch["rewards"] = np.arange(rows, dtype=np.float32) / max(rows, 1)
     batch["named_rewards"] = {"reward": batch["rewards"]}
     return batch | {"reward_outcomes": {}, "coefficient": np.float32(1)}
 

@@ -18,7 +18,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.agents.agent_settings import agent_of, record_of, settings_of
-from hjax.batches import NO_EPISODE
+from hjax.batches import NO_EPISODE, repeat_columns
 from hjax.controller.timeline import Timeline
 from hjax.data.read_options import ReadOptions
 from hjax.data.tasks import Task
@@ -159,7 +159,7 @@ class EpisodeRollout:
         self._check_faults(episodes)
         log_first_faults(episodes, self._told)
         learned = not greedy and samples is None
-        batch = self._batch(episodes, columns, count, first, learned)
+        batch = self._batch(episodes, prompts, count, first, learned)
         if begun["version"] is not None:
             batch["versions"] = batch["response_mask"] * np.int32(begun["version"])
         return batch
@@ -167,7 +167,7 @@ class EpisodeRollout:
     def _batch(
         self,
         episodes: Sequence[Episode],
-        columns: Mapping[str, list[Any]],
+        prompts: Mapping[str, Any],
         count: int,
         first: int,
         learned: bool,
@@ -186,9 +186,7 @@ class EpisodeRollout:
         of_row = np.maximum(made["episode"] - first, 0) // count  # its prompt
         returns = {each.number: each.total_reward for each in episodes} | {NO_EPISODE: 0.0}
         given = [returns[number] for number in made["episode"].tolist()]
-        made["columns"] = {
-            name: [values[i] for i in of_row.tolist()] for name, values in columns.items()
-        }
+        made |= repeat_columns(prompts, of_row.tolist())
         if self._plays_tools:  # the run's reward function scores the last turn
             del made["token_rewards"]
             answers = {each.number: each.turns[-1].text if each.turns else "" for each in episodes}

@@ -7,7 +7,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from hjax.algorithms import get_algorithm
+from hjax.algorithms import Algorithm, get_algorithm
 from hjax.config import data_path
 from hjax.data.dataset import Dataset, PromptSampler, interleave, pad_left, split_held_out
 from hjax.data.invalid_rows import InvalidRows
@@ -51,7 +51,7 @@ class Inputs:
     task: Task | None
     train: Dataset
     held_out: Dataset | None
-    model: ModelConfig
+    model: ModelConfig  # of the actor from scratch
     prompt_length: int
     reward: Callable[..., Any] | None
     cost: Callable[..., Any] | None
@@ -67,6 +67,26 @@ class Inputs:
     drawn: Sequence[Sequence[bool]] = ()  # of each demonstrated episode, tokens of the policy
     # Locations of the rows that were left out, by what is wrong with them.
     left_out: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class NoSequences(Inputs):
+    """The inputs of a run without sequences (``Algorithm.sequences``): none."""
+
+    tokenizer: Tokenizer | None = None
+    task: Task | None = None
+    train: Any = ()
+    held_out: Dataset | None = None
+    model: Any = None
+    prompt_length: int = 0
+    reward: Callable[..., Any] | None = None
+    cost: Callable[..., Any] | None = None
+    demonstrations: Examples = dataclasses.field(default_factory=list)
+
+
+def run_inputs(config: ConfigDict, algorithm: type[Algorithm]) -> Inputs:
+    """What a run of an algorithm reads; raises as ``load_inputs``."""
+    return load_inputs(config, algorithm.source) if algorithm.sequences else NoSequences()
 
 
 def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
@@ -92,10 +112,10 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
     train, held_out = _datasets(config, task, tokenizer, remarks.append, invalid, source)
     longest = max(d.longest_prompt for d in (train, held_out) if d is not None)
     prompt_length = config.rollout.max_prompt_length or longest
-    model = _model(config, tokenizer, prompt_length)
+    model = _model(config, tokenizer, read := _longest_read(config, prompt_length))
     if task is not None:  # a file's rows were checked one by one
         _check_task(config, longest, model.vocab_size, train, held_out)
-    _check_positions(prompt_length, config.rollout.max_response_length, model)
+    _check_positions(read, config.rollout.max_response_length, model)
     learned = load_examples(config, task, tokenizer, train, source, invalid, remarks.append)
     if learned.rows is not None:
         train = train.select(learned.rows)
@@ -131,6 +151,11 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
     )
 
 
+def _longest_read(config: ConfigDict, prompt_length: int) -> int:
+    """Tokens of the longest prompt that the actor reads."""
+    return get_algorithm(config.algorithm.name).longest_prompt(config.algorithm, prompt_length)
+
+
 def check_inputs(config: ConfigDict) -> Inputs:
     """The inputs of a run, checked with its algorithm as the run does before its first step.
 
@@ -138,7 +163,7 @@ def check_inputs(config: ConfigDict) -> Inputs:
       ConfigError, DataError: something is missing or invalid, in one line.
     """
     algorithm = get_algorithm(config.algorithm.name)
-    inputs = load_inputs(config, algorithm.source)
+    inputs = run_inputs(config, algorithm)
     algorithm(  # which refuses data without what it learns from
         config.algorithm,
         absent_roles(algorithm, ()),
@@ -241,8 +266,25 @@ def _read_options(config: ConfigDict, tokenizer: Tokenizer | None) -> ReadOption
     return dataclasses.replace(options, chat=True, tools=tools)
 
 
-def make_prompt_sampler(config: ConfigDict, inputs: Inputs) -> PromptSampler | MixedSampler:
+class NoPrompts:
+    """The sampler of a run without sequences."""
+
+    def next(self) -> Any:
+        """Nothing."""
+
+    def state(self) -> Any:
+        """Nothing."""
+
+    def restore(self, state: Any) -> None:
+        """Nothing."""
+
+
+def make_prompt_sampler(
+    config: ConfigDict, inputs: Inputs
+) -> PromptSampler | MixedSampler | NoPrompts:
     """The sampler of each step's prompts."""
+    if isinstance(inputs, NoSequences):
+        return NoPrompts()
     return make_sampler(len(inputs.train), config.rollout.prompts, config.seed, inputs.mixing)
 
 

@@ -62,12 +62,17 @@ class StepRecorder:
         self.skipped_this_step = 0
         self.batch = {}
         self.batch = join(compute())
+        if algorithm.generates:
+            algorithm.remember(self.batch)
         metrics: dict[str, float] = {}
         if algorithm.generates:
             metrics |= batch_metrics(self.batch, algorithm.kl.coef)
             if "episode" in self.batch:
                 metrics |= episode_summary(self.batch)
             metrics |= mixture_metrics(self.batch)
+            metrics |= algorithm.batch_metrics(self.batch)
+        elif not algorithm.sequences:
+            metrics |= reward_metrics(self.batch.get("rewards"))
             metrics |= algorithm.batch_metrics(self.batch)
         metrics |= self._update_metrics()
         return self.batch, metrics | algorithm.finish(metrics)
@@ -86,9 +91,11 @@ class StepRecorder:
                 values = [update[key] for update in updates if key in update]
                 if key == "token_prob_error":
                     # Only the first update has the parameters that generated; 0 means that none
-                    # of its tokens counts.
+                    # of its tokens counts. Of a second source, such as replayed rows, it stands
+                    # under the name they are logged by.
+                    again = "rollout/token_prob_error" in metrics
                     if values[0]:
-                        metrics["rollout/token_prob_error"] = values[0]
+                        metrics[f"{role if again else 'rollout'}/{key}"] = values[0]
                 elif key != "skipped":
                     counted = [update[key] for update in taken if key in update]
                     metrics[f"{role}/{key}"] = float(np.mean(counted or values))
@@ -145,6 +152,23 @@ def mixture_metrics(batch: Batch) -> dict[str, float]:
     return metrics
 
 
+def reward_metrics(rewards: Any) -> dict[str, float]:
+    """Mean and standard deviation of rewards, and the share of those that are NaN: unscored.
+
+    Args:
+      rewards: float, one per sample; None: there are none.
+    """
+    if rewards is None:
+        return {}
+    rewards = np.asarray(rewards, np.float64)
+    scored = rewards[~np.isnan(rewards)]
+    return {
+        "reward/mean": float(scored.mean()) if scored.size else math.nan,
+        "reward/std": float(scored.std()) if scored.size else math.nan,
+        "reward/unscored": 1.0 - scored.size / max(rewards.size, 1),
+    }
+
+
 def batch_metrics(batch: Batch, kl_coefficient: float) -> dict[str, float]:
     """Metrics of a step's batch: rewards, lengths, KL, the critic's explained variance.
 
@@ -158,13 +182,7 @@ def batch_metrics(batch: Batch, kl_coefficient: float) -> dict[str, float]:
     rows = slice(None) if "episode" not in batch else np.asarray(batch["row_mask"], bool)
     if "rewards" in batch:
         rewards = np.asarray(batch["rewards"], np.float64)
-        scored = rewards[samples]
-        scored = scored[~np.isnan(scored)]
-        metrics = {
-            "reward/mean": float(scored.mean()) if scored.size else math.nan,
-            "reward/std": float(scored.std()) if scored.size else math.nan,
-            "reward/unscored": 1.0 - scored.size / max(len(samples), 1),
-        }
+        metrics = reward_metrics(rewards[samples])
     metrics |= {
         "response/length_mean": float(np.mean(np.asarray(response_lengths(batch))[rows])),
         "response/truncated": float(np.mean(np.asarray(batch["truncated"])[samples])),

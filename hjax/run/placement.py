@@ -110,11 +110,12 @@ def make_plan(placement: str, roles: Mapping[str, Role] | Sequence[str], devices
 
 
 def _allocate_devices(sets: Sequence[Sequence[str]], devices: int) -> tuple[int, ...]:
-    """Devices per set: equal shares, else powers of two, with the actor's set as large as fits."""
+    """Devices per set: equal shares, else powers of two, with the actor's set (without one, the
+    first) as large as fits."""
     if devices % len(sets) == 0:
         return (devices // len(sets),) * len(sets)
     shares = [1 << ((devices // len(sets)).bit_length() - 1)] * len(sets)
-    actor = next(i for i, s in enumerate(sets) if "actor" in s)
+    actor = next((i for i, s in enumerate(sets) if "actor" in s), 0)
     while sum(shares) + shares[actor] <= devices:
         shares[actor] *= 2
     return tuple(shares)

@@ -121,19 +121,22 @@ class RoleGroups:
 
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Inside the block the actor has its weights' moving average (``actor.ema_decay``)."""
-        actor, optimizer = self.groups["actor"], self.builds["actor"].arguments[0].optimizer
-        if optimizer is None or not optimizer.ema_decay:
-            yield
-            return
-        actor.use_average(True).result()
+        """Inside the block trained roles have the moving average of their weights, where one is
+        kept (``actor.ema_decay``)."""
+        contexts = {role: build.arguments[0] for role, build in self.builds.items()}
+        optimizers = {role: getattr(x, "optimizer", None) for role, x in contexts.items()}
+        averaged = [self.groups[role] for role, x in optimizers.items() if x and x.ema_decay]
+        for group in averaged:
+            group.use_average(True).result()
         try:
             yield
         except BaseException:
             with contextlib.suppress(RunError):  # which may be what ended the block
-                actor.use_average(False).result()
+                for group in averaged:
+                    group.use_average(False).result()
             raise
-        actor.use_average(False).result()
+        for group in averaged:
+            group.use_average(False).result()
 
     def restart(self, lost: Sequence[Any], fewer: bool = False) -> None:
         """Restart executors that lost processes, and rebuild their workers.
@@ -332,7 +335,8 @@ def _table(
         if entry.trained and config.get(entry.config_section) is None:
             raise ConfigError(
                 f"role {name!r} is trained, but the config has no section "
-                f"{entry.config_section!r} with its optimizer; say section='critic' in its Role"
+                f"{entry.config_section!r} with its optimizer; say section='actor' or 'critic' in "
+                "its Role"
             )
         if entry.starts_from and entry.starts_from not in table:
             raise ConfigError(

@@ -75,7 +75,7 @@ class StepCosts:
         machine = self._backend.read()
         self.compiled = sorted(set(machine["names"]))
         metrics = {"time/step": seconds}
-        if synchronous:
+        if synchronous and self._roles.models:
             spent = self._roles.groups["actor"].take_seconds().result()
             metrics["time/transition"] = spent.get("transition", 0.0)
         phases = self._roles.timeline.phase_seconds(step)

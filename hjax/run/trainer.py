@@ -105,7 +105,8 @@ class Trainer(RecoveringRun):
         if self.trace is not None:
             self.trace.begin(step)
         # Resets the counter: an evaluation's transitions do not count for this step.
-        self.roles.groups["actor"].take_seconds()
+        if (actor := self.roles.groups.get("actor")) is not None:
+            actor.take_seconds()
         start = self._step_began = time.perf_counter()
         try:
             with self.reporter.phase("step"):
@@ -153,7 +154,7 @@ class Trainer(RecoveringRun):
             learn = functools.partial(self.algorithm.learn, ahead.next(step - 1))
             take = functools.partial(self.recorder.record, learn, step)
         else:
-            take = functools.partial(self.recorder.run, self._draw(self.prompts.next(), step), step)
+            take = functools.partial(self.recorder.run, self._choose(), step)
         try:
             batch, metrics = take()
         except Exception:
@@ -175,7 +176,7 @@ class Trainer(RecoveringRun):
                 self.algorithm,
                 policy,
                 self.prompts,
-                draw=self._draw,
+                order=self._order,
                 schedule=schedule,
                 version=self.step_number,
                 state=self._async_state,
@@ -186,13 +187,17 @@ class Trainer(RecoveringRun):
         """Evaluate on held-out data: greedy responses to prompts give ``eval/reward`` and, with a
         verifier of right and wrong, ``eval/accuracy``; of held-out examples of what the algorithm
         learns from (demonstrations, pairs, ...) loss or predictions. Empty without held-out
-        rows. With ``actor.ema_decay`` all this of the weights' moving average."""
+        rows. The algorithm's ``evaluate`` adds its own. With ``actor.ema_decay`` all this of the
+        weights' moving average."""
         self.prepare()
         number = step or self.step_number
-        answers = self.inputs.held_out is not None and self.roles.table["actor"].generates
+        held_out = self.inputs.held_out
+        answers = held_out is not None and self.roles.table["actor"].generates
         with self.roles.averaged_weights():
             metrics = self._evaluate_responses(number) if answers else {}
-            return metrics | self._evaluate_examples(number)
+            metrics |= self._evaluate_examples(number)
+            own = self.algorithm.evaluate(held_out)
+        return metrics | {f"eval/{name}": float(value) for name, value in own.items()}
 
     def _evaluate_examples(self, step: int) -> Metrics:
         if not self.inputs.held_out_examples.examples:
@@ -239,6 +244,11 @@ class Trainer(RecoveringRun):
             raise ConfigError(
                 "export(adapter=True): this run trains all weights; set actor.lora.rank, or leave "
                 "adapter out"
+            )
+        if not self.algorithm_class.sequences:
+            raise ConfigError(
+                f"export: {self.config.algorithm.name} trains no language model; "
+                "hjax.load_worker(workdir, role) reads its networks"
             )
         self.prepare()
         with self.roles.averaged_weights():

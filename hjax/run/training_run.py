@@ -2,11 +2,10 @@
 
 import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms import get_algorithm
@@ -28,11 +27,12 @@ from hjax.run.device_trace import DeviceTrace
 from hjax.run.episode_rollout import EpisodeRollout, environment_of
 from hjax.run.examples import make_example_sources
 from hjax.run.health_checks import schedule_remarks, setup_warnings
-from hjax.run.inputs import load_inputs, make_prompt_sampler, prompt_batch
+from hjax.run.inputs import make_prompt_sampler, run_inputs
 from hjax.run.loggers import make_loggers
 from hjax.run.memory_check import MemoryCheck
 from hjax.run.metrics import StepRecorder
 from hjax.run.placement import Plan, plan_from_config, pool_name
+from hjax.run.prompt_order import PromptOrder
 from hjax.run.reporter import Reporter
 from hjax.run.reward_check import sandbox_remark, try_rewards
 from hjax.run.role_groups import describe_roles
@@ -80,7 +80,7 @@ class TrainingRun:
         self._repair = repair
         self.trace = self._make_trace(profile, workdir)
         self.algorithm_class = get_algorithm(self.config.algorithm.name)
-        self.inputs = load_inputs(self.config, self.algorithm_class.source)
+        self.inputs = run_inputs(self.config, self.algorithm_class)
         config = self.config
         self.backend: Backend
         if on_cluster(config) and executor is None:
@@ -150,7 +150,7 @@ class TrainingRun:
     def _set_up(self, workdir: str | Path | None, overwrite: bool) -> None:
         config, inputs = self.config, self.inputs
         self.timeline = self.roles.timeline
-        self.prompts = make_prompt_sampler(config, inputs)
+        self.prompts: Any = make_prompt_sampler(config, inputs)
         self.async_rollout: AsyncRollout | None = None
         self._async_state: dict[str, int] | None = None
         self._example_sources = make_example_sources(config, self.algorithm_class, inputs)
@@ -164,8 +164,9 @@ class TrainingRun:
             samples=config.rollout.samples if self.algorithm_class.generates else 1,
             demonstrations=self._example_sources.learned,
             max_response_length=config.rollout.max_response_length,
-            more_prompts=None if config.rollout.max_staleness else self._more_prompts,
+            more_prompts=None if config.rollout.max_staleness else self._choose,
             environment=self._environment,
+            tokenizer=inputs.tokenizer,
         )
         self.recorder = StepRecorder(self.algorithm, config.algorithm.max_skipped)
         self.costs = StepCosts(config, self.algorithm_class, self.roles, self.backend)
@@ -197,13 +198,17 @@ class TrainingRun:
             as_ready=ahead, timeline=self.timeline,
         )  # fmt: skip
 
-    def _draw(self, indices: np.ndarray, number: int) -> dict[str, Any]:
-        """The prompt batch of dataset indices; its number, from 1, seeds the sampling."""
-        return prompt_batch(self.inputs.train.rows(indices), self.inputs.prompt_length, number)
+    def _order(self, number: int, version: Callable[[], int], first: int = 0) -> PromptOrder:
+        """The prompts still to be drawn, for the batch of this number."""
+        return PromptOrder(self.inputs, self.prompts, number, version, first)
 
-    def _more_prompts(self, first: int) -> dict[str, Any]:
-        """Further prompts for the step in progress, which has ``first`` sequences already."""
-        return self._draw(self.prompts.next(), self.step_number + 1) | {"first": first}
+    def _choose(self, first: int = 0) -> dict[str, Any]:
+        """Prompts for the next step; further ones if it has ``first`` sequences already."""
+        number = self.step_number + 1
+        if not self.algorithm_class.sequences:
+            return {"step": number}
+        order = self._order(number, lambda: self.step_number, first)
+        return self.algorithm.choose(order, self.prompts.per_step)
 
     @property
     def display(self) -> Any:
@@ -217,7 +222,7 @@ class TrainingRun:
     @property
     def policy(self) -> RolloutPolicy | None:
         """The actor's handle if a separate rollout generates, else None."""
-        actor = self.roles.groups["actor"]
+        actor = self.roles.groups.get("actor")
         return actor if isinstance(actor, RolloutPolicy) else None
 
     def _start(self, devices: Sequence[Any], executor: ExecutorFactory) -> None:
@@ -254,10 +259,10 @@ class TrainingRun:
                 self.config.checkpoint.keep,
                 best_checkpoint_selector(self.config, self.workdir.path),
             )
-            scalar = self.roles.table["actor"].scalar
-            with self.workdir.writing("model"):
-                start = self.config.actor.path
-                write_model_files(self.workdir.path, self.inputs, scalar, start)
+            if self.algorithm_class.sequences:
+                scalar, start = self.roles.table["actor"].scalar, self.config.actor.path
+                with self.workdir.writing("model"):
+                    write_model_files(self.workdir.path, self.inputs, scalar, start)
             self.workdir.write_json("plan.json", plan_record(self.roles))
             if forms_of(self.backend.platform):
                 self.workdir.write_json(KERNELS, self.forms.record(self.backend.device_kind))

@@ -79,8 +79,11 @@ class WorkerBuilder:
             remat=NONE if config.model.remat == AUTO else config.model.remat,
             forms=forms,
         )
-        stop, self.stop_strings = stop_conditions(config, inputs)
-        self.sampling = make_sampling_params(config, stop, inputs.model.vocab_size)
+        self.sampling = SamplingParams()
+        self.stop_strings: tuple[str, ...] = ()
+        if algorithm.sequences:
+            stop, self.stop_strings = stop_conditions(config, inputs)
+            self.sampling = make_sampling_params(config, stop, inputs.model.vocab_size)
         self._functions: dict[str, RewardFunction] = {}
         self._bases: dict[str, BaseCheckpoint | None] = dict(bases)
 
@@ -125,7 +128,7 @@ class WorkerBuilder:
             model = with_lora(model, config, entry)
             # Frozen base weights are read again on resume, even if they are the actor's.
             path = path or config.actor.path
-        generates_text = role == "actor" and not entry.scalar
+        generates_text = role == "actor" and entry.model and not entry.scalar
         retokenizes = self._retokenizes(role, tokenizer)
         packing = count_or_zero(config.data.packing)
         if (conflict := self._packing_conflict(role, model, retokenizes)) and packing:
@@ -146,6 +149,9 @@ class WorkerBuilder:
             loss=self.losses.get(role),
             optimizer=self._optimizer(role, entry.config_section) if entry.trained else None,
             supervised_loss=SupervisedLoss() if generates_text else None,
+            pretraining_loss=self.algorithm.pretraining_loss(config.algorithm)
+            if generates_text
+            else None,
             warm_start=self._warm_start() if generates_text else None,
             reference_sync=role == "actor"
             and config.reference.sync_every > 0

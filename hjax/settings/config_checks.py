@@ -18,6 +18,12 @@ from hjax.settings.keys import (
     default_config,
 )
 
+# Sections that a run without sequences does not read.
+_OF_SEQUENCES = tuple(
+    f"{section}."
+    for section in ("model", "data", "tokenizer", "teacher", "reward", "environment", "sandbox",
+                    "cost", "rollout", "warm_start")
+)  # fmt: skip
 _MAX_DIVISORS = 24  # most divisors in an error message
 
 
@@ -47,7 +53,9 @@ def resolve_sizes(config: Config) -> Config:
     Raises:
       ConfigError: there is no such task, or its options are invalid.
     """
-    if config.rollout.max_response_length:
+    from hjax.algorithms import get_algorithm
+
+    if config.rollout.max_response_length or not get_algorithm(config.algorithm.name).sequences:
         return config
     length = None
     if not data_path(config.data) and config.data.task:
@@ -62,6 +70,7 @@ def validate(config: ConfigDict | Mapping[str, Any]) -> Config:
     """`check_config` without `resolve_sizes`, for a config whose data may be chosen later."""
     complete = complete_config(config)
     _check_ranges(complete)
+    _check_sequences(complete)
     _check_algorithm(complete)
     _check_placement(complete)
     _check_model(complete)
@@ -89,6 +98,10 @@ def complete_config(config: ConfigDict | Mapping[str, Any]) -> Config:
     given = flatten(config)
     complete = default_config()
     complete.unlock()
+    if not _learns_sequences(given.get("algorithm.name", complete.algorithm.name)):
+        if given.get("data.task") == complete.data.task:  # the default of runs that read one
+            del given["data.task"]
+        complete.data.task = ""
     common = flatten(complete)
     for section, selector in OWNED_SECTIONS.items():
         name = convert(selector, given.get(selector, common[selector]), common[selector])
@@ -102,6 +115,27 @@ def complete_config(config: ConfigDict | Mapping[str, Any]) -> Config:
     complete.algorithm.name = _class_name(complete.algorithm.name)
     complete.lock()
     return complete
+
+
+def _learns_sequences(name: Any) -> bool:
+    from hjax.algorithms import get_algorithm
+
+    return get_algorithm(name).sequences if isinstance(name, str) else True
+
+
+def _check_sequences(config: ConfigDict) -> None:
+    """Raise ConfigError for a setting of sequences in a run that has none."""
+    if _learns_sequences(config.algorithm.name):
+        return
+    defaults = flatten(default_config()) | {"data.task": ""}
+    for key, value in flatten(config).items():
+        section = key.startswith(_OF_SEQUENCES) or ".lora." in key
+        if section and value != defaults.get(key, value):
+            raise ConfigError(
+                f"config.{key}={safe_repr(value)}: {config.algorithm.name} learns from arrays of "
+                "its own making, not from sequences of tokens (sequences = False), and would not "
+                "read it; leave it out, or give the algorithm a key of its own"
+            )
 
 
 def owned_defaults(section: str, name: str) -> dict[str, Any]:
@@ -312,6 +346,8 @@ def _check_optimizers(config: ConfigDict) -> None:
 
 
 def _check_batches(config: ConfigDict) -> None:
+    if not _learns_sequences(config.algorithm.name):
+        return
     prompts, samples = config.rollout.prompts, config.rollout.samples
     batch = prompts * samples
     minibatch = config.algorithm.get("minibatch", 0)

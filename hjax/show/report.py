@@ -79,7 +79,8 @@ def run_content(path: Path) -> dict[str, Any]:
     plan = read_json(path / "plan.json") or {}
     algorithm, run = config.get("algorithm.name", "hjax"), path.resolve().name
     data = config.get("data.mixture") or config.get("data.path") or config.get("data.task", "")
-    model = config.get("actor.path") or "a model from scratch"
+    on = f"{algorithm} on {Path(str(data)).name}" if data else str(algorithm)
+    model = config.get("actor.path") or ("a model from scratch" if data else "")
     limit = config.get("algorithm.cost_limit")
     cards, more_cards = curve_cards(
         metrics, read_rows(path / WARM_START), None if limit is None else float(limit)
@@ -88,8 +89,8 @@ def run_content(path: Path) -> dict[str, Any]:
     changed, unchanged = _config_rows(config)
     return dict(
         name=f"{algorithm} · {run}",
-        title=f"{algorithm} on {Path(str(data)).name}",
-        details=f"{run} · {Path(str(model)).name} · {_state(config, metrics)}",
+        title=on,
+        details=" · ".join(filter(None, (run, Path(str(model)).name, _state(config, metrics)))),
         tiles=_tiles(metrics),
         cards=cards,
         more_cards=more_cards,

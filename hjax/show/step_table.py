@@ -47,12 +47,20 @@ IMPORTANCE = (
 )  # fmt: skip
 
 
+def metric_of(column: Column, row: Mapping[str, Any]) -> str:
+    """The column's metric; without an actor the loss is that of the first role."""
+    if column.title != "loss" or column.metric in row:
+        return column.metric
+    losses = (key for key in row if key.endswith("/loss") and not key.startswith("eval/"))
+    return next(losses, column.metric)
+
+
 def used_columns(before: Sequence[str], row: Mapping[str, Any]) -> list[str]:
     """The columns to show: those shown before and those for which this row has a metric."""
     columns = [
         title
         for title, column in COLUMNS.items()
-        if title in before or row.get(column.metric) is not None
+        if title in before or row.get(metric_of(column, row)) is not None
     ]
     if "time" in columns and "left" not in columns:
         columns.append("left")  # has values from the second step on; so columns stay the same
@@ -90,7 +98,7 @@ def row_cells(row: Mapping[str, Any], columns: Iterable[str], total: int) -> lis
     texts = []
     for title in columns:
         column = COLUMNS[title]
-        value = row.get(column.metric)
+        value = row.get(metric_of(column, row))
         if title == "step":
             text = f"{row['step']}/{total}"
         elif value is None:

@@ -170,18 +170,21 @@ class Actor(LanguageWorker, GeneratingWorker):
         Args:
           batch: what the loss needs.
           pretrain: demonstrations whose mean negative log-likelihood, times their entry
-            ``coefficient``, is added to the loss (PPO-ptx).
+            ``coefficient``, is added to the loss (PPO-ptx); or what the context's
+            ``pretraining_loss`` reads, added so.
         """
         if pretrain is None:
             return self.update(batch)
-        more = {key: pretrain[key] for key in (*TOKEN_KEYS, "coefficient")}
+        loss = self.context.pretraining_loss
+        needs = (*TOKEN_KEYS, "coefficient", *(("row_mask", *loss.needs) if loss else ()))
+        more = {key: pretrain[key] for key in dict.fromkeys(needs)}
         if self.context.packing:  # where batches choose these stay padded: two programs, not four
             more = self.batch_layout(more, grouped=False).with_packing(more)
         return self.update(batch, pretrain=more)
 
     def pretraining_objective(self, network: Network) -> tuple[Objective, Prepare] | None:
-        """The supervised loss on demonstrations, times their coefficient (PPO-ptx)."""
-        loss = self.context.supervised_loss
+        """The loss on demonstrations, times their coefficient (PPO-ptx), or the algorithm's."""
+        loss = self.context.pretraining_loss or self.context.supervised_loss
         if loss is None:
             return None
         supervised, weigh = self.objective(loss, False, network)  # they do not share prompts

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hjax.batches import response_lengths, response_places
+from hjax.batches import REPEATED, repeat_columns, response_lengths, response_places
 from hjax.environments.episode import COHORTS, DrawnTurn, TurnRequest
 from hjax.kernels.int8_cache import element_bytes
 from hjax.models.parameters import Params
@@ -27,7 +27,7 @@ from hjax.workers.worker import WorkerContext
 from hjax.xla.abstract_program import AbstractProgram
 
 # Entries that generation reads: token ids, and columns that come back once per row.
-PROMPT_KEYS = ("prompts", "prompt_mask", "step", "first", "columns", "prompt_text")
+PROMPT_KEYS = ("prompts", "prompt_mask", "step", "first", *REPEATED, "prompt_text")
 # Batch entry: rewards computed during generation, by role, one per row.
 PENDING_REWARDS = "judged"
 
@@ -85,7 +85,7 @@ class GeneratingWorker(ModelWorker):
         Args:
           prompts: ``prompts`` int32 [prompts, prompt_length] padded on the left, ``prompt_mask``,
             ``step``, ``first`` (number of sequences drawn for the step before; 0 if absent).
-            ``columns`` and ``prompt_text`` come back once per row.
+            ``columns``, ``choice`` and ``prompt_text`` come back once per row.
           greedy: one response per prompt, of the most likely tokens.
           samples: responses per prompt, if not the configured number.
 
@@ -132,10 +132,7 @@ class GeneratingWorker(ModelWorker):
             # Waits for the responses, so the cache is freed before training's weights come back.
             rollout = self.cut_at_stop_strings(rollout) if end is None else rollout
         rollout[PROMPT_ID] = np.repeat(ids, count)
-        rollout["columns"] = {
-            name: [value for value in values for _ in range(count)]
-            for name, values in prompts.get("columns", {}).items()
-        }
+        rollout |= repeat_columns(prompts, [i for i in range(prompt_count) for _ in range(count)])
         if pending:
             rollout[PENDING_REWARDS] = pending
         if texts := prompts.get("prompt_text"):
@@ -341,8 +338,7 @@ def once_per_prompt(rollout: Mapping[str, Any], samples: int) -> dict[str, Any]:
     made = {key: to_numpy(rollout[key])[::samples] for key in ("prompts", "prompt_mask")}
     if "prompt_text" in rollout:
         made["prompt_text"] = rollout["prompt_text"][::samples]
-    columns = rollout.get("columns", {})
-    return made | {"columns": {name: values[::samples] for name, values in columns.items()}}
+    return made | repeat_columns(rollout, range(0, len(rollout["prompts"]), samples))
 
 
 def without_padding(tokens: Any, mask: Any) -> list[list[int]]:

@@ -23,7 +23,7 @@ from hjax.sharding.layout import Layout
 from hjax.user_code import error_line, load_object
 from hjax.workers.micro_batching import Batch, MicroBatches, Objective
 
-# Batch entry for dropout: number of updates made before.
+# Batch entry for what draws noise in updates: number of updates made before.
 UPDATE_COUNT = "update"
 
 # Root mean square of Muon's updates: AdamW's, whose rates and weight decay fit then
@@ -296,7 +296,7 @@ class Updater:
         declared, _ = self._partition.split(network.declared)
         self._optimizer = optimizer.build(declared)
         self._rate = optimizer.rate()
-        self._has_dropout = network.config.lora is not None and network.config.lora.dropout > 0
+        self._draws_noise = network.draws_noise
 
         def step(learned: Params, frozen: Params, state: Any, batch: dict[str, Any]) -> Any:
             return self._step(learned, frozen, state, batch)
@@ -348,7 +348,7 @@ class Updater:
         pretrain: Batch | None = batch.pop("pretrain", None)
         # The last count in the state is that of updates (see ``build``).
         *_, (_, count) = optax.tree.get_all_with_path(state, "count")
-        if self._has_dropout:
+        if self._draws_noise:
             batch[UPDATE_COUNT] = count
             pretrain = None if pretrain is None else pretrain | {UPDATE_COUNT: count}
         gradients = self._passes.gradients

@@ -108,16 +108,13 @@ class ParameterWorker(Worker):
 
     def __init__(self, context: WorkerContext):
         super().__init__(context)
-        if context.layouts is None or context.model is None:
+        if context.layouts is None:
             raise ConfigError(f"{context.role}: a model needs devices and shapes")
-        self.network: Network = (scalar_network if self.scalar else decoder_network)(context.model)
-        if context.path:  # what is frozen can be read again, so it is kept as it is read
-            self.network = self.network.with_frozen_dtype(context.compute.dtype)
+        self.network = self.make_network()
         train, generate = context.layouts.train, context.layouts.generate
-        self.unsharded_axes = check_shapes(
-            train, context.model.dimensions, f"layout.{self.role}.train"
-        )
-        narrow = check_shapes(generate, context.model.dimensions, f"layout.{self.role}.generate")
+        dimensions = self.network.dimensions
+        self.unsharded_axes = check_shapes(train, dimensions, f"layout.{self.role}.train")
+        narrow = check_shapes(generate, dimensions, f"layout.{self.role}.generate")
         self.layouts = RoleLayouts(
             replicate_axes(train, self.unsharded_axes), replicate_axes(generate, narrow)
         )
@@ -130,6 +127,15 @@ class ParameterWorker(Worker):
         self.version: int | None = None  # of the weights taken; None: they had none
         self.fetched_bytes = 0  # by this process, in the last take_weights
         self._phase = ""
+
+    def make_network(self) -> Network:
+        """The network, without values."""
+        context = self.context
+        if context.model is None:
+            raise ConfigError(f"{context.role}: a model needs devices and shapes")
+        network = (scalar_network if self.scalar else decoder_network)(context.model)
+        # What is frozen can be read again, so it is kept as it is read.
+        return network.with_frozen_dtype(context.compute.dtype) if context.path else network
 
     @control
     def initialize(self) -> None:

@@ -49,6 +49,20 @@ class TrainableWorker(ModelWorker):
 
     def __init__(self, context: WorkerContext):
         super().__init__(context)
+        self.check_trainable()
+        self.stage = "main"
+        self._updaters: dict[tuple[str, bool], Updater] = {}
+        self.updater: Any = None  # of a network that is not trained
+        if context.optimizer is not None:
+            self.updater = self._updater("main", grouped=True)
+        self.optimizer_state: Any = None
+        # The moving average of the trainable parameters; {}: none is kept.
+        self.average: Params = {}
+        self._uses_average = False
+
+    def check_trainable(self) -> None:
+        """Raise ConfigError where the context lacks what training needs."""
+        context = self.context
         if context.optimizer is None or context.loss is None:
             raise ConfigError(f"{self.role}: a trained role needs a loss and an optimizer")
         if context.router_loss and not self.network.config.experts:
@@ -56,13 +70,6 @@ class TrainableWorker(ModelWorker):
                 f"{self.role}: router_loss={context.router_loss} is for models with experts, and "
                 "this model has none; use 0"
             )
-        self.stage = "main"
-        self._updaters: dict[tuple[str, bool], Updater] = {}
-        self.updater = self._updater("main", grouped=True)
-        self.optimizer_state: Any = None
-        # The moving average of the trainable parameters; {}: none is kept.
-        self.average: Params = {}
-        self._uses_average = False
 
     def _updater(self, stage: str, grouped: bool) -> Updater:
         """The update program of a stage; ``grouped``: samples of a prompt are consecutive."""
@@ -230,7 +237,13 @@ class TrainableWorker(ModelWorker):
         layout = self.batch_layout(arrays, grouped, self.context.unit)
         if not self.context.router_loss:  # which counts tokens; else only packs read lengths
             arrays.pop(LENGTHS, None)
-        arrays = layout.with_packing(arrays)
+        metrics = self.take_update(layout.with_packing(arrays), grouped)
+        if layout.padding is None:
+            return metrics
+        return metrics | {"padding": place(layout.padding, self.layouts.train.replicated)}
+
+    def take_update(self, arrays: dict[str, Any], grouped: bool) -> dict[str, jax.Array]:
+        """Run the update program on a batch's arrays; returns its metrics."""
         params, self.optimizer_state, metrics = self._updater(self.stage, grouped)(
             self._trained_params(), self.optimizer_state, arrays
         )
@@ -241,9 +254,7 @@ class TrainableWorker(ModelWorker):
         if self._decay and self.stage == "main":
             learned, _ = self.network.partition.split(params)
             self.average = self._move_average(self.average, learned)
-        if layout.padding is None:
-            return metrics
-        return metrics | {"padding": place(layout.padding, self.layouts.train.replicated)}
+        return metrics
 
     @functools.cached_property
     def _move_average(self) -> Any:
@@ -301,7 +312,10 @@ class TrainableWorker(ModelWorker):
 
 def update_reads(worker: type[TrainableWorker], context: WorkerContext, *_: Any) -> tuple[str, ...]:
     """Entries of a batch that are sent to a role's updates, with pretraining's coefficient."""
-    return (*update_keys(context, *worker.extra_keys), PROMPT_ID, "coefficient")
+    loss = context.pretraining_loss
+    more = () if loss is None else ("row_mask", *loss.needs)
+    keys = (*update_keys(context, *worker.extra_keys), PROMPT_ID, "coefficient", *more)
+    return tuple(dict.fromkeys(keys))
 
 
 def update_keys(context: LearningContext, *extra: str) -> tuple[str, ...]:

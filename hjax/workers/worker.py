@@ -96,6 +96,8 @@ class LearningContext:
       loss: the algorithm's loss for this role, or None.
       optimizer: settings of its updates, or None.
       supervised_loss: loss on demonstrations, for the warm start and PPO-ptx; or None.
+      pretraining_loss: loss on what the algorithm adds to an update in PPO-ptx's place, if it is
+        not the supervised one; or None.
       warm_start: settings of the warm start's updates, or None.
       router_loss: weight of the load-balancing loss of experts; 0: none.
       reference_sync: an actor with adapters keeps those of an earlier step, which its reference
@@ -105,6 +107,7 @@ class LearningContext:
     loss: Any = None
     optimizer: OptimizerConfig | None = None
     supervised_loss: Any = None
+    pretraining_loss: Any = None
     warm_start: OptimizerConfig | None = None
     router_loss: float = 0.0
     reference_sync: bool = False

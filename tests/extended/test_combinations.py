@@ -51,6 +51,12 @@ MAZE = {
 }  # fmt: skip
 # Before a second update, where rounding decides between turns.
 ONCE = {"compared": 1}
+# Prompts that the policy judges, from the first step on.
+JUDGES = {
+    "data.task": "mixed_reversal", "data.task_options.length": 3, "data.task_options.partial": 0.5,
+    "algorithm.judge_example": "{prompt}?{bin};", "algorithm.judge_context": 24,
+    "rollout.max_response_length": 4, "warm_start.steps": 4,
+}  # fmt: skip
 # Of a model with experts.
 BALANCED = {"actor.router_loss": 0.1}
 EACH = {**BALANCED, **LORA, "actor.lora.targets": ("q", "v", "gate", "up", "down")}
@@ -191,6 +197,9 @@ TABLE = {
     "episodes: two devices, fsdp, packs": Row(
         "GRPO", {**MAZE, **axes(fsdp=2), "cluster.devices_per_process": 2, "data.packing": 48}),
     "episodes: greedy ones as the baseline, processes": Row("ReMax", {**MAZE, **TWO}),
+    "episodes: turns in the same state, processes": Row("GiGPO", {**MAZE, **TWO}),
+    "episodes: turns in the same state, fsdp, packs": Row(
+        "GiGPO", {**MAZE, **axes(fsdp=2), "cluster.devices_per_process": 2, "data.packing": 48}),
     "episodes: ahead, packs": Row(
         "GRPO", {**MAZE, **AHEAD, "data.packing": 48}, same=False, slow=False),
     # Conversations with tools.
@@ -201,6 +210,12 @@ TABLE = {
     "tools: packs, processes": Row("GRPO", {**ONCE, "data.packing": 224, **TWO}, "tools"),
     "tools: ahead, adapters, packs": Row(
         "GRPO", {**LORA, **AHEAD, "data.packing": 224}, "tools", same=False, slow=False),
+    # Prompts that are chosen.
+    "judged prompts: processes, packs": Row("METIS", {**JUDGES, **TWO, "data.packing": 48}),
+    "judged prompts: ahead, packs": Row(
+        "METIS", {**JUDGES, **AHEAD, "data.packing": 48}, same=False),
+    "prompts passed over: split, offload": Row(
+        "PPO", {"algorithm.difficulty": (0.2, 0.8), "placement": "split", "actor.offload": "all"}),
     # What draws or rounds otherwise: a resume alone, and what the dry run says.
     "pipe, bfloat16": Row("GRPO", {**STAGES, **BFLOAT16}, same=False),
     "few heads, slots, judged": Row(

@@ -243,6 +243,48 @@ print(json.dumps({
         assert said.startswith(seen["text"][1][row]) and seen["text"][0][row] == "?"
 
 
+def test_a_network_of_forty_lines_learns(tmp_path):
+    notebook = nbformat.read(NOTEBOOKS / "07_any_network.ipynb", as_version=4)
+    (written,) = [c.source for c in cells(notebook) if c.source.startswith("%%writefile")]
+    lines = [line for line in written.splitlines()[1:] if line.strip()]
+    assert len(lines) < 40 and "class Classifier(hjax.workers.NetworkWorker)" in written
+    look = """
+import json
+right = inside == ((grid**2).sum(axis=1) < 1).reshape(121, 121)
+print(json.dumps({
+    "accuracy": [row["actor/accuracy"] for row in rows], "right": float(right.mean()),
+    "returns": [row["reward/mean"] for row in played], "held_out": played[-1]["eval/reward"],
+}))
+"""
+    notebook.cells.append(nbformat.v4.new_code_cell(look))
+    client = nbclient.NotebookClient(notebook, timeout=400, kernel_name="python3")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path))
+        patch.chdir(NOTEBOOKS)
+        client.execute()
+    assert outputs(notebook, "error") == [] and len(figures(notebook)) == 1
+    assert [o.text for o in outputs(notebook, "stream") if o.name == "stderr"] == []
+    seen = json.loads(notebook.cells[-1].outputs[0].text)
+    assert seen["accuracy"][0] < 0.8 and seen["right"] > 0.9
+    assert seen["returns"][0] < 60 and seen["held_out"] > 150
+
+
+def test_a_loop_of_calls_learns(tmp_path):
+    notebook = nbformat.read(NOTEBOOKS / "08_training_by_calls.ipynb", as_version=4)
+    look = "import json; print(json.dumps([greedy, rewards, again.step]))"
+    notebook.cells.append(nbformat.v4.new_code_cell(look))
+    client = nbclient.NotebookClient(notebook, timeout=400, kernel_name="python3")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path))
+        patch.chdir(NOTEBOOKS)
+        client.execute()
+    assert outputs(notebook, "error") == [] and len(figures(notebook)) == 1
+    assert [o.text for o in outputs(notebook, "stream") if o.name == "stderr"] == []
+    greedy, rewards, steps = json.loads(notebook.cells[-1].outputs[0].text)
+    assert greedy[-1] > greedy[0] + 0.1 and sum(rewards[-10:]) > sum(rewards[:10]) + 1
+    assert steps == 61  # one step on demonstrations, then sixty
+
+
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.name)
 def test_committed_notebook_shows_a_clean_run(path):
     notebook = nbformat.read(path, as_version=4)

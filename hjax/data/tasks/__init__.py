@@ -8,10 +8,11 @@ from hjax.data.tasks.arithmetic import Addition, Multiplication
 from hjax.data.tasks.calculator_task import CalculatorTask
 from hjax.data.tasks.countdown import Countdown
 from hjax.data.tasks.environment_task import EnvironmentTask
+from hjax.data.tasks.fee_schedule import FeeSchedule
 from hjax.data.tasks.harvest import Harvest
 from hjax.data.tasks.maze_task import MazeTask
 from hjax.data.tasks.sokoban_task import SokobanTask
-from hjax.data.tasks.strings import Parity, Reversal, Sorting
+from hjax.data.tasks.strings import MixedReversal, Parity, Reversal, Sorting
 from hjax.data.tasks.task import TASKS, Task, get_task, register
 from hjax.data.tasks.twenty_questions_task import TwentyQuestionsTask
 
@@ -21,8 +22,10 @@ __all__ = [
     "CalculatorTask",
     "Countdown",
     "EnvironmentTask",
+    "FeeSchedule",
     "Harvest",
     "MazeTask",
+    "MixedReversal",
     "Multiplication",
     "Parity",
     "Reversal",

@@ -6,6 +6,7 @@ import string
 from typing import Any, ClassVar
 
 from hjax.data.tasks.task import Strings, digits_of, option, register
+from hjax.errors import ConfigError
 
 
 @register
@@ -63,6 +64,45 @@ class Reversal(Strings):
         letters = (string.ascii_lowercase[d] for d in digits_of(index, self.letters, self.length))
         text = "".join(letters)
         return {"prompt": f"{text}|", "answer": text[::-1]}
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class MixedReversal(Strings):
+    """Reversing digits, of all lengths: "90310|" -> "01309". Short prompts are soon always right,
+    long ones long always wrong, so that it matters which are answered. The alphabet has `?` and `;`
+    too, with which judgements of prompts are written (METIS).
+
+    Options:
+      length: most digits per prompt (1 to 64).
+      shortest: fewest digits; of short ones there are only so many.
+      partial: share of the places that are right, paid for wrong answers (see Task).
+    """
+
+    name: ClassVar[str] = "mixed_reversal"
+
+    length: int = option(12, 1, 64)
+    shortest: int = option(1, 1, 64)
+
+    alphabet = "0123456789|?;"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shortest > self.length:
+            raise ConfigError(
+                f"task mixed_reversal: option shortest is {self.shortest}; it must be at most "
+                f"length={self.length}"
+            )
+
+    @property
+    def size(self) -> int:
+        return (self.length - self.shortest + 1) * 10**self.length
+
+    def record(self, index: int) -> dict[str, Any]:
+        further, rest = divmod(index, 10**self.length)
+        length = self.shortest + further
+        digits = str(rest % 10**length).zfill(length)
+        return {"prompt": f"{digits}|", "answer": digits[::-1]}
 
 
 @register

@@ -1,0 +1,230 @@
+"""The training service beside the trainer's own update and OpenAI's server, in one process.
+
+The model is W1's (`step_hjax.py`) with weights from a seed; 64 rows of a prompt of 32 tokens and a
+response of 64, float32, on one CPU device. Prints one JSON line.
+
+- `update`: `forward_backward` (PPO's loss) and `optim_step` by HTTP, adapters of rank 8, over the
+  update of a run's actor on the same tokens with the same adapters (padded rows, prompts not
+  shared).
+- `forward_backward`: the first call alone over the same update, which has its optimizer step too.
+- `sampling`: the tokens per second of 64 responses of 64 tokens by `asample`, over those of
+  `/v1/completions`; both have 16 slots, and 64 requests are there at once.
+
+Seconds are processor time of the process, clients included, so that what else the machine does
+counts little; `wall` has ratios of elapsed time. Medians over rounds, contestants in turn.
+
+    python benchmarks/training_service.py [--rounds=7]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import concurrent.futures
+import dataclasses
+import json
+import pathlib
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import machine
+import numpy as np
+from train import CLIP, make_batch, write_weights
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "tests"))
+RANK, RESPONSE, SLOTS = 8, 64, 16
+
+
+def trainer_update(batch: dict[str, np.ndarray], folder: str) -> Callable[[], None]:
+    """One update of a run's actor with adapters."""
+    import jax
+
+    from hjax.algorithms.losses import PolicyLoss
+    from hjax.controller import ResourcePool, WorkerGroup
+    from hjax.models.compute import Compute
+    from hjax.models.lora import ALL, Lora, targets_of
+    from hjax.models.weights import read_config
+    from hjax.sharding.layout import make_layouts
+    from hjax.workers import Actor, OptimizerConfig, WorkerContext
+
+    lora = Lora(RANK, 32.0, targets_of((ALL,), False))
+    context = WorkerContext(
+        role="actor",
+        layouts=make_layouts(jax.devices()[:1]),
+        model=dataclasses.replace(read_config(folder), lora=lora),
+        path=folder,
+        samples=1,
+        max_response_length=RESPONSE,
+        loss=PolicyLoss(clip_low=CLIP, clip_high=CLIP),
+        optimizer=OptimizerConfig(1e-5, weight_decay=0.01),
+        packing=0,
+        compute=Compute(unroll_layers=True),
+    )
+    group = WorkerGroup(ResourcePool("all", jax.devices()[:1]), Actor, context, role="actor")
+    group.initialize().result()
+
+    def update() -> None:
+        group.update_actor(batch).result()
+        jax.block_until_ready(group.worker.params)
+
+    return update
+
+
+def messages(batch: dict[str, np.ndarray]) -> list[bytes]:
+    """The batch as the service's data: each token's target is the next one."""
+    from training_server import datum
+
+    made = []
+    for prompt, response, old, advantages in zip(
+        batch["prompts"], batch["responses"], batch["old_logprobs"], batch["advantages"]
+    ):
+        tokens = np.concatenate([prompt, response])
+        before = np.zeros(len(prompt) - 1, np.float32)
+        made.append(
+            datum(
+                tokens[:-1],
+                target_tokens=tokens[1:],
+                logprobs=np.concatenate([before, old]),
+                advantages=np.concatenate([before, advantages]),
+            )
+        )
+    return made
+
+
+def completions(
+    folder: str, prompts: list[list[int]]
+) -> tuple[Callable[[], int], Callable[[], None]]:
+    """What asks OpenAI's server for all responses and counts their tokens, and what stops it."""
+    from serving_double import HTTP
+
+    from hjax.rollout.language_model import load_model
+    from hjax.rollout.service import GenerationService
+    from hjax.serving.address import address_of, bind
+    from hjax.serving.limits import ServerLimits
+    from hjax.serving.served_model import ServedModel
+    from hjax.serving.server import Server
+
+    model = load_model(folder)
+    service = GenerationService(model, SLOTS)
+    served = ServedModel("w1", service, None, model.config.vocab_size, model.eos_ids)
+    bound, up, made = bind("127.0.0.1", 0), threading.Event(), []
+
+    async def serve() -> None:
+        made.extend([Server(served, bound, ServerLimits(), "", up.set), asyncio.get_running_loop()])
+        await made[0].serve()
+
+    threading.Thread(target=lambda: asyncio.run(serve()), daemon=True).start()
+    assert up.wait(30)
+    url = f"http://{address_of(bound)}/v1/completions"
+
+    def ask(index: int) -> int:
+        body = {"model": "w1", "prompt": prompts[index], "max_tokens": RESPONSE, "seed": index}
+        answer = HTTP.post(url, json=body, timeout=300)
+        assert answer.status_code == 200, answer.text
+        return int(answer.json()["usage"]["completion_tokens"])
+
+    def run() -> int:
+        with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
+            return sum(pool.map(ask, range(len(prompts))))
+
+    return run, lambda: made[1].call_soon_threadsafe(made[0].stop)
+
+
+def samples(client: Any, prompts: list[list[int]]) -> Callable[[], int]:
+    """What asks the training service for the same number of responses and counts their tokens."""
+    path = client.ask("save_weights_for_sampler", path="start")["path"]
+    sampler = client.post(
+        "create_sampling_session", session_id=client.session, sampling_session_seq_id=1,
+        model_path=path,
+    )["sampling_session_id"]  # fmt: skip
+    counter = iter(range(10**9))
+
+    def ask(index: int) -> int:
+        chunk = {"type": "encoded_text", "tokens": prompts[index]}
+        made = client.post(
+            "asample", sampling_session_id=sampler, seq_id=next(counter), num_samples=1,
+            prompt={"chunks": [chunk]},
+            sampling_params={"max_tokens": RESPONSE, "seed": index, "stop": []},
+        )  # fmt: skip
+        client.result(made["request_id"])
+        return RESPONSE  # nothing stops a response
+
+    def run() -> int:
+        with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
+            return sum(pool.map(ask, range(len(prompts))))
+
+    return run
+
+
+def compare(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, dict[str, float]]:
+    """Median seconds of each call, of the process and elapsed, after two that do not count."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    names = list(calls)
+    for each in range(rounds + 2):
+        for name in names[each % len(names) :] + names[: each % len(names)]:
+            start = time.process_time(), time.perf_counter()
+            calls[name]()
+            if each >= 2:
+                spent = time.process_time() - start[0], time.perf_counter() - start[1]
+                found[name].append(spent)
+    return {
+        name: {
+            "processor": statistics.median(x for x, _ in times),
+            "elapsed": statistics.median(x for _, x in times),
+        }
+        for name, times in found.items()
+    }
+
+
+def main() -> None:
+    """Measures, and prints the line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    rounds = parser.parse_args().rounds
+    from training_server import Client, training_server
+
+    from hjax.training_service.shared_base import SharedBase
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_weights("w1", folder)
+        batch = make_batch("w1", "full")
+        prompts = [[int(x) for x in prompt] for prompt in batch["prompts"]]
+        base = SharedBase(folder, slots=SLOTS)
+        with training_server(base, pathlib.Path(folder) / "store") as (url, _, _):
+            client = Client(url)
+            client.create(rank=RANK)
+            data = messages(batch)
+            spent: list[tuple[float, float]] = []
+
+            def service_update() -> None:
+                start = time.process_time(), time.perf_counter()
+                client.loss(data, "ppo")
+                spent.append((time.process_time() - start[0], time.perf_counter() - start[1]))
+                client.step(learning_rate=1e-5)
+
+            update = trainer_update(batch, folder)
+            updates = compare({"service": service_update, "trainer": update}, rounds)
+            ask, stop = completions(folder, prompts)
+            drawn = compare({"asample": samples(client, prompts), "completions": ask}, rounds)
+            stop()
+        base.close()
+    first = [statistics.median(each) for each in zip(*spent[2:])]
+    ratios = {}
+    for at, kind in enumerate(("processor", "elapsed")):
+        trainer = updates["trainer"][kind]
+        ratios[kind] = {
+            "update": round(updates["service"][kind] / trainer, 3),
+            "forward_backward": round(first[at] / trainer, 3),
+            "sampling": round(drawn["completions"][kind] / drawn["asample"][kind], 3),
+        }
+    line = {"ratios": ratios["processor"], "wall": ratios["elapsed"], **updates, **drawn}
+    print(json.dumps({**line, **machine.describe()}))
+
+
+if __name__ == "__main__":
+    main()
