@@ -77,7 +77,7 @@ def trainer_update(batch: dict[str, np.ndarray], folder: str) -> Callable[[], No
 
 def messages(batch: dict[str, np.ndarray]) -> list[bytes]:
     """The batch as the service's data: each token's target is the next one."""
-    from training_server import datum
+    from training_server import datum  # type: ignore[import-not-found]
 
     made = []
     for prompt, response, old, advantages in zip(
@@ -100,7 +100,7 @@ def completions(
     folder: str, prompts: list[list[int]]
 ) -> tuple[Callable[[], int], Callable[[], None]]:
     """What asks OpenAI's server for all responses and counts their tokens, and what stops it."""
-    from serving_double import HTTP
+    from serving_double import HTTP  # type: ignore[import-not-found]
 
     from hjax.rollout.language_model import load_model
     from hjax.rollout.service import GenerationService
@@ -112,7 +112,8 @@ def completions(
     model = load_model(folder)
     service = GenerationService(model, SLOTS)
     served = ServedModel("w1", service, None, model.config.vocab_size, model.eos_ids)
-    bound, up, made = bind("127.0.0.1", 0), threading.Event(), []
+    bound, up = bind("127.0.0.1", 0), threading.Event()
+    made: list[Any] = []
 
     async def serve() -> None:
         made.extend([Server(served, bound, ServerLimits(), "", up.set), asyncio.get_running_loop()])
