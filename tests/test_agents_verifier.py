@@ -61,6 +61,7 @@ def commands():
             continue
 
 
+@pytest.mark.extended
 def test_a_program_is_scored_by_what_it_leaves_and_nothing_of_it_goes_on(tmp_path):
     tests = str(pathlib.Path(__file__).parent)
     (tmp_path / "program.py").write_text(PROGRAM.replace("{tests!r}", repr(tests)))

@@ -84,6 +84,17 @@ def test_rloo_by_one_method(examples):
 
 
 @pytest.mark.extended
+def test_the_longest_prompts_are_chosen(examples):
+    keys = {"data.task": "mixed_reversal", "data.task_options.length": 9}
+    _, rows, trainer = run(examples, "longest.py:Longest", **keys)
+    batch = trainer.batch
+    lengths = batch["prompt_mask"].sum(axis=1).tolist()
+    assert batch["choice"]["length"] == lengths == sorted(lengths, reverse=True)
+    assert rows[-1]["choice/length"] == pytest.approx(np.mean(lengths))
+    assert trainer.prompts.position == 4 * 8 * STEPS
+
+
+@pytest.mark.extended
 def test_dynamic_sampling_by_hand(examples):
     keys = {"data.task_options.partial": 0.0, "warm_start.steps": 40}
     batch, _, trainer = run(examples, "dynamic.py:Dynamic", **keys)
@@ -168,8 +179,8 @@ def test_the_worker_and_its_algorithm_take_under_twenty_lines(examples):
 def test_every_example_is_one_of_those_above(examples):
     files = [file.name for file in sorted(examples.glob("*.py"))]
     assert files == [
-        "again.py", "duel.py", "dynamic.py", "leave_one_out.py", "mine.py", "near.py",
-        "nesterov.py", "varied.py", "wide.py",
+        "again.py", "duel.py", "dynamic.py", "leave_one_out.py", "longest.py", "mine.py",
+        "near.py", "nesterov.py", "varied.py", "wide.py",
     ]  # fmt: skip
 
 

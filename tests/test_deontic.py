@@ -90,6 +90,7 @@ def test_fees_by_hand():
             proved_fee(text)
 
 
+@pytest.mark.extended
 def test_fee_schedules():
     task = get_task("fee_schedule", partial=0.2)
     records = task.examples("train", 3, 400)

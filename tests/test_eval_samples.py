@@ -80,6 +80,7 @@ def test_what_does_not_go_together():
             trainer.evaluate(1)
 
 
+@pytest.mark.extended
 def test_episodes_are_played_several_times_too(tmp_path):
     keys = {**KEYS, **episode_keys(tmp_path), "eval.prompts": 5, "eval.samples": 3}
     with trainer_of("GRPO", keys) as trainer:

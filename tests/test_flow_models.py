@@ -194,6 +194,7 @@ class Half(GaussianRing):
         return (samples[:, 0] > 0).astype(np.float32) + 0.25 * (samples[:, 1] > 0)
 
 
+@pytest.mark.extended
 def test_op_grpo_replays_the_best_and_goes_on_bit_for_bit(tmp_path):
     trainer, rows = trained(op(), tmp_path / "whole")
     assert "flow/weight_mean" not in rows[0]

@@ -176,6 +176,7 @@ def test_what_compares_nothing_is_refused():
             pass
 
 
+@pytest.mark.extended
 def test_mazes_are_played_and_a_resume_is_the_same(tmp_path):
     changes = MAZE | {"steps": 2, "checkpoint.every": 1}
     with trainer_of("GiGPO", changes, tmp_path / "whole") as trainer:
@@ -188,6 +189,7 @@ def test_mazes_are_played_and_a_resume_is_the_same(tmp_path):
         assert [computed(row) for row in trainer.run()] == rows[1:]
 
 
+@pytest.mark.extended
 def test_weight_0_is_grpo():
     """But for the penalty of actions that are not valid."""
     keys = MAZE | {"steps": 1, "algorithm.normalise": "none", "algorithm.kl_coef": 0.0}

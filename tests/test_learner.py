@@ -445,7 +445,7 @@ def test_what_does_not_fit_is_refused(tokens, inputs, loss, config, why, base):
 def test_settings_of_a_step_are_checked(base):
     learner = Learner(base, 3)
     for settings, why in (
-        ({"learning_rate": -1.0}, "learning_rate=-1.0: must be a finite number of 0 or more"),
+        ({"learning_rate": -1.0}, "learning_rate=-1.0: must be from 0 to 1000000000000000"),
         ({"beta1": 1.0}, "beta1=1.0: must be from 0 to below 1"),
         ({"momentum": 0.9}, "no setting 'momentum'"),
     ):

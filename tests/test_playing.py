@@ -109,6 +109,7 @@ def test_play_goes_on_where_it_was_and_counts_returns():
     assert (~np.isnan(batch["returns"])).sum() > 5
 
 
+@pytest.mark.extended
 def test_ppo_goes_on_bit_for_bit(tmp_path):
     trained(ppo(steps=3), tmp_path / "whole")
     trained(ppo(steps=2, **{"actor.schedule": "constant", "critic.schedule": "constant"}))
@@ -207,6 +208,7 @@ def test_dqn_by_operators_is_dqn_by_a_loop():
     jax.tree.map(np.testing.assert_array_equal, by_operators, by_hand)
 
 
+@pytest.mark.extended
 def test_dqn_goes_on_bit_for_bit_with_its_buffer(tmp_path):
     trained(dqn(), tmp_path / "whole")
     for steps in (1, 3):

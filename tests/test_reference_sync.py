@@ -88,6 +88,7 @@ def test_of_adapters_the_matrices_move(tmp_path):
         assert_close(restore_params(folder, "actor", "reference"), expected)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("adapters", [{}, ADAPTERS], ids=["all weights", "adapters"])
 def test_a_resumed_run_is_the_same(adapters, tmp_path):
     keys = {**KEYS, **adapters, "checkpoint.every": 1}

@@ -43,6 +43,7 @@ def by_transformers(directory, scaling, tokens=TOKENS):
     return logits(found, tokens)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("name", "scaling", "known"),
     [

@@ -179,6 +179,7 @@ def test_settings_that_are_infinite_or_0_as_float32_are_refused(base, name, valu
         learner.optim_step(**{name: value})
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(os.geteuid() != 0 if hasattr(os, "geteuid") else True, reason="mounts")
 def test_a_full_store_leaves_nothing_behind_and_the_service_goes_on(base, tmp_path):
     disk = tmp_path / "disk"

@@ -82,6 +82,7 @@ def test_it_is_the_average_of_every_updates_weights(more, monkeypatch, tmp_path)
     assert not np.allclose(first, last, atol=1e-4)
 
 
+@pytest.mark.extended
 def test_training_is_the_same_and_resumes_bit_for_bit(tmp_path):
     rows = {}
     for decay in (0.0, DECAY):

@@ -105,7 +105,8 @@ def _row(name: str, key: Key) -> str:
 
 
 def _shown(default: Any) -> str:
-    return '`""`' if default == "" else f"`{default}`"
+    text = str(default).replace("\n", "\\n")
+    return '`""`' if default == "" else f"`{text}`"
 
 
 if __name__ == "__main__":

@@ -59,8 +59,11 @@ class PromptChoice(AlgorithmSpec):
 def choice_metrics(batch: Mapping[str, Any]) -> dict[str, float]:
     """``choice/<name>``: means over samples of the numbers that ``choose`` has said of their
     prompts, but for the ``row`` of the data. NaN counts as nothing said."""
+    chosen = batch.get(CHOICE)
+    if not chosen:
+        return {}
     rows, found = sample_rows(batch), {}
-    for name, values in (batch.get(CHOICE) or {}).items():
+    for name, values in chosen.items():
         said = [values[i] for i in rows.tolist()]
         if name == "row" or not all(isinstance(value, int | float) for value in said):
             continue

@@ -82,8 +82,9 @@ def play_and_report(
     from hjax.run.episode_evaluation import play_questions
     from hjax.show.progress_bar import PartsDisplay
 
-    encoder = observation_encoder(args, info)
-    limits = episode_limits(args, info, task)
+    chat = args.chat or bool(args.tools or args.agent)
+    encoder = observation_encoder(info, chat=chat)
+    limits = episode_limits(args, info, None if args.agent else task)
     start = time.monotonic()
     processes = args.processes or min(os.cpu_count() or 1, 8)
     with contextlib.ExitStack() as stack:
@@ -108,13 +109,17 @@ def play_and_report(
     _report(args, task, played, graded, grader, options, limits, time.monotonic() - start)
 
 
-def check_tool_flags(args: Any) -> None:
-    """Refuse --tools or --agent beside what plays the episodes already."""
+def check_agent_flags(args: Any) -> None:
+    """Refuse --agent beside what plays the episodes already, and --verifier without it."""
     if args.agent and (args.environment or args.tools):
         other = args.environment or args.tools
         raise ConfigError(f"--agent={args.agent}: episodes are played by {other} already; keep one")
     if args.verifier and not args.agent:
         raise ConfigError(f"--verifier={args.verifier}: it scores what a program of --agent leaves")
+
+
+def check_tool_flags(args: Any) -> None:
+    """Refuse --tools beside what plays the episodes already."""
     other = args.environment or args.task
     if args.tools and other:
         raise ConfigError(
@@ -122,7 +127,7 @@ def check_tool_flags(args: Any) -> None:
         )
 
 
-def observation_encoder(args: Any, info: ModelInfo) -> ObservationEncoder:
+def observation_encoder(info: ModelInfo, *, chat: bool) -> ObservationEncoder:
     """The encoder of an environment's observations.
 
     Raises:
@@ -132,7 +137,6 @@ def observation_encoder(args: Any, info: ModelInfo) -> ObservationEncoder:
 
     if info.tokenizer is None:
         raise ConfigError(f"an environment speaks text, and {info.path} has no tokenizer")
-    chat = args.chat or bool(args.tools or args.agent)
     if chat:
         info.check_chat()
     try:
@@ -213,7 +217,7 @@ def episode_limits(args: Any, info: ModelInfo, task: Task | None) -> EpisodeLimi
     """How long episodes may be, by the flags, the task and the model's positions."""
     from hjax.environments.episode import EpisodeLimits
 
-    known = task is not None and bool(task.environment) and not args.agent
+    known = task is not None and bool(task.environment)
     positions = info.config.max_length
     return EpisodeLimits(
         turns=args.max_turns or (task.max_turns if known and task is not None else MAX_TURNS),

@@ -55,6 +55,7 @@ from hjax.launch.episodes import (
     ENVIRONMENT_FLAGS,
     ENVIRONMENT_HELP,
     ENVIRONMENT_RULES,
+    check_agent_flags,
     check_tool_flags,
     play_and_report,
 )
@@ -116,6 +117,7 @@ def parse(arguments: Sequence[str]) -> Any:
         raise ConfigError("--reward is missing: path.py:name, or math; see --help")
     if (args.environment or args.agent) and args.reward:
         raise ConfigError(f"--{played_by} rewards its episodes itself; leave --reward out")
+    check_agent_flags(args)
     check_tool_flags(args)
     if args.samples > 1 and args.temperature == 0:
         raise ConfigError(

@@ -67,7 +67,8 @@ def watch_episodes(args: Any) -> int:
         )
     info = ModelInfo.read(args.model)
     options = generate_options(args, info, temperature=1.0)
-    encoder, limits = observation_encoder(args, info), episode_limits(args, info, task)
+    encoder = observation_encoder(info, chat=args.chat or bool(args.tools))
+    limits = episode_limits(args, info, task)
     questions = read_questions(args, task, info)
     with environment_pool(args, task, encoder, processes=1) as pool:
         policy = None if args.human else model_policy(args, info, options, slots=1)
