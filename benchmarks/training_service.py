@@ -7,8 +7,9 @@ response of 64, float32, on one CPU device. Prints one JSON line.
   update of a run's actor on the same tokens with the same adapters (padded rows, prompts not
   shared).
 - `forward_backward`: the first call alone over the same update, which has its optimizer step too.
-- `sampling`: the tokens per second of 64 responses of 64 tokens by `asample`, over those of
-  `/v1/completions`; both have 16 slots, and 64 requests are there at once.
+- `sampling`: the tokens per second of 64 responses of 64 tokens of the same model by `asample`,
+  over those of `/v1/completions`; both have 16 slots, and 64 requests are there at once.
+  `sampling_adapters`: of a model with adapters, which are not merged.
 
 Seconds are processor time of the process, clients included, so that what else the machine does
 counts little; `wall` has ratios of elapsed time. Medians over rounds, contestants in turn.
@@ -136,12 +137,11 @@ def completions(
     return run, lambda: made[1].call_soon_threadsafe(made[0].stop)
 
 
-def samples(client: Any, prompts: list[list[int]]) -> Callable[[], int]:
+def samples(client: Any, prompts: list[list[int]], number: int, **model: str) -> Callable[[], int]:
     """What asks the training service for the same number of responses and counts their tokens."""
-    path = client.ask("save_weights_for_sampler", path="start")["path"]
     sampler = client.post(
-        "create_sampling_session", session_id=client.session, sampling_session_seq_id=1,
-        model_path=path,
+        "create_sampling_session", session_id=client.session, sampling_session_seq_id=number,
+        **model,
     )["sampling_session_id"]  # fmt: skip
     counter = iter(range(10**9))
 
@@ -211,7 +211,13 @@ def main() -> None:
             update = trainer_update(batch, folder)
             updates = compare({"service": service_update, "trainer": update}, rounds)
             ask, stop = completions(folder, prompts)
-            drawn = compare({"asample": samples(client, prompts), "completions": ask}, rounds)
+            path = client.ask("save_weights_for_sampler", path="start")["path"]
+            calls = {
+                "asample": samples(client, prompts, 1, base_model="tiny"),
+                "asample_adapters": samples(client, prompts, 2, model_path=path),
+                "completions": ask,
+            }
+            drawn = compare(calls, rounds)
             stop()
         base.close()
     first = [statistics.median(each) for each in zip(*spent[2:])]
@@ -222,6 +228,9 @@ def main() -> None:
             "update": round(updates["service"][kind] / trainer, 3),
             "forward_backward": round(first[at] / trainer, 3),
             "sampling": round(drawn["completions"][kind] / drawn["asample"][kind], 3),
+            "sampling_adapters": round(
+                drawn["completions"][kind] / drawn["asample_adapters"][kind], 3
+            ),
         }
     line = {"ratios": ratios["processor"], "wall": ratios["elapsed"], **updates, **drawn}
     print(json.dumps({**line, **machine.describe()}))
