@@ -14,6 +14,7 @@ import pytest
 from dictionary_page import dictionary_markdown
 
 import hjax
+from hjax.algorithms import ALGORITHMS
 from hjax.config import flatten
 from hjax.launch.stages import read_stages
 from hjax.settings.config_loading import STAGES
@@ -145,6 +146,9 @@ def test_keys_on_command_lines_are_there(page):
             stages, _ = read_stages(named[1], [])
             of = {stage: flatten(config) for stage, config in stages.configs(ROOT).items()}
             keys |= {f"{stage}.{key}": x for stage, each in of.items() for key, x in each.items()}
+        other = re.search(r"--config\.algorithm\.name=(\w+)(?:\s|$)", line)
+        if other and other[1] in ALGORITHMS:
+            keys |= {f"algorithm.{key}": None for key in ALGORITHMS[other[1]].all_keys()}
         for key in re.findall(r"--config\.([\w.]+)=", line):
             if key.startswith("algorithm.") and own:
                 continue

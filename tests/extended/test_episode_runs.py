@@ -190,7 +190,7 @@ def test_killed_environments_change_nothing(keys, monkeypatch):
     def kill_and_draw(actor, step, greedy, requests):
         draws.append(step)
         if len(requests) > 1 and len(draws) % 4 == 0:
-            pids = trainer.algorithm.environment._pool.pids()
+            pids = trainer.algorithm.environment._players.close.__self__.pids()
             os.kill(pids[len(killed) % len(pids)], signal.SIGKILL)
             killed.append(step)
         return draw(actor, step, greedy, requests)
