@@ -40,6 +40,7 @@ def test_what_names_no_steps(text):
         parse_step_range(text)
 
 
+@pytest.mark.extended
 def test_a_run_is_traced_and_is_the_same(tmp_path):
     keys = {**ONE_DEVICE, "algorithm.minibatch": 8, "algorithm.epochs": 3}
     rows = {}

@@ -108,6 +108,7 @@ def test_bounds_are_checked(value):
         tiny_config("GRPO", {"algorithm.difficulty": value})
 
 
+@pytest.mark.extended
 def test_prompts_are_passed_over_and_a_resume_chooses_the_same(few, tmp_path):
     changes = few | ONE_DEVICE | {"checkpoint.every": 4}
     with trainer_of("PPO", changes, tmp_path / "whole") as trainer:
@@ -122,6 +123,7 @@ def test_prompts_are_passed_over_and_a_resume_chooses_the_same(few, tmp_path):
         assert [computed(row) for row in trainer.run()] == rows[4:]
 
 
+@pytest.mark.extended
 def test_ahead_of_learning_it_chooses_by_what_the_generating_weights_have_learned(few, tmp_path):
     changes = AHEAD | few | {"checkpoint.every": 4}
     with trainer_of("GRPO", changes, tmp_path / "whole") as trainer:
