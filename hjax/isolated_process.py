@@ -263,7 +263,7 @@ def _forward_output(*pipes: Any) -> None:
             if left_out:
                 text = ""
             elif room < len(part):
-                text, left_out = _FLOOD, True
+                text, left_out, room = _FLOOD, True, 0.0
             else:
                 room -= len(part)
             # Errors of the terminal must not fail the request.

@@ -421,7 +421,7 @@ def test_masked_entries_of_an_array_have_no_reward():
 
 def test_a_flood_of_output_is_cut_and_later_output_is_shown(capsys, monkeypatch):
     monkeypatch.setattr(isolated_process, "_OUTPUT_BYTES", 1000)
-    monkeypatch.setattr(isolated_process, "_OUTPUT_RATE", 10_000)
+    monkeypatch.setattr(isolated_process, "_OUTPUT_RATE", 2000)
     read, write = os.pipe()
     printer = threading.Thread(
         target=isolated_process._forward_output, args=(os.fdopen(read, "rb", buffering=0),)
@@ -429,7 +429,7 @@ def test_a_flood_of_output_is_cut_and_later_output_is_shown(capsys, monkeypatch)
     printer.start()
     for _ in range(100):
         os.write(write, b"b" * 2000)
-    time.sleep(0.3)
+    time.sleep(0.5)
     os.write(write, b"later")
     os.close(write)
     printer.join(10)
