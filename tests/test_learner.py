@@ -508,6 +508,12 @@ def test_on_a_mesh_as_on_one_device(rank, mesh, tmp_path):
     assert largest_difference(learned, split) < 1e-4 and tokens == others
 
 
+def test_several_processes_are_refused(folder, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ConfigError, match="one of 2 processes.* does not run on Ray"):
+        SharedBase(folder)
+
+
 @pytest.mark.extended
 def test_a_mesh_trains_and_samples_at_once(tmp_path):
     save_model(tmp_path / "model", layers=2, kv_heads=2, vocab_size=VOCAB + 1, max_length=80)

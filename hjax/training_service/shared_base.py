@@ -58,7 +58,8 @@ class SharedBase:
       slots: sequences that are sampled at a time, of each kind of model; 0: 16.
 
     Raises:
-      ConfigError: nothing there, an unsupported model, or an argument out of its range.
+      ConfigError: nothing there, an unsupported model, an argument out of its range, or one of
+        several processes.
 
     Attributes:
       config: the model's shapes.
@@ -85,6 +86,12 @@ class SharedBase:
             raise ConfigError(f"remat={remat!r}; allowed: {', '.join(POLICIES)}")
         if micro_batch_tokens < 1:
             raise ConfigError(f"micro_batch_tokens={micro_batch_tokens}: 1 or more")
+        if jax.process_count() > 1:
+            raise ConfigError(
+                f"this is one of {jax.process_count()} processes; a training service is one, with "
+                "the devices of one host, and does not run on Ray or several hosts: a run does "
+                "(docs/cluster.md)"
+            )
         self.path, self.micro_batch_tokens, self.slots = str(path), micro_batch_tokens, slots
         directory = model_directory(path)
         self.config: ModelConfig = read_config(path)

@@ -124,8 +124,8 @@ class _Job:
         stops: StopConditions,
         on_done: Callable[[SampleResult | Exception], None],
     ):
-        self.number, self.snapshot, self.request, self.requests = number, snapshot, request, requests
-        self.stops, self.on_done = stops, on_done
+        self.number, self.snapshot, self.request = number, snapshot, request
+        self.requests, self.stops, self.on_done = requests, stops, on_done
         self.left, self.submitted = len(requests), 0
         self.sequences: list[SampledSequence | None] = [None] * len(requests)
         self.prompt: PromptLogProbs | None = None

@@ -31,14 +31,14 @@ needs_source = pytest.mark.skipif(
     not SOURCE, reason="HJAX_COOKBOOK_SOURCE=DIR: the cookbook's source distribution, unpacked"
 )
 # Gives compare_sampling_training_logprobs the document that it would download, from torch.
-LOCAL_DOCUMENT = '''
+LOCAL_DOCUMENT = """
 import pathlib, types
 import httpx, torch
 file = pathlib.Path(torch.__file__).parent / "autograd" / "forward_ad.py"
 httpx.get = lambda url: types.SimpleNamespace(
     text=file.read_text(), raise_for_status=lambda: None
 )
-'''
+"""
 
 
 @pytest.fixture(scope="module")
