@@ -229,6 +229,7 @@ class Visitor:
         self._data, self._prompt = data, prompt
         self.session, self._model, self._number = "", "", 0
         self.polls: list[asyncio.Task[None]] = []
+        self._beating: asyncio.Task[None]
 
     async def _post(self, path: str, **fields: Any) -> Any:
         answer = await self._http.post(path, json=fields)
@@ -246,6 +247,7 @@ class Visitor:
         """Open the session, and make its model."""
         made = await self._post("create_session", sdk_version="0.38.0", tags=[])
         self.session = made["session_id"]
+        self._beating = asyncio.create_task(self._beat())
         made = await self._post(
             "create_model", session_id=self.session, model_seq_id=0, base_model="tiny",
             lora_config={"rank": RANK, "seed": seed},
@@ -287,13 +289,13 @@ class Visitor:
     async def end(self, vanishes: bool) -> None:
         """Cut all connections, or fetch all results and finish the session."""
         if vanishes:
+            self._beating.cancel()
             for poll in self.polls:
                 poll.cancel()
-            await asyncio.gather(*self.polls, return_exceptions=True)
+            await asyncio.gather(self._beating, *self.polls, return_exceptions=True)
         else:
-            beating = asyncio.create_task(self._beat())
             await asyncio.gather(*self.polls)
-            beating.cancel()
+            self._beating.cancel()
             await self._post(f"sessions/{self.session}/finish", reason={"type": "success"})
         await self._http.aclose()
 

@@ -4,8 +4,10 @@ their tasks, and local folders under the names of their data sets."""
 import contextlib
 import gzip
 import json
+import multiprocessing
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -87,27 +89,50 @@ def served(model, store):
         yield process.stdout.readline().rstrip("\n").rpartition(" on ")[2]
 
 
-def run_program(url, folder, *command, python_path=""):
+# A process that has imported what takes long, from which each program is forked.
+FORKS = multiprocessing.get_context("forkserver")
+OFFLINE = {
+    "TINKER_API_KEY": "tml-test", "TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+}  # fmt: skip
+
+
+def run_program(url, folder, program, *arguments, before=""):
     """Run a Python program against a server, offline; returns what it printed.
 
     Args:
       url: of the server.
       folder: working directory.
-      *command: arguments of the interpreter.
-      python_path: a folder whose modules come first.
+      program: a file's path, or a module's name.
+      *arguments: of its command line.
+      before: source to execute first.
     """
-    environ = os.environ | {
-        "TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-test", "TINKER_TELEMETRY": "0",
-        "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1",
-    }  # fmt: skip
-    if python_path:
-        environ["PYTHONPATH"] = f"{python_path}:{environ.get('PYTHONPATH', '')}"
-    done = subprocess.run(
-        [sys.executable, *command],
-        capture_output=True, text=True, cwd=folder, timeout=1700, env=environ,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout + done.stderr
+    os.environ.update(OFFLINE)
+    FORKS.set_forkserver_preload(["tinker_cookbook.rl.train", "datasets"])
+    output = folder / "output.txt"
+    process = FORKS.Process(
+        target=_run, args=(url, str(folder), str(output), [str(program), *arguments], before)
+    )
+    process.start()
+    process.join(1700)
+    process.kill()
+    process.join()
+    said = output.read_text()
+    assert process.exitcode == 0, said[-3000:]
+    return said
+
+
+def _run(url, folder, output, command, before):
+    os.environ.update(OFFLINE | {"TINKER_BASE_URL": url})
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for number in (1, 2):
+        os.dup2(file, number)
+    sys.argv = command
+    exec(before)
+    run = runpy.run_path if command[0].endswith(".py") else runpy.run_module
+    run(command[0], run_name="__main__")
 
 
 def run_recipe(url, folder, name, **options):
@@ -120,7 +145,7 @@ def run_recipe(url, folder, name, **options):
     """
     options = {"log_path": folder / "log"} | options
     flags = [f"{key}={value}" for key, value in options.items()]
-    run_program(url, folder, "-m", f"tinker_cookbook.recipes.{name}", *flags)
+    run_program(url, folder, f"tinker_cookbook.recipes.{name}", *flags)
     lines = (folder / "log" / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 

@@ -323,6 +323,7 @@ def test_a_snapshot_keeps_its_weights(base):
     tokens = [1, 5, 9, 2, 30]
     datum = Datum(tokens[:-1], {"target_tokens": tokens[1:]})
     scores = before.compute_logprobs(tokens)
+    assert before.programs.sampler() is base.programs(None).sampler()  # merged in float32
     [trained] = learner.forward([datum], "cross_entropy").logprobs
     np.testing.assert_allclose(scores[1:], trained, atol=1e-5)
     assert np.isnan(scores[0])

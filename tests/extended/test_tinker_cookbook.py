@@ -158,10 +158,8 @@ def test_its_judge_of_tempered_log_probs(url, folder):
 
 @needs_source
 def test_its_judge_of_trainer_and_sampler(url, folder):
-    (folder / "shim").mkdir()
-    (folder / "shim" / "sitecustomize.py").write_text(LOCAL_DOCUMENT)
     said = run_program(
         url, folder, f"{SOURCE}/tests/compare_sampling_training_logprobs.py",
-        f"model_names={KNOWN}", python_path=folder / "shim",
+        f"model_names={KNOWN}", before=LOCAL_DOCUMENT,
     )  # fmt: skip
     assert float(re.findall(r"'mse\[sample, train\]': ([^,]+)", said)[0]) < 1e-8
