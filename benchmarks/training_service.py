@@ -215,13 +215,7 @@ def served(folder: str) -> Iterator[tuple[str, int]]:
 
 
 class Visitor:
-    """A session whose requests are all in flight at once.
-
-    Args:
-      url: of the server.
-      data: of each pass.
-      prompt: of each sample.
-    """
+    """A session whose requests are all in flight at once: passes of data, steps, samples."""
 
     def __init__(self, url: str, data: list[bytes], prompt: list[int]):
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -331,7 +325,7 @@ def soak(rounds: int) -> dict[str, Any]:
             for _ in range(rounds):
                 found["in_flight"].append(asyncio.run(soak_round(url, data, prompt)))
                 process = pathlib.Path(f"/proc/{pid}")
-                lines = (line.split(":") for line in (process / "status").read_text().splitlines())
+                lines = (line.split(":", 1) for line in (process / "status").read_text().splitlines())
                 status = {name: value.split() for name, value in lines}
                 found["resident"].append(int(status["VmRSS"][0]) // 1024)
                 found["threads"].append(int(status["Threads"][0]))
