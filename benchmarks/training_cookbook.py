@@ -28,7 +28,7 @@ COLUMNS = {
     "reward": "env/all/reward/total",
     "right": "env/all/correct",
     "well_formed": "env/all/format",
-    "grad_norm": "optim/grad_norm",
+    "grad_norm": "grad_norm",
     "kl_sampler_trainer": "optim/kl_sample_train_v2",
 }
 
@@ -54,7 +54,8 @@ def main() -> None:
                 groups_per_batch=16, max_tokens=12, max_steps=args.steps, eval_every=0,
                 save_every=0, learning_rate=args.rate,
             )  # fmt: skip
-    found = {name: [round(row[key], 8) for row in rows] for name, key in COLUMNS.items()}
+    # A step whose groups are all constant has no gradient.
+    found = {name: [round(row.get(key, 0.0), 8) for row in rows] for name, key in COLUMNS.items()}
     points = list(enumerate(found["reward"]))
     series = [ChartSeries("mean reward", points, 0)]
     chart = svg_file("math_rl, arithmetic: mean reward", series, ("start", found["reward"][0]))
