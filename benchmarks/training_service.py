@@ -325,7 +325,8 @@ def soak(rounds: int) -> dict[str, Any]:
             for _ in range(rounds):
                 found["in_flight"].append(asyncio.run(soak_round(url, data, prompt)))
                 process = pathlib.Path(f"/proc/{pid}")
-                lines = (line.split(":", 1) for line in (process / "status").read_text().splitlines())
+                text = (process / "status").read_text()
+                lines = (line.split(":", 1) for line in text.splitlines())
                 status = {name: value.split() for name, value in lines}
                 found["resident"].append(int(status["VmRSS"][0]) // 1024)
                 found["threads"].append(int(status["Threads"][0]))
