@@ -59,8 +59,8 @@ data). Generation has p_g-t_g-d_g-d groups of the same devices, with d_g = p t /
   a local slice gives the training shard back (`hjax/sharding/layout.py`).
 - **Planned moves.** For each array the cheapest sequence of moves (slice, all-to-all, all-gather,
   permute) is searched and run as explicit collectives, so the bytes are the planned ones.
-  Parameters sharded by rows over (fsdp, tensor) reach columns over tensor by an all-to-all and an all-gather;
-  XLA alone takes a full replica of them (`hjax/sharding/reshard_plan.py`).
+  Parameters sharded by rows over (fsdp, tensor) reach columns over tensor by an all-to-all and an
+  all-gather; XLA alone takes a full replica of them (`hjax/sharding/reshard_plan.py`).
 - **Buckets.** Arrays move in buckets of `rollout.transition_bucket_bytes` (at least one array),
   largest first. An array stacked over layers moves in slices. A source is freed when its target
   stands, so the peak is M / (t_g p_g) and one bucket. Arrays that both layouts hold alike are the
@@ -74,8 +74,8 @@ data). Generation has p_g-t_g-d_g-d groups of the same devices, with d_g = p t /
   (`hjax/sharding/transfer_plan.py`). Arrays of one process, or pieces of another world's, take it
   (`hjax/sharding/cross_mesh_transfer.py`).
 - **Cost.** `Transition.cost()` says before it runs: bytes received per device, read off the
-  compiled programs (loops times their trips), peak, temporaries and redundant bytes. What no move does is
-  left to the compiler and named.
+  compiled programs (loops times their trips), peak, temporaries and redundant bytes. What no move does
+  is left to the compiler and named.
 
 ## The paper's example
 
@@ -114,8 +114,8 @@ bucket, and cut it. Their agreement with the formulas is no evidence of other sy
 **Plain resharding** is a program that knows no method: the identity from the same shards to the
 same shards, laid out by the compiler, one program for all arrays. It is compiled and not run; its
 redundancy follows from the shards. It need not gather the whole model: in the example above a
-device of vanilla receives half of it instead of three quarters, and keeps the same quarter beside it.
-`--method=vanilla` and `--method=gather_all` print the plain figures of a case.
+device of vanilla receives half of it instead of three quarters, and keeps the same quarter beside
+it. `--method=vanilla` and `--method=gather_all` print the plain figures of a case.
 """
 
 
