@@ -74,8 +74,8 @@ data). Generation has p_g-t_g-d_g-d groups of the same devices, with d_g = p t /
   (`hjax/sharding/transfer_plan.py`). Arrays of one process, or pieces of another world's, take it
   (`hjax/sharding/cross_mesh_transfer.py`).
 - **Cost.** `Transition.cost()` says before it runs: bytes received per device, read off the
-  compiled programs (loops times their trips), peak, temporaries and redundant bytes. What no move does
-  is left to the compiler and named.
+  compiled programs (loops times their trips), peak, temporaries and redundant bytes. What no move
+  does is left to the compiler and named.
 
 ## The paper's example
 
