@@ -162,7 +162,7 @@ class AgentPlayer:
         if episode.turns:
             last = episode.turns[-1]
             last.reward, last.seconds = reward, outcome.seconds
-            last.metrics = session_metrics(session, labels)
+            last.metrics = session_metrics(session, labels, self._record.constrained)
 
     def _reward(self, outcome: AgentOutcome) -> tuple[float, str]:
         """The reward, and the fault; empty: none."""
@@ -173,11 +173,17 @@ class AgentPlayer:
         return (0.0, UNSCORED) if outcome.reward is None else (outcome.reward, "")
 
 
-def session_metrics(session: Session, labels: Sequence[str]) -> dict[str, float]:
-    """Numbers of a session: its calls, those of each label, roots, retries and abandoned ones."""
+def session_metrics(
+    session: Session, labels: Sequence[str], constrained: bool = False
+) -> dict[str, float]:
+    """Numbers of a session: its calls, those of each label, roots, retries and abandoned ones;
+    with ``constrained`` the calls whose form was enforced, and the tokens that had no choice."""
     calls = session.tree.calls
     numbers = {"calls": len(calls), "roots": sum(call.place.parent is None for call in calls)}
     numbers |= {f"{name}_calls": labels.count(name) for name in LABELS if name != AGENT}
+    if constrained:
+        numbers["constrained_calls"] = sum(bool(call.drawn.forced) for call in calls)
+        numbers["forced_tokens"] = sum(sum(call.drawn.forced) for call in calls)
     return {name: float(value) for name, value in (numbers | session.counts).items()}
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from hjax.agents.agent_process import load_agent
 from hjax.agents.call_tree import AGENT
 from hjax.agents.command_agent import VERIFY_SECONDS, CommandAgent
+from hjax.errors import ConfigError
 from hjax.sandbox.sandbox_settings import THIS_MACHINE, SandboxSettings
 from hjax.settings.agent_keys import NO_REWARD
 from hjax.user_code import load_object
@@ -59,6 +61,7 @@ class RecordSettings:
       history, echo: see ``CallTree``.
       train_call: which calls are learned from: ``agent``, ``all``, or ``path.py:name`` of a
         function of a call's record.
+      constrained: whether what a call asks of its answer's form holds where the run draws.
       timeout_reward: of a session that is late; None: it is not learned from.
       concurrent: sessions that are open at a time; 0: all.
       wait_seconds: that calls wait for those of other sessions, after the last that came.
@@ -67,9 +70,20 @@ class RecordSettings:
     history: str = "sampled"
     echo: str = "exact"
     train_call: str = "agent"
+    constrained: bool = False
     timeout_reward: float | None = None
     concurrent: int = 0
     wait_seconds: float = 10.0
+
+    def check(self) -> None:
+        """Raise ConfigError for a function that cannot be loaded, or constraints without what
+        compiles them."""
+        self.trains()
+        if self.constrained and importlib.util.find_spec("llguidance") is None:
+            raise ConfigError(
+                "agent.constrained=True: llguidance is not installed, which constraints need; the "
+                "extra `constraints` has it: pip install 'hjax[constraints]'"
+            )
 
     def trains(self) -> TrainCall:
         """Whether a call is learned from."""
@@ -106,6 +120,7 @@ def record_of(section: Mapping[str, Any]) -> RecordSettings:
         history=section["history"],
         echo=section["echo"],
         train_call=section["train_call"],
+        constrained=section["constrained"],
         timeout_reward=None if late == NO_REWARD else float(late),
         concurrent=section["concurrent"],
         wait_seconds=section["wait_seconds"],

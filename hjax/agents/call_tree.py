@@ -185,7 +185,8 @@ class CallTree:
                 before = self.calls[place.parent]
                 row.turns[-1].observation = list(place.prompt[len(before.ids) :])
                 row.turns[-1].observed = _new_text(before, call)
-            row.turns.append(Turn(call.drawn.tokens, call.drawn.logprobs, call.text))
+            drawn = call.drawn
+            row.turns.append(Turn(drawn.tokens, drawn.logprobs, call.text, forced=drawn.forced))
             open_rows[call.number] = row
         return rows
 

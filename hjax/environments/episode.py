@@ -68,6 +68,8 @@ class Turn:
       reward, valid, metrics: of the environment's answer.
       anchor: of the state in which the turn was taken; None: no state to compare.
       seconds: that the environment took.
+      forced: of each token, whether a constraint allowed no other, so that it is not learned from;
+        empty: of none.
     """
 
     tokens: list[int]
@@ -80,6 +82,7 @@ class Turn:
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     anchor: bytes | None = None
     seconds: float = 0.0
+    forced: Sequence[bool] = ()
 
     def record(self) -> dict[str, Any]:
         """What was done, seen and rewarded, as JSON values."""
@@ -174,6 +177,7 @@ class TurnRequest:
       max_tokens: of the turn.
       stop: strings that end it.
       cohort: which part of the episodes draws together.
+      constraint: a ``hjax.rollout.constraint.Constraint`` of its text; None: any text.
     """
 
     episode: int
@@ -184,15 +188,24 @@ class TurnRequest:
     max_tokens: int
     stop: Sequence[str] = ()
     cohort: int = 0
+    constraint: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
 class DrawnTurn:
-    """A turn that was drawn; ``ended``: by a stop token or string, not by its length."""
+    """A turn that was drawn.
+
+    Attributes:
+      tokens, logprobs, forced: as of ``Turn``.
+      ended: by a stop token or string, or by its constraint, not by its length.
+      failed: why its text does not match its constraint, and no token may follow; empty: it does.
+    """
 
     tokens: list[int]
     logprobs: Mapping[str, Sequence[float]]
     ended: bool
+    forced: Sequence[bool] = ()
+    failed: str = ""
 
 
 # Draws a turn for each request.

@@ -35,14 +35,15 @@ def episode_batch(
       least: rows of the batch.
 
     Returns:
-      ``prompts``, ``prompt_mask``, ``responses``, ``response_mask`` (drawn by the policy),
+      ``prompts``, ``prompt_mask``, ``responses``, ``response_mask`` (drawn by the policy, and not
+      forced by a constraint),
       ``response_lengths`` (observations included), the turns' log-probs, ``truncated`` (an episode
       that had to stop before its end), ``failed`` (one that its environment's fault ended),
       ``episode`` and ``group`` int32 [rows]; ``turn`` int32
-      [rows, length], of each drawn token its turn in the episode, else -1; ``anchor`` like it, of
+      [rows, length], of each such token its turn in the episode, else -1; ``anchor`` like it, of
       the state in which its turn was taken, numbered from 0 within the group, -1 none;
       ``invalid_action`` bool like it; ``token_rewards`` float32 [rows, length], each turn's at its
-      last token; ``stop_reason`` and ``turn_records`` (``Episode.turn_records``), lists, and
+      last such token, or the last before it; ``stop_reason`` and ``turn_records`` (``Episode.turn_records``), lists, and
       ``episode_metrics``, by name float32 [rows], the same in all rows of an episode;
       ``prompt_text`` and ``response_text``, as they were seen and said.
     """
@@ -92,14 +93,17 @@ def _token_tables(
         at, numbers = len(row.context), states.setdefault(episode.group, {})
         for number, turn in enumerate(row.turns, start=first_turns.get(id(row), 0)):
             own = slice(at, at + len(turn.tokens))
-            made["turn"][i, own] = number
+            forced = np.array(turn.forced or [False] * len(turn.tokens), bool)
+            made["turn"][i, own] = np.where(forced, -1, number)
             if turn.anchor is not None:
-                made["anchor"][i, own] = numbers.setdefault(turn.anchor, len(numbers))
+                state = numbers.setdefault(turn.anchor, len(numbers))
+                made["anchor"][i, own] = np.where(forced, -1, state)
             made["invalid_action"][i, own] = not turn.valid
             for name in LOGPROBS:
                 made[name][i, own] = turn.logprobs.get(name, turn.logprobs["logprobs"])
             if turn.tokens:
-                made["token_rewards"][i, own.stop - 1] = turn.reward
+                learned = np.flatnonzero(made["turn"][i, : own.stop] >= 0)
+                made["token_rewards"][i, learned[-1] if learned.size else own.stop - 1] += turn.reward
             at = own.stop + len(turn.observation)
     return made
 

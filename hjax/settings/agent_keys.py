@@ -68,6 +68,12 @@ AGENT_KEYS = {
         "has any answer in its place",
         one_of("exact", "trust"),
     ),
+    "constrained": Key(
+        False,
+        "whether what a call asks of its answer's form holds in training too (a tool_choice other "
+        "than auto, strict, response_format): tokens that it leaves no choice of are not learned "
+        "from; else it is logged and has no effect",
+    ),
     "train_call": Key(
         "agent",
         "which calls are learned from: agent: those that the agent went on from, and none without "
