@@ -43,9 +43,9 @@ def episode_batch(
       [rows, length], of each such token its turn in the episode, else -1; ``anchor`` like it, of
       the state in which its turn was taken, numbered from 0 within the group, -1 none;
       ``invalid_action`` bool like it; ``token_rewards`` float32 [rows, length], each turn's at its
-      last such token, or the last before it; ``stop_reason`` and ``turn_records`` (``Episode.turn_records``), lists, and
-      ``episode_metrics``, by name float32 [rows], the same in all rows of an episode;
-      ``prompt_text`` and ``response_text``, as they were seen and said.
+      last such token, or the last before it; ``stop_reason`` and ``turn_records``
+      (``Episode.turn_records``), lists, and ``episode_metrics``, by name float32 [rows], the same
+      in all rows of an episode; ``prompt_text`` and ``response_text``, as they were seen and said.
     """
     rows = [(episode, row) for episode in episodes for row in _rows(episode, filler)]
     if max(len(rows), least) > len(episodes):
@@ -103,7 +103,8 @@ def _token_tables(
                 made[name][i, own] = turn.logprobs.get(name, turn.logprobs["logprobs"])
             if turn.tokens:
                 learned = np.flatnonzero(made["turn"][i, : own.stop] >= 0)
-                made["token_rewards"][i, learned[-1] if learned.size else own.stop - 1] += turn.reward
+                last = learned[-1] if learned.size else own.stop - 1
+                made["token_rewards"][i, last] += turn.reward
             at = own.stop + len(turn.observation)
     return made
 

@@ -82,3 +82,21 @@ def test_a_run_that_goes_on_is_the_same(run, keys, tmp_path):
     assert {k: v for k, v in gone_on.items() if k not in times} == {
         k: v for k, v in whole.items() if k not in times
     }
+
+
+def test_a_constrained_run_learns_from_the_choices_alone(keys, tmp_path):
+    """Its ratios are one: they are of the policy's own distribution, and of what it chose."""
+    pytest.importorskip("llguidance")
+    changes = {
+        **keys, "agent.function": AGENT.replace("two_questions", "forced_call"), "steps": 1,
+        "eval.every": 0, "agent.constrained": True, "rollout.max_response_length": 160,
+        "model.max_length": 512,
+    }  # fmt: skip
+    with trainer_of("GRPO", changes, tmp_path / "run") as trainer:
+        metrics, batch = trainer.step(), trainer.batch
+    assert metrics["reward/mean"] >= 1 and metrics["episode/constrained_calls"] == 1
+    assert metrics["rollout/token_prob_error"] == pytest.approx(1, abs=1e-5)
+    assert metrics["episode/forced_tokens"] > 20
+    drawn = [sum(record["tokens"] for record in records) for records in batch["turn_records"]]
+    forced = drawn - batch["response_mask"].sum(axis=1)
+    assert forced.mean() == pytest.approx(metrics["episode/forced_tokens"])
