@@ -25,13 +25,14 @@ def drawn(rounds, requests):
 
 
 def play(prompts, record=None, as_ready=False, **settings):
-    """The episodes of these prompts, and which were drawn together."""
+    """The episodes of these prompts, or rows, and which were drawn together."""
     encoder = ObservationEncoder(byte_tokenizer(), chat=True)
     settings = AgentSettings(**{"function": f"{FILE}:agent", "seconds": 20.0, **settings})
     runner = AgentRunner(settings, record or RecordSettings(), encoder, LIMITS)
     rounds = []
     try:
-        episodes = [Episode(i, 0, {"prompt": text}, i) for i, text in enumerate(prompts)]
+        tasks = [each if isinstance(each, dict) else {"prompt": each} for each in prompts]
+        episodes = [Episode(i, 0, {"answer": 7} | task, i) for i, task in enumerate(tasks)]
         player = runner.player(functools.partial(drawn, rounds), as_ready=as_ready)
         player.play(episodes)
     finally:

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from hjax.agents.agent_process import load_agent
 from hjax.agents.call_tree import AGENT
-from hjax.agents.command_agent import VERIFY_SECONDS, CommandAgent
+from hjax.agents.command_agent import (
+    VERIFY_SECONDS,
+    CommandAgent,
+    ProgramSettings,
+    command_words,
+)
 from hjax.errors import ConfigError
 from hjax.sandbox.sandbox_settings import THIS_MACHINE, SandboxSettings
-from hjax.settings.agent_keys import NO_REWARD
+from hjax.settings.agent_keys import AGENT_KEYS, NO_REWARD
 from hjax.user_code import load_object
+from hjax.user_input import user_path
 
+# Columns that a program is not given, by default.
+HIDDEN = tuple(AGENT_KEYS["hidden"].default.split(","))
 # Whether a call is learned from, by its record.
 TrainCall = Callable[[Mapping[str, Any]], bool]
 
@@ -25,8 +34,7 @@ class AgentSettings:
 
     Attributes:
       function: ``path.py:name``, see ``load_agent``; empty: ``command``.
-      command: a program, see ``CommandAgent``; ``verifier``: scores what it leaves.
-      sandbox: for what the verifier runs.
+      command, verifier, sandbox, confined, readable, hidden: of ``ProgramSettings``.
       seconds: deadline of a session.
       processes: over which sessions are shared out.
       memory_bytes: limit of each process's data; 0: none.
@@ -36,6 +44,9 @@ class AgentSettings:
     command: str = ""
     verifier: str = ""
     sandbox: SandboxSettings = THIS_MACHINE
+    confined: bool = True
+    readable: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = HIDDEN
     seconds: float = 1800.0
     processes: int = 1
     memory_bytes: int = 0
@@ -45,7 +56,20 @@ class AgentSettings:
         if self.function:
             load_agent(self.function)
         else:
-            CommandAgent(self.command, self.verifier, self.sandbox, self.seconds)
+            CommandAgent(self.program())
+
+    def program(self) -> ProgramSettings:
+        """The program, with paths that hold in any folder."""
+        return ProgramSettings(
+            command=shlex.join(command_words(self.command)),
+            verifier=self.verifier,
+            sandbox=self.sandbox,
+            confined=self.confined,
+            readable=tuple(map(_whole_path, self.readable)),
+            hidden=self.hidden,
+            seconds=self.seconds,
+            memory_bytes=self.memory_bytes,
+        )
 
     @property
     def deadline(self) -> float:
@@ -95,6 +119,18 @@ class RecordSettings:
         return lambda call: bool(function(call))
 
 
+def _whole_path(text: str) -> str:
+    path = user_path(text, "agent.readable=")
+    if not path.exists():
+        raise ConfigError(f"agent.readable={text}: there is no such file or folder")
+    return str(path.absolute())
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """The parts of a text between commas."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
 def agent_of(section: Mapping[str, Any]) -> str:
     """The agent of the config section ``agent``; empty: none."""
     return str(section["function"] or section["command"])
@@ -107,6 +143,9 @@ def settings_of(section: Mapping[str, Any], sandbox: SandboxSettings) -> AgentSe
         command=section["command"],
         verifier=section["verifier"],
         sandbox=sandbox,
+        confined=section["confined"],
+        readable=listed(section["readable"]),
+        hidden=listed(section["hidden"]),
         seconds=section["seconds"],
         processes=section["processes"],
         memory_bytes=int(section["memory_gib"] * 2**30),
