@@ -7,6 +7,7 @@ import hashlib
 import json
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ class PendingTurn:
       stop: strings that end it.
       branch, first_draw: from which its draws follow, once it is taken.
       forced: of ``DrawnTurn``, once it is delivered.
+      since: when it was asked for (``time.perf_counter``).
     """
 
     session: Session
@@ -39,6 +41,7 @@ class PendingTurn:
     branch: int = 0
     first_draw: int = 0
     forced: Sequence[bool] = ()
+    since: float = dataclasses.field(default_factory=time.perf_counter)
 
     @property
     def order(self) -> tuple[bytes, int]:
@@ -63,6 +66,7 @@ class PendingTurn:
     def deliver(self, drawn: DrawnTurn) -> None:
         """Hand the response over."""
         self.forced = drawn.forced
+        self.session.waited += time.perf_counter() - self.since
         self.handle.deliver(
             ResponseChunk(
                 tuple(drawn.tokens),
@@ -137,6 +141,7 @@ class Session:
       ended_by: the limit that has ended it, ``max_turns`` or ``context``; empty: none.
       refusals: how often it was told so.
       counts: of what happened, by name: ``retries``, ``abandoned``.
+      waited: seconds that its calls waited for the policy, added up.
       sealed: whether its agent has ended.
     """
 
@@ -148,6 +153,7 @@ class Session:
         self.begun = self.running = 0
         self.ended_by, self.refusals, self.sealed = "", 0, False
         self.counts = {"retries": 0, "abandoned": 0}
+        self.waited = 0.0
         self._branches = 0
         self._tails: dict[int, tuple[int, int]] = {}  # by branch, its last call and where it began
         self._drawing: set[int] = set()  # branches whose turn is not recorded yet

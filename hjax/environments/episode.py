@@ -67,7 +67,8 @@ class Turn:
       observed: text of the observation.
       reward, valid, metrics: of the environment's answer.
       anchor: of the state in which the turn was taken; None: no state to compare.
-      seconds: that the environment took.
+      seconds: that the environment took; ``waited``: that an agent's calls waited for the policy,
+        added up, in a session that ends with this turn.
       forced: of each token, whether a constraint allowed no other, so that it is not learned from;
         empty: of none.
     """
@@ -83,6 +84,7 @@ class Turn:
     anchor: bytes | None = None
     seconds: float = 0.0
     forced: Sequence[bool] = ()
+    waited: float = 0.0
 
     def record(self) -> dict[str, Any]:
         """What was done, seen and rewarded, as JSON values."""
@@ -137,6 +139,7 @@ class Episode:
       stop_reason: ``done``, ``max_turns``, ``context`` (the next turn has no room), or a fault of
         the environment's: ``timeout``, ``exception``, ``killed``; empty while it is played.
       fault: of a fault, what happened.
+      calls: of an agent's session, ``hjax.agents.call_tree.CallTree.records``.
     """
 
     number: int
@@ -146,6 +149,7 @@ class Episode:
     rows: list[EpisodeRow] = dataclasses.field(default_factory=list)
     stop_reason: str = ""
     fault: str = ""
+    calls: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     @property
     def turns(self) -> list[Turn]:

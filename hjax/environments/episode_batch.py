@@ -13,6 +13,8 @@ from hjax.environments.episode import FAULTLESS, Episode, EpisodeRow
 
 # Per-token entries that are floats; others of a turn are added as they come.
 LOGPROBS = ("logprobs", "policy_logprobs")
+# Numbers of episodes that a clock has told.
+_CLOCKED = ("seconds", "waited")
 
 
 def episode_batch(
@@ -45,7 +47,8 @@ def episode_batch(
       ``invalid_action`` bool like it; ``token_rewards`` float32 [rows, length], each turn's at its
       last such token, or the last before it; ``stop_reason`` and ``turn_records``
       (``Episode.turn_records``), lists, and ``episode_metrics``, by name float32 [rows], the same
-      in all rows of an episode; ``prompt_text`` and ``response_text``, as they were seen and said.
+      in all rows of an episode; ``calls`` of agents' sessions, lists; ``prompt_text`` and
+      ``response_text``, as they were seen and said.
     """
     rows = [(episode, row) for episode in episodes for row in _rows(episode, filler)]
     if max(len(rows), least) > len(episodes):
@@ -72,6 +75,7 @@ def episode_batch(
         "group": np.array([e.group for e, _ in rows], np.int32),
         "stop_reason": [e.stop_reason for e, _ in rows],
         "turn_records": [records[id(e)] for e, _ in rows],
+        **({"calls": [e.calls for e, _ in rows]} if any(e.calls for e in episodes) else {}),
         "episode_metrics": _metrics([e for e, _ in rows]),
         "prompt_text": [row.text for _, row in rows],
         "response_text": [_text(row) for _, row in rows],
@@ -142,6 +146,7 @@ def _metrics(episodes: Sequence[Episode]) -> dict[str, np.ndarray]:
             "turns": float(len(turns)),
             "invalid_actions": float(sum(not turn.valid for turn in turns)),
             "seconds": float(sum(turn.seconds for turn in turns)),
+            **({"waited": sum(turn.waited for turn in turns)} if episode.calls else {}),
         }
         for turn in turns:
             for name, value in turn.metrics.items():
@@ -159,7 +164,7 @@ def episode_summary(batch: dict[str, Any]) -> dict[str, float]:
     found = {
         f"episode/{name}": float(np.nanmean(values[first]))
         for name, values in batch["episode_metrics"].items()
-        if name != "seconds" and not np.isnan(values[first]).all()
+        if name not in _CLOCKED and not np.isnan(values[first]).all()
     }
     if "rewards" in batch:
         returns = np.asarray(batch["rewards"], np.float64)[first]

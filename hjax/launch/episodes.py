@@ -264,6 +264,7 @@ def episode_record(episode: Episode, samples: int) -> dict[str, Any]:
         "seed": episode.seed,
         "prompt": episode.rows[0].text if episode.rows else "",
         "turns": episode.turn_records(),
+        **({"calls": episode.calls} if episode.calls else {}),
         "reward": None if episode.fault else episode.total_reward,
         "stop_reason": episode.stop_reason,
         **({"fault": episode.fault} if episode.fault else {}),
