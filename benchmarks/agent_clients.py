@@ -19,6 +19,7 @@ from typing import Any
 import environment_packages
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
+BASH = '<tool_call>{"name": "bash", "arguments": {"command": "%s"}}</tool_call>'
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call>'
 # By library: what pip installs, what the policy says, the rows that the rules give, and the agent.
 CLIENTS: dict[str, tuple[tuple[str, ...], list[str], int, str]] = {
@@ -89,6 +90,26 @@ def add(a: int, b: int) -> int:
     return a + b
 model = OpenAIServerModel("any", api_base=url, api_key=key)
 print(ToolCallingAgent(tools=[add], model=model, max_steps=3).run("What is 3+4?"))
+""",
+    ),
+    # Its second answer has no call: it is dropped, and asked for again.
+    "mini-swe-agent": (
+        ("mini-swe-agent==2.4.6",),
+        [BASH % "echo 7", "I think so.", BASH % "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"],
+        1,
+        """
+import os, tempfile
+os.environ |= {"HOME": tempfile.mkdtemp(), "MSWEA_SILENT_STARTUP": "1"}
+from minisweagent.agents.default import DefaultAgent
+from minisweagent.environments.local import LocalEnvironment
+from minisweagent.models.litellm_model import LitellmModel
+asked = {"api_base": url, "api_key": key}
+model = LitellmModel(
+    model_name="openai/any", model_kwargs=asked, cost_tracking="ignore_errors"
+)
+told = {"system_template": "You run programs.", "instance_template": "{{task}}"}
+agent = DefaultAgent(model, LocalEnvironment(cwd=os.environ["HOME"]), **told)
+print(agent.run("What is 3+4?"))
 """,
     ),
 }

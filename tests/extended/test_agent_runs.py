@@ -23,9 +23,9 @@ def agent_keys(folder):
         "data.eval_path": f"{folder}/rows.jsonl",
         "data.eval_size": 2,
         "tokenizer.path": f"{folder}/tokenizer",
-        "model.max_length": 256,
-        "rollout.max_prompt_length": 64,
-        "rollout.max_response_length": 128,
+        "model.max_length": 64,
+        "rollout.max_prompt_length": 24,
+        "rollout.max_response_length": 40,
         "warm_start.steps": 0,
         "agent.function": AGENT,
     }
@@ -111,8 +111,8 @@ def test_a_constrained_run_learns_from_the_choices_alone(keys, tmp_path):
     pytest.importorskip("llguidance")
     changes = {
         **keys, "agent.function": AGENT.replace("two_questions", "forced_call"), "steps": 1,
-        "eval.every": 0, "agent.constrained": True, "rollout.max_response_length": 160,
-        "model.max_length": 512,
+        "eval.every": 0, "agent.constrained": True, "rollout.max_response_length": 232,
+        "model.max_length": 256,
     }  # fmt: skip
     with trainer_of("GRPO", changes, tmp_path / "run") as trainer:
         metrics, batch = trainer.step(), trainer.batch

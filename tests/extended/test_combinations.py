@@ -212,13 +212,11 @@ TABLE = {
     "tools: ahead, adapters, packs": Row(
         "GRPO", {**LORA, **AHEAD, "data.packing": 224}, "tools", same=False, slow=False),
     # Sessions of agents, whose conversations are rows.
-    "agents: adapters, packs, tensor": Row(
-        "GRPO", {**LORA, **ONCE, "data.packing": 192, **WIDE}, "agents", slow=False),
-    "agents: critic's, fsdp, micro-batches": Row(
-        "PPO", {**LORA, **CRITIC, **ONCE, **axes(fsdp=4), "actor.micro_batch": 8}, "agents"),
-    "agents: packs, processes": Row("GRPO", {**ONCE, "data.packing": 192, **TWO}, "agents"),
+    "agents: adapters, packs, fsdp, tensor": Row(
+        "GRPO", {**LORA, **ONCE, "data.packing": 64, **WIDE}, "agents", slow=False),
+    "agents: packs, processes": Row("GRPO", {**ONCE, "data.packing": 64, **TWO}, "agents"),
     "agents: ahead, adapters, packs": Row(
-        "GRPO", {**LORA, **AHEAD, "data.packing": 192}, "agents", same=False),
+        "GRPO", {**LORA, **AHEAD, "data.packing": 64}, "agents", same=False),
     # Prompts that are chosen.
     "judged prompts: processes, packs": Row("METIS", {**JUDGES, **TWO, "data.packing": 48}),
     "judged prompts: ahead, packs": Row(
