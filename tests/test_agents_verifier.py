@@ -13,8 +13,10 @@ from test_agents_play import play
 from hjax.agents.agent_settings import AgentSettings
 from hjax.agents.command_agent import command_words, load_verifier
 from hjax.errors import ConfigError
+from hjax.run.config_validation import check_agent
 from hjax.sandbox import local_sandbox
 from hjax.sandbox.sandbox_settings import SandboxSettings
+from hjax.settings.keys import default_config
 
 PROGRAM = """
 import json, os, subprocess, sys, time
@@ -191,3 +193,11 @@ def test_a_command_that_cannot_work_is_refused(command, said):
 def test_a_program_needs_a_verifier():
     with pytest.raises(ConfigError, match="agent.verifier=''"):
         load_verifier("")
+
+
+@pytest.mark.parametrize("changes", [{"readable": "/a"}, {"confined": False}])
+def test_keys_of_programs_are_refused_beside_a_function(changes):
+    config = default_config()
+    config.agent.update({"function": "a.py:b"} | changes)
+    with pytest.raises(ConfigError, match=f"agent.{next(iter(changes))}=.*it is of agent.command"):
+        check_agent(config)
