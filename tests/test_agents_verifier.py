@@ -190,6 +190,16 @@ def test_a_command_that_cannot_work_is_refused(command, said):
     assert said in str(caught.value)
 
 
+def test_words_that_are_paths_are_made_absolute(tmp_path, monkeypatch):
+    """A program begins in another folder; a word that a folder happens to have too is a word."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "agent.py").write_text("")
+    (tmp_path / "test").mkdir()
+    words = command_words("python3 agent.py test ./test {session}")
+    assert words[1:] == [f"{tmp_path}/agent.py", "test", f"{tmp_path}/test", "{session}"]
+    assert words[0].startswith("/") and words[0].endswith("python3")
+
+
 def test_a_program_needs_a_verifier():
     with pytest.raises(ConfigError, match="agent.verifier=''"):
         load_verifier("")

@@ -99,7 +99,7 @@ class Workspace:
 
 
 def command_words(command: str, setting: str = "agent.command") -> list[str]:
-    """The words of a command; those that are files here have their whole paths.
+    """The words of a command; those that are paths here are made absolute.
 
     Raises:
       ConfigError: quotes that do not close, or a program that is not told where to call.
@@ -116,8 +116,13 @@ def command_words(command: str, setting: str = "agent.command") -> list[str]:
     if words and shutil.which(words[0]) is None:
         raise ConfigError(f"{setting}={command!r}: there is no program {words[0]}")
     first = shutil.which(words[0]) or words[0]
-    rest = [os.path.abspath(word) if os.path.exists(word) else word for word in words[1:]]
+    rest = [os.path.abspath(word) if _is_path(word) else word for word in words[1:]]
     return [os.path.abspath(first), *rest]
+
+
+def _is_path(word: str) -> bool:
+    """Whether a word is meant as a path: of a file, or with a slash."""
+    return os.path.isfile(word) or ("/" in word and os.path.exists(word))
 
 
 def load_verifier(spec: str, setting: str = "agent.verifier") -> Callable[..., Any]:
@@ -234,8 +239,8 @@ class CommandAgent:
             return await asyncio.to_thread(
                 self._verified, task, folder, status, output, done.ended_by
             )
-        finally:
-            own.kill(name)
+        finally:  # elsewhere: to remove a folder may take long, and other sessions go on
+            asyncio.get_running_loop().run_in_executor(None, own.kill, name)
 
     async def _run(self, folder: Path, places: Mapping[str, str]) -> int | None:
         """Run the program with this process's rights; its status, None where it was late."""
