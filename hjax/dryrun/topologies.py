@@ -19,7 +19,7 @@ import os
 import re
 from typing import Any
 
-from hjax.devices import DEVICES, Device, device
+from hjax.devices import DEVICES, Device, device, full_name
 from hjax.errors import ConfigError
 
 
@@ -193,16 +193,18 @@ class Topology:
 
 
 def parse_topology(name: str) -> tuple[str, tuple[int, ...], int]:
-    """The kind of device, the sizes and the number of slices of ``[SLICESx]KIND:AxB...``.
+    """The kind of device, the sizes and the number of slices of ``[SLICESx]KIND:AxB...``, or of a
+    usual name (``hjax.devices.full_name``).
 
     Raises:
       ConfigError: an unknown kind or another form.
     """
-    found = re.fullmatch(r"(?:(\d+)x)?([a-z][a-z0-9-]*):(\d+(?:x\d+)*)", name.lower())
+    full = full_name(name).lower()
+    found = re.fullmatch(r"(?:(\d+)x)?([a-z][a-z0-9-]*):(\d+(?:x\d+)*)", full)
     if found is None:
         raise ConfigError(
             f"--topology={name}: a kind and sizes, such as v5p:4x4x4 or v5e:2x2 (chips), "
-            "2xv5e:4x4 (slices) or h100:2x8 (hosts x GPUs)"
+            "2xv5e:4x4 (slices) or h100:2x8 (hosts x GPUs), or a usual name: v5e-8, v5p-16, 8xh100"
         )
     kind, sizes = found[2], tuple(int(n) for n in found[3].split("x"))
     slices = int(found[1] or 1)
@@ -230,6 +232,7 @@ def find_topology(name: str) -> Topology:
       ConfigError: an unknown topology, or its compiler is not installed.
     """
     kind, sizes, slices = parse_topology(name)
+    name = full_name(name)
     if kind in GPU_MEMORY:
         devices = gpu_devices(name, kind, sizes)
         platform, memory, compiler = "cuda", GPU_MEMORY[kind], "jax-cuda"
@@ -254,8 +257,12 @@ def _tpu_devices(name: str, kind: str, slices: int) -> tuple[Any, ...]:
     from jax.experimental import topologies
 
     try:
-        options = TPU_OPTIONS.get(kind, {}) | ({"num_slices": slices} if slices > 1 else {})
+        options: dict[str, Any] = TPU_OPTIONS.get(kind, {}) | (
+            {"num_slices": slices} if slices > 1 else {}
+        )
         one = name.lower().removeprefix(f"{slices}x")
+        if one.endswith(":1x1"):  # a host of a single chip
+            options |= {"chips_per_host_bounds": (1, 1, 1)}
         return tuple(topologies.get_topology_desc(one, "tpu", **options).devices)
     except Exception as error:  # libtpu's complaint about the sizes
         reason = " ".join(str(error).split()).removeprefix("INVALID_ARGUMENT: ")
@@ -323,9 +330,11 @@ def list_devices(name: str) -> list[AbstractDevice]:
     Raises:
       ConfigError: another form, an unknown device, or too many.
     """
-    found = re.fullmatch(r"([\w.-]+):(\d+(?:x\d+)*)", name)
+    found = re.fullmatch(r"([\w.-]+):(\d+(?:x\d+)*)", full_name(name))
     if found is None:
-        raise ConfigError(f"--topology={name}: a kind and sizes, such as v5e:8x8 or h100:2x8")
+        raise ConfigError(
+            f"--topology={name}: a kind and sizes, such as v5e:8x8 or h100:2x8, or v5e-64, 16xh100"
+        )
     kind, sizes = device(found[1]), tuple(int(n) for n in found[2].split("x"))
     if min(sizes) < 1 or math.prod(sizes) > MAX_DEVICES:
         raise ConfigError(f"--topology={name}: sizes of 1 or more, at most {MAX_DEVICES} devices")
