@@ -274,6 +274,7 @@ def test_a_model_learns_behind_an_agent_of_ten_lines(tmp_path):
     body = [line for line in written.partition("async def")[2].splitlines()[1:] if line.strip()]
     assert len(body) <= 10
     look = """
+import json
 print(json.dumps({
     "returns": [row["episode/return"] for row in history],
     "greedy": [row["eval/reward"] for row in history if "eval/reward" in row],
