@@ -55,6 +55,8 @@ class Device:
 
 
 _GB, _GIB, _TERA = 1e9, 2.0**30, 1e12
+MAX_CLUSTER_DEVICES = 1 << 16  # of a cluster that is planned or compiled for
+
 _NVIDIA = "NVIDIA data sheet; network: one NIC per "
 _EACH = "GPU, 400 Gb/s"
 _CARDS = "host of 8, 400 Gb/s; PCIe"
