@@ -25,6 +25,7 @@ from typing import Any
 
 from hjax.errors import ConfigError, DataError, short_repr
 from hjax.sandbox.local_sandbox import LocalSandbox, Sandbox, SandboxLimits
+from hjax.user_input import parse_json, read_file
 
 ABSTAINED = ""
 # Of an answer that counts: beyond these nobody means a sum of money.
@@ -228,10 +229,11 @@ def read_rows(path: str | Path, domain: str, mode: str = "prolog") -> list[dict[
     """
     if mode not in ("prolog", "direct"):
         raise DataError(f"mode={mode!r}: must be prolog or direct")
-    content = Path(path).read_text(encoding="utf-8")
-    whole = content.lstrip().startswith("[")
-    lines = [line for line in content.splitlines() if line.strip()]
-    rows = json.loads(content) if whole else [json.loads(line) for line in lines]
+    content = read_file(Path(path))
+    whole = content.lstrip().startswith(b"[")
+    texts = [content] if whole else [line for line in content.splitlines() if line.strip()]
+    rows = [parse_json(text, str(path)) for text in texts]
+    rows = rows[0] if whole else rows
     made = []
     for number, row in enumerate(rows):
         missing = [name for name in ("question", "statutes", "label") if row.get(name) is None]
