@@ -236,6 +236,7 @@ def read_rows(path: str | Path, domain: str, mode: str = "prolog") -> list[dict[
     rows = rows[0] if whole else rows
     made = []
     for number, row in enumerate(rows):
+        row = row if isinstance(row, dict) else {}
         missing = [name for name in ("question", "statutes", "label") if row.get(name) is None]
         if missing:
             raise DataError(f"{path}, row {number}: there is no {missing[0]!r}")
