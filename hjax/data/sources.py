@@ -252,7 +252,7 @@ def _read_jsonl(path: Path, invalid: InvalidRows) -> list[tuple[str, dict[str, A
             if not line.strip():
                 continue
             with invalid.checking(f"{path}:{number}", _UNREADABLE):
-                row = parse_json(line)
+                row = parse_json(line, unique_keys=True)
                 _check_row(row, b"\\u" in line)
                 rows.append((f"{path}:{number}", row))
     return rows
@@ -265,7 +265,7 @@ def _read_json(path: Path, invalid: InvalidRows) -> list[tuple[str, dict[str, An
     if content.removeprefix(codecs.BOM_UTF8).lstrip()[:1] != b"[":
         return _read_jsonl(path, invalid)
     rows = []
-    for number, row in enumerate(parse_json(content, str(path)), start=1):
+    for number, row in enumerate(parse_json(content, str(path), unique_keys=True), start=1):
         with invalid.checking(f"{path}: row {number}", _UNREADABLE):
             _check_row(row, b"\\u" in content)
             rows.append((f"{path}: row {number}", row))

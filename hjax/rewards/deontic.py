@@ -29,7 +29,8 @@ from hjax.user_input import parse_json, read_file
 
 ABSTAINED = ""
 # Of an answer that counts: beyond these nobody means a sum of money.
-_NUMBER = r"\$?\s*(-?[\d,]{1,24}(?:\.\d{1,12})?)(?![\d.]*\d|[eE][+-]?\d)"
+# Nothing in it is tried at many lengths: a response may be thousands of digits or spaces.
+_NUMBER = r"(-?[\d,]{1,24}(?:\.\d{1,12})?)(?!\.*\d|[eE][+-]?\d)"
 # Share of the reward of a program that cannot be executed.
 ATTEMPT = 0.2
 
@@ -54,8 +55,8 @@ _YES_NO = {"yes": "yes", "no": "no"}
 _CLAIM = {"entailment": "1", "contradiction": "0", "1": "1", "0": "0"}
 _APPEAL = {"accepted": "Accepted", "dismissed": "Dismissed"}
 DOMAINS = {
-    "sara_numeric": Domain(rf"Tax result:\s*{_NUMBER}", direct=_NUMBER),
-    "airline": Domain(rf"Total cost:\s*{_NUMBER}", direct=_NUMBER),
+    "sara_numeric": Domain(rf"Tax result:\s*(?:\$\s*)?{_NUMBER}", direct=_NUMBER),
+    "airline": Domain(rf"Total cost:\s*(?:\$\s*)?{_NUMBER}", direct=_NUMBER),
     "sara_binary": Domain(
         r"Result:\s*(Entailment|Contradiction)\b", _CLAIM, r"\b(Entailment|Contradiction|[01])\b"
     ),
