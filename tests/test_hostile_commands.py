@@ -124,6 +124,13 @@ def test_what_comes_out_of_a_compressed_file_is_limited(kind, tmp_path, monkeypa
         Dataset.from_file(path, LETTERS)
 
 
+def test_a_row_with_a_key_twice(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "a", "prompt": "b"}\n')
+    with pytest.raises(DataError, match=r"rows.jsonl:2: .*a key comes twice in an object: 'prom"):
+        Dataset.from_file(path, LETTERS)
+
+
 @pytest.mark.parametrize("read", [
     lambda path: connect_tools(str(path), [("a", "b")]),
     read_levels,
