@@ -142,6 +142,8 @@ LEARNS: dict[str, tuple[Measure, ...]] = {
     "gigpo_episodes": (Measure("eval/reward", rise=None), Measure("episode/turns", rise=None)),
     "metis": JUDGED,
     **dict.fromkeys(("metis_frozen", "metis_uniform", "metis_oracle"), COMPARED),
+    # The likeliest program is right after the warm start; what is drawn becomes so.
+    "fee_schedule": (Measure("reward/mean", rise=0.1), Measure("eval/accuracy", rise=None)),
     "fee_schedule_direct": (Measure("eval/accuracy", rise=None),),
     "calculator": (Measure("eval/reward"),),
     "calculator_alone": (Measure("eval/reward", rise=None),),

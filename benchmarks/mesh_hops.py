@@ -1,4 +1,4 @@
-"""The table of docs/meshes.md: how far apart neighbours in a mesh stand, before and after.
+"""A table of RESULTS.md: how far apart neighbours in a mesh stand, before and after.
 
 `python benchmarks/paper_tables.py hops [--write]` prints it, or writes it into the page. Places
 come from coordinates alone (``hjax.dryrun.topologies``).

@@ -1,5 +1,5 @@
-"""The tables of docs/auto_mapping.md and docs/meshes.md, and the sentences that count what stands
-in those of the first.
+"""Tables of docs/auto_mapping.md and benchmarks/RESULTS.md, and sentences that count what stands
+in them.
 
 `python benchmarks/paper_tables.py [--write] [NAME ...]` prints the tables, with `--write` it also
 puts them into both pages, between their markers; `--write=PAGE` into one page alone. All of them
@@ -52,7 +52,7 @@ MOVED = {"network": 0.4, "overlap": 0.5}
 # What their sources say of two constants that are frozen outside of it: the middle of nccl-tests'
 # 230 to 250 of 300 GB/s, and of 20 to 40 us for an all-reduce over 8 devices, 2 * log2(8) of them.
 SOURCES_SAY = {"link": 0.8, "link_latency": 5e-6}
-PAGES = ("docs/auto_mapping.md", "docs/meshes.md")
+PAGES = ("docs/auto_mapping.md", "benchmarks/RESULTS.md")
 PLACEMENT_COUNT = len(list(partitions(NAMED["colocate"][0])))
 
 

@@ -5,7 +5,7 @@
 
 Published shapes are compiled for devices that are not there and their programs accounted for
 (updating.py, decoding.py), which takes minutes each; results are kept.
-Prints a JSON line for each; with ``--table`` the tables of docs/performance.md.
+Prints a JSON line for each; with ``--table`` the tables of RESULTS.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Compile a 7B model's PPO step for pods that are not there; write the figures into the docs.
+"""Compile a 7B model's PPO step for pods that are not there; write the figures into RESULTS.md.
 
-    python benchmarks/pods.py                   # all of TOPOLOGIES, into docs/compile.md
+    python benchmarks/pods.py                   # all of TOPOLOGIES, into RESULTS.md
     python benchmarks/pods.py v5e:2x2 --print   # one, to the terminal
 
 Needs the TPU compiler: pip install 'jax[tpu]'. Nothing is run on a device. What was compiled before
@@ -24,7 +24,7 @@ from hjax.show.memory_table import grouped, name_of
 
 CONFIG = "ppo_llama_7b.py"
 TOPOLOGIES = ("v5p:4x4x4", "v6e:8x8", "v5e:2x2")
-PAGE = pathlib.Path(__file__).parent.parent / "docs" / "compile.md"
+PAGE = pathlib.Path(__file__).parent / "RESULTS.md"
 BEGIN, END = "<!-- written by benchmarks/pods.py: do not edit -->", "<!-- end -->"
 HEAD = (
     "| program, × runs a step | compiled in | arguments | outputs | temporary | beside it | sum "
@@ -109,7 +109,7 @@ def _kinds(found: dict[str, Any]) -> str:
 def write(text: str) -> None:
     """Put the text between the markers of the page."""
     page = PAGE.read_text()
-    start, end = page.index(BEGIN) + len(BEGIN), page.index(END)
+    start, end = page.index(BEGIN) + len(BEGIN), page.index(END, page.index(BEGIN))
     PAGE.write_text(f"{page[:start]}\n{text}\n{page[end:]}")
 
 
@@ -119,7 +119,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("topologies", nargs="*", default=TOPOLOGIES)
-    parser.add_argument("--print", action="store_true", help="instead of writing docs/compile.md")
+    parser.add_argument("--print", action="store_true", help="instead of writing RESULTS.md")
     options = parser.parse_args()
     found = [compile_for(topology) for topology in options.topologies]
     versions = ", ".join(f"{name} {version}" for name, version in found[0]["versions"].items())

@@ -6,10 +6,12 @@ Figures are the vendors' data sheets, dense, without sparsity. To add a device: 
 
 import dataclasses
 import difflib
+import math
 import re
 from collections.abc import Mapping
 
 from hjax.errors import ConfigError
+from hjax.rules import DIGITS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +129,54 @@ _SYNONYMS = {
     "a100": "a100-80g", "a100-80": "a100-80g", "a100-40": "a100-40g", "a100-pcie": "a100-80g-pcie",
     "h100-80g": "h100",
 }  # fmt: skip
+
+
+# Of clouds' names of slices, v5p-16: what the number counts per chip, and dimensions of the torus.
+_SLICES = {"v2": (2, 2), "v3": (2, 2), "v4": (2, 3), "v5p": (2, 3), "v5e": (1, 2), "v6e": (1, 2)}
+_SLICE_SYNONYMS = {"v5litepod": "v5e"}
+
+
+def full_name(text: str) -> str:
+    """A topology's full name for a usual one: ``v5e:2x4`` for ``v5e-8``, ``v5p:2x2x2`` for
+    ``v5p-16``, ``h100:1x8`` for ``8xh100``; any other text as it is.
+
+    The number of a ``v5e`` or ``v6e`` counts chips, that of older TPUs and of a ``v5p`` cores, two
+    a chip. GPUs beyond a host's are whole hosts.
+
+    Raises:
+      ConfigError: no slice or no hosts of that size.
+    """
+    if found := re.fullmatch(rf"({DIGITS}x)?(\w+)-({DIGITS})", text.lower()):
+        kind = _SLICE_SYNONYMS.get(found[2], found[2])
+        if kind in _SLICES:
+            return f"{found[1] or ''}{kind}:{_sides(text, int(found[3]), *_SLICES[kind])}"
+    if found := re.fullmatch(rf"(?:({DIGITS})x)?([a-z][\w-]*)", text.lower()):
+        kind, count = _SYNONYMS.get(found[2], found[2]), int(found[1] or 1)
+        if kind in _GPUS:
+            per_host = DEVICES[kind].per_host
+            hosts, left = divmod(count, per_host)
+            if count < 1 or (count > per_host and left):
+                raise ConfigError(
+                    f"{text}: hosts have {per_host} of {kind}; 1 to {per_host}, or whole hosts, "
+                    f"such as {2 * per_host}x{kind}"
+                )
+            return f"{kind}:1x{count}" if count <= per_host else f"{kind}:{hosts}x{per_host}"
+    return text
+
+
+def _sides(text: str, number: int, per_chip: int, dimensions: int) -> str:
+    """The sides of a slice: as near to each other as powers of two can be, the last one longest."""
+    chips = number // per_chip
+    if chips == 1 and per_chip == 1:
+        return "1x1"
+    if number % per_chip or chips < 4 or chips & (chips - 1):
+        least = "1, 4, 8, 16, ... chips" if per_chip == 1 else "8, 16, 32, ... cores"
+        raise ConfigError(f"{text}: there are slices of {least}, each a power of two")
+    sides = [2, 2, 1][:dimensions]
+    while math.prod(sides) < chips:
+        sides[sides.index(min(sides))] *= 2
+        sides.sort()
+    return "x".join(map(str, sides))
 
 
 def device(name: str) -> Device:

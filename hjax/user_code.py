@@ -9,11 +9,13 @@ import traceback
 import types
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hjax.errors import USER_MODULE, ConfigError, did_you_mean
 from hjax.files import read_bytes
 from hjax.user_input import user_path
+
+T = TypeVar("T")
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -115,6 +117,29 @@ def load_object(spec: str, setting: str, beside: Path | None = None) -> Any:
         found = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         has = f"{did_you_mean(name, found)}it has {', '.join(found) or 'none'}"
         raise ConfigError(f"{setting}={spec!r}: {where} has no {name}; {has}") from None
+
+
+def load_subclass(
+    spec: str, setting: str, base: type[T], shipped: Mapping[str, type[T]] | None = None
+) -> type[T]:
+    """The subclass of ``base`` that a setting names: one of ``shipped``, or ``path.py:Class``.
+
+    Raises:
+      ConfigError: there is none of that name, or it is something else.
+    """
+    if shipped and spec in shipped:
+        return shipped[spec]
+    if shipped and ":" not in spec:
+        raise ConfigError(
+            f"{setting}={spec!r}: there are {', '.join(shipped)}, and classes of yours as "
+            "path.py:Class"
+        )
+    found = load_object(spec, setting)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ConfigError(
+            f"{setting}={spec!r}: {found!r} is no subclass of {base.__module__}.{base.__name__}"
+        )
+    return found
 
 
 def file_and_name(thing: Any) -> tuple[str, str] | None:

@@ -145,10 +145,11 @@ def hjax_command(request, distributions, tmp_path):
         pytest.skip(f"no Python {request.param} here")
     subprocess.run([python, "-m", "venv", tmp_path / "venv"], check=True, timeout=2 * MINUTES)
     programs = tmp_path / "venv" / "bin"
-    install = [programs / "pip", "install", "-q", f"{distributions[0]}[serve]"]
-    subprocess.run(install, check=True, timeout=15 * MINUTES)
     hidden = ("PYTHONPATH", "XLA_FLAGS", "VIRTUAL_ENV")
     environment = {k: v for k, v in os.environ.items() if k not in hidden}
+    # pip would take a clone on PYTHONPATH for an installed hjax.
+    install = [programs / "pip", "install", "-q", f"{distributions[0]}[serve]"]
+    subprocess.run(install, check=True, timeout=15 * MINUTES, env=environment)
     (tmp_path / "elsewhere").mkdir()
 
     def start(*arguments: str) -> subprocess.Popen:

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 from helpers import tiny_config
 
+import hjax
 from hjax.run.health_checks import (
     HealthChecks,
+    adapters_warning,
     equal_groups,
     held_out_warning,
     idle_devices_warning,
@@ -96,6 +98,18 @@ def test_generation_that_is_far_from_its_bound():
     assert told([slow, slow, fast, slow, slow], token_seconds=0.01) == [(4, "slow generation")]
     assert told([slow] * 5, {"rollout.slots": 2}, token_seconds=0.01) == []  # two waves
     assert told([slow] * 5) == []  # of a device that is not known
+
+
+def test_adapters_at_a_rate_for_all_weights():
+    def warned(rank, rate):
+        keys = {"actor.lora.rank": rank, "actor.learning_rate": rate}
+        return adapters_warning("actor", hjax.get_config("base.py", keys).actor)
+
+    assert warned(16, 1e-6) == (
+        "warning (slow adapters): actor.learning_rate=1e-06 is a rate for all weights; adapters "
+        "(lora.rank=16) hardly move at it: 1e-5 to 1e-4 is usual"
+    )
+    assert [warned(0, 1e-6), warned(16, 1e-5), warned(16, 0.0)] == [None] * 3
 
 
 def test_before_the_first_step():

@@ -100,6 +100,22 @@ def test_training_is_the_same_and_resumes_bit_for_bit(tmp_path):
 
 
 @pytest.mark.extended
+def test_a_rollout_of_its_own_answers_with_the_average_and_draws_with_the_weights():
+    """As where the actor generates, step for step; without an average evaluations are others."""
+    apart = {"placement": "disaggregate", "cluster.devices_per_process": 2}
+    rows = {}
+    for name, keys in {"": {}, "apart": apart, "plain": {**apart, "actor.ema_decay": 0.0}}.items():
+        with trainer_of("PPO", {**KEYS, **keys}) as trainer:
+            rows[name] = [computed(row) for row in trainer.run(4)]
+    for here, there, plain in zip(*rows.values(), strict=True):
+        assert here == pytest.approx(there, rel=1e-4, abs=1e-6)
+        shared = [x for x in plain if not x.startswith("eval/")]
+        assert {x: plain[x] for x in shared} == {x: there[x] for x in shared}
+    evaluated = [[row["eval/reward"] for row in rows[name]] for name in ("apart", "plain")]
+    assert evaluated[0] != evaluated[1]
+
+
+@pytest.mark.extended
 @pytest.mark.parametrize("algorithm", ["SFT", "RewardModel"])
 def test_held_out_examples_are_of_the_average(algorithm, tmp_path):
     keys = {**KEYS, "warm_start.steps": 0, "checkpoint.every": 1}
@@ -148,7 +164,10 @@ def test_memory_estimates_count_it(more, offload):
     ("keys", "message"),
     [
         ({"actor.ema_decay": 1.0}, r"actor\.ema_decay=1\.0.*at least 0, below 1"),
-        ({"placement": "disaggregate"}, r"the average is not sent to a separate"),
+        (
+            {"placement": "disaggregate", "rollout.max_staleness": 1},
+            r"ema_decay=0\.7 with .*max_staleness=1: the rollout would have to answer",
+        ),
     ],
 )
 def test_what_it_cannot_do_is_refused(keys, message):

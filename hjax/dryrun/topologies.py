@@ -19,7 +19,7 @@ import os
 import re
 from typing import Any
 
-from hjax.devices import DEVICES, MAX_CLUSTER_DEVICES, Device, device
+from hjax.devices import DEVICES, MAX_CLUSTER_DEVICES, Device, device, full_name
 from hjax.errors import ConfigError
 from hjax.rules import DIGITS
 
@@ -194,17 +194,18 @@ class Topology:
 
 
 def parse_topology(name: str) -> tuple[str, tuple[int, ...], int]:
-    """The kind of device, the sizes and the number of slices of ``[SLICESx]KIND:AxB...``.
+    """The kind of device, the sizes and the number of slices of ``[SLICESx]KIND:AxB...``, or of a
+    usual name (``hjax.devices.full_name``).
 
     Raises:
       ConfigError: an unknown kind or another form.
     """
     form = rf"(?:({DIGITS})x)?([a-z][a-z0-9-]*):({DIGITS}(?:x{DIGITS})*)"
-    found = re.fullmatch(form, name.lower())
+    found = re.fullmatch(form, full_name(name).lower())
     if found is None:
         raise ConfigError(
             f"--topology={name}: a kind and sizes, such as v5p:4x4x4 or v5e:2x2 (chips), "
-            "2xv5e:4x4 (slices) or h100:2x8 (hosts x GPUs)"
+            "2xv5e:4x4 (slices) or h100:2x8 (hosts x GPUs), or a usual name: v5e-8, v5p-16, 8xh100"
         )
     kind, sizes = found[2], tuple(int(n) for n in found[3].split("x"))
     slices = int(found[1] or 1)
@@ -234,6 +235,7 @@ def find_topology(name: str) -> Topology:
       ConfigError: an unknown topology, or its compiler is not installed.
     """
     kind, sizes, slices = parse_topology(name)
+    name = full_name(name)
     if kind in GPU_MEMORY:
         devices = gpu_devices(name, kind, sizes)
         platform, memory, compiler = "cuda", GPU_MEMORY[kind], "jax-cuda"
@@ -258,8 +260,12 @@ def _tpu_devices(name: str, kind: str, slices: int) -> tuple[Any, ...]:
     from jax.experimental import topologies
 
     try:
-        options = TPU_OPTIONS.get(kind, {}) | ({"num_slices": slices} if slices > 1 else {})
+        options: dict[str, Any] = TPU_OPTIONS.get(kind, {}) | (
+            {"num_slices": slices} if slices > 1 else {}
+        )
         one = name.lower().removeprefix(f"{slices}x")
+        if one.endswith(":1x1"):  # a host of a single chip
+            options |= {"chips_per_host_bounds": (1, 1, 1)}
         return tuple(topologies.get_topology_desc(one, "tpu", **options).devices)
     except Exception as error:  # libtpu's complaint about the sizes
         reason = " ".join(str(error).split()).removeprefix("INVALID_ARGUMENT: ")
@@ -326,9 +332,11 @@ def list_devices(name: str) -> list[AbstractDevice]:
     Raises:
       ConfigError: another form, an unknown device, or too many.
     """
-    found = re.fullmatch(rf"([\w.-]+):({DIGITS}(?:x{DIGITS})*)", name)
+    found = re.fullmatch(rf"([\w.-]+):({DIGITS}(?:x{DIGITS})*)", full_name(name))
     if found is None:
-        raise ConfigError(f"--topology={name}: a kind and sizes, such as v5e:8x8 or h100:2x8")
+        raise ConfigError(
+            f"--topology={name}: a kind and sizes, such as v5e:8x8 or h100:2x8, or v5e-64, 16xh100"
+        )
     kind, sizes = device(found[1]), tuple(int(n) for n in found[2].split("x"))
     if min(sizes) < 1 or math.prod(sizes) > MAX_CLUSTER_DEVICES:
         raise ConfigError(

@@ -1,14 +1,12 @@
 """What flow models are trained on: samples, conditions, and rewards of samples."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hjax.errors import ConfigError
-from hjax.user_code import load_object
+from hjax.user_code import load_subclass
 
 
 class FlowProblem:
@@ -194,17 +192,6 @@ def find_problem(name: str) -> FlowProblem:
     Raises:
       ConfigError: there is none.
     """
-    if name in FLOW_PROBLEMS:
-        return FLOW_PROBLEMS[name]()
-    if ":" not in name:
-        raise ConfigError(
-            f"config.algorithm.problem={name!r}: there are {', '.join(FLOW_PROBLEMS)}, and classes "
-            "of yours as path.py:Class"
-        )
-    made: Any = load_object(name, "config.algorithm.problem")()
-    if not isinstance(made, FlowProblem):
-        raise ConfigError(
-            f"config.algorithm.problem={name!r}: {type(made).__name__} is no subclass of "
-            "hjax.environments.flow_problems.FlowProblem"
-        )
-    return made
+    return load_subclass(
+        name, "config.algorithm.problem", base=FlowProblem, shipped=FLOW_PROBLEMS
+    )()

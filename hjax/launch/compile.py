@@ -9,7 +9,7 @@ into the devices' memory is refused with the bytes missing.
                         {configs}
   --topology=KIND:SIZES chips of a TPU torus: v5p:4x4x4, v5e:2x2, of two such slices 2xv5e:2x2
                         ({tpus}; pip install 'jax[tpu]'), or hosts x GPUs: h100:2x8 ({gpus};
-                        pip install 'jax[cuda13-local]')
+                        pip install 'jax[cuda13-local]'); or a usual name: v5e-8, v5p-16, 8xh100
   --config.a.b=VALUE    set a key of the config (docs/config.md lists all). A role's path may name
                         a published shape, such as llama-7b: no weights and no data are needed
   --optimization=O0     compile quickly to see whether it compiles (O0 to O3); memory is
@@ -71,7 +71,7 @@ def parse(arguments: Sequence[str]) -> tuple[Any, bool]:
     if args.roofline:
         raise ConfigError(ROOFLINE_MESSAGE)
     if not args.topology:
-        raise ConfigError("--topology= is missing; such as v5p:4x4x4, v5e:2x2 or h100:2x8")
+        raise ConfigError("--topology= is missing; such as v5e-8, v5p:4x4x4, 8xh100 or h100:2x8")
     if args.optimization:
         check_listed(args, "optimization", LEVELS)
     cache = cache_folder("compile") if args.cache else None
@@ -102,6 +102,8 @@ def show(description: dict[str, Any], console: Any) -> None:
 
     topology, step = description["topology"], description["step"]
     versions = ", ".join(f"{name} {version}" for name, version in description["versions"].items())
+    fits = "fits" if description["fits"] else "does not fit"
+    console.print(f"\n[bold]{fits}[/bold]: {step['verdict']}")
     console.print(
         f"\n[bold]{description['config']} on {topology['name']}[/bold]: {topology['devices']} "
         f"{topology['device_kind']} of {size(topology['memory_bytes'])} ({versions}; "
@@ -129,7 +131,7 @@ def show(description: dict[str, Any], console: Any) -> None:
         )
     console.print(
         f"a step: {flop_count(step['flops'])} and {size(step['received_bytes'])} received per "
-        f"device; {step['verdict']}"
+        "device"
     )
 
 

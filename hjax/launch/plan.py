@@ -21,7 +21,8 @@ training and generation, such that a step is fastest and everything fits. Nothin
                         cost left out is a function on the host (one name alone makes it a model,
                         and a line says so)
   --cluster=16x8:a100-80g   hosts x devices of {devices};
-                        TPU slices as v5p:4x4x4 or 2xv5p:4x4x4; several kinds joined by +
+                        TPU slices as v5p:4x4x4 or 2xv5p:4x4x4; or a usual name, 8xh100 or
+                        v5e-8; several kinds joined by +
   --prompt_length=1024, --response_length=1024   tokens
   --batch=1024          sequences of a step
   --samples=N           of them share a prompt; without it as many as in the algorithm's config

@@ -23,6 +23,8 @@ from hjax.run.placement import Plan
 # Held-out prompts below which an accuracy says little.
 MIN_HELD_OUT_PROMPTS = 16
 EQUAL_STEPS = 3  # consecutive steps with mostly equal groups before a warning
+# Of all weights of a pretrained model; adapters need some twenty times as much.
+FULL_RATE = 2e-6
 # A metric's mean over the recent steps is compared with that over at most so many earlier ones.
 RECENT_STEPS, EARLIER_STEPS = 5, 20
 # Generation may take so many times the lower bound of reading the weights once per token.
@@ -39,6 +41,7 @@ def setup_warnings(
     warnings = [idle_devices_warning(devices, sum(allocation), config.placement, allocation)]
     if config.eval.every:
         warnings.append(held_out_warning(rows))
+    warnings += [adapters_warning(role, config[role]) for role in ("actor", "critic")]
     return [remark for remark in warnings if remark]
 
 
@@ -80,6 +83,17 @@ def held_out_warning(held_out: int | None) -> str | None:
         f"warning (few held-out prompts): {held_out}, so that one answer is "
         f"{100 / held_out:.0f} points of accuracy; raise data.eval_fraction or data.eval_size, or "
         "give data.eval_path"
+    )
+
+
+def adapters_warning(role: str, section: ConfigDict) -> str | None:
+    """The warning about adapters that learn at the rate of all weights; None for others."""
+    if not section.lora.rank or not 0 < section.learning_rate <= FULL_RATE:
+        return None
+    return (
+        f"warning (slow adapters): {role}.learning_rate={section.learning_rate:g} is a rate for "
+        f"all weights; adapters (lora.rank={section.lora.rank}) hardly move at it: 1e-5 to 1e-4 "
+        "is usual"
     )
 
 

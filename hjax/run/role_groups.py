@@ -324,11 +324,12 @@ def _table(
     if any(ROLLOUT in roles for roles in plan.placement):
         check_separate_rollout(table, algorithm)
         table[ROLLOUT] = ROLES[ROLLOUT]
-        if config.actor.ema_decay:
+        if config.actor.ema_decay and config.rollout.max_staleness:
             raise ConfigError(
-                f"config.actor.ema_decay={config.actor.ema_decay:g}: the average is not sent to a "
-                "separate rollout yet; use a placement that generates on the actor's devices, such "
-                "as colocate, or ema_decay=0"
+                f"config.actor.ema_decay={config.actor.ema_decay:g} with config.rollout."
+                f"max_staleness={config.rollout.max_staleness}: the rollout would have to answer "
+                "evaluations with the average while it generates batches ahead of learning; use "
+                "max_staleness=0 or ema_decay=0"
             )
     check_async_rollout(config, algorithm, plan)
     for name, entry in table.items():

@@ -194,6 +194,16 @@ class RolloutPolicy:
             self._committed = version, self.rollout.commit(taken)
         return self._committed[1]
 
+    def use_average(self, use: bool) -> Future:
+        """Exchange the actor's weights with their moving average, or back
+        (``hjax.workers.TrainableWorker``); what it then has is published again, as the same
+        version, for the next generation. Not while batches are generated ahead of learning."""
+        with self._lock:
+            exchanged = self.actor.use_average(use)
+            self.rollout.initialize()  # it takes a version once
+            self._published, self._committed = {}, None
+            return exchanged
+
     def take_seconds(self) -> Future:
         """Seconds of weight sync since the last call."""
         return self.rollout.take_seconds()

@@ -10,7 +10,7 @@ from hjax.environments.jax_environments import JAX_ENVIRONMENTS, JaxEnvironment
 from hjax.errors import ConfigError
 from hjax.sharding.global_arrays import place
 from hjax.sharding.protocols import control, protocol
-from hjax.user_code import load_object
+from hjax.user_code import load_subclass
 from hjax.workers.network import NetworkWorker
 from hjax.workers.parameter_worker import abstract
 from hjax.workers.worker import WorkerContext
@@ -173,17 +173,6 @@ def find_environment(name: str) -> JaxEnvironment:
     Raises:
       ConfigError: there is none.
     """
-    if name in JAX_ENVIRONMENTS:
-        return JAX_ENVIRONMENTS[name]()
-    if ":" not in name:
-        raise ConfigError(
-            f"config.algorithm.environment={name!r}: there are {', '.join(JAX_ENVIRONMENTS)}, and "
-            "classes of yours as path.py:Class"
-        )
-    made = load_object(name, "config.algorithm.environment")()
-    if not isinstance(made, JaxEnvironment):
-        raise ConfigError(
-            f"config.algorithm.environment={name!r}: {type(made).__name__} is no subclass of "
-            "hjax.environments.jax_environments.JaxEnvironment"
-        )
-    return made
+    return load_subclass(
+        name, "config.algorithm.environment", base=JaxEnvironment, shipped=JAX_ENVIRONMENTS
+    )()

@@ -155,6 +155,10 @@ TABLE = {
     "an average, offload all, a following reference": Row(
         "PPO", {**AVERAGES, **FOLLOWS, **axes(fsdp=4), "placement": "split",
                 "actor.offload": "all"}, "base"),
+    "an average, a rollout of its own": Row(
+        "GRPO", {**AVERAGES, **axes(fsdp=4), **APART}, "base", slow=False),
+    "an average, a rollout of its own: processes, episodes": Row(
+        "GRPO", {**AVERAGES, **APART, **TWO, **MAZE}),
     "an average, stages, a reward model": Row("RewardModel", {**AVERAGES, **STAGES}, same=False),
     "an average over processes, held-out loss": Row("SFT", {**AVERAGES, **LORA, **TWO}, "base"),
     "held-out loss, stages, an average": Row("SFT", {**AVERAGES, **STAGES}, same=False),

@@ -1,4 +1,4 @@
-"""HybridFlow's own experiments under the cost model, and the page that shows them."""
+"""HybridFlow's own experiments under the cost model, and the pages that show them."""
 
 import collections
 import pathlib
@@ -13,9 +13,10 @@ from hjax.models.cost_inputs import MIXED
 from hjax.planning.constants import Constants
 from hjax.planning.strategies import search_strategy
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "auto_mapping.md"
+ROOT = pathlib.Path(__file__).parents[2]
+PAGE = "\n".join((ROOT / page).read_text() for page in tables.PAGES)
 # Where the model's fastest of the four placements is not the paper's, and by how much the paper's
-# is slower than the best of all at most (docs/auto_mapping.md says why).
+# is slower than the best of all at most (benchmarks/RESULTS.md says why).
 DISAGREES = {
     ("13B", 96): ("critic apart", 0.15),
     ("13B", 128): ("colocate", 0.4),
@@ -43,7 +44,7 @@ def test_the_paper_s_placement_is_the_fastest_of_the_named_where_the_page_says_s
 
 
 def test_the_page_counts_the_cases_in_which_model_and_paper_agree():
-    said = dict(tables.sections(PAGE.read_text()))["placements"]
+    said = dict(tables.sections(PAGE))["placements"]
     rows = [line.split("|")[1:-1] for line in said.splitlines() if line.startswith("|")][2:]
     named = list(paper.NAMED)
     agree = 0
@@ -73,7 +74,7 @@ def cells_of(section):
 
 
 def test_the_page_s_averages_and_counts_are_those_of_the_cells_it_shows():
-    section = dict(tables.sections(PAGE.read_text()))["speedups"]
+    section = dict(tables.sections(PAGE))["speedups"]
     cells = cells_of(section)
     assert len(cells) > 100
     lines = section.splitlines()
@@ -93,7 +94,7 @@ def test_the_page_s_averages_and_counts_are_those_of_the_cells_it_shows():
 
 
 def test_the_page_s_words_count_the_cells_beyond_the_paper_s_ranges_by_system():
-    text = PAGE.read_text()
+    text = PAGE
     section = dict(tables.sections(text))["speedups"]
     cells = cells_of(section)
     below = [x for x in cells if x[3] < paper.RANGES[x[0], x[1]][0]]
@@ -143,7 +144,7 @@ def test_standalone_on_128_gpus_gets_the_paper_s_allocation():
     # The page says where it loses to split.
     split = search_strategy(posed, "split", 1).fastest
     mine, other = ([round(s) for s in found.stages] for found in (best, split))
-    assert "take {}, {} and {} s, split's {}, {} and {} s".format(*mine, *other) in PAGE.read_text()
+    assert "take {}, {} and {} s, split's {}, {} and {} s".format(*mine, *other) in PAGE
     assert 0.5 < split.stages[0] - best.stages[0] < 1.5
     assert sum(best.stages[1:]) - sum(split.stages[1:]) > 22
 
@@ -198,14 +199,14 @@ def test_recomputing_every_token_contradicts_the_paper_s_own_ranges():
 
 @pytest.mark.parametrize("name", ["constants", "devices", "sweep", "transition"])
 def test_the_page_s_tables_are_up_to_date(name):
-    assert dict(tables.sections(PAGE.read_text()))[name] == tables.TABLES[name]()
+    assert dict(tables.sections(PAGE))[name] == tables.TABLES[name]()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", ["placements", "moved", "speedups", "systems", "sensitivity"])
 def test_the_page_s_long_tables_are_up_to_date(name):
-    assert dict(tables.sections(PAGE.read_text()))[name] == tables.TABLES[name]()
+    assert dict(tables.sections(PAGE))[name] == tables.TABLES[name]()
 
 
 def test_the_paper_s_experiments_have_its_numerics_and_the_one_set_of_constants():
@@ -251,7 +252,7 @@ def rows_of(section):
 
 
 def test_the_page_tries_both_ends_of_every_range():
-    found = dict(tables.sections(PAGE.read_text()))
+    found = dict(tables.sections(PAGE))
     placements, systems = rows_of(found["sensitivity"]), rows_of(found["systems"])
     for row in tables.describe(Constants()):
         name = row["constant"]
@@ -261,7 +262,7 @@ def test_the_page_tries_both_ends_of_every_range():
 
 
 def test_what_sources_say_of_constants_that_are_frozen_outside_of_it_changes_no_placement():
-    text = PAGE.read_text()
+    text = PAGE
     assert 230 / 300 > FROZEN["link"][0] and "230 to 250 of 300 GB/s are 0.77 to 0.83" in text
     all_reduce = 2 * 3 * FROZEN["link_latency"][0]  # over 8 devices
     assert all_reduce == pytest.approx(90e-6) and "6 `link_latency`, 90 µs" in text

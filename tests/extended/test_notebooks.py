@@ -38,6 +38,16 @@ def figures(notebook):
     return [o for o in outputs(notebook, "display_data") if "image/png" in o.data]
 
 
+def execute(notebook, folder, **environment):
+    """Runs all cells, with temporary files in a folder."""
+    client = nbclient.NotebookClient(notebook, timeout=400, kernel_name="python3")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"TMPDIR": folder, **environment}.items():
+            patch.setenv(name, str(value))
+        patch.chdir(NOTEBOOKS)
+        client.execute()
+
+
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory):
     """The quickstart, executed, and what its run wrote."""
@@ -46,11 +56,7 @@ def quickstart(tmp_path_factory):
     keep = nbformat.v4.new_code_cell("first = trainer.history")
     notebook.cells.insert(at + 1, keep)
     notebook.cells.append(nbformat.v4.new_code_cell(LOOK))
-    client = nbclient.NotebookClient(notebook, timeout=400, kernel_name="python3")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("notebook")))
-        patch.chdir(NOTEBOOKS)
-        client.execute()
+    execute(notebook, tmp_path_factory.mktemp("notebook"))
     return notebook, json.loads(notebook.cells[-1].outputs[0].text)
 
 
@@ -99,11 +105,7 @@ print(json.dumps({
 }))
 """
     notebook.cells.append(nbformat.v4.new_code_cell("import json\n" + look))
-    client = nbclient.NotebookClient(notebook, timeout=400, kernel_name="python3")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("engine")))
-        patch.chdir(NOTEBOOKS)
-        client.execute()
+    execute(notebook, tmp_path_factory.mktemp("engine"))
     return notebook, json.loads(notebook.cells[-1].outputs[0].text)
 
 
@@ -154,11 +156,7 @@ print(json.dumps({
 }))
 """
     notebook.cells.append(nbformat.v4.new_code_cell(look))
-    client = nbclient.NotebookClient(notebook, timeout=400, kernel_name="python3")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("model")))
-        patch.chdir(NOTEBOOKS)
-        client.execute()
+    execute(notebook, tmp_path_factory.mktemp("model"))
     return notebook, json.loads(notebook.cells[-1].outputs[0].text)
 
 
@@ -190,11 +188,7 @@ print(json.dumps({
 }))
 """
     notebook.cells.append(nbformat.v4.new_code_cell(look))
-    client = nbclient.NotebookClient(notebook, timeout=400, kernel_name="python3")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TMPDIR", str(tmp_path))
-        patch.chdir(NOTEBOOKS)
-        client.execute()
+    execute(notebook, tmp_path)
     assert outputs(notebook, "error") == [] and len(figures(notebook)) == 1
     seen = json.loads(notebook.cells[-1].outputs[0].text)
     for accuracy in seen["accuracy"].values():
@@ -224,11 +218,7 @@ print(json.dumps({
 }))
 """
     notebook.cells.append(nbformat.v4.new_code_cell(look))
-    client = nbclient.NotebookClient(notebook, timeout=400, kernel_name="python3")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TMPDIR", str(tmp_path))
-        patch.chdir(NOTEBOOKS)
-        client.execute()
+    execute(notebook, tmp_path)
     assert outputs(notebook, "error") == [] and len(figures(notebook)) == 1
     assert [o.text for o in outputs(notebook, "stream") if o.name == "stderr"] == []
     seen = json.loads(notebook.cells[-1].outputs[0].text)
@@ -257,11 +247,7 @@ print(json.dumps({
 }))
 """
     notebook.cells.append(nbformat.v4.new_code_cell(look))
-    client = nbclient.NotebookClient(notebook, timeout=400, kernel_name="python3")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TMPDIR", str(tmp_path))
-        patch.chdir(NOTEBOOKS)
-        client.execute()
+    execute(notebook, tmp_path)
     assert outputs(notebook, "error") == [] and len(figures(notebook)) == 1
     assert [o.text for o in outputs(notebook, "stream") if o.name == "stderr"] == []
     seen = json.loads(notebook.cells[-1].outputs[0].text)
@@ -273,11 +259,7 @@ def test_a_loop_of_calls_learns(tmp_path):
     notebook = nbformat.read(NOTEBOOKS / "08_training_by_calls.ipynb", as_version=4)
     look = "import json; print(json.dumps([greedy, rewards, again.step]))"
     notebook.cells.append(nbformat.v4.new_code_cell(look))
-    client = nbclient.NotebookClient(notebook, timeout=400, kernel_name="python3")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TMPDIR", str(tmp_path))
-        patch.chdir(NOTEBOOKS)
-        client.execute()
+    execute(notebook, tmp_path)
     assert outputs(notebook, "error") == [] and len(figures(notebook)) == 1
     assert [o.text for o in outputs(notebook, "stream") if o.name == "stderr"] == []
     greedy, rewards, steps = json.loads(notebook.cells[-1].outputs[0].text)
@@ -309,12 +291,8 @@ def test_notebook_links_lead_somewhere():
 @pytest.mark.slow
 def test_auto_mapping_runs_and_its_plan_is_the_one_that_ran(tmp_path_factory, calibrated):
     notebook = nbformat.read(NOTEBOOKS / "03_auto_mapping.ipynb", as_version=4)
-    client = nbclient.NotebookClient(notebook, timeout=400, kernel_name="python3")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("notebook")))
-        patch.setenv("XDG_CACHE_HOME", str(calibrated))  # spares a calibration of the same devices
-        patch.chdir(NOTEBOOKS)
-        client.execute()
+    # The cache spares a calibration of the same devices.
+    execute(notebook, tmp_path_factory.mktemp("notebook"), XDG_CACHE_HOME=calibrated)
     assert outputs(notebook, "error") == [] and len(figures(notebook)) == 3
     texts = [o.text for o in outputs(notebook, "stream") if o.name == "stdout"]
     # Five candidates, fastest first.

@@ -23,10 +23,12 @@ def get_config() -> ConfigDict:
     config.data.task = "mixed_reversal"
     config.data.task_options.shortest = 3
     small_model(config)
-    config.warm_start.steps = 600
+    config.warm_start.steps = 300
     config.rollout.prompts = 16
     config.rollout.samples = 8
-    config.actor.learning_rate = 3e-4
+    config.actor.learning_rate = 1e-4
+    # Slowly at first: imitating judgements would undo what the warm start has taught.
+    config.actor.warmup_updates = 100
     config.actor.schedule = "cosine"
     config.eval.every = 25
     config.checkpoint.every = 50

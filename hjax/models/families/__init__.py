@@ -16,7 +16,7 @@ from hjax.models.families.phi3 import Phi3
 from hjax.models.families.qwen import Qwen2, Qwen3, Qwen3Moe
 from hjax.models.families.smollm3 import SmolLM3
 from hjax.models.model_config import ModelConfig
-from hjax.user_code import file_and_name, load_object
+from hjax.user_code import file_and_name, load_subclass
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -59,11 +59,7 @@ def load_family(spec: str, setting: str = "model.family") -> Family:
     Raises:
       ConfigError: no such file or class, not a ``Family``, or a ``model_type`` that hjax has.
     """
-    found = load_object(spec, setting)
-    if not (isinstance(found, type) and issubclass(found, Family)):
-        raise ConfigError(
-            f"{setting}={spec!r}: {found!r} is no subclass of hjax.models.families.family.Family"
-        )
+    found = load_subclass(spec, setting, Family)
     model_type = getattr(found, "model_type", "")
     if not model_type or model_type in FAMILIES:
         raise ConfigError(
