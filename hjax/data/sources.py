@@ -177,7 +177,7 @@ def _open(path: Path) -> Iterator[Any]:
     most = max(_FREE_BYTES, _LARGEST_RATIO * path.stat().st_size)
     if path.suffix == ".gz":
         try:
-            with gzip.open(path) as packed, io.BufferedReader(_Limited(packed, path, most)) as file:
+            with gzip.open(path) as whole, io.BufferedReader(_Limited(whole, path, most)) as file:
                 yield file
         except (EOFError, zlib.error) as error:
             raise DataError(f"{path}: not readable as .gz ({error})") from error
