@@ -2,6 +2,7 @@
 
 import html.parser
 import importlib
+import json
 import os
 import pathlib
 import re
@@ -153,3 +154,29 @@ def test_keys_on_command_lines_are_there(page):
             if key.startswith("algorithm.") and own:
                 continue
             assert key in keys or key.startswith("data.task_options."), (line, key)
+
+
+# What people type, and the page that answers it.
+SOUGHT = {
+    "batch size": "faq/",
+    "out of memory": "guides/memory/",
+    "multi-turn": "agents/",
+    "reward model": "reward_models/",
+    "KTO": "algorithms/own_and_unpaired/",
+    "LoRA": "guides/lora/",
+    "resume": "guides/resuming/",
+    "data formats": "guides/data_formats/",
+}
+
+
+@pytest.mark.parametrize("words", SOUGHT)
+def test_search_finds_the_right_page_first(site, words):
+    """By the site's own index, scored as the page's search does (lunr, titles boosted)."""
+    lunr = pytest.importorskip("lunr", reason="lunr is not installed: pip install lunr")
+    start = min((path.parent for path in site), key=lambda folder: len(folder.parts))
+    entries = json.loads((start / "search" / "search_index.json").read_text())["docs"]
+    fields = [{"field_name": "title", "boost": 1000}, "text"]
+    documents = [{name: entry[name] for name in ("location", "title", "text")} for entry in entries]
+    index = lunr.lunr(ref="location", fields=fields, documents=documents)
+    found = [hit["ref"].partition("#")[0] for hit in index.search(words.replace("-", " "))]
+    assert found[:1] == [SOUGHT[words]], found[:8]
