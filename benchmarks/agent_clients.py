@@ -4,12 +4,14 @@
 
 Each library stands in an environment of its own, which pip makes, and runs an agent with a tool.
 The policy answers by a script: a call of the tool, then the answer. Prints for each the calls, the
-rows, and whether the recorded ids are those that were drawn.
+rows, and whether the recorded ids are those that were drawn. `openenv` is OpenEnv's own recorder
+(its capture server) in front of the gateway: whether it has recorded the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import pathlib
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from typing import Any
 import environment_packages
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
+BASH = '<tool_call>{"name": "bash", "arguments": {"command": "%s"}}</tool_call>'
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call>'
 # By library: what pip installs, what the policy says, the rows that the rules give, and the agent.
 CLIENTS: dict[str, tuple[tuple[str, ...], list[str], int, str]] = {
@@ -91,7 +94,81 @@ model = OpenAIServerModel("any", api_base=url, api_key=key)
 print(ToolCallingAgent(tools=[add], model=model, max_steps=3).run("What is 3+4?"))
 """,
     ),
+    # Its second answer has no call: it is dropped, and asked for again.
+    "mini-swe-agent": (
+        ("mini-swe-agent==2.4.6",),
+        [BASH % "echo 7", "I think so.", BASH % "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"],
+        1,
+        """
+import os, tempfile
+os.environ |= {"HOME": tempfile.mkdtemp(), "MSWEA_SILENT_STARTUP": "1"}
+from minisweagent.agents.default import DefaultAgent
+from minisweagent.environments.local import LocalEnvironment
+from minisweagent.models.litellm_model import LitellmModel
+asked = {"api_base": url, "api_key": key}
+model = LitellmModel(
+    model_name="openai/any", model_kwargs=asked, cost_tracking="ignore_errors"
+)
+told = {"system_template": "You run programs.", "instance_template": "{{task}}"}
+agent = DefaultAgent(model, LocalEnvironment(cwd=os.environ["HOME"]), **told)
+print(agent.run("What is 3+4?"))
+""",
+    ),
 }
+
+
+# OpenEnv's capture server, and a client of it: prints what it has recorded.
+CAPTURE = """
+import json, socket, sys, urllib.request
+from openenv.core.harness.capture import CaptureServer
+url, key, first = sys.argv[1:]
+with socket.create_server(("127.0.0.1", 0)) as probe:
+    port = probe.getsockname()[1]
+server = CaptureServer(llm_url=url, model="policy", api_key=key, port=port)
+server.start()
+session = server.registry.create()
+tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+def asked(messages):
+    body = json.dumps({"model": "any", "messages": messages, "tools": tools}).encode()
+    head = {"Authorization": f"Bearer {session.session_id}", "Content-Type": "application/json"}
+    place = f"http://127.0.0.1:{port}/v1/chat/completions"
+    with urllib.request.urlopen(urllib.request.Request(place, body, head)) as answer:
+        return json.load(answer)["choices"][0]["message"]
+
+messages = [{"role": "user", "content": first}]
+said = asked(messages)
+call = said["tool_calls"][0]["id"]
+messages += [said, {"role": "tool", "tool_call_id": call, "content": "7"}]
+messages += [asked(messages), {"role": "user", "content": "Sure?"}]
+asked(messages)
+print(json.dumps([
+    [node.prompt_ids, node.sampled_ids, node.sampled_logprobs, node.parent_id is not None]
+    for node in session.graph.nodes()
+]))
+"""
+
+
+def captured(policy: Any, python: pathlib.Path) -> str:
+    """Whether OpenEnv's recorder has recorded what the gateway has, in a line."""
+    from hjax.environments.episode import EpisodeLimits
+
+    limits = EpisodeLimits(turns=9, turn_tokens=0, prompt_tokens=32768, response_tokens=4096)
+    with policy.session(limits=limits) as (session, url):
+        policy.texts = [CALL, "seven", "yes"]
+        command = [str(python), "-c", CAPTURE, url, session.key, "What is 3+4?"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        own = [
+            [list(call.place.prompt), call.drawn.tokens, call.drawn.logprobs["logprobs"],
+             call.place.parent is not None]
+            for call in session.tree.calls
+        ]  # fmt: skip
+    if done.returncode:
+        return f"failed: {done.stderr.strip().splitlines()[-1:]}"
+    theirs = json.loads(done.stdout.strip().splitlines()[-1])
+    tokens = sum(len(call[1]) for call in own)
+    verdict = "as expected" if theirs == own and len(own) == 3 else "NOT as expected"
+    return f"{len(own)} calls, {tokens} tokens drawn, ids, log-probs and links equal: {verdict}"
 
 
 def played(policy: Any, python: pathlib.Path, name: str) -> str:
@@ -126,16 +203,19 @@ def main() -> None:
     from test_agents_gateway import Policy  # type: ignore[import-not-found]
 
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default=",".join(CLIENTS))
+    parser.add_argument("--only", default=",".join([*CLIENTS, "openenv"]))
     parser.add_argument("--environments", default="")
     args = parser.parse_args()
     policy = Policy()
     with tempfile.TemporaryDirectory() as folder:
         place = pathlib.Path(args.environments or folder)
         for name in args.only.split(","):
-            environment_packages.PACKAGES[name] = CLIENTS[name][0]
+            if name in CLIENTS:
+                environment_packages.PACKAGES[name] = CLIENTS[name][0]
             python, missing = environment_packages.install(name, place)
-            print(f"{name}: {missing or played(policy, python, name)}", flush=True)
+            if not missing and name in CLIENTS:
+                missing = played(policy, python, name)
+            print(f"{name}: {missing or captured(policy, python)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,24 @@
 """What the agents' gateway costs, and what hostile agents change.
 
     python benchmarks/agents.py [--sessions=2000] [--calls=400]
+    python benchmarks/agents.py --against_environments [--episodes=64] [--turns=4] [--tokens=32]
 
 The policy draws nothing: it answers with the same few tokens at once, so that what is measured is
 the server alone. Clients are another process. Prints the processor time of the server per call, for
 prompts of some 1,000 tokens in conversations that grow; then the memory and the open files of the
 server after each 200 sessions of agents that post to addresses of rewards, use the keys of others,
 flood, stream and vanish, send 60,000 tokens, lie in their echoes, or do what they should.
+
+With `--against_environments` a model draws: the same questions are asked by an environment in
+processes as runs have them, by an agent of the standard library's HTTP, and by one of OpenAI's
+client. Prints tokens per second by the clock, and the processor time of all processes for a turn.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import multiprocessing
 import os
@@ -157,6 +163,131 @@ class Server:
         return made, self.gateway.open(made)
 
 
+# The same questions by an environment and by agents: so many, then the episode is over.
+ENVIRONMENT = """
+import hjax
+
+class Questions(hjax.Environment):
+    def reset(self, task, seed):
+        self.left = task["turns"]
+        return hjax.Observation(task["prompt"])
+
+    def step(self, action):
+        self.left -= 1
+        return hjax.Step(hjax.Observation("more?"), reward=1.0, done=not self.left)
+"""
+AGENT = """
+import sys
+sys.path.insert(0, {tests!r})
+from agents_double import said, user
+try:
+    from openai import AsyncOpenAI
+    CLIENT = AsyncOpenAI(base_url="http://127.0.0.1", api_key="-", timeout=None)
+except ImportError:
+    CLIENT = None
+
+async def plain(task, url, key):
+    messages = [user(task["prompt"])]
+    for _ in range(task["turns"]):
+        messages += [await said(url, key, messages), user("more?")]
+    return 1.0
+
+async def openai(task, url, key):
+    client, messages = CLIENT.with_options(base_url=url, api_key=key), [user(task["prompt"])]
+    for _ in range(task["turns"]):
+        found = await client.chat.completions.create(model="policy", messages=messages)
+        told = dict(role="assistant", content=found.choices[0].message.content)
+        messages += [told, user("more?")]
+    return 1.0
+"""
+
+
+def processor_seconds() -> float:
+    """Of this process and all that it has started and that run."""
+    from hjax.machine import descendants
+
+    total, ticks = 0.0, os.sysconf("SC_CLK_TCK")
+    for pid in (os.getpid(), *descendants(os.getpid())):
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            total += (int(fields[11]) + int(fields[12])) / ticks
+    return total
+
+
+def against_environments(episodes: int, turns: int, tokens: int, hidden: int, rounds: int) -> None:
+    """Print what the same episodes cost by an environment and by agents."""
+    import functools
+    import tempfile
+
+    import jax
+    from serving_double import byte_tokenizer
+
+    from hjax.agents.agent_runner import AgentRunner
+    from hjax.agents.agent_settings import AgentSettings, RecordSettings
+    from hjax.environments.episode import Episode, EpisodeLimits, EpisodePlayer
+    from hjax.environments.episode_pool import EpisodePool
+    from hjax.environments.episode_text import ObservationEncoder
+    from hjax.models.compute import Compute
+    from hjax.models.model_config import ModelConfig
+    from hjax.models.parameters import decoder_network
+    from hjax.rollout.generator import Generator
+    from hjax.rollout.sampling_params import SamplingParams
+    from hjax.rollout.turn_generator import TurnGenerator
+    from hjax.sharding.layout import make_layouts
+
+    tokenizer = byte_tokenizer()
+    encoder = ObservationEncoder(tokenizer, chat=True)
+    row_tokens = 64 + turns * (tokens + 64)
+    limits = EpisodeLimits(turns, tokens, 64, row_tokens - 64)
+    layout = make_layouts(jax.devices()[:1]).generate
+    network = decoder_network(
+        ModelConfig(258, hidden, 2 * hidden, 2, 4, 2, hidden // 4, row_tokens)
+    )
+    generator = Generator(network, layout, Compute())
+    params = generator.decoding_params(network.create(0, layout))
+    drawing = TurnGenerator(
+        generator.engine, params, tokenizer, slots=episodes // 2, row_tokens=row_tokens,
+        rows=episodes,
+    )  # fmt: skip
+    drawing.precompile()
+    draw = functools.partial(drawing.draw, seed=1, sampling=SamplingParams())
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "environment.py").write_text(ENVIRONMENT)
+        tests = str(Path(__file__).parents[1] / "tests")
+        Path(folder, "agent.py").write_text(AGENT.replace("{tests!r}", repr(tests)))
+        pool = EpisodePool(f"{folder}/environment.py:Questions", processes=1)
+        runners = {
+            name: AgentRunner(
+                AgentSettings(function=f"{folder}/agent.py:{name}"), RecordSettings(), encoder,
+                limits,
+            )
+            for name in ("plain", "openai")
+        }  # fmt: skip
+        players = {"environment": EpisodePlayer(pool, encoder, limits, draw)} | {
+            f"agent, {name}": runner.player(draw) for name, runner in runners.items()
+        }
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in players}
+        for number in range(rounds + 1):  # the first warms up
+            for name, player in players.items():
+                task = {"prompt": "a" * 20, "turns": turns}
+                some = [Episode(i, i, task, i) for i in range(episodes)]
+                begin, spent = time.perf_counter(), processor_seconds()
+                player.play(some)  # type: ignore[attr-defined]
+                wall, spent = time.perf_counter() - begin, processor_seconds() - spent
+                drawn = sum(len(turn.tokens) for each in some for turn in each.turns)
+                assert all(each.stop_reason == "done" for each in some), some[0].fault
+                if number:
+                    found[name].append((drawn / wall, 1e3 * spent / (episodes * turns)))
+        pool.close()
+        for runner in runners.values():
+            runner.close()
+    base = statistics.median(speed for speed, _ in found["environment"])
+    for name, figures in found.items():
+        speed, cost = (statistics.median(each) for each in zip(*figures, strict=True))
+        print(f"{name}: {speed:.0f} tokens/s, {speed / base:.2f} of the environment's; "
+              f"{cost:.1f} ms of the processor for a turn")  # fmt: skip
+
+
 def used() -> dict[str, float]:
     """Resident memory in MiB, and open files."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -171,7 +302,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--sessions", type=int, default=2000)
     parser.add_argument("--calls", type=int, default=400)
+    parser.add_argument("--against_environments", action="store_true")
+    for name, value in (
+        ("episodes", 64), ("turns", 4), ("tokens", 32), ("hidden", 256), ("rounds", 3)
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args()
+    if args.against_environments:
+        against_environments(args.episodes, args.turns, args.tokens, args.hidden, args.rounds)
+        return
     spawn = multiprocessing.get_context("spawn")
     work, done = spawn.Queue(), spawn.Queue()
     process = spawn.Process(target=clients, args=(work, done), daemon=True)

@@ -7,7 +7,7 @@
 A run that has ended is kept and not run again as long as it would have the same settings and run
 the same code (`code_hash`); one that was interrupted goes on from its last checkpoint. Configs are
 those in hjax/launch/configs that have something to learn by (`LEARNS`), `VARIANTS` of them, and the
-runs with tools of tool_tasks.py (`STAGED`).
+runs with tools of tool_tasks.py and with agents of agent_tasks.py (`STAGED`).
 After every run,
 RESULTS.md and the curves in `--pages` are written of all runs that the workdir has; without
 `--pages` nothing is. `--pages` keeps what its tables need of each run in runs.jsonl, so that one
@@ -46,6 +46,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import agent_tasks
 import machine
 import tool_tasks
 
@@ -157,6 +158,8 @@ LEARNS: dict[str, tuple[Measure, ...]] = {
         ("interpreter", "lookup", "recovery"),
         (Measure("eval/reward"), Measure("reward/mean", rise=0.1)),
     ),
+    # Agents, and the same as an environment.
+    **dict.fromkeys(agent_tasks.TASKS, (Measure("eval/reward"), Measure("reward/mean", rise=0.1))),
     **dict.fromkeys(("interpreter_alone", "lookup_alone"), (Measure("eval/reward", rise=None),)),
 }
 # Runs of shipped configs with other keys, by name: what a config is compared with, and tasks that
@@ -182,9 +185,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-# Runs of several stages, of which the last is measured: the arguments of this file.
-STAGED_FILE = pathlib.Path(tool_tasks.__file__)
-STAGED = ("interpreter", "interpreter_alone", "lookup", "lookup_alone", "recovery")
+# Runs of several stages, of which the last is measured: names that are arguments of these modules.
+STAGED: dict[str, Any] = {
+    **dict.fromkeys(
+        ("interpreter", "interpreter_alone", "lookup", "lookup_alone", "recovery"), tool_tasks
+    ),
+    **dict.fromkeys(agent_tasks.TASKS, agent_tasks),
+}
 
 
 def config_of(name: str) -> tuple[str, dict[str, Any]]:
@@ -195,7 +202,7 @@ def config_of(name: str) -> tuple[str, dict[str, Any]]:
 def label_of(name: str) -> str:
     """What a run's name stands for: the config, and other keys."""
     if name in STAGED:
-        return f"benchmarks/{STAGED_FILE.name}:{name}"
+        return f"benchmarks/{staged_file(name).name}:{name}"
     config, keys = config_of(name)
     return " ".join([f"{config}.py", *(f"{key}={value}" for key, value in keys.items())])
 
@@ -205,9 +212,14 @@ def runs_here() -> list[str]:
     return [name.removesuffix(".py") for name in config_names()] + [*VARIANTS, *STAGED]
 
 
+def staged_file(name: str) -> pathlib.Path:
+    """The file of a run of several stages."""
+    return pathlib.Path(STAGED[name].__file__)
+
+
 def stages_of(name: str, seed: int) -> Stages:
     """The stages of a run that has some."""
-    stages, _ = read_stages(f"{STAGED_FILE}:{name}", [f"--config.seed={seed}"])
+    stages, _ = read_stages(f"{staged_file(name)}:{name}", [f"--config.seed={seed}"])
     assert stages is not None
     return stages
 
@@ -223,7 +235,7 @@ def settings(config: str, seed: int) -> dict[str, Any]:
         stages = stages_of(config, seed).configs(pathlib.Path(WORKDIR))
         each = {f"{stage}.": _told(told) for stage, told in stages.items()}
         every = {stage + k: v for stage, keys in each.items() for k, v in keys.items()}
-        return every | {"data": tool_tasks.data_digest(config)}
+        return every | {"data": STAGED[config].data_digest(config)}
     name, keys = config_of(config)
     return _told(load_config(name, {**keys, "seed": seed}))
 
@@ -349,7 +361,7 @@ def _short(value: float) -> float:
 def arguments(config: str, seed: int) -> list[str]:
     """Of the command that trains."""
     if config in STAGED:
-        return [f"--config={STAGED_FILE}:{config}", f"--config.seed={seed}"]
+        return [f"--config={staged_file(config)}:{config}", f"--config.seed={seed}"]
     name, keys = config_of(config)
     told = [f"--config.{key}={value}" for key, value in {**keys, "seed": seed}.items()]
     return [f"--config={name}.py", *told]

@@ -14,7 +14,13 @@ response of 64, float32, on one CPU device. Prints one JSON line.
 Seconds are processor time of the process, clients included, so that what else the machine does
 counts little; `wall` has ratios of elapsed time. Medians over rounds, contestants in turn.
 
-    python benchmarks/training_service.py [--rounds=7]
+    python benchmarks/training_service.py [--rounds=7] [--soak]
+
+`--soak` instead: a server of its own, and in every round 20 sessions with 25 requests each (passes,
+steps, samples), all of which are polled at once; ten sessions vanish then, their connections cut,
+and ten fetch everything and finish. `in_flight` has the requests without a result when the last of
+the 500 was submitted; `resident` (MiB), `descriptors` and `threads` are the server's once the
+silent sessions have ended, after each round.
 """
 
 from __future__ import annotations
@@ -22,23 +28,30 @@ from __future__ import annotations
 import argparse
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
+import os
 import pathlib
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx
 import machine
 import numpy as np
 from train import CLIP, make_batch, write_weights
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "tests"))
 RANK, RESPONSE, SLOTS = 8, 64, 16
+# Of the soak: sessions at a time, steps of each, passes of a step, and seconds without a heartbeat
+# after which a session ends.
+SESSIONS, STEPS, PASSES, SILENT = 20, 5, 3, 30
 
 
 def trainer_update(batch: dict[str, np.ndarray], folder: str) -> Callable[[], None]:
@@ -182,11 +195,157 @@ def compare(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, dict[
     }
 
 
+@contextlib.contextmanager
+def served(folder: str) -> Iterator[tuple[str, int]]:
+    """URL and process id of a server of its own."""
+    process = subprocess.Popen(
+        [
+            sys.executable, "-m", "hjax.launch.serve", "--protocol=tinker", f"--model={folder}",
+            "--name=tiny", "--port=0", f"--session_seconds={SILENT}",
+        ],
+        stdout=subprocess.PIPE, text=True, env=os.environ,
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().rstrip("\n").rpartition(" on ")[2], process.pid
+    finally:
+        process.terminate()
+        process.wait()
+        process.stdout.close()
+
+
+class Visitor:
+    """A session whose requests are all in flight at once: passes of data, steps, samples."""
+
+    def __init__(self, url: str, data: list[bytes], prompt: list[int]):
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self._http = httpx.AsyncClient(base_url=f"{url}/api/v1/", limits=limits, timeout=300)
+        self._data, self._prompt = data, prompt
+        self.session, self._model, self._number = "", "", 0
+        self.polls: list[asyncio.Task[None]] = []
+        self._beating: asyncio.Task[None]
+
+    async def _post(self, path: str, **fields: Any) -> Any:
+        answer = await self._http.post(path, json=fields)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def _result(self, request_id: str) -> httpx.Response:
+        while True:
+            answer = await self._http.post("retrieve_future", json={"request_id": request_id})
+            if answer.status_code != 408:
+                assert answer.status_code == 200 and b'"error"' not in answer.content, answer.text
+                return answer
+
+    async def open(self, seed: int) -> None:
+        """Open the session, and make its model."""
+        made = await self._post("create_session", sdk_version="0.38.0", tags=[])
+        self.session = made["session_id"]
+        self._beating = asyncio.create_task(self._beat())
+        made = await self._post(
+            "create_model", session_id=self.session, model_seq_id=0, base_model="tiny",
+            lora_config={"rank": RANK, "seed": seed},
+        )  # fmt: skip
+        self._model = (await self._result(made["request_id"])).json()["model_id"]
+
+    async def submit(self) -> None:
+        """Submit all requests, and wait for each in a task."""
+        from training_server import forward_backward_body
+
+        sampler = f"{self.session}:sample:0"
+        made = await self._ask("save_weights_for_sampler", sampling_session_seq_id=0)
+        await self._result(made)
+        for step in range(STEPS):
+            for _ in range(PASSES):
+                self._number += 1
+                body = forward_backward_body(self._model, self._number, self._data)
+                answer = await self._http.post("forward_backward", content=body)
+                self._poll(answer.json()["request_id"])
+            self._poll(await self._ask("optim_step", adam_params={"learning_rate": 1e-5}))
+            asked = await self._post(
+                "asample", sampling_session_id=sampler, seq_id=step, num_samples=1,
+                prompt={"chunks": [{"type": "encoded_text", "tokens": self._prompt}]},
+                sampling_params={"max_tokens": RESPONSE, "seed": step, "stop": []},
+            )  # fmt: skip
+            self._poll(asked["request_id"])
+
+    async def _ask(self, path: str, **fields: Any) -> str:
+        self._number += 1
+        made = await self._post(path, model_id=self._model, seq_id=self._number, **fields)
+        return str(made["request_id"])
+
+    def _poll(self, request_id: str) -> None:
+        async def wait() -> None:
+            await self._result(request_id)
+
+        self.polls.append(asyncio.create_task(wait()))
+
+    async def end(self, vanishes: bool) -> None:
+        """Cut all connections, or fetch all results and finish the session."""
+        if vanishes:
+            self._beating.cancel()
+            for poll in self.polls:
+                poll.cancel()
+            await asyncio.gather(self._beating, *self.polls, return_exceptions=True)
+        else:
+            await asyncio.gather(*self.polls)
+            self._beating.cancel()
+            await self._post(f"sessions/{self.session}/finish", reason={"type": "success"})
+        await self._http.aclose()
+
+    async def _beat(self) -> None:
+        while True:
+            await self._post("session_heartbeat", session_id=self.session)
+            await asyncio.sleep(SILENT / 4)
+
+
+async def soak_round(url: str, data: list[bytes], prompt: list[int]) -> int:
+    """One round; returns the requests that were in flight once all had been submitted."""
+    visitors = [Visitor(url, data, prompt) for _ in range(SESSIONS)]
+    await asyncio.gather(*(each.open(seed) for seed, each in enumerate(visitors)))
+    await asyncio.gather(*(each.submit() for each in visitors))
+    pending = sum(not poll.done() for each in visitors for poll in each.polls)
+    await asyncio.gather(*(each.end(number % 2 == 0) for number, each in enumerate(visitors)))
+    async with httpx.AsyncClient(base_url=f"{url}/api/v1/", timeout=60) as http:
+        for each in visitors:
+            while (await http.get(f"sessions/{each.session}")).status_code == 200:
+                await asyncio.sleep(1)
+    await asyncio.sleep(3)  # what ran then has ended
+    return pending
+
+
+def soak(rounds: int) -> dict[str, Any]:
+    """In flight, and what the server's process has after each round."""
+    found: dict[str, Any] = {"in_flight": [], "resident": [], "descriptors": [], "threads": []}
+    with tempfile.TemporaryDirectory() as folder:
+        write_weights("w1", folder)
+        batch = make_batch("w1", "full")
+        data, prompt = messages(batch)[:1], [int(x) for x in batch["prompts"][0]]
+        with served(folder) as (url, pid):
+            for _ in range(rounds):
+                found["in_flight"].append(asyncio.run(soak_round(url, data, prompt)))
+                process = pathlib.Path(f"/proc/{pid}")
+                text = (process / "status").read_text()
+                lines = (line.split(":", 1) for line in text.splitlines())
+                status = {name: value.split() for name, value in lines}
+                found["resident"].append(int(status["VmRSS"][0]) // 1024)
+                found["threads"].append(int(status["Threads"][0]))
+                found["descriptors"].append(len(list((process / "fd").iterdir())))
+    return found
+
+
 def main() -> None:
     """Measures, and prints the line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--soak", action="store_true")
+    args = parser.parse_args()
+    line = soak(args.rounds) if args.soak else speed(args.rounds)
+    print(json.dumps({**line, **machine.describe()}))
+
+
+def speed(rounds: int) -> dict[str, Any]:
+    """The ratios, and the seconds that they are of."""
     from training_server import Client, training_server
 
     from hjax.training_service.shared_base import SharedBase
@@ -232,8 +391,7 @@ def main() -> None:
                 drawn["completions"][kind] / drawn["asample_adapters"][kind], 3
             ),
         }
-    line = {"ratios": ratios["processor"], "wall": ratios["elapsed"], **updates, **drawn}
-    print(json.dumps({**line, **machine.describe()}))
+    return {"ratios": ratios["processor"], "wall": ratios["elapsed"], **updates, **drawn}
 
 
 if __name__ == "__main__":

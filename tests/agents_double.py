@@ -41,3 +41,10 @@ async def two_questions(task: Any, url: str, key: str) -> float:
     messages += [first, user("more?")]
     second = await said(url, key, messages, max_tokens=6, temperature=0.3)
     return float(len(first["content"] + second["content"]) % 2)
+
+
+async def forced_call(task: Any, url: str, key: str) -> float:
+    """Asks with a form that an untrained policy meets only where it is enforced."""
+    told = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    found = await said(url, key, [user(task["prompt"])], tools=[told], tool_choice="required")
+    return float(bool(found.get("tool_calls"))) + len(found["content"] or "") % 2

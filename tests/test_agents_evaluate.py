@@ -46,6 +46,8 @@ def test_flags_that_do_not_go_together_are_refused(tmp_path, capsys):
         (["--agent=a.py:b", "--tools=c.py:d"], "already; keep one"),
         (["--agent=a.py:b", "--reward=math"], "rewards its episodes itself"),
         (["--reward=math", "--verifier=a.py:b"], "of --agent leaves"),
+        (["--agent=a.py:b", "--readable=/a"], "for a program of --agent"),
+        (["--agent=a.py:b", "--confined=false"], "for a program of --agent"),
     ):
         assert evaluate.main([*base, *flags]) == 2
         assert said in capsys.readouterr().err

@@ -28,10 +28,10 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 3}}</tool_call>'
 class Policy:
     """Answers what waits, by a script of texts; ``hold`` keeps it from drawing."""
 
-    def __init__(self):
+    def __init__(self, **options):
         tokenizer = byte_tokenizer()
         self.encoder = ObservationEncoder(tokenizer, chat=True)
-        self.gateway = Gateway(ServedModel("", None, tokenizer, 0, (EOS,)))
+        self.gateway = Gateway(ServedModel("", None, tokenizer, 258, (EOS,)), **options)
         self.sessions, self.texts, self.requests = [], [], []
         self.hold, self.ended = threading.Event(), False
         self.hold.set()
@@ -48,7 +48,9 @@ class Policy:
                 tokens = [*text.encode(), EOS][: request.max_tokens]
                 logs = [-0.5] * len(tokens)
                 named = {"logprobs": logs, "policy_logprobs": logs}
-                turn.deliver(DrawnTurn(tokens, named, tokens[-1] == EOS))
+                forced = [i % 2 == 0 for i in range(len(tokens))] if request.constraint else []
+                failed = text if text.startswith("constraint: ") else ""
+                turn.deliver(DrawnTurn(tokens, named, tokens[-1] == EOS, forced, failed))
 
     @contextlib.contextmanager
     def session(self, **options):
@@ -61,13 +63,19 @@ class Policy:
         self.gateway.close(session)
 
 
-@pytest.fixture(scope="module")
-def policy():
-    made = Policy()
+@contextlib.contextmanager
+def a_policy(**options):
+    made = Policy(**options)
     yield made
     made.ended = True
     made.gateway.queue.notify()
     made.gateway.shut_down()
+
+
+@pytest.fixture(scope="module")
+def policy():
+    with a_policy() as made:
+        yield made
 
 
 def refused(url, key, **body):
@@ -133,6 +141,24 @@ def test_r7_answers_are_cut_to_the_room_and_stop_strings_hold(policy):
     with policy.session(limits=limits) as (session, url):
         asked(url, session.key, messages=[user("a")], max_tokens=64000, stop=["x"])
     assert policy.requests[-1].max_tokens == 20 and policy.requests[-1].stop == ("x",)
+
+
+def test_r7_constrained_enforces_what_is_asked_and_tells_what_had_no_choice():
+    """A form that is invalid is refused by name; an answer that cannot match is no call."""
+    pytest.importorskip("llguidance")
+    with a_policy(constrained=True) as policy, policy.session() as (session, url):
+        policy.texts = [CALL]
+        said = {"messages": [user("a")], "tools": [TOOL]}
+        asked(url, session.key, **said, tool_choice="required", temperature=0.3)
+        [call], [request] = session.tree.calls, policy.requests
+        assert request.constraint.grammar and call.asked == {"temperature": 0.3}
+        assert list(call.drawn.forced) == [i % 2 == 0 for i in range(len(call.drawn.tokens))]
+        policy.texts = ["constraint: it grew"]
+        assert refused(url, session.key, **said, tool_choice="required")[0] >= 400
+        code, error = refused(url, session.key, messages=[user("a")], guided_regex="(")
+        assert code == 400 and "guided_regex" in error["message"]
+        asked(url, session.key, messages=[user("a")])
+        assert policy.requests[-1].constraint is None and len(session.tree.calls) == 2
 
 
 def test_r10_a_retry_joins_or_replays_and_the_same_body_alone_is_a_new_sample(policy):

@@ -25,13 +25,14 @@ def drawn(rounds, requests):
 
 
 def play(prompts, record=None, as_ready=False, **settings):
-    """The episodes of these prompts, and which were drawn together."""
+    """The episodes of these prompts, or rows, and which were drawn together."""
     encoder = ObservationEncoder(byte_tokenizer(), chat=True)
     settings = AgentSettings(**{"function": f"{FILE}:agent", "seconds": 20.0, **settings})
     runner = AgentRunner(settings, record or RecordSettings(), encoder, LIMITS)
     rounds = []
     try:
-        episodes = [Episode(i, 0, {"prompt": text}, i) for i, text in enumerate(prompts)]
+        tasks = [each if isinstance(each, dict) else {"prompt": each} for each in prompts]
+        episodes = [Episode(i, 0, {"answer": 7} | task, i) for i, task in enumerate(tasks)]
         player = runner.player(functools.partial(drawn, rounds), as_ready=as_ready)
         player.play(episodes)
     finally:
@@ -73,7 +74,8 @@ def test_a_late_session_ends_alone_or_is_given_its_reward():
 def test_a_process_that_blocks_or_dies_is_replaced(what, reason, monkeypatch):
     monkeypatch.setattr("hjax.agents.agent_pool._LATE_SECONDS", 0.5)
     record = RecordSettings(concurrent=1)
-    episodes, _ = play([what, "fine"], record, seconds=3.0)
+    # A machine that is busy takes seconds to start the process, which count.
+    episodes, _ = play([what, "fine"], record, seconds=3.0 if what == "blocks" else 60.0)
     assert [each.stop_reason for each in episodes] == [reason, "done"]
     assert episodes[1].total_reward == 3.0
 

@@ -1,8 +1,10 @@
 """How an agent's calls become rows: each rule's worked example, and any tree of calls."""
 
+import dataclasses
 import itertools
 import random
 
+import numpy as np
 import pytest
 from serving_double import END, byte_tokenizer
 
@@ -222,6 +224,34 @@ def test_r7_the_runs_sampling_wins():
         "temperature": 0.2, "top_p": 0.9, "seed": 3, "tool_choice": "required", "strict": True,
         "response_format": {"type": "json_object"},
     }  # fmt: skip
+
+
+def test_r7_constrained_keeps_the_form_that_is_asked_for():
+    body = {
+        "messages": [user("a")], "temperature": 0.2, "tool_choice": "required", "strict": True,
+        "response_format": {"type": "json_object"}, "guided_regex": "a*",
+        "parallel_tool_calls": False,
+    }  # fmt: skip
+    used, asked = drawn_by_the_run(body, constrained=True)
+    assert asked == {"temperature": 0.2}
+    assert used == {name: value for name, value in body.items() if name != "temperature"}
+
+
+def test_r7_tokens_without_a_choice_are_not_learned_and_rewards_stand_before_them(encoder):
+    """Two turns of which the first's second token and all of the second's had no choice."""
+    tree = CallTree(encoder, LIMITS)
+    first = ask(tree, [user("a")], [65, 66, EOS], answer("AB"))
+    second = ask(tree, [user("a"), answer("AB"), user("b")], [67, EOS], answer("C"))
+    for call, forced in ((first, [False, True, False]), (second, [True, True])):
+        drawn = dataclasses.replace(call.drawn, forced=forced)
+        tree.calls[call.number] = dataclasses.replace(call, drawn=drawn)
+    episode = Episode(0, 0, {}, 0, rows=rows_of(tree), stop_reason="done")
+    episode.turns[-1].reward = 0.3
+    batch = episode_batch([episode], 64, 64)
+    assert batch["turn"][0, :3].tolist() == [0, -1, 0]
+    assert batch["response_mask"][0].nonzero()[0].tolist() == [0, 2]
+    rewards = batch["token_rewards"][0]
+    assert rewards[2] == np.float32(0.3) and rewards.sum() == np.float32(0.3)
 
 
 def test_r8_an_episode_of_three_rows_is_one_sample(encoder):

@@ -323,6 +323,7 @@ def test_a_snapshot_keeps_its_weights(base):
     tokens = [1, 5, 9, 2, 30]
     datum = Datum(tokens[:-1], {"target_tokens": tokens[1:]})
     scores = before.compute_logprobs(tokens)
+    assert before.programs.sampler() is base.programs(None).sampler()  # merged in float32
     [trained] = learner.forward([datum], "cross_entropy").logprobs
     np.testing.assert_allclose(scores[1:], trained, atol=1e-5)
     assert np.isnan(scores[0])
@@ -506,6 +507,12 @@ def test_on_a_mesh_as_on_one_device(rank, mesh, tmp_path):
     for ours, theirs in zip(one.logprobs, two.logprobs, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
     assert largest_difference(learned, split) < 1e-4 and tokens == others
+
+
+def test_several_processes_are_refused(folder, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ConfigError, match="one of 2 processes.* does not run on Ray"):
+        SharedBase(folder)
 
 
 @pytest.mark.extended

@@ -5,6 +5,7 @@ import math
 import os
 import pickle
 
+import jax
 import numpy as np
 import pytest
 from helpers import save_model
@@ -12,6 +13,8 @@ from references import torch
 from serving_double import byte_tokenizer
 from training_server import training_server
 
+from hjax.algorithms.pair_loss import PairLoss
+from hjax.models.forward import response_log_probs
 from hjax.training_service.shared_base import SharedBase
 
 tinker = pytest.importorskip("tinker", reason="needs the extra tinker: pip install 'hjax[tinker]'")
@@ -38,9 +41,10 @@ def service(base, tmp_path_factory):
         }.items():  # fmt: skip
             patch.setitem(os.environ, name, value)
         store = tmp_path_factory.mktemp("store")
-        with training_server(base, store, key=KEY, names=("any", base.path)) as (url, _, _):
+        names = ("any", base.path)
+        with training_server(base, store, key=KEY, names=names) as (url, served, _):
             client = tinker.ServiceClient(base_url=url)
-            client.url = url
+            client.url, client.models = url, served.models
             yield client
             client.close("success").result()
 
@@ -207,28 +211,54 @@ def test_refusals_are_errors_and_the_model_goes_on(training):
     assert training.forward([sft()], "cross_entropy").result().metrics["loss:sum"] > 0
 
 
-def test_custom_losses_run_on_the_client(training):
-    """DPO, with torch on the client; its gradient is that of cross_entropy with weights."""
+def own_dpo_gradients(learner, texts, reference, beta):
+    """Of the pair loss of `algorithm.name=DPO`, the way a trainer computes it: the first three
+    tokens are the prompt."""
+    batch = {
+        "prompts": np.array([text[:3] for text in texts], np.int32),
+        "prompt_mask": np.ones((2, 3), bool),
+        "responses": np.array([text[3:] for text in texts], np.int32),
+        "response_mask": np.ones((2, len(texts[0]) - 3), bool),
+        "ref_logprobs": np.stack([logprobs[2:] for logprobs in reference]),
+    }
+    base, loss = learner.base, PairLoss(beta=beta)
+    network = base.programs(learner.lora).network
+
+    def own(learned):
+        model = network.bind(network.partition.join(learned, base.frozen))
+        return loss(response_log_probs(model, batch, 1, base.compute), None, batch)[0].sum()
+
+    return jax.jit(jax.grad(own))(learner.learned)
+
+
+def test_custom_losses_run_on_the_client(training, service):
+    """DPO, with torch on the client: its gradients are those of hjax's own, and it is learned."""
     pytest.importorskip("torch")
-    chosen, rejected = sft(TEXT), sft([10, 11, 12, 40, 41, 42, 43])
+    texts = TEXT, [10, 11, 12, 40, 41, 42, 43]
+    pair = [sft(text, [0.0] * 2 + [1.0] * 4) for text in texts]
     beta = 0.5
     reference = [
         x["logprobs"].to_numpy()
-        for x in training.forward([chosen, rejected], "cross_entropy").result().loss_fn_outputs
+        for x in training.forward(pair, "cross_entropy").result().loss_fn_outputs
     ]
 
     def dpo(data, logprobs):
         gains = [
-            (own - torch.tensor(ref)).sum() for own, ref in zip(logprobs, reference, strict=True)
+            (own - torch.tensor(ref))[2:].sum()
+            for own, ref in zip(logprobs, reference, strict=True)
         ]
         margin = gains[0] - gains[1]
         loss = -torch.nn.functional.logsigmoid(beta * margin)
         return loss, {"margin": margin.item()}
 
     losses = []
+    learner = service.models[training.model_id].learner
     for _ in range(5):
-        call = training.forward_backward_custom([chosen, rejected], dpo)
+        own = own_dpo_gradients(learner, texts, reference, beta)
+        call = training.forward_backward_custom(pair, dpo)
         losses.append(call.result().metrics)
+        for ours, theirs in zip(*map(jax.tree.leaves, (learner.gradients, own)), strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=1e-5 * max(np.abs(theirs).max(), 1e-3))
         training.optim_step(adam(learning_rate=3e-3)).result()
     assert losses[0]["margin"] == pytest.approx(0, abs=1e-4) and losses[-1]["margin"] > 0.1
 

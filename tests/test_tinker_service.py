@@ -2,14 +2,17 @@
 
 import concurrent.futures
 import contextlib
+import json
 import os
 import pathlib
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.parse
 
 import jax
 import numpy as np
@@ -344,6 +347,21 @@ def test_polls_are_long_and_say_when_to_ask_again(client, server, monkeypatch):
     assert time.monotonic() - began > 0.2
     found = client.post("retrieve_future", request_id="never")
     assert "the result of never is not here" in found["error"]
+
+
+def test_a_poll_whose_connection_is_cut_loses_nothing(client, server):
+    address = urllib.parse.urlsplit(server[0])
+    asked = client.submit([sft()])
+    body = json.dumps({"request_id": asked})
+    head = f"POST /api/v1/retrieve_future HTTP/1.1\r\nHost: {address.netloc}\r\n"
+    for received in (0, 10):  # before the answer, and in the midst of it
+        with socket.create_connection((address.hostname, address.port)) as connection:
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+            assert len(connection.recv(received)) == received
+    first = client.result(asked)
+    assert isinstance(first, bytes) and client.result(asked) == first
+    # Asked once more, it is not computed again.
+    assert client.submit([sft()], seq=client.seq) == asked and client.result(asked) == first
 
 
 def test_limits_keys_and_versions(base, tmp_path):

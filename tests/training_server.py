@@ -64,6 +64,12 @@ def datum(tokens, **inputs):
     return made
 
 
+def forward_backward_body(model, seq, data, loss="cross_entropy"):
+    """A request's message without settings of the loss."""
+    body = bytes_field(1, model) + int_field(2, seq)
+    return body + b"".join(bytes_field(3, each) for each in data) + bytes_field(4, loss)
+
+
 class Client:
     """A session with one model.
 
@@ -120,8 +126,7 @@ class Client:
         if seq is None:
             self.seq += 1
             seq = self.seq
-        body = bytes_field(1, self.model) + int_field(2, seq)
-        body += b"".join(bytes_field(3, each) for each in data) + bytes_field(4, loss)
+        body = forward_backward_body(self.model, seq, data, loss)
         body += int_field(6, 1) if forward else b""
         for name, value in dict(config).items():
             body += bytes_field(7, bytes_field(1, name) + bytes_field(2, double_field(1, value)))

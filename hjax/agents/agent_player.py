@@ -20,6 +20,23 @@ _LOG = logging.getLogger(__name__)
 UNSCORED = "unscored"
 
 
+@dataclasses.dataclass(frozen=True)
+class SessionCounts:
+    """How far the sessions of a step are.
+
+    Attributes:
+      open, ended, all: sessions.
+      calls: that were drawn so far.
+      seconds: since the first session began.
+    """
+
+    open: int
+    ended: int
+    all: int
+    calls: int
+    seconds: float
+
+
 class AgentPlayer:
     """Plays episodes with agents.
 
@@ -35,6 +52,7 @@ class AgentPlayer:
         its sessions has one or has ended, so that which are drawn together follows from the agents
         alone; but not much later than the last of them came (``RecordSettings.wait_seconds``).
       progress, waited: as of ``EpisodePlayer``.
+      watch: called with the counts after each draw.
     """
 
     def __init__(
@@ -50,7 +68,9 @@ class AgentPlayer:
         as_ready: bool = False,
         progress: Callable[[int, int], None] = lambda ended, all: None,
         waited: Callable[[float, float], None] = lambda begin, end: None,
+        watch: Callable[[SessionCounts], None] = lambda counts: None,
     ):
+        self._watch, self._calls = watch, 0
         self._pool, self._gateway, self._encoder, self.limits = pool, gateway, encoder, limits
         self._draw, self._record, self._trains = draw, record, record.trains()
         self._cohorts, self._as_ready = cohorts, as_ready
@@ -69,6 +89,7 @@ class AgentPlayer:
         cohort_of = {each.number: i // size for i, each in enumerate(episodes)}
         open_episodes: list[Episode] = []
         at, done = 0, 0
+        self._calls, began = 0, time.perf_counter()
         try:
             while waiting or open_episodes:
                 room = (self._record.concurrent or len(episodes)) - len(open_episodes)
@@ -85,6 +106,9 @@ class AgentPlayer:
                         self._finish(episode)
                         done += 1
                 self._progress(done, len(episodes))
+                seconds = time.perf_counter() - began
+                open_count = len(open_episodes)
+                self._watch(SessionCounts(open_count, done, len(episodes), self._calls, seconds))
         finally:
             for number in list(self._sessions):
                 self._pool.end(number)
@@ -126,6 +150,7 @@ class AgentPlayer:
         turns = self._gateway.queue.take(live)
         if turns:
             drawn = self._draw([turn.request(cohort) for turn in turns])
+            self._calls += len(turns)
             for turn, one in zip(turns, drawn, strict=True):
                 turn.deliver(one)
 
@@ -149,7 +174,7 @@ class AgentPlayer:
             labels = tree.labels()
             records = call_records(tree, labels)
             trained = [self._trains(record) for record in records]
-            episode.rows = tree.rows(trained)
+            episode.rows, episode.calls = tree.rows(trained), tree.records(trained)
         reward, fault = self._reward(outcome)
         if not fault and not episode.turns:
             fault, outcome = "exception", dataclasses.replace(
@@ -161,8 +186,8 @@ class AgentPlayer:
             episode.stop_reason = session.ended_by or DONE
         if episode.turns:
             last = episode.turns[-1]
-            last.reward, last.seconds = reward, outcome.seconds
-            last.metrics = session_metrics(session, labels)
+            last.reward, last.seconds, last.waited = reward, outcome.seconds, session.waited
+            last.metrics = session_metrics(session, labels, self._record.constrained)
 
     def _reward(self, outcome: AgentOutcome) -> tuple[float, str]:
         """The reward, and the fault; empty: none."""
@@ -173,11 +198,17 @@ class AgentPlayer:
         return (0.0, UNSCORED) if outcome.reward is None else (outcome.reward, "")
 
 
-def session_metrics(session: Session, labels: Sequence[str]) -> dict[str, float]:
-    """Numbers of a session: its calls, those of each label, roots, retries and abandoned ones."""
+def session_metrics(
+    session: Session, labels: Sequence[str], constrained: bool = False
+) -> dict[str, float]:
+    """Numbers of a session: its calls, those of each label, roots, retries and abandoned ones;
+    with ``constrained`` the calls whose form was enforced, and the tokens that had no choice."""
     calls = session.tree.calls
     numbers = {"calls": len(calls), "roots": sum(call.place.parent is None for call in calls)}
     numbers |= {f"{name}_calls": labels.count(name) for name in LABELS if name != AGENT}
+    if constrained:
+        numbers["constrained_calls"] = sum(bool(call.drawn.forced) for call in calls)
+        numbers["forced_tokens"] = sum(sum(call.drawn.forced) for call in calls)
     return {name: float(value) for name, value in (numbers | session.counts).items()}
 
 

@@ -54,12 +54,7 @@ class AgentPool:
         setup = pickle.dumps(
             {
                 "function": settings.function,
-                "command": {
-                    "command": settings.command,
-                    "verifier": settings.verifier,
-                    "sandbox": settings.sandbox,
-                    "seconds": settings.seconds,
-                },
+                "program": None if settings.function else settings.program(),
                 "files": imported(),
                 "memory_bytes": settings.memory_bytes,
             }

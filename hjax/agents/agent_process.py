@@ -61,9 +61,9 @@ def serve(setup: bytes) -> Callable[[bytes], bytes]:
     """The function that answers calls, see ``hjax.isolated_process.IsolatedProcess``.
 
     Args:
-      setup: pickled ``function`` of ``load_agent``, or else arguments of a ``CommandAgent``,
-        ``files`` of the run's user code, and ``memory_bytes``, the limit of this process's data;
-        0: none.
+      setup: pickled ``function`` of ``load_agent``, or else ``program``, the ``ProgramSettings`` of
+        a ``CommandAgent``; ``files`` of the run's user code, and ``memory_bytes``, the limit of
+        this process's data; 0: none.
     """
     told = pickle.loads(setup)
     provide_files(told["files"])
@@ -76,7 +76,7 @@ def serve(setup: bytes) -> Callable[[bytes], bytes]:
             resource.setrlimit(resource.RLIMIT_DATA, (told["memory_bytes"],) * 2)
     if told["function"]:
         return _AgentServer(load_agent(told["function"])).answer
-    return _AgentServer(CommandAgent(**told["command"])).answer
+    return _AgentServer(CommandAgent(told["program"])).answer
 
 
 class _AgentServer:

@@ -9,22 +9,27 @@ from hjax.rollout.sampling_params import OPTIONS, SamplingParams
 from hjax.serving.request_models import ParsedRequest, RequestPrompt
 from hjax.serving.response_format import FormatFields
 
-# Fields that say how to draw: in training the run's own are used.
+# Fields that say how to draw, where the run says it; and which form an answer has.
 _SAMPLING = {
-    *OPTIONS, *FormatFields.model_fields, "seed", "logit_bias", "stop_token_ids", "ignore_eos",
-    "min_tokens", "response_format", "best_of",
+    *OPTIONS, "seed", "logit_bias", "stop_token_ids", "ignore_eos", "min_tokens", "best_of",
 }  # fmt: skip
+_FORMS = {*FormatFields.model_fields, "response_format"}
 
 
-def drawn_by_the_run(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def drawn_by_the_run(
+    body: Mapping[str, Any], constrained: bool = False
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """A request's body with what training uses of it, and the rest of it.
 
     The policy is drawn from as the trainer says, or the log-probs would be of another distribution
-    than it computes. So tools need not be called, and no format is enforced.
+    than it computes. So tools need not be called, and no format is enforced, unless
+    ``constrained``.
     """
     used, asked = dict(body), dict[str, Any]()
-    for name in _SAMPLING & used.keys():
+    for name in (_SAMPLING if constrained else _SAMPLING | _FORMS) & used.keys():
         asked[name] = used.pop(name)
+    if constrained:
+        return used, {name: value for name, value in asked.items() if value is not None}
     if used.get("tool_choice") not in (None, "auto", "none"):
         asked["tool_choice"] = used.pop("tool_choice")
     if used.get("parallel_tool_calls") is not None:

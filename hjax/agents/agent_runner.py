@@ -36,13 +36,16 @@ class AgentRunner:
         **drawn: Any,
     ):
         settings.check()
-        record.trains()
+        record.check()
         self._pool = AgentPool(settings)
         self._record, self._encoder, self._limits = record, encoder, limits
         if served is None:
             tokenizer = encoder.tokenizer
-            served = ServedModel("", None, tokenizer, 0, tuple(tokenizer.eos_ids))
-        self.gateway = Gateway(served, call_tokens=limits.turn_tokens, **drawn)
+            size = tokenizer.vocab_size
+            served = ServedModel("", None, tokenizer, size, tuple(tokenizer.eos_ids))
+        self.gateway = Gateway(
+            served, call_tokens=limits.turn_tokens, constrained=record.constrained, **drawn
+        )
 
     def player(self, draw: DrawTurns | None, **options: Any) -> AgentPlayer:
         """A player of episodes.

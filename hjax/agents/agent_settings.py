@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from hjax.agents.agent_process import load_agent
 from hjax.agents.call_tree import AGENT
-from hjax.agents.command_agent import VERIFY_SECONDS, CommandAgent
+from hjax.agents.command_agent import (
+    VERIFY_SECONDS,
+    CommandAgent,
+    ProgramSettings,
+    command_words,
+)
+from hjax.errors import ConfigError
 from hjax.sandbox.sandbox_settings import THIS_MACHINE, SandboxSettings
-from hjax.settings.agent_keys import NO_REWARD
+from hjax.settings.agent_keys import AGENT_KEYS, NO_REWARD
 from hjax.user_code import load_object
+from hjax.user_input import user_path
 
+# Columns that a program is not given, by default.
+HIDDEN = tuple(AGENT_KEYS["hidden"].default.split(","))
 # Whether a call is learned from, by its record.
 TrainCall = Callable[[Mapping[str, Any]], bool]
 
@@ -23,8 +34,7 @@ class AgentSettings:
 
     Attributes:
       function: ``path.py:name``, see ``load_agent``; empty: ``command``.
-      command: a program, see ``CommandAgent``; ``verifier``: scores what it leaves.
-      sandbox: for what the verifier runs.
+      command, verifier, sandbox, confined, readable, hidden: of ``ProgramSettings``.
       seconds: deadline of a session.
       processes: over which sessions are shared out.
       memory_bytes: limit of each process's data; 0: none.
@@ -34,6 +44,9 @@ class AgentSettings:
     command: str = ""
     verifier: str = ""
     sandbox: SandboxSettings = THIS_MACHINE
+    confined: bool = True
+    readable: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = HIDDEN
     seconds: float = 1800.0
     processes: int = 1
     memory_bytes: int = 0
@@ -43,7 +56,20 @@ class AgentSettings:
         if self.function:
             load_agent(self.function)
         else:
-            CommandAgent(self.command, self.verifier, self.sandbox, self.seconds)
+            CommandAgent(self.program())
+
+    def program(self) -> ProgramSettings:
+        """The program, with paths that hold in any folder."""
+        return ProgramSettings(
+            command=shlex.join(command_words(self.command)),
+            verifier=self.verifier,
+            sandbox=self.sandbox,
+            confined=self.confined,
+            readable=tuple(map(_whole_path, self.readable)),
+            hidden=self.hidden,
+            seconds=self.seconds,
+            memory_bytes=self.memory_bytes,
+        )
 
     @property
     def deadline(self) -> float:
@@ -59,6 +85,7 @@ class RecordSettings:
       history, echo: see ``CallTree``.
       train_call: which calls are learned from: ``agent``, ``all``, or ``path.py:name`` of a
         function of a call's record.
+      constrained: whether what a call asks of its answer's form holds where the run draws.
       timeout_reward: of a session that is late; None: it is not learned from.
       concurrent: sessions that are open at a time; 0: all.
       wait_seconds: that calls wait for those of other sessions, after the last that came.
@@ -67,9 +94,20 @@ class RecordSettings:
     history: str = "sampled"
     echo: str = "exact"
     train_call: str = "agent"
+    constrained: bool = False
     timeout_reward: float | None = None
     concurrent: int = 0
     wait_seconds: float = 10.0
+
+    def check(self) -> None:
+        """Raise ConfigError for a function that cannot be loaded, or constraints without what
+        compiles them."""
+        self.trains()
+        if self.constrained and importlib.util.find_spec("llguidance") is None:
+            raise ConfigError(
+                "agent.constrained=True: llguidance is not installed, which constraints need; the "
+                "extra `constraints` has it: pip install 'hjax[constraints]'"
+            )
 
     def trains(self) -> TrainCall:
         """Whether a call is learned from."""
@@ -79,6 +117,18 @@ class RecordSettings:
             return lambda call: bool(call["label"] == AGENT)
         function = load_object(self.train_call, "agent.train_call")
         return lambda call: bool(function(call))
+
+
+def _whole_path(text: str) -> str:
+    path = user_path(text, "agent.readable=")
+    if not path.exists():
+        raise ConfigError(f"agent.readable={text}: there is no such file or folder")
+    return str(path.absolute())
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """The parts of a text between commas."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def agent_of(section: Mapping[str, Any]) -> str:
@@ -93,6 +143,9 @@ def settings_of(section: Mapping[str, Any], sandbox: SandboxSettings) -> AgentSe
         command=section["command"],
         verifier=section["verifier"],
         sandbox=sandbox,
+        confined=section["confined"],
+        readable=listed(section["readable"]),
+        hidden=listed(section["hidden"]),
         seconds=section["seconds"],
         processes=section["processes"],
         memory_bytes=int(section["memory_gib"] * 2**30),
@@ -106,6 +159,7 @@ def record_of(section: Mapping[str, Any]) -> RecordSettings:
         history=section["history"],
         echo=section["echo"],
         train_call=section["train_call"],
+        constrained=section["constrained"],
         timeout_reward=None if late == NO_REWARD else float(late),
         concurrent=section["concurrent"],
         wait_seconds=section["wait_seconds"],

@@ -16,11 +16,13 @@ from hjax.data.conversation import Conversation
 from hjax.environments.episode import DrawnTurn, EpisodeLimits, EpisodeRow, Turn
 from hjax.environments.episode_pool import EpisodeAnswer
 from hjax.environments.episode_text import ObservationEncoder
-from hjax.errors import DataError
+from hjax.errors import DataError, truncate
 
 # What a call is: the agent's own; one whose answer the agent dropped, or a sample that it did not
 # go on with; one without tools in a session whose others have tools (a title, a summary).
 AGENT, DISCARDED, AUXILIARY = LABELS = ("agent", "discarded", "auxiliary")
+# Characters of a text that is only looked at.
+_SHOWN = 4000
 HISTORIES, ECHOES = ("sampled", "template"), ("exact", "trust")
 
 
@@ -169,25 +171,64 @@ class CallTree:
           trained: whether each call is.
         """
         rows: list[EpisodeRow] = []
-        open_rows: dict[int | None, EpisodeRow] = {}  # by the call that is their last
-        for call in self.calls:
-            if not trained[call.number]:
+        for call, number in zip(self.calls, self.row_numbers(trained), strict=True):
+            if number is None:
                 continue
             place = call.place
-            row = open_rows.pop(place.parent, None)
-            if row is None:
+            if number == len(rows):
                 ids, head = list(place.prompt), place.head
                 text = self._encoder.tokenizer.decode(ids, skip_special=False)
                 row = EpisodeRow(ids[:head], text, context=ids[head:])
                 rows.append(row)
             else:
+                row = rows[number]
                 assert place.parent is not None
                 before = self.calls[place.parent]
                 row.turns[-1].observation = list(place.prompt[len(before.ids) :])
                 row.turns[-1].observed = _new_text(before, call)
-            row.turns.append(Turn(call.drawn.tokens, call.drawn.logprobs, call.text))
-            open_rows[call.number] = row
+            drawn = call.drawn
+            row.turns.append(Turn(drawn.tokens, drawn.logprobs, call.text, forced=drawn.forced))
         return rows
+
+    def row_numbers(self, trained: Sequence[bool]) -> list[int | None]:
+        """Of each call the number of the row that it is a turn of; None: it is not learned from."""
+        found: list[int | None] = []
+        tails: dict[int | None, int] = {}  # rows, by the call that is their last
+        count = 0
+        for call in self.calls:
+            if not trained[call.number]:
+                found.append(None)
+                continue
+            row = tails.pop(call.place.parent, count)
+            count += row == count
+            tails[call.number] = row
+            found.append(row)
+        return found
+
+    def records(self, trained: Sequence[bool]) -> list[dict[str, Any]]:
+        """The calls as JSON values, to be looked at: ``number``, ``parent``, ``label``, ``row``
+        (None: not learned from), ``said`` (role and text of the messages that are new), ``answer``,
+        ``tokens`` and ``forced`` of it. Long texts are cut."""
+        found = []
+        told = zip(self.calls, self.labels(), self.row_numbers(trained), strict=True)
+        for call, label, row in told:
+            place, messages = call.place, call.place.chat.messages
+            if place.parent is not None:
+                messages = messages[len(self.calls[place.parent].place.chat.messages) + 1 :]
+            said = [[each["role"], truncate(each["content"], _SHOWN)] for each in messages]
+            found.append(
+                {
+                    "number": call.number,
+                    "parent": place.parent,
+                    "label": label,
+                    "row": row,
+                    "said": said,
+                    "answer": truncate(call.text, _SHOWN),
+                    "tokens": len(call.drawn.tokens),
+                    "forced": sum(call.drawn.forced),
+                }
+            )
+        return found
 
     def _candidates(self, keys: MessageKeys) -> list[AgentCall]:
         """The calls that a chat may go on from, longest first, the newest of equals."""

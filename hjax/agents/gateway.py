@@ -26,9 +26,11 @@ from hjax.agents.responses import chat_body, response_object
 from hjax.agents.session import CallService, Session, TurnQueue, body_digest
 from hjax.data.conversation import Conversation
 from hjax.errors import ConfigError, DataError, RunError
+from hjax.rollout.constrained_decoding import ConstraintCompiler
 from hjax.rules import whole_number
 from hjax.serving.address import address_of, bind
 from hjax.serving.app import RequestMiddleware, cancel_on_disconnect, error_answers
+from hjax.serving.constraint_trial import ConstraintTrial
 from hjax.serving.fields import parse_object
 from hjax.serving.limits import ServerLimits, allow_connections
 from hjax.serving.request_body import BodyReader
@@ -66,6 +68,7 @@ class Gateway:
       call_tokens: of an answer at most; 0: what there is room for.
       drawing: sampling options of requests that do not say them, where a service draws.
       seed: from which theirs follow.
+      constrained: whether what requests ask of an answer's form holds where the policy draws.
       host: the address to listen on.
 
     Attributes:
@@ -82,12 +85,17 @@ class Gateway:
         *,
         drawing: Mapping[str, Any] | None = None,
         seed: int = 0,
+        constrained: bool = False,
         host: str = "127.0.0.1",
     ):
         self.queue = TurnQueue()
         self._served, self._limits = dataclasses.replace(served, name=MODEL), limits
         self._drawing, self._seed = dict(drawing or {}), seed
         self._trains, self._call_tokens = served.service is None, call_tokens
+        self._constrained = constrained
+        self._constraints = ConstraintCompiler(served.tokenizer, served.vocab_size)
+        assert served.tokenizer is not None
+        self._trial = ConstraintTrial(served.tokenizer, served.vocab_size, limits)
         self._sessions: dict[str, Session] = {}
         self._answers: dict[tuple[str, bytes], PolicyAnswer] = {}
         self._bodies = BodyReader(limits)
@@ -252,14 +260,14 @@ class Gateway:
         """The answer to a request within the session's limits, which is asked for."""
         used, asked = any_client(body), dict[str, Any]()
         if self._trains:
-            used, asked = drawn_by_the_run(used)
+            used, asked = drawn_by_the_run(used, self._constrained)
             self._warn(asked)
         else:
             own = np.random.SeedSequence([self._seed, session.number, session.begun])
             used = {**self._drawing, "seed": int(own.generate_state(1)[0]), **used}
         service = CallService(
             session, self.queue if self._trains else None,
-            session.tree.most_tokens, self._served.service,
+            session.tree.most_tokens, self._served.service, self._constraints,
         )  # fmt: skip
         served = dataclasses.replace(self._served, service=service)
 
@@ -274,6 +282,7 @@ class Gateway:
             return self._limit(session, body, "context")
         service.stop = parsed.stop
         if parsed.format is not None:
+            await self._trial.check(parsed.format, len(parsed.prompts) * parsed.n)
             parsed = await asyncio.to_thread(with_matchers, parsed, served)
         if session.sealed:
             raise RequestRefused("the session has ended", code="session_ended")

@@ -7,11 +7,13 @@ import hashlib
 import json
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from hjax.agents.call_tree import AgentCall, CallTree, Placement
 from hjax.environments.episode import DrawnTurn, TurnRequest
+from hjax.rollout.constrained_decoding import ConstraintCompiler
 from hjax.rollout.requests import Request, RequestHandle, ResponseChunk
 
 # The numbers by which draws are told apart: those of a session's further branches lie so far apart.
@@ -28,6 +30,8 @@ class PendingTurn:
       handle: of the response.
       stop: strings that end it.
       branch, first_draw: from which its draws follow, once it is taken.
+      forced: of ``DrawnTurn``, once it is delivered.
+      since: when it was asked for (``time.perf_counter``).
     """
 
     session: Session
@@ -36,6 +40,8 @@ class PendingTurn:
     stop: tuple[str, ...]
     branch: int = 0
     first_draw: int = 0
+    forced: Sequence[bool] = ()
+    since: float = dataclasses.field(default_factory=time.perf_counter)
 
     @property
     def order(self) -> tuple[bytes, int]:
@@ -54,16 +60,19 @@ class PendingTurn:
             max_tokens=self.handle.request.max_tokens,
             stop=self.stop,
             cohort=cohort,
+            constraint=self.handle.request.constraint,
         )
 
     def deliver(self, drawn: DrawnTurn) -> None:
         """Hand the response over."""
+        self.forced = drawn.forced
+        self.session.waited += time.perf_counter() - self.since
         self.handle.deliver(
             ResponseChunk(
                 tuple(drawn.tokens),
                 tuple(drawn.logprobs["logprobs"]),
                 tuple(drawn.logprobs["policy_logprobs"]),
-                "stop" if drawn.ended else "length",
+                drawn.failed or ("stop" if drawn.ended else "length"),
             )
         )
 
@@ -132,6 +141,7 @@ class Session:
       ended_by: the limit that has ended it, ``max_turns`` or ``context``; empty: none.
       refusals: how often it was told so.
       counts: of what happened, by name: ``retries``, ``abandoned``.
+      waited: seconds that its calls waited for the policy, added up.
       sealed: whether its agent has ended.
     """
 
@@ -143,6 +153,7 @@ class Session:
         self.begun = self.running = 0
         self.ended_by, self.refusals, self.sealed = "", 0, False
         self.counts = {"retries": 0, "abandoned": 0}
+        self.waited = 0.0
         self._branches = 0
         self._tails: dict[int, tuple[int, int]] = {}  # by branch, its last call and where it began
         self._drawing: set[int] = set()  # branches whose turn is not recorded yet
@@ -209,6 +220,7 @@ class CallService:
       queue: where they wait; None: ``service`` draws them.
       max_tokens: of a prompt and its response.
       service: a ``GenerationService``.
+      constraints: compile what those that wait must match, to refuse what is invalid at once.
     """
 
     def __init__(
@@ -217,6 +229,7 @@ class CallService:
         queue: TurnQueue | None,
         max_tokens: int,
         service: Any = None,
+        constraints: ConstraintCompiler | None = None,
     ):
         self.max_tokens = max_tokens
         self.place: Placement | None = None
@@ -224,6 +237,7 @@ class CallService:
         self.turns: list[PendingTurn] = []
         self._chunks: list[list[ResponseChunk]] = []
         self._session, self._queue, self._service = session, queue, service
+        self._constraints = constraints
 
     def submit(
         self,
@@ -250,8 +264,12 @@ class CallService:
         return handle
 
     def prepare(self, request: Request) -> Any:
-        """As of ``GenerationService``."""
-        return None if self._service is None else self._service.prepare(request)
+        """As of ``GenerationService``; a policy makes its matchers itself."""
+        if self._service is not None:
+            return self._service.prepare(request)
+        if request.constraint is not None and self._constraints is not None:
+            self._constraints.matcher(request.constraint, request.options, request.prompt)
+        return None
 
     def drawn(self, index: int, count: int, ended: bool) -> DrawnTurn:
         """The first ``count`` tokens of a response."""
@@ -261,7 +279,8 @@ class CallService:
             name: [value for chunk in chunks for value in getattr(chunk, name)][:count]
             for name in ("logprobs", "policy_logprobs")
         }
-        return DrawnTurn(tokens, logprobs, ended)
+        forced = self.turns[index].forced[:count] if self.turns else ()
+        return DrawnTurn(tokens, logprobs, ended, forced)
 
 
 def body_digest(body: Mapping[str, Any]) -> bytes:

@@ -67,7 +67,10 @@ class Turn:
       observed: text of the observation.
       reward, valid, metrics: of the environment's answer.
       anchor: of the state in which the turn was taken; None: no state to compare.
-      seconds: that the environment took.
+      seconds: that the environment took; ``waited``: that an agent's calls waited for the policy,
+        added up, in a session that ends with this turn.
+      forced: of each token, whether a constraint allowed no other, so that it is not learned from;
+        empty: of none.
     """
 
     tokens: list[int]
@@ -80,6 +83,8 @@ class Turn:
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     anchor: bytes | None = None
     seconds: float = 0.0
+    forced: Sequence[bool] = ()
+    waited: float = 0.0
 
     def record(self) -> dict[str, Any]:
         """What was done, seen and rewarded, as JSON values."""
@@ -134,6 +139,7 @@ class Episode:
       stop_reason: ``done``, ``max_turns``, ``context`` (the next turn has no room), or a fault of
         the environment's: ``timeout``, ``exception``, ``killed``; empty while it is played.
       fault: of a fault, what happened.
+      calls: of an agent's session, ``hjax.agents.call_tree.CallTree.records``.
     """
 
     number: int
@@ -143,6 +149,7 @@ class Episode:
     rows: list[EpisodeRow] = dataclasses.field(default_factory=list)
     stop_reason: str = ""
     fault: str = ""
+    calls: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     @property
     def turns(self) -> list[Turn]:
@@ -174,6 +181,7 @@ class TurnRequest:
       max_tokens: of the turn.
       stop: strings that end it.
       cohort: which part of the episodes draws together.
+      constraint: a ``hjax.rollout.constraint.Constraint`` of its text; None: any text.
     """
 
     episode: int
@@ -184,15 +192,24 @@ class TurnRequest:
     max_tokens: int
     stop: Sequence[str] = ()
     cohort: int = 0
+    constraint: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
 class DrawnTurn:
-    """A turn that was drawn; ``ended``: by a stop token or string, not by its length."""
+    """A turn that was drawn.
+
+    Attributes:
+      tokens, logprobs, forced: as of ``Turn``.
+      ended: by a stop token or string, or by its constraint, not by its length.
+      failed: why its text does not match its constraint, and no token may follow; empty: it does.
+    """
 
     tokens: list[int]
     logprobs: Mapping[str, Sequence[float]]
     ended: bool
+    forced: Sequence[bool] = ()
+    failed: str = ""
 
 
 # Draws a turn for each request.

@@ -13,6 +13,8 @@ from hjax.environments.episode import FAULTLESS, Episode, EpisodeRow
 
 # Per-token entries that are floats; others of a turn are added as they come.
 LOGPROBS = ("logprobs", "policy_logprobs")
+# Numbers of episodes that a clock has told.
+_CLOCKED = ("seconds", "waited")
 
 
 def episode_batch(
@@ -35,16 +37,18 @@ def episode_batch(
       least: rows of the batch.
 
     Returns:
-      ``prompts``, ``prompt_mask``, ``responses``, ``response_mask`` (drawn by the policy),
+      ``prompts``, ``prompt_mask``, ``responses``, ``response_mask`` (drawn by the policy, and not
+      forced by a constraint),
       ``response_lengths`` (observations included), the turns' log-probs, ``truncated`` (an episode
       that had to stop before its end), ``failed`` (one that its environment's fault ended),
       ``episode`` and ``group`` int32 [rows]; ``turn`` int32
-      [rows, length], of each drawn token its turn in the episode, else -1; ``anchor`` like it, of
+      [rows, length], of each such token its turn in the episode, else -1; ``anchor`` like it, of
       the state in which its turn was taken, numbered from 0 within the group, -1 none;
       ``invalid_action`` bool like it; ``token_rewards`` float32 [rows, length], each turn's at its
-      last token; ``stop_reason`` and ``turn_records`` (``Episode.turn_records``), lists, and
-      ``episode_metrics``, by name float32 [rows], the same in all rows of an episode;
-      ``prompt_text`` and ``response_text``, as they were seen and said.
+      last such token, or the last before it; ``stop_reason`` and ``turn_records``
+      (``Episode.turn_records``), lists, and ``episode_metrics``, by name float32 [rows], the same
+      in all rows of an episode; ``calls`` of agents' sessions, lists; ``prompt_text`` and
+      ``response_text``, as they were seen and said.
     """
     rows = [(episode, row) for episode in episodes for row in _rows(episode, filler)]
     if max(len(rows), least) > len(episodes):
@@ -71,6 +75,7 @@ def episode_batch(
         "group": np.array([e.group for e, _ in rows], np.int32),
         "stop_reason": [e.stop_reason for e, _ in rows],
         "turn_records": [records[id(e)] for e, _ in rows],
+        **({"calls": [e.calls for e, _ in rows]} if any(e.calls for e in episodes) else {}),
         "episode_metrics": _metrics([e for e, _ in rows]),
         "prompt_text": [row.text for _, row in rows],
         "response_text": [_text(row) for _, row in rows],
@@ -92,14 +97,18 @@ def _token_tables(
         at, numbers = len(row.context), states.setdefault(episode.group, {})
         for number, turn in enumerate(row.turns, start=first_turns.get(id(row), 0)):
             own = slice(at, at + len(turn.tokens))
-            made["turn"][i, own] = number
+            forced = np.array(turn.forced or [False] * len(turn.tokens), bool)
+            made["turn"][i, own] = np.where(forced, -1, number)
             if turn.anchor is not None:
-                made["anchor"][i, own] = numbers.setdefault(turn.anchor, len(numbers))
+                state = numbers.setdefault(turn.anchor, len(numbers))
+                made["anchor"][i, own] = np.where(forced, -1, state)
             made["invalid_action"][i, own] = not turn.valid
             for name in LOGPROBS:
                 made[name][i, own] = turn.logprobs.get(name, turn.logprobs["logprobs"])
             if turn.tokens:
-                made["token_rewards"][i, own.stop - 1] = turn.reward
+                learned = np.flatnonzero(made["turn"][i, : own.stop] >= 0)
+                last = learned[-1] if learned.size else own.stop - 1
+                made["token_rewards"][i, last] += turn.reward
             at = own.stop + len(turn.observation)
     return made
 
@@ -137,6 +146,7 @@ def _metrics(episodes: Sequence[Episode]) -> dict[str, np.ndarray]:
             "turns": float(len(turns)),
             "invalid_actions": float(sum(not turn.valid for turn in turns)),
             "seconds": float(sum(turn.seconds for turn in turns)),
+            **({"waited": sum(turn.waited for turn in turns)} if episode.calls else {}),
         }
         for turn in turns:
             for name, value in turn.metrics.items():
@@ -154,7 +164,7 @@ def episode_summary(batch: dict[str, Any]) -> dict[str, float]:
     found = {
         f"episode/{name}": float(np.nanmean(values[first]))
         for name, values in batch["episode_metrics"].items()
-        if name != "seconds" and not np.isnan(values[first]).all()
+        if name not in _CLOCKED and not np.isnan(values[first]).all()
     }
     if "rewards" in batch:
         returns = np.asarray(batch["rewards"], np.float64)[first]

@@ -116,6 +116,9 @@ def check_agent_flags(args: Any) -> None:
         raise ConfigError(f"--agent={args.agent}: episodes are played by {other} already; keep one")
     if args.verifier and not args.agent:
         raise ConfigError(f"--verifier={args.verifier}: it scores what a program of --agent leaves")
+    if not args.verifier and (args.readable or not args.confined):
+        flag = f"readable={args.readable}" if args.readable else "confined=false"
+        raise ConfigError(f"--{flag} is for a program of --agent, which has a --verifier")
 
 
 def check_tool_flags(args: Any) -> None:
@@ -183,7 +186,7 @@ def agent_player(
             f"--agent={args.agent}: {error.name} is not installed; the extra `serve` has what "
             "answers agents: pip install 'hjax[serve]'"
         ) from error
-    from hjax.agents.agent_settings import AgentSettings, RecordSettings
+    from hjax.agents.agent_settings import AgentSettings, RecordSettings, listed
     from hjax.rollout.sampling_params import SamplingParams
     from hjax.rollout.service import GenerationService
     from hjax.serving.served_model import ServedModel
@@ -192,6 +195,8 @@ def agent_player(
         function="" if args.verifier else args.agent,
         command=args.agent if args.verifier else "",
         verifier=args.verifier,
+        confined=args.confined,
+        readable=listed(args.readable),
         seconds=args.agent_seconds,
         processes=args.processes or 1,
     )
@@ -259,6 +264,7 @@ def episode_record(episode: Episode, samples: int) -> dict[str, Any]:
         "seed": episode.seed,
         "prompt": episode.rows[0].text if episode.rows else "",
         "turns": episode.turn_records(),
+        **({"calls": episode.calls} if episode.calls else {}),
         "reward": None if episode.fault else episode.total_reward,
         "stop_reason": episode.stop_reason,
         **({"fault": episode.fault} if episode.fault else {}),

@@ -19,7 +19,9 @@ questions.
                         episode of many turns for each question
   --agent=PATH.py:NAME  an agent of yours, which the model answers, a session for each row; its
                         calls are drawn as they ask, or else as the flags say (docs/agents.md)
-  --verifier=PATH.py:NAME  scores what is left by --agent=COMMAND, a program
+  --verifier=PATH.py:NAME  scores what is left by --agent=COMMAND, a program, which runs in the
+                        sandbox; --readable=PATH,... are files and folders that it can read
+  --confined=true       false: the program has your rights, files and network (docs/security.md)
   --agent_seconds=1800  deadline of a session
 {environment}\
   --processes=N         processes of environments (one per core, at most 8), or of agents (1)
@@ -105,7 +107,7 @@ def parse(arguments: Sequence[str]) -> Any:
     rules = {"samples": at_least(1), "limit": at_least(0), "timeout_seconds": deadline()}
     rules |= {"processes": at_least(0), "agent_seconds": deadline(), **ENVIRONMENT_RULES}
     own = dict(reward="", instruction="", output="", samples=1, limit=0, processes=0)
-    own |= dict(agent="", verifier="", agent_seconds=1800.0)
+    own |= dict(agent="", verifier="", readable="", confined=True, agent_seconds=1800.0)
     args = read_flags(arguments, rules, timeout_seconds=60.0, **own, **ENVIRONMENT_FLAGS)
     if bool(args.data) == bool(args.task):
         raise ConfigError(

@@ -121,6 +121,7 @@ class ConstraintMatcher:
     Attributes:
       bitmask: uint32 [bitmask_words(vocab)], bit i % 32 of word i // 32 for token i: whether
         it may come next.
+      forced: of each token so far, whether no other might have come.
     """
 
     def __init__(self, grammar: Any, vocab: int, options: SamplingParams):
@@ -130,6 +131,7 @@ class ConstraintMatcher:
         self._banned = _bits(list(options.banned), vocab)
         self._stop, self._min_tokens = frozenset(options.stop), options.min_tokens
         self._position = 0
+        self.forced: list[bool] = []
         self.bitmask = self._next_bitmask()
         self._check(options.forced)
 
@@ -158,6 +160,8 @@ class ConstraintMatcher:
             and the reason if it does not match and no token may follow, else ``finish``.
         """
         self._position += len(tokens)
+        alone = int(np.bitwise_count(self.bitmask).sum()) == 1
+        self.forced += [alone] * len(tokens)  # the engine draws one between two bitmasks
         if finish == "stop":
             return finish
         for token in tokens:

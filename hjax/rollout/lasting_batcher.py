@@ -103,7 +103,8 @@ class LastingBatcher(ContinuousBatcher):
         asked = [self.running[number].request if number in known else None for number in numbers]
         stays = [known.get(number, 0) for number in numbers]
         new = [0 if r is None else len(r.prompt) - n for r, n in zip(asked, stays, strict=True)]
-        steps = self.buckets.steps
+        # As in ``_decode``: a bitmask is for one token, which is drawn beside the steps.
+        steps = 0 if any(row.matcher for row in self.running.values()) else self.buckets.steps
         table.ensure_columns(
             max(
                 len(each.request.prompt) + min(each.request.max_tokens, len(each.tokens) + steps)

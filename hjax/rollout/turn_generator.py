@@ -17,11 +17,12 @@ from typing import Any
 from hjax.data.response_text import ResponseText
 from hjax.data.tokenizer import Tokenizer
 from hjax.environments.episode import DrawnTurn, TurnRequest
-from hjax.errors import RunError
+from hjax.errors import ConfigError, RunError
 from hjax.models.append_attention import BLOCK
 from hjax.models.parameters import Layered, unstack_layers
 from hjax.rollout.batcher import ContinuousBatcher
 from hjax.rollout.bucketing import TurnBuckets
+from hjax.rollout.constrained_decoding import FAILED, ConstraintCompiler, ConstraintMatcher
 from hjax.rollout.engine import Engine
 from hjax.rollout.lasting_batcher import LastingBatcher
 from hjax.rollout.prefix_cache import PrefixCache, affordable_tokens, why_no_blocks
@@ -82,6 +83,8 @@ class TurnGenerator:
             )
             for _ in range(-(-held // slots) if stay else 1)
         ]  # fmt: skip
+        vocab = self._batchers[0].sampling_sizes.vocab
+        self._constraints = ConstraintCompiler(tokenizer, vocab)
 
     @property
     def totals(self) -> dict[str, int]:
@@ -168,11 +171,22 @@ class TurnGenerator:
         watcher = None
         if stops.strings:
             watcher = StopWatcher(stops, ResponseText(self._tokenizer, seen))
+        try:
+            matcher = self._matcher(request, sampling, seen)
+        except ConfigError as error:  # of the one who asks: the others go on
+            return _TurnInProgress.that_failed(asked, f"{FAILED}{error}")
         turn = _TurnInProgress(watcher)
-        turn.handle = RequestHandle(asked, None, turn.take)
+        turn.handle = RequestHandle(asked, matcher, turn.take)
         batcher = self._batchers[request.cohort % len(self._batchers)]
         batcher.waiting.requests.append(turn.handle)
         return turn
+
+    def _matcher(
+        self, request: TurnRequest, sampling: SamplingParams, seen: Sequence[int]
+    ) -> ConstraintMatcher | None:
+        if request.constraint is None:
+            return None
+        return self._constraints.matcher(request.constraint, sampling, seen)
 
 
 class _TurnInProgress:
@@ -185,6 +199,14 @@ class _TurnInProgress:
         self._tokens: list[int] = []
         self._logprobs: dict[str, list[float]] = {"logprobs": [], "policy_logprobs": []}
         self._finish = ""
+
+    @classmethod
+    def that_failed(cls, asked: Request, finish: str) -> _TurnInProgress:
+        """One of which nothing is drawn."""
+        turn = cls(None)
+        turn.handle = RequestHandle(asked, None, turn.take)
+        turn.take(ResponseChunk(finish=finish))
+        return turn
 
     def take(self, chunk: ResponseChunk) -> None:
         """Take a chunk."""
@@ -202,6 +224,9 @@ class _TurnInProgress:
 
     def drawn(self) -> DrawnTurn:
         """The whole turn."""
-        if self._finish not in ("stop", "length"):
-            raise RunError(f"a turn could not be drawn: {self._finish or 'it has no end'}")
-        return DrawnTurn(self._tokens, self._logprobs, self._finish == "stop")
+        finish, matcher = self._finish, self.handle.matcher
+        failed = finish if finish.startswith(FAILED) else ""
+        if finish not in ("stop", "length") and not failed:
+            raise RunError(f"a turn could not be drawn: {finish or 'it has no end'}")
+        forced = [] if matcher is None else matcher.forced[: len(self._tokens)]
+        return DrawnTurn(self._tokens, self._logprobs, finish == "stop", forced, failed)

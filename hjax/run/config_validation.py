@@ -88,6 +88,12 @@ def check_agent(config: ConfigDict) -> None:
             f"config.agent.verifier={section.verifier}: it is of agent.command; a function returns "
             "its reward itself"
         )
+    if section.function and (section.readable or not section.confined):
+        key = "readable" if section.readable else "confined"
+        raise ConfigError(
+            f"config.agent.{key}={section[key]}: it is of agent.command; a function is your code, "
+            "with your rights"
+        )
     for key in ("function", "tools"):
         if environment[key]:
             raise ConfigError(

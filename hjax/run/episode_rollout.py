@@ -74,6 +74,7 @@ class EpisodeRollout:
       prompt_length: tokens of the longest prompt.
       as_ready: whether turns are drawn in the order in which environments answer.
       timeline: receives the times during which all of the policy waits for environments.
+      watch: called with the ``SessionCounts`` of an agent's sessions as they go on.
 
     Attributes:
       batch_rows: fewest rows of the next batch that is learned from, those of the last; 0: episodes
@@ -93,6 +94,7 @@ class EpisodeRollout:
         *,
         as_ready: bool = False,
         timeline: Timeline,
+        watch: Callable[[Any], None] = lambda counts: None,
     ):
         rollout, options = config.rollout, ReadOptions.from_config(config.data)
         name, agent = environment_of(config, task), agent_of(config.agent)
@@ -110,6 +112,7 @@ class EpisodeRollout:
         self._waited = functools.partial(
             timeline.add, "environment", "environment", "wait", "environment"
         )
+        self._watch = watch
         self._players = self._agents(config) if agent else self._environments(config, name)
         self._seed, self._samples = config.seed, rollout.samples
         # The same for evaluations, so that these share programs with training.
@@ -247,7 +250,7 @@ class EpisodeRollout:
             ) from error
         settings = settings_of(config.agent, SandboxSettings.of_config(config.sandbox))
         runner = AgentRunner(settings, record_of(config.agent), self._encoder, self.limits)
-        return _Players(runner.player, runner.close)
+        return _Players(functools.partial(runner.player, watch=self._watch), runner.close)
 
 
 class _Players(NamedTuple):

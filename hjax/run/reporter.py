@@ -70,6 +70,11 @@ class Reporter:
         if show := getattr(self.display, "loading", None):
             show(what, done, total)
 
+    def sessions(self, counts: Any) -> None:
+        """How far the sessions of an agent are (``SessionCounts``); displays may ignore it."""
+        if show := getattr(self.display, "sessions", None):
+            show(counts)
+
     @contextlib.contextmanager
     def in_notebook(self, total: int) -> Iterator[None]:
         """In a notebook without a given display, draw a table and curves during the block."""
@@ -220,7 +225,8 @@ def sample_row(batch: Mapping[str, Any], index: int, step: int, kind: str) -> di
 
     Returns:
       its advantage is the mean over the tokens that the policy drew; an episode has its ``turns``
-      (``hjax.environments.episode.Episode.turn_records``) and its ``stop_reason``.
+      (``hjax.environments.episode.Episode.turn_records``) and its ``stop_reason``; an agent's
+      session its ``calls`` too.
     """
     row = sample_rows(batch)[index]
     sample: dict[str, Any] = {"step": step, "index": index, "kind": kind}
@@ -242,5 +248,7 @@ def sample_row(batch: Mapping[str, Any], index: int, step: int, kind: str) -> di
     sample["truncated"] = bool(batch["truncated"][row])
     if numbers is not None:
         sample |= {"stop_reason": batch["stop_reason"][row], "turns": batch["turn_records"][row]}
+        if "calls" in batch:
+            sample["calls"] = batch["calls"][row]
         sample["response"] = "".join(t["action"] + t["observation"] for t in sample["turns"])
     return sample

@@ -1,6 +1,7 @@
 """Throughput of a step: seconds, tokens per second, FLOPs and model FLOPs utilisation (MFU)."""
 
 import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm
-from hjax.batches import response_lengths
+from hjax.batches import response_lengths, sample_rows
 from hjax.devices import device_of_kind
 from hjax.errors import ConfigError
 from hjax.models import parameter_counts
@@ -84,6 +85,7 @@ class StepCosts:
             tokens = int(response_lengths(batch).sum() + batch["prompt_mask"].sum())
             metrics["throughput/tokens_per_second"] = tokens / seconds
             metrics |= self.flops(batch, seconds)
+            metrics |= session_times(batch, metrics.get("time/generate", seconds))
         metrics["memory/peak_bytes"] = machine["peak_bytes"]
         if self._offloaded:
             metrics["memory/offloaded_bytes"] = self._offloaded
@@ -109,6 +111,23 @@ class StepCosts:
         if self._peak:
             found["throughput/mfu"] = total / seconds / self._peak
         return found
+
+
+def session_times(batch: Mapping[str, Any], seconds: float) -> dict[str, float]:
+    """Metrics of agents' sessions by the clock: ``throughput/calls_per_second`` over ``seconds`` of
+    generation, ``time/calls_wait``, the mean over sessions of what their calls waited for the
+    policy, and ``time/agents``, of what they took beside; empty where no agent plays."""
+    told = batch.get("episode_metrics", {})
+    if "waited" not in told:
+        return {}
+    first = sample_rows(batch)
+    waited, spent = (np.nan_to_num(told[name][first]) for name in ("waited", "seconds"))
+    calls = float(np.nansum(told["calls"][first])) if "calls" in told else 0.0
+    return {
+        "throughput/calls_per_second": calls / seconds if seconds else math.nan,
+        "time/calls_wait": float(waited.mean()),
+        "time/agents": float(np.maximum(spent - waited, 0).mean()),
+    }
 
 
 def peak_flops(devices: Sequence[Any], float32: bool) -> float:

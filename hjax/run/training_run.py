@@ -195,7 +195,7 @@ class TrainingRun:
         ahead = config.rollout.max_staleness > 0 and not config.rollout.deterministic
         return EpisodeRollout(
             config, inputs.task, inputs.tokenizer, inputs.prompt_length,
-            as_ready=ahead, timeline=self.timeline,
+            as_ready=ahead, timeline=self.timeline, watch=self.reporter.sessions,
         )  # fmt: skip
 
     def _order(self, number: int, version: Callable[[], int], first: int = 0) -> PromptOrder:

@@ -65,10 +65,11 @@ def landlock_version() -> int:
     return max(_libc.syscall(_LANDLOCK_CREATE, None, 0, 1), 0)
 
 
-def restrict_files(readable: Sequence[str], writable: str) -> None:
+def restrict_files(readable: Sequence[str], writable: str, port: int = 0) -> None:
     """Landlock: these paths can be read and executed, one folder is writable, nothing else opens.
 
-    TCP is refused from version 4 of the ABI, signals and abstract sockets of others from 6.
+    TCP is refused from version 4 of the ABI, but for connections to ``port``; signals and abstract
+    sockets of others from 6.
     """
     version = landlock_version()
     every = (1 << _FILE_RIGHTS.get(version, 16)) - 1
@@ -88,6 +89,9 @@ def restrict_files(readable: Sequence[str], writable: str) -> None:
         rule = struct.pack("=Qi", rights, handle)
         _check(_libc.syscall(_LANDLOCK_ADD, rules, 1, rule, 0), f"Landlock for {path}")
         os.close(handle)
+    if port and version >= 4:
+        rule = struct.pack("QQ", 2, port)  # connect
+        _check(_libc.syscall(_LANDLOCK_ADD, rules, 2, rule, 0), f"Landlock for port {port}")
     _check(_libc.syscall(_LANDLOCK_RESTRICT, rules, 0), "Landlock")
     os.close(rules)
 

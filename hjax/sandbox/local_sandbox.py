@@ -53,6 +53,7 @@ class SandboxLimits:
       disk_bytes: written by all, and in the folder.
       open_files: of each process.
       output_bytes: of stdout and of stderr.
+      look_seconds: how often the limits of all processes together are looked at.
     """
 
     cpu_seconds: float = 10.0
@@ -63,6 +64,7 @@ class SandboxLimits:
     disk_bytes: int = 256 << 20
     open_files: int = 256
     output_bytes: int = 16 << 20
+    look_seconds: float = 0.03
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +164,7 @@ class LocalSandbox:
         self.limits = limits or SandboxLimits()
         found = probed_layers()
         self.layers = {name: 0 if name in without else found[name] for name in LAYERS}
-        self._users = found["users"]
+        self._users, self._allow_network = found["users"], allow_network
         self._readable = _readable_paths(readable)
         self._folders: dict[str, tuple[Path, int]] = {}
         self._running: dict[str, set[socket.socket]] = {}
@@ -218,14 +220,25 @@ class LocalSandbox:
         stdin: bytes = b"",
         environment: Mapping[str, str] | None = None,
         limits: SandboxLimits | None = None,
+        port: int = 0,
     ) -> ExecResult:
         """See ``Sandbox``; programs are looked up in /usr/local/bin, /usr/bin and /bin.
+
+        Args:
+          port: of 127.0.0.1, that the program may connect to by TCP; 0: none. In namespaces it
+            reaches nothing else; without them Landlock keeps it from other ports alone, so this
+            needs ``allow_network``.
 
         Raises:
           RunError: the program could not be started, or the launcher has died.
         """
         limits = limits or self.limits
-        request = self._request(name, command, environment or {}, limits)
+        if port and not self.layers["namespaces"] and not self._allow_network:
+            raise ConfigError(
+                "no sandbox here for a program that is to reach one port alone: it needs "
+                "namespaces, or sandbox.allow_network=true, which lets programs reach others"
+            )
+        request = self._request(name, command, environment or {}, limits) | {"port": port}
         os.chmod(request["folder"], 0o700)  # its programs may have closed it
         control, theirs = socket.socketpair()
         out, out_end = os.pipe()
@@ -273,6 +286,10 @@ class LocalSandbox:
                     control.shutdown(socket.SHUT_WR)
         if folder is not None:
             scratch_folder.remove_folder(folder.parent)
+
+    def folder(self, name: str) -> Path:
+        """Where its files are; programs that run there can change them meanwhile."""
+        return self._folder(name)[0]
 
     def _folder(self, name: str) -> tuple[Path, int]:
         try:

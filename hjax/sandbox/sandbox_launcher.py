@@ -23,10 +23,8 @@ from typing import Any
 
 from hjax.machine import descendants
 from hjax.process_supervisor import kill_descendants
-from hjax.sandbox import kernel_layers, system_call_filter
+from hjax.sandbox import kernel_layers, port_forwarder, system_call_filter
 
-# How often limits of all processes together are looked at.
-_POLL_SECONDS = 0.03
 _ENTRY_LIMIT = 20_000
 _FAILED_TO_START = 125
 _PAGE = resource.getpagesize()
@@ -75,6 +73,9 @@ class _Supervisor:
         self._request, self._control = request, control
         self._layers, self._limits = request["layers"], request["limits"]
         self._errors, self._reported = os.pipe()
+        # A port that the program may reach, and by which its listening socket comes out.
+        self._port = request["port"]
+        self._outside, self._inside = socket.socketpair()
 
     def run(self, streams: list[int]) -> dict[str, Any]:
         """The outcome: ``status`` as of ``waitpid``, ``ended_by``, ``seconds``, ``error``."""
@@ -83,8 +84,14 @@ class _Supervisor:
         first = os.fork()
         if not first:
             self._control.close()
+            self._outside.close()
             self._begin(streams)
         os.close(self._reported)
+        self._inside.close()
+        if self._port and self._layers["namespaces"]:
+            handles = socket.recv_fds(self._outside, 1, 1)[1]
+            if handles:  # else it has not started, and says why
+                port_forwarder.forward(socket.socket(fileno=handles[0]), self._port)
         nothing = os.open(os.devnull, os.O_RDWR)
         for stream in streams:  # else the output would never end
             os.close(stream)
@@ -113,7 +120,7 @@ class _Supervisor:
         watched: list[Any] = [self._control, os.pidfd_open(first)]
         polls = 0
         while True:
-            readable = select.select(watched, [], [], _POLL_SECONDS)[0]
+            readable = select.select(watched, [], [], self._limits["look_seconds"])[0]
             if self._control in readable:
                 return signal.SIGKILL, "killed"
             if readable:
@@ -157,6 +164,10 @@ class _Supervisor:
                 file.write("1000")
             if self._layers["namespaces"]:
                 kernel_layers.enter_namespaces()
+                if self._port:
+                    with port_forwarder.listen_within(self._port) as listener:
+                        socket.send_fds(self._inside, [b"l"], [listener.fileno()])
+                self._inside.close()
                 if inner := os.fork():
                     self._wait_outside(inner)
                 kernel_layers.end_with_parent()
@@ -194,7 +205,7 @@ class _Supervisor:
         kernel_layers.no_new_privileges()
         os.chdir(request["folder"])
         if self._layers["landlock"]:
-            kernel_layers.restrict_files(request["readable"], request["folder"])
+            kernel_layers.restrict_files(request["readable"], request["folder"], self._port)
         kernel_layers.drop_capabilities()
         for number in range(1, signal.NSIG):
             with contextlib.suppress(OSError, ValueError):
@@ -205,7 +216,8 @@ class _Supervisor:
         os.closerange(self._reported + 1, 1 << 10)
         if self._layers["seccomp"]:
             on_the_host = not self._layers["namespaces"]
-            system_call_filter.install(system_call_filter.filter_program(on_the_host))
+            program = system_call_filter.filter_program(on_the_host, connects=bool(self._port))
+            system_call_filter.install(program)
         command = request["command"]
         try:
             os.execvpe(command[0], command, request["environment"])

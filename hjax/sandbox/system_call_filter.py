@@ -57,6 +57,8 @@ _OWN_PROCESS_ONLY: dict[str, tuple[int | None, int | None]] = {
     "rt_tgsigqueueinfo": (297, 240), "prlimit64": (302, 261), "sched_setaffinity": (203, 122),
     "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
 }  # fmt: skip
+# Those of a program that may reach a port: streams of this family, made by the first.
+_STREAMS = {"socket": 2, "socketpair": 1}  # IPv4; unix, as event loops need a pair
 _CLONE, _CLONE3 = (56, 220), (435, 435)
 _SECCOMP = (317, 277)
 # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET.
@@ -64,9 +66,10 @@ _NAMESPACE_FLAGS = 0x7E020000
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_AND = 0x54
 _ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _EPERM, _ENOSYS = 1, 38
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24  # in seccomp_data
 
 
 def supported() -> bool:
@@ -74,16 +77,20 @@ def supported() -> bool:
     return platform.machine() in _ARCHITECTURES
 
 
-def filter_program(on_the_host: bool, machine: str = "") -> bytes:
+def filter_program(on_the_host: bool, machine: str = "", connects: bool = False) -> bytes:
     """The filter as BPF instructions.
 
     Args:
       on_the_host: the program sees the host's files and processes, for want of namespaces: also
         deny what changes files by name, and signals and settings of other processes.
       machine: the architecture; empty: this machine's.
+      connects: the program may connect by TCP over IPv4; whereto, another layer says.
     """
     column, audit_architecture = _ARCHITECTURES[machine or platform.machine()]
     denied = dict(_ALWAYS_DENIED, **(_DENIED_ON_THE_HOST if on_the_host else {}))
+    streams = {denied.pop(name)[column]: kind for name, kind in _STREAMS.items() if connects}
+    if connects:
+        del denied["connect"]
     steps = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_JUMP_EQUAL, 1, 0, audit_architecture),
@@ -99,6 +106,17 @@ def filter_program(on_the_host: bool, machine: str = "") -> bytes:
         (_RETURN, 0, 0, _ERROR | _EPERM),
         (_RETURN, 0, 0, _ALLOW),
     ]
+    for number, family in streams.items():
+        steps += [
+            (_JUMP_EQUAL, 0, 7, number or 0),
+            (_LOAD, 0, 0, _FIRST_ARGUMENT),
+            (_JUMP_EQUAL, 0, 3, family),
+            (_LOAD, 0, 0, _SECOND_ARGUMENT),
+            (_AND, 0, 0, 0xF),  # without its flags
+            (_JUMP_EQUAL, 1, 0, 1),  # SOCK_STREAM
+            (_RETURN, 0, 0, _ERROR | _EPERM),
+            (_RETURN, 0, 0, _ALLOW),
+        ]
     for numbers in denied.values():
         if (number := numbers[column]) is not None:
             steps += [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERROR | _EPERM)]

@@ -31,6 +31,21 @@ AGENT_KEYS = {
         "with command: `path.py:name`, a function of a task and of what the program has left that "
         "returns the reward (docs/agents.md)",
     ),
+    "confined": Key(
+        True,
+        "with command: whether the program runs in the sandbox, where it has its folder, what it "
+        "may read, and no network but the policy's address; else it has your rights "
+        "(docs/security.md)",
+    ),
+    "readable": Key(
+        "",
+        "with command and confined: files and folders that the program can read, separated by "
+        "commas, beside the system's, Python's, and those among its words",
+    ),
+    "hidden": Key(
+        "answer,solution,ground_truth,reward_model,reward_spec,test,tests",
+        "with command: columns of a row that the verifier is given, and the program is not",
+    ),
     "max_calls": Key(64, "calls that a session is answered at most", at_least(1)),
     "call_tokens": Key(
         0,
@@ -54,7 +69,10 @@ AGENT_KEYS = {
     ),
     "processes": Key(1, "processes of agents, over which sessions are shared out", at_least(1)),
     "memory_gib": Key(
-        4.0, "memory of each of these processes, in GiB; 0: no limit", between(0, 2**20)
+        4.0,
+        "memory of each of these processes, and of a confined program with all that it starts, in "
+        "GiB; 0: no limit",
+        between(0, 2**20),
     ),
     "history": Key(
         "sampled",
@@ -68,6 +86,12 @@ AGENT_KEYS = {
         "when a call goes on from another: exact: it gives back the answer that it got; trust: it "
         "has any answer in its place",
         one_of("exact", "trust"),
+    ),
+    "constrained": Key(
+        False,
+        "whether what a call asks of its answer's form holds in training too (a tool_choice other "
+        "than auto, strict, response_format): tokens that it leaves no choice of are not learned "
+        "from; else it is logged and has no effect",
     ),
     "train_call": Key(
         "agent",

@@ -23,6 +23,7 @@ from hjax.show.format import (
     duration,
     elapsed_and_left,
     job_times,
+    number,
     sample_texts,
     score_texts,
     spread_samples,
@@ -90,6 +91,12 @@ class Display:
         if self._view:
             self._view.loading()
 
+    def sessions(self, counts: Any) -> None:
+        """How far the sessions of an agent are (``hjax.agents.agent_player.SessionCounts``)."""
+        self.state.sessions = counts
+        if self._view:
+            self._view.sessions()
+
     def warm_start(self, step: int, total: int, loss: float) -> None:
         """One supervised update done, of ``total``; ``loss`` in nats per token."""
         self.state.warm_start = (step, total, float(loss))
@@ -150,6 +157,7 @@ class DisplayState:
         self.samples: list[Mapping[str, Any]] = []
         self.samples_step = 0
         self.sample_count = sample_count
+        self.sessions: Any = None
         self._lock = threading.Lock()
         self._active: list[tuple[str, float]] = []
         self._phases: dict[str, float] = {}
@@ -157,6 +165,14 @@ class DisplayState:
         self._compiling: dict[str, float] = {}  # since when
         # Name, done, total, start time.
         self.loading: tuple[str, int, int, float] | None = None
+
+    def sessions_text(self) -> str:
+        """How far the sessions of an agent are; empty: none are open."""
+        counts = self.sessions
+        if counts is None or not counts.open:
+            return ""
+        speed = f", {number(counts.calls / counts.seconds)} calls/s" if counts.seconds else ""
+        return f"{counts.open} sessions open, {counts.ended} of {counts.all} ended{speed}"
 
     def enter(self, name: str, begin: float) -> None:
         with self._lock:
@@ -243,6 +259,9 @@ class _Plain:
         if self._state.title:
             self.message(self._state.title)
 
+    def sessions(self) -> None:
+        """Lines of steps say it."""
+
     def loading(self) -> None:
         now, loading = time.monotonic(), self._state.loading
         if loading and now - max(loading[3], self._last_loading) >= _PLAIN_INTERVAL_SECONDS:
@@ -323,7 +342,7 @@ class _Live:
     def warm_start(self) -> None:
         """Drawn at the next refresh."""
 
-    step = samples = loading = warm_start
+    step = samples = loading = sessions = warm_start
 
     def message(self, text: str) -> None:
         self._console.print(Text(text))
@@ -363,6 +382,8 @@ class _Live:
             for name, taken in active:
                 text.append("▶ ", style="cyan").append(f"{name} ", style="bold cyan")
                 text.append(f"{duration(taken)}   ", style="cyan")
+            if said := self._state.sessions_text():
+                text.append(said, style="cyan")
             text.rstrip()
             return text
 

@@ -70,7 +70,7 @@ class NotebookView:
         """An update of the warm start is done."""
         self._draw()
 
-    samples = loading = warm_start
+    samples = loading = sessions = warm_start
 
     def message(self, text: str) -> None:
         """Show a line until later ones replace it."""
@@ -100,6 +100,7 @@ class NotebookView:
             title=state.title,
             progress=state.progress(),
             doing="" if state.loading else ", ".join(name for name, _ in state.phases()[1]),
+            sessions=state.sessions_text(),
             columns=state.columns,
             rows=[row_cells(row, state.columns, state.total) for row in list(state.rows)[-ROWS:]],
             curves=[curve for curve in curves if curve],

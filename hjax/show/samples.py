@@ -5,6 +5,7 @@ from typing import Any
 
 from hjax.show.charts import value_text
 from hjax.show.format import printable, signed
+from hjax.show.session_tree import session_tree
 
 Row = Mapping[str, Any]
 # Prompts shown.
@@ -98,7 +99,8 @@ def histogram_bars(row: Row | None) -> dict[str, Any] | None:
 
 def sample_record(sample: Row) -> dict[str, Any]:
     """``prompt``, ``response``, ``scores`` as (name, text), and whether it was ``truncated``; of an
-    episode also its ``turns``, ``stop_reason`` and ``return``."""
+    episode also its ``turns``, ``stop_reason`` and ``return``, and of an agent's session its
+    ``calls`` (``session_tree``)."""
     given = {key: sample[key] for key in ("reward", "cost", "advantage") if key in sample}
     scores = [(key, "unscored" if x is None else signed(x)) for key, x in given.items()]
     record = {
@@ -109,6 +111,8 @@ def sample_record(sample: Row) -> dict[str, Any]:
     }
     if "turns" in sample:
         record["turns"] = [_turn_record(turn) for turn in sample["turns"]]
+        if sample.get("calls"):
+            record["calls"] = session_tree(sample["calls"])
         record |= {"stop_reason": sample["stop_reason"], "return": sample.get("reward")}
     return record
 

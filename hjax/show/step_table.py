@@ -34,6 +34,9 @@ COLUMNS = {
         Column("entropy", "actor/entropy", number, 7),
         Column("turns", "episode/turns", lambda x: f"{x:.1f}", 5),
         Column("length", "response/length_mean", lambda x: f"{x:.1f}", 6),
+        Column("calls/s", "throughput/calls_per_second", number, 7),
+        Column("wait", "time/calls_wait", duration, 7),
+        Column("agents", "time/agents", duration, 7),
         Column("env", "time/environment", duration, 7),
         Column("tok/s", "throughput/tokens_per_second", count, 7),
         Column("time", "time/step", duration, 7),
@@ -43,7 +46,7 @@ COLUMNS = {
 # Columns by importance: where a row is too wide, the last ones are dropped first.
 IMPORTANCE = (
     "step", "reward", "accuracy", "cost", "KL", "loss", "eval", "eval_loss", "multiplier", "turns",
-    "time", "left", "env", "length", "tok/s", "entropy",
+    "time", "left", "calls/s", "agents", "wait", "env", "length", "tok/s", "entropy",
 )  # fmt: skip
 
 

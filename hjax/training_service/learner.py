@@ -19,7 +19,12 @@ from hjax.training_service.adamw import AdamParams, AdamState, step_scalars
 from hjax.training_service.datum import Datum, batches_of, check_datum
 from hjax.training_service.saved_state import read_about, read_saved, saved_lora, write_saved
 from hjax.training_service.shared_base import ModelPrograms, SharedBase
-from hjax.training_service.snapshot_sampler import SampleRequest, SampleResult, prompt_log_probs
+from hjax.training_service.snapshot_sampler import (
+    SampledWeights,
+    SampleRequest,
+    SampleResult,
+    prompt_log_probs,
+)
 from hjax.training_service.token_losses import find_loss
 
 
@@ -52,6 +57,11 @@ class Snapshot:
     learned: Params
     label: Any = None
 
+    @property
+    def weights(self) -> SampledWeights:
+        """As the sampler takes it."""
+        return self.programs.sampled(self.learned)
+
     def sample(self, request: SampleRequest) -> SampleResult:
         """Responses to one prompt; waits for them.
 
@@ -75,7 +85,7 @@ class Snapshot:
         try:
             for index, request in enumerate(requests):
                 on_done = functools.partial(keep, index)
-                self.programs.sampler().submit(self.learned, request, on_done)
+                self.programs.sampler().submit(self.weights, request, on_done)
                 submitted += 1
         finally:
             for _ in range(submitted):

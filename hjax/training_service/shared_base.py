@@ -31,9 +31,9 @@ from hjax.sharding.layout import fit_layout, make_layouts
 from hjax.training_service.adamw import AdamState, adamw_step
 from hjax.training_service.datum import TARGETS
 from hjax.training_service.device_turns import DeviceTurns
-from hjax.training_service.snapshot_sampler import SnapshotSampler
+from hjax.training_service.snapshot_sampler import SampledWeights, SnapshotSampler
 from hjax.training_service.token_losses import LOSSES
-from hjax.workers.parameter_worker import abstract
+from hjax.workers.parameter_worker import AdapterMerge, abstract
 
 # Kinds of models (ranks and matrices of adapters) over one base at most.
 KINDS = 16
@@ -58,7 +58,8 @@ class SharedBase:
       slots: sequences that are sampled at a time, of each kind of model; 0: 16.
 
     Raises:
-      ConfigError: nothing there, an unsupported model, or an argument out of its range.
+      ConfigError: nothing there, an unsupported model, an argument out of its range, or one of
+        several processes.
 
     Attributes:
       config: the model's shapes.
@@ -85,6 +86,12 @@ class SharedBase:
             raise ConfigError(f"remat={remat!r}; allowed: {', '.join(POLICIES)}")
         if micro_batch_tokens < 1:
             raise ConfigError(f"micro_batch_tokens={micro_batch_tokens}: 1 or more")
+        if jax.process_count() > 1:
+            raise ConfigError(
+                f"this is one of {jax.process_count()} processes; a training service is one, with "
+                "the devices of one host, and does not run on Ray or several hosts: a run does "
+                "(docs/cluster.md)"
+            )
         self.path, self.micro_batch_tokens, self.slots = str(path), micro_batch_tokens, slots
         directory = model_directory(path)
         self.config: ModelConfig = read_config(path)
@@ -114,18 +121,19 @@ class SharedBase:
         self.frozen: Params = load_params(path, read, self.layout)
         # Arrays of a mesh that generation splits otherwise are copied for it once.
         self.generate_frozen = read.place(self.frozen, self.generate_layout)
-        self._programs: dict[Lora | None, ModelPrograms] = {}
+        self._programs: dict[Lora | None, ModelPrograms] = {None: ModelPrograms(self, None)}
         self._lock = threading.Lock()
 
     def programs(self, lora: Lora | None) -> ModelPrograms:
         """The programs of all models with these adapters; None: of models without adapters.
 
         Raises:
-          ConfigError: ``KINDS`` others are in use. Each has a sampler with a cache of its own.
+          ConfigError: ``KINDS`` others are in use. Each has programs of its own, and in bfloat16 a
+            sampler with a cache.
         """
         with self._lock:
             if lora not in self._programs:
-                if len(self._programs) >= KINDS:
+                if len(self._programs) > KINDS:
                     ranks = sorted({x.rank for x in self._programs if x is not None})
                     raise ConfigError(
                         f"{KINDS} kinds of models (ranks and matrices of adapters) are in use, as "
@@ -151,6 +159,10 @@ class SharedBase:
 class ModelPrograms:
     """What models of the same adapters share: programs, and the sampler.
 
+    In float32 adapters are merged into their matrices to be sampled, so that a token costs what one
+    of the base does, and all models over a base share its sampler. In bfloat16 small additions
+    would be rounded away, so they stay beside the matrices, and each kind has its own.
+
     Args:
       base: the model's weights.
       lora: settings of the adapters; None: all parameters are trained.
@@ -171,6 +183,8 @@ class ModelPrograms:
             donate_argnums=(1, 2),
             out_shardings=(self.shardings, moments, self.shardings, base.layout.replicated),
         )
+        merges = lora is not None and base.compute.dtype == jnp.float32
+        self._merge = AdapterMerge(self.network, base.generate_layout) if merges else None
         self._sampler: SnapshotSampler | None = None
         self._lock = threading.Lock()
 
@@ -189,25 +203,40 @@ class ModelPrograms:
 
         return jax.jit(make, out_shardings=self.shardings)
 
+    def sampled(self, learned: Params) -> SampledWeights:
+        """Trained parameters as the sampler takes them."""
+        return SampledWeights(learned, functools.partial(self._whole, learned))
+
+    def _whole(self, learned: Params) -> Params:
+        base = self.base
+        if learned is base.frozen:
+            return base.generate_frozen
+        frozen = {} if self.network.config.lora is None else base.generate_frozen
+        params = self.network.partition.join(learned, frozen)
+        if self._merge is None:
+            return params
+        with base.turn():
+            return self._merge(self.network.place(params, base.generate_layout))
+
     def sampler(self) -> SnapshotSampler:
         """The sampler of these models; it starts with its first use."""
-        base, network = self.base, self.network
+        base, lora = self.base, self.network.config.lora
+        if self._merge is not None:
+            return base.programs(None).sampler()
         with self._lock:
-            if self._sampler is not None:
-                return self._sampler
-            lora = network.config.lora
-            with base.turn():
-                self._sampler = SnapshotSampler(
-                    network,
-                    base.generate_layout,
-                    dataclasses.replace(base.generate_compute, layout=None, remat="none"),
-                    tokenizer=base.tokenizer,
-                    eos_ids=base.eos_ids,
-                    frozen={} if lora is None else base.generate_frozen,
-                    learned=base.frozen if lora is None else base.initial(lora, seed=0),
-                    slots=base.slots,
-                    turn=base.turn,
-                )
+            if self._sampler is None:
+                first = base.frozen if lora is None else base.initial(lora, seed=0)
+                with base.turn():
+                    self._sampler = SnapshotSampler(
+                        self.network,
+                        base.generate_layout,
+                        dataclasses.replace(base.generate_compute, layout=None, remat="none"),
+                        tokenizer=base.tokenizer,
+                        eos_ids=base.eos_ids,
+                        first=self.sampled(first),
+                        slots=base.slots,
+                        turn=base.turn,
+                    )
             return self._sampler
 
     def close(self) -> None:

@@ -118,14 +118,14 @@ class _Job:
     def __init__(
         self,
         number: int,
-        learned: Params,
+        snapshot: "SampledWeights",
         request: SampleRequest,
         requests: list[Request],
         stops: StopConditions,
         on_done: Callable[[SampleResult | Exception], None],
     ):
-        self.number, self.learned, self.request, self.requests = number, learned, request, requests
-        self.stops, self.on_done = stops, on_done
+        self.number, self.snapshot, self.request = number, snapshot, request
+        self.requests, self.stops, self.on_done = requests, stops, on_done
         self.left, self.submitted = len(requests), 0
         self.sequences: list[SampledSequence | None] = [None] * len(requests)
         self.prompt: PromptLogProbs | None = None
@@ -182,8 +182,22 @@ class _Collector:
         self._ended(self._job)
 
 
+@dataclasses.dataclass(frozen=True)
+class SampledWeights:
+    """A snapshot as a sampler needs it.
+
+    Attributes:
+      learned: its trained parameters, by which it is told from others; they must not be donated to
+        a program.
+      whole: makes the parameters that the network is to have, on the devices.
+    """
+
+    learned: Params
+    whole: Callable[[], Params]
+
+
 class SnapshotSampler:
-    """Samples from snapshots of models with the same adapters, by one generation service.
+    """Samples from snapshots whose networks have the same shapes, by one generation service.
 
     One snapshot answers at a time. Requests of another wait until those that run have ended; then
     all requests of the next one's snapshot that had arrived go first.
@@ -193,8 +207,7 @@ class SnapshotSampler:
       layout, compute: of generation.
       tokenizer: for stop strings; None: there are none.
       eos_ids: tokens that end a response by default.
-      frozen: parameters that all of the models share.
-      learned: the trained parameters of the first snapshot.
+      first: the first snapshot.
       slots: sequences that run at a time; 0: 16.
       turn: as of ``GenerationService``; the caller has it here.
     """
@@ -207,15 +220,13 @@ class SnapshotSampler:
         *,
         tokenizer: Tokenizer | None,
         eos_ids: tuple[int, ...],
-        frozen: Params,
-        learned: Params,
+        first: SampledWeights,
         slots: int = 0,
         turn: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
     ):
         self._tokenizer, self._eos, self._vocab = tokenizer, eos_ids, network.config.vocab_size
-        self._partition, self._frozen, self._current = network.partition, frozen, learned
-        params = self._partition.join(learned, frozen)
-        model = _ServedNetwork(network, layout, compute, tokenizer, params)
+        self._current = first.learned
+        model = _ServedNetwork(network, layout, compute, tokenizer, first.whole())
         self._service = GenerationService(model, slots=slots, max_queue=_MAX_QUEUE, turn=turn)
         self._room = self._service.slots * _QUEUED_PER_SLOT
         self._waiting: collections.deque[_Job] = collections.deque()
@@ -233,14 +244,14 @@ class SnapshotSampler:
 
     def submit(
         self,
-        learned: Params,
+        snapshot: SampledWeights,
         request: SampleRequest,
         on_done: Callable[[SampleResult | Exception], None],
     ) -> None:
         """Submit a request; returns at once.
 
         Args:
-          learned: the snapshot's trained parameters, which must not be donated to a program.
+          snapshot: that is to answer.
           request: the request.
           on_done: called once, from another thread, with the result or what went wrong; it must
             not wait.
@@ -254,7 +265,7 @@ class SnapshotSampler:
             if self._closed:
                 raise RunError("the sampler is closed")
             self._numbers += 1
-            job = _Job(self._numbers, learned, request, requests, stops, on_done)
+            job = _Job(self._numbers, snapshot, request, requests, stops, on_done)
             self._waiting.append(job)
             self._changed.notify_all()
 
@@ -298,9 +309,9 @@ class SnapshotSampler:
     def _run(self) -> None:
         while (job := self._next()) is not None:
             try:
-                if job.learned is not self._current:
-                    self._service.replace(self._partition.join(job.learned, self._frozen))
-                    self._current = job.learned
+                if job.snapshot.learned is not self._current:
+                    self._service.replace(job.snapshot.whole())
+                    self._current = job.snapshot.learned
                 self._start(job)
             except Exception as error:
                 job.error = error
@@ -326,7 +337,7 @@ class SnapshotSampler:
         """Whether a request may start beside those that run; the first waiting one only if its
         snapshot is in use."""
         first = job is self._waiting[0] or job.number <= self._turn_limit
-        return job.learned is self._current and first
+        return job.snapshot.learned is self._current and first
 
     def _start(self, job: _Job) -> None:
         for index, request in enumerate(job.requests):

@@ -15,6 +15,7 @@ import pytest
 from families import logits, model
 from helpers import computed, tiny_config, trainer_of
 from references import AutoModelForCausalLM, peft
+from test_agent_runs import agent_keys
 from test_lora_runs import AHEAD, BOTH, CRITIC, LORA, axes, close
 from test_tool_runs import tool_keys
 
@@ -77,7 +78,7 @@ class Row:
       changes: its keys, beside those of `helpers.TINY`; `compared`: of so many steps the metrics
         are compared, the others differ by rounding that Adam makes whole steps of.
       start: the model that it begins with: "base", "experts" or "" (from scratch); "tools": one
-        that calls tools, whose conversations the run has.
+        that calls tools, whose conversations the run has; "agents": from scratch, behind an agent.
       same: whether its metrics are those of a run without what changes no number.
       slow: whether it is not among the extended tests.
     """
@@ -214,6 +215,12 @@ TABLE = {
     "tools: packs, processes": Row("GRPO", {**ONCE, "data.packing": 224, **TWO}, "tools"),
     "tools: ahead, adapters, packs": Row(
         "GRPO", {**LORA, **AHEAD, "data.packing": 224}, "tools", same=False, slow=False),
+    # Sessions of agents, whose conversations are rows.
+    "agents: adapters, packs, fsdp, tensor": Row(
+        "GRPO", {**LORA, **ONCE, "data.packing": 64, **WIDE}, "agents", slow=False),
+    "agents: packs, processes": Row("GRPO", {**ONCE, "data.packing": 64, **TWO}, "agents"),
+    "agents: ahead, adapters, packs": Row(
+        "GRPO", {**LORA, **AHEAD, "data.packing": 64}, "agents", same=False),
     # Prompts that are chosen.
     "judged prompts: processes, packs": Row("METIS", {**JUDGES, **TWO, "data.packing": 48}),
     "judged prompts: ahead, packs": Row(
@@ -266,7 +273,7 @@ TABLE = {
 # What numbers depend on, beside the algorithm.
 NUMBERS = ("actor.lora.", "critic.lora.", "actor.learning_rate", "actor.path", "actor.router_loss",
            "algorithm.", "warm_start.", "steps", "data.task", "data.path", "data.eval_",
-           "tokenizer.", "environment.", "reward.function", "rollout.max_prompt_length",
+           "tokenizer.", "environment.", "agent.", "reward.function", "rollout.max_prompt_length",
            "rollout.max_response_length", "model.max_length", "reference.sync", "eval.",
            "actor.ema_decay", "model.rope_scaling")  # fmt: skip
 
@@ -286,6 +293,12 @@ def experts(tmp_path_factory):
 def tools(tmp_path_factory):
     """Keys of runs with tools."""
     return tool_keys(tmp_path_factory.mktemp("tools"))
+
+
+@pytest.fixture(scope="module")
+def agents(tmp_path_factory):
+    """Keys of runs with an agent."""
+    return agent_keys(tmp_path_factory.mktemp("agents"))
 
 
 def rows_of(algorithm, changes, workdir=None):
@@ -316,8 +329,8 @@ def test_what_is_combined_runs_and_resumes_bit_for_bit(name, tmp_path, request, 
     row = TABLE[name]
     changes = {"steps": 2, "checkpoint.every": 1, **row.changes}
     compared = changes.pop("compared", 2)
-    if row.start == "tools":
-        changes = {**request.getfixturevalue("tools"), **changes}
+    if row.start in ("tools", "agents"):
+        changes = {**request.getfixturevalue(row.start), **changes}
     elif row.start:
         changes["actor.path"] = request.getfixturevalue(row.start)
     whole, again = tmp_path / "whole", tmp_path / "again"

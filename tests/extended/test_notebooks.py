@@ -267,6 +267,39 @@ def test_a_loop_of_calls_learns(tmp_path):
     assert steps == 61  # one step on demonstrations, then sixty
 
 
+def test_a_model_learns_behind_an_agent_of_ten_lines(tmp_path):
+    pytest.importorskip("openai")
+    notebook = nbformat.read(NOTEBOOKS / "09_train_an_agent.ipynb", as_version=4)
+    written = next(c.source for c in cells(notebook) if c.source.startswith("%%writefile"))
+    body = [line for line in written.partition("async def")[2].splitlines()[1:] if line.strip()]
+    assert len(body) <= 10
+    look = """
+import json
+print(json.dumps({
+    "returns": [row["episode/return"] for row in history],
+    "greedy": [row["eval/reward"] for row in history if "eval/reward" in row],
+    "roots": [row["episode/roots"] for row in history],
+    "error": first["rollout/token_prob_error"],
+    "calls": calls,
+}))
+"""
+    notebook.cells.append(nbformat.v4.new_code_cell(look))
+    execute(notebook, tmp_path)
+    assert outputs(notebook, "error") == [] and len(figures(notebook)) == 1
+    assert [o.text for o in outputs(notebook, "stream") if o.name == "stderr"] == []
+    seen = json.loads(notebook.cells[-1].outputs[0].text)
+    # Two guesses of two digits that do not look back win at most 3 of 4 games.
+    assert sum(seen["returns"][:5]) / 5 < 3 / 4 < sum(seen["returns"][-10:]) / 10 - 0.05
+    assert seen["greedy"][-1] > max(seen["greedy"][0], 3 / 4) + 0.1
+    assert set(seen["roots"]) == {1} and seen["error"] == pytest.approx(1, abs=1e-5)
+    # A sample that was not gone on from, and two branches of the other.
+    first, second, *branches = seen["calls"]
+    kept, dropped = (first, second) if second["label"] == "discarded" else (second, first)
+    assert dropped["label"] == "discarded" and dropped["row"] is None
+    assert [call["parent"] for call in branches] == [kept["number"]] * 2
+    assert [call["row"] for call in (kept, *branches)] == [0, 0, 1]
+
+
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.name)
 def test_committed_notebook_shows_a_clean_run(path):
     notebook = nbformat.read(path, as_version=4)

@@ -4,12 +4,14 @@ import sys
 
 import jax
 import pytest
+from serving_double import byte_tokenizer
 
 from hjax.data.tasks import get_task
 from hjax.environments.episode import TurnRequest
 from hjax.models.compute import Compute
 from hjax.models.model_config import LayerKind, ModelConfig
 from hjax.models.parameters import decoder_network
+from hjax.rollout.constraint import Constraint
 from hjax.rollout.generator import Generator
 from hjax.rollout.sampling_params import SamplingParams
 from hjax.rollout.turn_generator import TurnGenerator
@@ -173,6 +175,42 @@ def test_a_turn_appends_the_last_token_and_the_observation_alone(model):
             # Of each row the last token drawn and three of the observation are new.
             assert new["prompt_tokens"] - new["cached_tokens"] == 3 * (1 + len(OBSERVATION))
         drawn = [[*old, *one.tokens, *OBSERVATION] for old, one in zip(drawn, made, strict=True)]
+
+
+@pytest.mark.parametrize("rows", [EPISODES, 0], ids=["rows stay", "prefilled"])
+def test_constraints_hold_in_every_turn_and_say_which_tokens_had_no_choice(rows):
+    """Log-probs of the policy stay those of the whole vocabulary: of its own distribution."""
+    pytest.importorskip("llguidance")
+    tokenizer = byte_tokenizer()
+    layout = make_layouts(jax.devices()[:1]).generate
+    network = decoder_network(ModelConfig(258, 32, 64, 2, 4, 2, 8, 256))
+    engine = (generator := Generator(network, layout, Compute())).engine
+    params = generator.decoding_params(network.create(0, layout))
+    turns = TurnGenerator(engine, params, tokenizer, slots=8, row_tokens=100, rows=rows)
+    regex, bad = Constraint(regex="ab(c|d)e"), Constraint(regex="(")
+    responses = [[] for _ in range(6)]
+    for turn in range(3):
+        made = turns.draw(
+            [
+                TurnRequest(
+                    n, turn, [10 + n] * (n + 1), responses[n], len(responses[n]), 8,
+                    constraint=(regex, None, bad)[n % 3],
+                )
+                for n in range(6)
+            ],
+            seed=1, sampling=SamplingParams(stop=(257,)),
+        )  # fmt: skip
+        for n, one in enumerate(made):
+            responses[n] += [*one.tokens, 9, 8]
+            assert bool(one.failed) == (n % 3 == 2) == (not one.tokens)
+            if n % 3:
+                assert not any(one.forced)
+                continue
+            assert bytes(one.tokens[:-1]) in (b"abce", b"abde") and one.tokens[-1] == 257
+            assert list(one.forced) == [True, True, False, True, True] and one.ended
+            sampled, own = one.logprobs["logprobs"], one.logprobs["policy_logprobs"]
+            assert [x == 0 for x in sampled] == list(one.forced)
+            assert all(x < -1 for x in own)  # one of 258 by a model that has not learned
 
 
 def test_nothing_is_compiled_after_precompile(model, monkeypatch):

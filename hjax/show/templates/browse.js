@@ -17,13 +17,45 @@ function chips(answer) {
   });
   if (answer.stop_reason) {
     const count = answer.turns.length;
-    made.push(html("span", "chip", count + (count === 1 ? " turn, " : " turns, ") + answer.stop_reason));
+    const learned = answer.calls ? " learned from, " : ", ";
+    made.push(html("span", "chip", count + (count === 1 ? " turn" : " turns") + learned + answer.stop_reason));
   } else if (answer.truncated) made.push(html("span", "chip", "cut at the limit"));
   return made.flatMap(chip => [chip, document.createTextNode(" ")]);
 }
 
+// The calls of a session: chains of calls, and those that branch off. What a row learns from has
+// the row's colour.
+function chains(found) {
+  return found.map(chain => {
+    const made = html("div", "chain");
+    for (const call of chain.calls) {
+      const own = call.color >= 0 ? " c" + call.color : "", shown = html("div", "call");
+      shown.append(html("div", "head" + (own && " learned" + own), call.head));
+      const line = (role, name, text) => {
+        const made = html("div", "line");
+        made.append(html("span", "role", role), html("span", name, text));
+        shown.append(made);
+      };
+      for (const [role, text] of call.said) line(role, "text prompt", text);
+      line("answer", "text" + (own && " drawn" + own), call.answer);
+      made.append(shown);
+    }
+    if (chain.branches.length) {
+      const branches = html("div", "branches");
+      branches.append(...chains(chain.branches));
+      made.append(branches);
+    }
+    return made;
+  });
+}
+
 // A response, or the turns of an episode; what the policy drew, and learns from, is shaded.
 function said(answer) {
+  if (answer.calls) {
+    const session = html("div", "session");
+    session.append(...chains(answer.calls));
+    return [session];
+  }
   if (!answer.turns) return [html("span", "text", answer.response)];
   return answer.turns.flatMap(turn => {
     const action = html("div");
@@ -37,7 +69,7 @@ function said(answer) {
 
 function sampleRow(answer) {
   const row = html("tr"), cell = html("td");
-  cell.append(html("span", "text prompt", answer.prompt), " ", ...said(answer), html("br"), ...chips(answer));
+  cell.append(html("span", "text prompt", answer.calls ? "" : answer.prompt), " ", ...said(answer), html("br"), ...chips(answer));
   row.append(cell);
   return row;
 }
