@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 
 from hjax.errors import ConfigError
+from hjax.rules import DIGITS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +57,8 @@ class Device:
 
 
 _GB, _GIB, _TERA = 1e9, 2.0**30, 1e12
+MAX_CLUSTER_DEVICES = 1 << 16  # of a cluster that is planned or compiled for
+
 _NVIDIA = "NVIDIA data sheet; network: one NIC per "
 _EACH = "GPU, 400 Gb/s"
 _CARDS = "host of 8, 400 Gb/s; PCIe"
@@ -143,11 +146,11 @@ def full_name(text: str) -> str:
     Raises:
       ConfigError: no slice or no hosts of that size.
     """
-    if found := re.fullmatch(r"(\d+x)?(\w+)-(\d+)", text.lower()):
+    if found := re.fullmatch(rf"({DIGITS}x)?(\w+)-({DIGITS})", text.lower()):
         kind = _SLICE_SYNONYMS.get(found[2], found[2])
         if kind in _SLICES:
             return f"{found[1] or ''}{kind}:{_sides(text, int(found[3]), *_SLICES[kind])}"
-    if found := re.fullmatch(r"(?:(\d+)x)?([a-z][\w-]*)", text.lower()):
+    if found := re.fullmatch(rf"(?:({DIGITS})x)?([a-z][\w-]*)", text.lower()):
         kind, count = _SYNONYMS.get(found[2], found[2]), int(found[1] or 1)
         if kind in _GPUS:
             per_host = DEVICES[kind].per_host

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,12 @@ def between(low: float, high: float) -> Rule:
     return Rule(f"from {low} to {high}", lambda x: low <= x <= high)
 
 
+def deadline(least: float = 0) -> Rule:
+    """A time to wait, in seconds; the system's calls take no more than some hundred years."""
+    said = f"from {least:g}" if least else "above 0"
+    return Rule(f"{said} to 1e8 seconds", lambda x: (x >= least if least else x > 0) and x <= 1e8)
+
+
 def finite() -> Rule:
     """Any finite number."""
     return Rule("a finite number", math.isfinite)
@@ -56,9 +63,21 @@ def below_one() -> Rule:
     return Rule("from 0 to below 1, at most 0.9999999", lambda x: bool(0 <= np.float32(x) < 1))
 
 
+# A number that ``int`` takes, in a regular expression; ``\d`` is other alphabets' digits too.
+DIGITS = "[0-9]{1,18}"
+
+
+def whole_number(text: str) -> int | None:
+    """The number of a text of 1 to 18 digits 0 to 9; None: it is something else.
+
+    ``isdecimal`` is true of other alphabets' digits too, and ``int`` refuses 5,000 digits.
+    """
+    return int(text) if re.fullmatch(DIGITS, text) else None
+
+
 def number_or_auto() -> Rule:
     """A whole number of 0 or more, as text, or the word ``auto``."""
-    return Rule("auto, or 0 or more", lambda x: x == "auto" or x.isdecimal())
+    return Rule("auto, or 0 or more", lambda x: x == "auto" or whole_number(x) is not None)
 
 
 def one_of(*allowed: str) -> Rule:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hjax.errors import USER_MODULE, ConfigError, did_you_mean
+from hjax.files import read_bytes
 from hjax.user_input import user_path
 
 T = TypeVar("T")
@@ -66,7 +67,7 @@ def import_file(path: Path, setting: str) -> types.ModuleType:
     if path.suffix != ".py":
         raise ConfigError(f"{setting}: not a Python file (its name must end in .py)")
     try:
-        content = _provided[path] if path in _provided else path.read_bytes()
+        content = _provided[path] if path in _provided else read_bytes(path)
     except OSError as error:
         raise ConfigError(f"{setting}: {path}: {error.strerror}") from error
     # The name depends on the path: two files called reward.py don't hide each other.

@@ -38,6 +38,8 @@ if what == "late":
     time.sleep(60)
 if what == "fails":
     print("it failed")
+    os.mkfifo("../fifo")  # what its output might be written to
+    os.replace("../fifo", "../output")
     sys.exit(3)
 """
 VERIFIER = """

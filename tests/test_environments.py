@@ -54,6 +54,8 @@ class Counter(hjax.Environment):
         if action == "number": return 3
         if action == "text": return hjax.Step("seen")
         if action == "infinite": return hjax.Step(hjax.Observation("x"), reward=float("inf"))
+        if action == "great": return hjax.Step(hjax.Observation("x"), reward=-1e38)
+        if action == "rich": return hjax.Step(hjax.Observation("x"), reward=6e5)
         if action == "long": return hjax.Step(hjax.Observation("x" * (1 << 21)))
         if action == "memory": bytearray(1 << 34)
         if action == "fork" and os.fork() == 0: time.sleep(60)
@@ -123,6 +125,9 @@ def test_anchors_are_equal_by_value():
     (lambda: hjax.Step("a"), "Step.observation is 'a'; it must be a hjax.Observation"),
     (lambda: hjax.Step(hjax.Observation("a"), reward="1"), "Step.reward is '1'"),
     (lambda: hjax.Step(hjax.Observation("a"), reward=None), "must be a finite number"),
+    (lambda: hjax.Step(hjax.Observation("a"), reward=10**400), "must be a finite number"),
+    (lambda: hjax.Step(hjax.Observation("a"), reward=-1e38), "is -1e+38; it must be from -1e+06 "),
+    (lambda: hjax.Step(hjax.Observation("a"), reward=1e6 + 1), "to 1e+06: scale the rewards"),
     (lambda: hjax.Step(hjax.Observation("a"), done=1), "Step.done is 1; it must be True or False"),
     (lambda: hjax.Step(hjax.Observation("a"), metrics={"x": "y"}), "Step.metrics['x'] is 'y'"),
 ])  # fmt: skip
@@ -147,6 +152,7 @@ FAULTS = {
     "number": ("exception", "step returned 3; it must be a hjax.Step"),
     "text": ("exception", "Step.observation is 'seen'"),
     "infinite": ("exception", "Step.reward is inf"),
+    "great": ("exception", "Step.reward is -1e+38"),
     "long": ("exception", "an observation of 2097152 characters"),
     "memory": ("exception", "MemoryError"),
 }  # fmt: skip
@@ -438,6 +444,13 @@ def test_a_fault_leaves_the_others(pool):
     assert good.seed == bad.seed == 0 and other.seed == 1 and other.rows[0].text == "p1"
     # Numbers may be used again.
     assert play(pool, script)[0].stop_reason == "done"
+
+
+def test_rewards_that_are_too_large_together_are_a_fault(pool):
+    rich, fair = play(pool, Script(["rich$", "rich$", "end$"], ["rich$", "end$"]))
+    assert (rich.stop_reason, len(rich.turns)) == ("exception", 2)
+    assert rich.fault.startswith("the sum of the episode's rewards is 1.2e+06; it must be from -1e")
+    assert fair.stop_reason == "done" and fair.total_reward == 600_000.5
 
 
 @pytest.mark.extended

@@ -163,7 +163,7 @@ def test_bad_files_and_names(config, tmp_path):
     )
     twice = [("one", "double"), ("two", "double")]
     refused("two tools are called 'double'", twice, one=own(), two=own())
-    refused("no JSON can be read", text="{")
+    refused("servers.json: not valid JSON", text="{")
     refused('must be {"mcpServers": {NAME: SERVER}}', text='{"servers": {}}')
     refused("one is {}; it must be an object with `command` or with `url`", one={})
     refused("one is .* `command` or with `url`", one={"command": "a", "url": "b"})
@@ -175,5 +175,5 @@ def test_bad_files_and_names(config, tmp_path):
     )
     refused("one: url is 3; it must be a string", one={"url": 3})
     assert connect_tools(config(one=own()), []) == []
-    with pytest.raises(ConfigError, match="no JSON can be read"):
+    with pytest.raises(ConfigError, match="none.json: No such file"):
         connect_tools(str(tmp_path / "none.json"), [])

@@ -230,7 +230,7 @@ def test_wrong_values_are_named(overrides, says):
         ("--config.placement=plan.json", "no such file"),
         ("--config.placement=together", "must be one of colocate, split, standalone"),
         ("--config.cluster.processes=0", "1 or more"),
-        ("--config.cluster.heartbeat_seconds=0", "larger than 0"),
+        ("--config.cluster.heartbeat_seconds=0", "above 0 to 1e8 seconds"),
         ("--config.model.heads=3", "it may be 1, 2, 4, 8, 16, 32, 64, 128"),
         ("config.steps=3", "unexpected argument 'config.steps=3'"),
         ("--wrokdir=x", "wrokdir"),

@@ -387,7 +387,7 @@ WRONG = {
     "greedy": ([*MATH, "--samples=4", "--temperature=0"], "gives the same answer 4 times"),
     "length": ([*MATH, "--max_new_tokens=60"], "set it to 59 at most"),
     "limit": ([*MATH, "--limit=-1"], "--limit=-1: must be 0 or more"),
-    "seconds": ([*MATH, "--timeout_seconds=0"], "--timeout_seconds=0.0: must be larger than 0"),
+    "seconds": ([*MATH, "--timeout_seconds=0"], "seconds=0.0: must be above 0 to 1e8 seconds"),
     "output": ([*MATH, "--output=rewards.py"], "--output=rewards.py: its name must end in .jsonl"),
     "old output": ([*MATH, "--output=q.jsonl"], "--output=q.jsonl is there already"),
     "output folder": ([*MATH, "--output=x/a.jsonl"], "--output=x/a.jsonl: there is no directory x"),

@@ -11,7 +11,6 @@ import concurrent.futures
 import contextlib
 import inspect
 import json
-import math
 import os
 import pickle
 import queue
@@ -21,7 +20,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from hjax.agents.command_agent import CommandAgent
-from hjax.errors import ConfigError, short_repr, truncate
+from hjax.environments.environment import check_reward
+from hjax.errors import ConfigError, truncate
 from hjax.user_code import load_object, provide_files, user_traceback
 
 # An agent: called with its task, a base URL, a key and a seed.
@@ -137,18 +137,8 @@ class _AgentServer:
 
 
 def _checked(reward: Any) -> float | None:
-    if reward is None:
-        return None
-    try:
-        value = float(reward)
-    except (TypeError, ValueError):
-        value = math.nan
-    if not math.isfinite(value):
-        raise ConfigError(
-            f"the reward is {short_repr(reward, 60)}; it must be a number, or None where the agent "
-            "could not be run"
-        )
-    return value
+    """The reward; None where the agent could not be run."""
+    return None if reward is None else check_reward("the agent's reward", reward)
 
 
 def _traceback(error: BaseException) -> str:

@@ -20,7 +20,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from hjax.errors import ConfigError, DataError, RunError
 from hjax.sandbox.local_sandbox import ExecResult, LocalSandbox, Sandbox, SandboxLimits
@@ -215,9 +215,11 @@ class CommandAgent:
                 places[name] = str(Path(outer, f"{name}.json"))
                 Path(places[name]).write_text(text)
                 os.chmod(places[name], 0o600)
-            status = await self._run(folder, places)
-            output = _end_of(Path(outer, "output"))
-            return await asyncio.to_thread(self._verified, task, folder, status, output)
+            # Without a name, as the program may put a FIFO or a link in its place.
+            with tempfile.TemporaryFile(dir=outer) as output:
+                status = await self._run(folder, places, output)
+                said = _end_of(output)
+            return await asyncio.to_thread(self._verified, task, folder, status, said)
 
     async def _confined(
         self, own: LocalSandbox, task: Mapping[str, Any], places: dict[str, str],
@@ -242,7 +244,7 @@ class CommandAgent:
         finally:  # elsewhere: to remove a folder may take long, and other sessions go on
             asyncio.get_running_loop().run_in_executor(None, own.kill, name)
 
-    async def _run(self, folder: Path, places: Mapping[str, str]) -> int | None:
+    async def _run(self, folder: Path, places: Mapping[str, str], output: IO[bytes]) -> int | None:
         """Run the program with this process's rights; its status, None where it was late."""
         words = [_filled(word, places) for word in self._words]
         mark = uuid.uuid4().hex
@@ -252,11 +254,10 @@ class CommandAgent:
             "LANG": "C.UTF-8",
             _MARK: mark,
         }
-        with open(folder.parent / "output", "wb") as output:
-            program = await asyncio.create_subprocess_exec(
-                *words, cwd=folder, env=environment, start_new_session=True,
-                stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=asyncio.subprocess.STDOUT,
-            )  # fmt: skip
+        program = await asyncio.create_subprocess_exec(
+            *words, cwd=folder, env=environment, start_new_session=True,
+            stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=asyncio.subprocess.STDOUT,
+        )  # fmt: skip
         try:
             return await asyncio.wait_for(program.wait(), self._seconds)
         except TimeoutError:
@@ -308,10 +309,9 @@ def _limits(settings: ProgramSettings) -> SandboxLimits:
     )
 
 
-def _end_of(path: Path, size: int = _OUTPUT) -> str:
-    with open(path, "rb") as file:
-        file.seek(max(path.stat().st_size - size, 0))
-        return file.read().decode(errors="replace")
+def _end_of(file: IO[bytes], size: int = _OUTPUT) -> str:
+    file.seek(max(file.seek(0, os.SEEK_END) - size, 0))
+    return file.read(size).decode(errors="replace")
 
 
 def _files_of(folder: Path) -> Iterator[tuple[str, bytes]]:

@@ -27,6 +27,7 @@ from hjax.agents.session import CallService, Session, TurnQueue, body_digest
 from hjax.data.conversation import Conversation
 from hjax.errors import ConfigError, DataError, RunError
 from hjax.rollout.constrained_decoding import ConstraintCompiler
+from hjax.rules import whole_number
 from hjax.serving.address import address_of, bind
 from hjax.serving.app import RequestMiddleware, cancel_on_disconnect, error_answers
 from hjax.serving.constraint_trial import ConstraintTrial
@@ -227,7 +228,7 @@ class Gateway:
     ) -> PolicyAnswer | None:
         """The answer to the same request that the client sends again; None: it is a new one."""
         count = request.headers.get("x-stainless-retry-count", "0")
-        if not count.isdecimal() or not int(count):
+        if not whole_number(count):
             return None
         answer = self._answers.get((session.key, body_digest(body)))
         if answer is not None and answer.failed:

@@ -22,6 +22,9 @@ from hjax.user_input import parse_json, user_path
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 _COMPRESSED = (".gz", ".zst")  # may follow the others, except .parquet
 _NAMES = f"{', '.join(SUFFIXES[:-1])} or .txt; all but .parquet also with .gz or .zst behind it"
+# Decompressed bytes: so many, or so many times the file's. Text becomes a tenth, rarely a fiftieth.
+_FREE_BYTES, _LARGEST_RATIO = 1 << 28, 200
+_ZST_BYTES = 1 << 12  # at a time: of each four bytes can come 128 KiB
 # owner/name, optionally with a configuration and a split: owner/name/main:train.
 _HUB = re.compile(r"([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?::([\w\[\]%:+-]+))?")
 # A source with a name: math=gsm8k.jsonl.
@@ -167,9 +170,14 @@ def _read_rows(path: Path, invalid: InvalidRows) -> list[tuple[str, dict[str, An
 @contextlib.contextmanager
 def _open(path: Path) -> Iterator[Any]:
     """The bytes of a file, decompressed as its suffix says."""
-    if path.suffix != ".zst":
+    if path.suffix not in _COMPRESSED:
+        with path.open("rb") as file:
+            yield file
+        return
+    most = max(_FREE_BYTES, _LARGEST_RATIO * path.stat().st_size)
+    if path.suffix == ".gz":
         try:
-            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            with gzip.open(path) as whole, io.BufferedReader(_Limited(whole, path, most)) as file:
                 yield file
         except (EOFError, zlib.error) as error:
             raise DataError(f"{path}: not readable as .gz ({error})") from error
@@ -180,18 +188,47 @@ def _open(path: Path) -> Iterator[Any]:
         raise DataError(
             f"{path}: .zst is read with a library of its own (pip install zstandard)"
         ) from error
-    packed, content = path.read_bytes(), io.BytesIO()
+    content = io.BytesIO()
     try:
-        while packed:  # a frame; its stream reader would take a torn file for a whole one
-            frame = zstandard.ZstdDecompressor().decompressobj()
-            content.write(frame.decompress(packed))
-            if not frame.eof:
-                raise zstandard.ZstdError("it ends in the middle")
-            packed = frame.unused_data
+        with path.open("rb") as file:
+            packed = file.read(_ZST_BYTES)
+            while packed:  # a frame; its stream reader would take a torn file for a whole one
+                frame = zstandard.ZstdDecompressor().decompressobj()
+                while packed and not frame.eof:
+                    content.write(frame.decompress(packed))
+                    _check_ratio(path, content.tell(), most)
+                    packed = frame.unused_data if frame.eof else file.read(_ZST_BYTES)
+                if not frame.eof:
+                    raise zstandard.ZstdError("it ends in the middle")
+                packed = packed or file.read(_ZST_BYTES)
     except zstandard.ZstdError as error:
         raise DataError(f"{path}: not readable as .zst ({error})") from error
     content.seek(0)
     yield content
+
+
+class _Limited(io.RawIOBase):
+    """A decompressed stream that ends with an error beyond so many bytes."""
+
+    def __init__(self, file: gzip.GzipFile, path: Path, most: int):
+        self._file, self._path, self._most, self._read = file, path, most, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._file.readinto(buffer)
+        self._read += count
+        _check_ratio(self._path, self._read, self._most)
+        return count
+
+
+def _check_ratio(path: Path, size: int, most: int) -> None:
+    if size > most:
+        raise DataError(
+            f"{path}: more than {most} bytes come out of its {path.stat().st_size}, more than of "
+            "any text; decompress it yourself if it is meant"
+        )
 
 
 def _read_lines(path: Path, invalid: InvalidRows) -> list[tuple[str, dict[str, Any]]]:
@@ -215,7 +252,7 @@ def _read_jsonl(path: Path, invalid: InvalidRows) -> list[tuple[str, dict[str, A
             if not line.strip():
                 continue
             with invalid.checking(f"{path}:{number}", _UNREADABLE):
-                row = parse_json(line)
+                row = parse_json(line, unique_keys=True)
                 _check_row(row, b"\\u" in line)
                 rows.append((f"{path}:{number}", row))
     return rows
@@ -228,7 +265,7 @@ def _read_json(path: Path, invalid: InvalidRows) -> list[tuple[str, dict[str, An
     if content.removeprefix(codecs.BOM_UTF8).lstrip()[:1] != b"[":
         return _read_jsonl(path, invalid)
     rows = []
-    for number, row in enumerate(parse_json(content, str(path)), start=1):
+    for number, row in enumerate(parse_json(content, str(path), unique_keys=True), start=1):
         with invalid.checking(f"{path}: row {number}", _UNREADABLE):
             _check_row(row, b"\\u" in content)
             rows.append((f"{path}: row {number}", row))

@@ -19,8 +19,9 @@ import os
 import re
 from typing import Any
 
-from hjax.devices import DEVICES, Device, device, full_name
+from hjax.devices import DEVICES, MAX_CLUSTER_DEVICES, Device, device, full_name
 from hjax.errors import ConfigError
+from hjax.rules import DIGITS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,8 +200,8 @@ def parse_topology(name: str) -> tuple[str, tuple[int, ...], int]:
     Raises:
       ConfigError: an unknown kind or another form.
     """
-    full = full_name(name).lower()
-    found = re.fullmatch(r"(?:(\d+)x)?([a-z][a-z0-9-]*):(\d+(?:x\d+)*)", full)
+    form = rf"(?:({DIGITS})x)?([a-z][a-z0-9-]*):({DIGITS}(?:x{DIGITS})*)"
+    found = re.fullmatch(form, full_name(name).lower())
     if found is None:
         raise ConfigError(
             f"--topology={name}: a kind and sizes, such as v5p:4x4x4 or v5e:2x2 (chips), "
@@ -211,6 +212,8 @@ def parse_topology(name: str) -> tuple[str, tuple[int, ...], int]:
     if kind not in TPU_KINDS and kind not in GPU_MEMORY:
         known = ", ".join((*TPU_KINDS, *GPU_MEMORY))
         raise ConfigError(f"--topology={name}: unknown kind {kind!r}; known: {known}")
+    if math.prod((*sizes, slices)) > MAX_CLUSTER_DEVICES:
+        raise ConfigError(f"--topology={name[:80]}: at most {MAX_CLUSTER_DEVICES} devices")
     if 0 in (*sizes, slices) or (kind in GPU_MEMORY and len(sizes) != 2):
         raise ConfigError(f"--topology={name}: sizes of 1 or more; of GPUs hosts x GPUs per host")
     if kind in GPU_MEMORY and slices > 1:
@@ -308,7 +311,6 @@ def parse_memory_error(text: str) -> tuple[int, int] | None:
 JAX_TPU_KINDS = {"v4": "TPU v4", "v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite",
          "tpu7x": "TPU7x"}  # fmt: skip
 HOST_CHIPS = (2, 2, 1)  # chips of a TPU host, x, y, z
-MAX_DEVICES = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,14 +332,16 @@ def list_devices(name: str) -> list[AbstractDevice]:
     Raises:
       ConfigError: another form, an unknown device, or too many.
     """
-    found = re.fullmatch(r"([\w.-]+):(\d+(?:x\d+)*)", full_name(name))
+    found = re.fullmatch(rf"([\w.-]+):({DIGITS}(?:x{DIGITS})*)", full_name(name))
     if found is None:
         raise ConfigError(
             f"--topology={name}: a kind and sizes, such as v5e:8x8 or h100:2x8, or v5e-64, 16xh100"
         )
     kind, sizes = device(found[1]), tuple(int(n) for n in found[2].split("x"))
-    if min(sizes) < 1 or math.prod(sizes) > MAX_DEVICES:
-        raise ConfigError(f"--topology={name}: sizes of 1 or more, at most {MAX_DEVICES} devices")
+    if min(sizes) < 1 or math.prod(sizes) > MAX_CLUSTER_DEVICES:
+        raise ConfigError(
+            f"--topology={name[:80]}: sizes of 1 or more, at most {MAX_CLUSTER_DEVICES} devices"
+        )
     if kind.torus:
         return _slice(name, kind, sizes)
     if len(sizes) != 2:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from hjax.data.chat_messages import read_messages, read_tools
 from hjax.errors import DataError, short_repr
+from hjax.rewards.reward_results import LARGEST_REWARD
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Step:
 
     Attributes:
       observation: what the policy sees next; of the last step nobody acts on it.
-      reward: of this turn, a finite number.
+      reward: of this turn, a number from -1e6 to 1e6, which float32 tells apart.
       done: whether the episode has ended.
       valid: whether the action was one that the environment allows (else e.g. an unknown move).
       fresh: whether the observation replaces the history: the next turn sees it alone.
@@ -91,7 +92,7 @@ class Step:
                 f"Step.observation is {short_repr(self.observation, 80)}; it must be a "
                 "hjax.Observation"
             )
-        object.__setattr__(self, "reward", _finite("Step.reward", self.reward))
+        object.__setattr__(self, "reward", check_reward("Step.reward", self.reward))
         for name in ("done", "valid", "fresh"):
             value = getattr(self, name)
             if not isinstance(value, bool) and type(value).__name__ != "bool":  # numpy's too
@@ -181,6 +182,21 @@ def _canonical(value: Any) -> Any:
         f"Observation.anchor holds {short_repr(value, 80)} ({type(value).__name__}); it must be "
         "made of strings, finite numbers, True, False, None, lists and dicts"
     )
+
+
+def check_reward(name: str, value: Any) -> float:
+    """A reward of a turn or an episode.
+
+    Raises:
+      DataError: it is no finite number, or float32 cannot tell such rewards apart.
+    """
+    number = _finite(name, value)
+    if abs(number) > LARGEST_REWARD:
+        raise DataError(
+            f"{name} is {number:g}; it must be from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}: "
+            "scale the rewards"
+        )
+    return number
 
 
 def _finite(name: str, value: Any) -> float:

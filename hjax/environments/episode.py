@@ -17,7 +17,7 @@ import numpy as np
 
 from hjax.data.conversation import Conversation
 from hjax.data.tokenizer import Tokenizer
-from hjax.environments.environment import Environment, anchor_digest
+from hjax.environments.environment import Environment, anchor_digest, check_reward
 from hjax.environments.episode_pool import AnswerFuture, EpisodeAnswer, EpisodePool
 from hjax.environments.episode_text import ObservationEncoder
 from hjax.errors import DataError
@@ -298,6 +298,11 @@ class EpisodePlayer:
             turn.reward, turn.valid = answer.reward, answer.valid
             turn.metrics, turn.seconds = answer.metrics, answer.seconds
             turn.observed = answer.observation
+            try:
+                check_reward("the sum of the episode's rewards", episode.total_reward)
+            except DataError as error:
+                episode.stop_reason, episode.fault = "exception", str(error)
+                return
         if answer.done or (turn is not None and len(episode.turns) >= self.limits.turns):
             episode.stop_reason = DONE if answer.done else MAX_TURNS
         elif not self._observe(episode, answer, turn):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hjax.errors import ConfigError, RunError, did_you_mean, one_line, short_repr
+from hjax.user_input import parse_json, read_file
 
 # Seconds for a server to end after its tools are closed.
 _END_SECONDS = 5.0
@@ -132,10 +133,7 @@ class SharedMcpTools:
 
 def _read_config(file: str) -> dict[str, Mapping[str, Any]]:
     """Servers by name."""
-    try:
-        found = json.loads(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: no JSON can be read: {one_line(error)}") from None
+    found = parse_json(read_file(Path(file)), file)
     servers = found.get("mcpServers") if isinstance(found, dict) else None
     if not isinstance(servers, dict):
         raise ConfigError(f'{file} must be {{"mcpServers": {{NAME: SERVER}}}}')

@@ -63,6 +63,7 @@ from hjax.launch.command import define_flags, parse_flags, print_help, split_con
 from hjax.launch.jax_setup import prepare_jax
 from hjax.launch.process_exit import run_and_exit
 from hjax.launch.stages import Stages, dry_run_stages, read_stages, run_stages
+from hjax.rules import deadline
 from hjax.run.best_checkpoint import describe_best
 from hjax.run.device_trace import parse_step_range
 from hjax.run.workdir import Workdir, check_unlocked
@@ -146,8 +147,8 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
             f"--overwrite: {name} runs in stages, each in a folder of {workdir}; remove those that "
             "are to run anew"
         )
-    if args.grace_seconds is not None and not args.grace_seconds > 0:
-        raise ConfigError(f"--grace_seconds={args.grace_seconds:g}: must be above 0 seconds")
+    if args.grace_seconds is not None and not deadline().holds(args.grace_seconds):
+        raise ConfigError(f"--grace_seconds={args.grace_seconds:g}: must be {deadline().text}")
     if args.profile:
         parse_step_range(args.profile)
         if args.dry_run or stages is not None or (config is not None and not config.steps):

@@ -46,6 +46,7 @@ from hjax.launch.form_checks.checked_process import (
     joined_result,
 )
 from hjax.launch.process_exit import run_and_exit
+from hjax.rules import deadline
 from hjax.sandbox.local_sandbox import probed_layers, sandbox_layers
 from hjax.settings.config_loading import check_config, load_config
 from hjax.show.format import duration, seconds, size
@@ -106,8 +107,8 @@ def _run(arguments: list[str]) -> int:
         sizes = run_sizes(check_config(load_config(name, rest, args)))
     else:
         parse_flags(args, arguments)
-    if not args.deadline > 0:
-        raise ConfigError(f"--deadline={args.deadline}: must be a number of seconds above 0")
+    if not deadline().holds(args.deadline):
+        raise ConfigError(f"--deadline={args.deadline}: must be {deadline().text}")
     report = check_forms(args.deadline, sizes, show=lambda text: print(text, flush=True))
     print(summary(report))
     if args.json:

@@ -105,6 +105,10 @@ def parse_flags(args: flags.FlagValues, arguments: Sequence[str]) -> None:
     Raises:
       ConfigError: an unknown flag, a wrong value, or a positional argument.
     """
+    for argument in arguments:
+        # absl's own: a file of flags, and flags that are passed over.
+        if re.match("--?(flagfile|undefok)(=|$)", argument):
+            raise ConfigError(f"Unknown command line flag '{argument.lstrip('-')}'; see --help")
     try:
         rest = args(["hjax", *arguments])[1:]
     except flags.Error as error:

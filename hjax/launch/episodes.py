@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hjax.errors import ConfigError, DataError
 from hjax.files import append_rows, json_line
 from hjax.launch.sampling_flags import ModelInfo, all_options, question_source
-from hjax.rules import Rule, above, at_least
+from hjax.rules import Rule, at_least, deadline
 
 if TYPE_CHECKING:
     from hjax.data.dataset import Dataset
@@ -43,7 +43,7 @@ ENVIRONMENT_FLAGS: Mapping[str, Any] = {
 ENVIRONMENT_RULES: Mapping[str, Rule] = {
     "max_turns": at_least(0),
     "turn_tokens": at_least(0),
-    "step_seconds": above(0),
+    "step_seconds": deadline(),
 }
 ENVIRONMENT_HELP = f"""\
   --tools=PATH.py:NAME,...  functions that the model may call in chats of --data; python is an

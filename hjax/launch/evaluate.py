@@ -72,7 +72,7 @@ from hjax.launch.sampling_flags import (
     read_flags,
     sampling_help,
 )
-from hjax.rules import above, at_least
+from hjax.rules import at_least, deadline
 from hjax.user_input import user_path
 
 if TYPE_CHECKING:
@@ -104,8 +104,8 @@ def parse(arguments: Sequence[str]) -> Any:
     Raises:
       ConfigError: a wrong flag or value.
     """
-    rules = {"samples": at_least(1), "limit": at_least(0), "timeout_seconds": above(0)}
-    rules |= {"processes": at_least(0), "agent_seconds": above(0), **ENVIRONMENT_RULES}
+    rules = {"samples": at_least(1), "limit": at_least(0), "timeout_seconds": deadline()}
+    rules |= {"processes": at_least(0), "agent_seconds": deadline(), **ENVIRONMENT_RULES}
     own = dict(reward="", instruction="", output="", samples=1, limit=0, processes=0)
     own |= dict(agent="", verifier="", readable="", confined=True, agent_seconds=1800.0)
     args = read_flags(arguments, rules, timeout_seconds=60.0, **own, **ENVIRONMENT_FLAGS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hjax.errors import ConfigError
 from hjax.launch.command import check_model_flags, define_flags, parse_flags
 from hjax.rollout.sampling_params import OPTIONS, SamplingParams
-from hjax.rules import Rule, at_least, between
+from hjax.rules import Rule, at_least, between, whole_number
 from hjax.user_input import user_path
 
 if TYPE_CHECKING:
@@ -175,7 +174,8 @@ class ModelInfo:
                 raise ConfigError("--stop= is empty; give the text that ends a response")
             return tuple(texts)
         for text in texts:
-            if not re.fullmatch(r"\d+", text) or int(text) >= self.vocab_size:
+            number = whole_number(text)
+            if number is None or number >= self.vocab_size:
                 raise ConfigError(
                     f"--stop={text}: {self.path} has no tokenizer; give the token's id, "
                     f"0 to {self.vocab_size - 1}"
@@ -246,7 +246,7 @@ def token_ids(text: str, vocab_size: int) -> list[int]:
       ConfigError: the text is not a list of token ids.
     """
     parts = text.strip("[] ").replace(",", " ").split()
-    ids = [int(part) for part in parts if part.isdecimal()]
+    ids = [found for part in parts if (found := whole_number(part)) is not None]
     if not parts or len(ids) < len(parts) or max(ids) >= vocab_size:
         raise ConfigError(
             f"{text[:60]!r}: this model has no tokenizer; give token ids, as 3,4,5, each 0 to "

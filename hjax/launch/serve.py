@@ -94,7 +94,7 @@ from hjax.launch.sampling_flags import (
     sampling_options,
 )
 from hjax.rollout.sampling_params import OPTIONS, SamplingParams
-from hjax.rules import Rule, above, at_least, between
+from hjax.rules import Rule, at_least, between, deadline
 from hjax.serving.address import address_of, bind
 from hjax.serving.limits import ServerLimits, allow_connections
 
@@ -143,13 +143,13 @@ _RULES: Mapping[str, Rule] = {
     "max_queue": at_least(1),
     "max_body_bytes": at_least(1),
     "max_connections": at_least(1),
-    "header_seconds": above(0),
-    "idle_seconds": at_least(1),
+    "header_seconds": deadline(),
+    "idle_seconds": deadline(1),
     "context": at_least(0),
     "seed": SEEDS,
     "max_rank": at_least(1),
     "max_models": at_least(1),
-    "session_seconds": at_least(30),
+    "session_seconds": deadline(30),
     "micro_batch_tokens": at_least(1),
     "cors": Rule(
         "* or origins as https://example.com:8080, without a path, separated by commas",

@@ -27,7 +27,6 @@ exit status: 0 done; 1 failed; 2 wrong input
 import dataclasses
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,6 +40,7 @@ from hjax.launch.command import (
 )
 from hjax.launch.process_exit import run_and_exit
 from hjax.machine import simulated_devices
+from hjax.rules import whole_number
 from hjax.show.format import size
 from hjax.show.tables import rows_table, wide_console
 
@@ -108,7 +108,7 @@ def parse(arguments: Sequence[str]) -> TransitionCommand:
 
 def _sizes(flag: str, text: str, form: str, example: str) -> tuple[int, ...]:
     parts = text.split(",")
-    if len(parts) != len(form.split(",")) or not all(re.fullmatch(r"\d+", p) for p in parts):
+    if len(parts) != len(form.split(",")) or None in map(whole_number, parts):
         problem = f"--{flag}={text}" if text else f"--{flag} is missing"
         raise ConfigError(f"{problem}: give --{flag}={form}, such as {example}")
     return tuple(map(int, parts))

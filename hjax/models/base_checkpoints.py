@@ -14,6 +14,7 @@ from typing import Any
 from hjax.errors import DataError
 from hjax.files import BEST, StrPath, read_json, saved_steps
 from hjax.models.checksums import read_checksums
+from hjax.rules import whole_number
 
 RECORD = "bases.json"
 MODEL_DIRECTORY = "model"  # in a workdir: config.json and tokenizer of its actor
@@ -28,13 +29,13 @@ def split_checkpoint(path: StrPath) -> tuple[Path, int | None]:
     """
     path = Path(path)
     workdir, name = path.parent.parent, path.name
-    named = name == "best" or name.isdecimal()
-    if path.parent.name != "checkpoints" or not named:
+    step = whole_number(name)
+    if path.parent.name != "checkpoints" or (name != "best" and step is None):
         return path, None
     if not (workdir / MODEL_DIRECTORY / "config.json").is_file():
         return path, None  # a folder of another program's
     if name != "best":
-        return workdir, int(name)
+        return workdir, step
     record = read_json(workdir / BEST)
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         raise DataError(

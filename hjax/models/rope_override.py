@@ -37,8 +37,8 @@ def with_rope_scaling(model: ModelConfig, text: str) -> ModelConfig:
         return model
     try:
         content = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{KEY}={text}: no JSON ({error})") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{KEY}={text[:60]}: no JSON ({error})") from error
     if not isinstance(content, Mapping):
         raise ConfigError(f"{KEY}={text}: a JSON object with rope_type and factor")
     wanted = read_scaling(content, model.max_length, KEY)

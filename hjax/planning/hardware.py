@@ -4,10 +4,11 @@ import functools
 import math
 import re
 
-from hjax.devices import Device, device, full_name
-from hjax.errors import ConfigError
+from hjax.devices import MAX_CLUSTER_DEVICES, Device, device, full_name
+from hjax.errors import ConfigError, truncate
 from hjax.planning.plan_types import Cluster, DevicePool
 from hjax.planning.profile import CALIBRATE_COMMAND
+from hjax.rules import DIGITS
 from hjax.sharding.interconnect import ring_load, wraparound
 
 _HOST = 8  # devices of most hosts
@@ -19,16 +20,19 @@ def parse_cluster(text: str) -> Cluster:
     (``hjax.devices.full_name``), joined by ``+``.
 
     Raises:
-      ConfigError: another form, or an unknown device.
+      ConfigError: another form, an unknown device, or too many.
     """
-    return Cluster(tuple(_parse_pool(part.strip()) for part in text.split("+")))
+    cluster = Cluster(tuple(_parse_pool(part.strip()) for part in text.split("+")))
+    if cluster.size > MAX_CLUSTER_DEVICES:
+        raise ConfigError(f"--cluster={truncate(text, 80)}: at most {MAX_CLUSTER_DEVICES} devices")
+    return cluster
 
 
 def _parse_pool(text: str) -> DevicePool:
-    sizes, slices, text = r"\d+(?:x\d+)*", 1, full_name(text)
+    sizes, slices, text = f"{DIGITS}(?:x{DIGITS})*", 1, full_name(text)
     if match := re.fullmatch(rf"({sizes}):([\w.-]+)", text):
         numbers, name = match.groups()
-    elif match := re.fullmatch(rf"(?:(\d+)x)?([a-z][\w.-]*):({sizes})", text, re.IGNORECASE):
+    elif match := re.fullmatch(rf"(?:({DIGITS})x)?([a-z][\w.-]*):({sizes})", text, re.IGNORECASE):
         slices, name, numbers = int(match[1] or 1), match[2], match[3]
     else:
         raise ConfigError(

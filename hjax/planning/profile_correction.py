@@ -16,7 +16,7 @@ import numpy as np
 
 from hjax.devices import device_of_kind
 from hjax.errors import ConfigError
-from hjax.files import json_line, replace_file
+from hjax.files import json_line, read_bytes, replace_file
 from hjax.machine import device_memory
 from hjax.planning.auto import predict_run, run_problem
 from hjax.planning.constants import Constants
@@ -365,7 +365,7 @@ def read_record(workdir: Path) -> dict[str, Any]:
       ConfigError: there is none, or it is not what a run writes.
     """
     try:
-        data = (workdir / PLAN_SECONDS).read_bytes()
+        data = read_bytes(workdir / PLAN_SECONDS)
     except OSError as error:
         raise ConfigError(
             f"--explain={workdir}: it has no {PLAN_SECONDS}; a run writes it at its end where its "

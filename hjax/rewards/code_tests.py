@@ -245,7 +245,7 @@ def _arguments(given: Any, where: str) -> list[Any]:
     lines = [line for line in given.split("\n") if line.strip()] if isinstance(given, str) else [""]
     try:
         return [json.loads(line) for line in lines]
-    except ValueError:
+    except (ValueError, RecursionError):
         raise DataError(
             f"{where}: the input {str(given)[:60]!r} must be a list of arguments, or have the JSON "
             "of one on each line"
@@ -257,7 +257,7 @@ def _result(expected: Any) -> Any:
     if isinstance(expected, str):
         try:
             return json.loads(expected)
-        except ValueError:
+        except (ValueError, RecursionError):
             return expected
     return list(expected) if _is_list(expected) else expected
 

@@ -25,10 +25,12 @@ from typing import Any
 
 from hjax.errors import ConfigError, DataError, short_repr
 from hjax.sandbox.local_sandbox import LocalSandbox, Sandbox, SandboxLimits
+from hjax.user_input import parse_json, read_file
 
 ABSTAINED = ""
 # Of an answer that counts: beyond these nobody means a sum of money.
-_NUMBER = r"\$?\s*(-?[\d,]{1,24}(?:\.\d{1,12})?)(?![\d.]*\d|[eE][+-]?\d)"
+# Nothing in it is tried at many lengths: a response may be thousands of digits or spaces.
+_NUMBER = r"(-?[\d,]{1,24}(?:\.\d{1,12})?)(?!\.*\d|[eE][+-]?\d)"
 # Share of the reward of a program that cannot be executed.
 ATTEMPT = 0.2
 
@@ -53,8 +55,8 @@ _YES_NO = {"yes": "yes", "no": "no"}
 _CLAIM = {"entailment": "1", "contradiction": "0", "1": "1", "0": "0"}
 _APPEAL = {"accepted": "Accepted", "dismissed": "Dismissed"}
 DOMAINS = {
-    "sara_numeric": Domain(rf"Tax result:\s*{_NUMBER}", direct=_NUMBER),
-    "airline": Domain(rf"Total cost:\s*{_NUMBER}", direct=_NUMBER),
+    "sara_numeric": Domain(rf"Tax result:\s*(?:\$\s*)?{_NUMBER}", direct=_NUMBER),
+    "airline": Domain(rf"Total cost:\s*(?:\$\s*)?{_NUMBER}", direct=_NUMBER),
     "sara_binary": Domain(
         r"Result:\s*(Entailment|Contradiction)\b", _CLAIM, r"\b(Entailment|Contradiction|[01])\b"
     ),
@@ -228,12 +230,14 @@ def read_rows(path: str | Path, domain: str, mode: str = "prolog") -> list[dict[
     """
     if mode not in ("prolog", "direct"):
         raise DataError(f"mode={mode!r}: must be prolog or direct")
-    content = Path(path).read_text(encoding="utf-8")
-    whole = content.lstrip().startswith("[")
-    lines = [line for line in content.splitlines() if line.strip()]
-    rows = json.loads(content) if whole else [json.loads(line) for line in lines]
+    content = read_file(Path(path))
+    whole = content.lstrip().startswith(b"[")
+    texts = [content] if whole else [line for line in content.splitlines() if line.strip()]
+    rows = [parse_json(text, str(path)) for text in texts]
+    rows = rows[0] if whole else rows
     made = []
     for number, row in enumerate(rows):
+        row = row if isinstance(row, dict) else {}
         missing = [name for name in ("question", "statutes", "label") if row.get(name) is None]
         if missing:
             raise DataError(f"{path}, row {number}: there is no {missing[0]!r}")

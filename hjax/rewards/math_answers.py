@@ -36,6 +36,8 @@ _NUMBER = re.compile(
     (?:(?<=\s)(?!pi\b|sqrt|sin\b|cos\b|tan\b|log\b|ln\b|exp\b)[A-Za-z]{2,}(?:\s+[A-Za-z]+)*)?\.?""",
     re.VERBOSE,
 )
+_LONGEST_NUMBER = 1000  # characters; ``int`` takes 4,300 digits
+_BRACE = re.compile("[{}]")
 # LaTeX spaces and inline-math delimiters, escapes, and currency signs.
 _IGNORED = re.compile(r"\\[!,;:()]|\\(?=[%$])|[$£€¥]")
 
@@ -88,11 +90,8 @@ def targets(columns: Mapping[str, Sequence[Any]]) -> list[str]:
 def extract_answer(text: str) -> str | None:
     """The content of the last `\\boxed{...}` or the text after the last `####`; else None."""
     marked = text.rfind("####")
-    begin = text.rfind(r"\boxed{")
-    while begin > marked:
-        if (inside := _braced(text, begin + len(r"\boxed"))) is not None:
-            return inside.strip() or None
-        begin = text.rfind(r"\boxed{", 0, begin)  # one that was cut off
+    if (inside := _last_boxed(text, max(marked, 0))) is not None:
+        return inside.strip() or None
     if marked < 0:
         return None
     lines = text[marked + len("####") :].strip().splitlines()
@@ -101,6 +100,8 @@ def extract_answer(text: str) -> str | None:
 
 def parse_number(text: str) -> Fraction | None:
     """The value of a text that is a number in the sense of this module; else None."""
+    if len(text) > _LONGEST_NUMBER:
+        return None
     bare = _IGNORED.sub("", text.replace("{,}", ",").replace("\\ ", " ")).strip("* \t")
     match = _NUMBER.fullmatch(bare)
     if match is None:
@@ -166,14 +167,19 @@ def _target(value: Any, where: str) -> str:
     return answer
 
 
-def _braced(text: str, begin: int) -> str | None:
-    """The text between the brace at ``begin`` and the matching one; None without a match."""
-    depth = 0
-    for i in range(begin, len(text)):
-        depth += (text[i] == "{") - (text[i] == "}")
-        if depth == 0:
-            return text[begin + 1 : i]
-    return None
+def _last_boxed(text: str, begin: int) -> str | None:
+    """The content of the last ``\\boxed{...}`` from ``begin`` on that is not cut off; else None.
+
+    One pass: a model may say ``\\boxed{`` thousands of times.
+    """
+    opened: list[int] = []
+    last, end = -1, -1
+    for brace in _BRACE.finditer(text, begin):
+        if brace[0] == "{":
+            opened.append(brace.start())
+        elif opened and (at := opened.pop()) > last and text.endswith(r"\boxed", begin, at):
+            last, end = at, brace.start()
+    return None if last < 0 else text[last + 1 : end]
 
 
 def _spell(value: Fraction | None) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from hjax.errors import ConfigError, RunError
 from hjax.files import PROFILE, json_line, replace_file
+from hjax.rules import whole_number
 
 # Operations listed of each program.
 MOST_OPERATIONS = 5
@@ -26,9 +27,10 @@ def parse_step_range(text: str) -> range:
       ConfigError: something else.
     """
     first, dash, last = text.partition("-")
-    if not (first.isdecimal() and (last.isdecimal() or not dash)):
-        raise ConfigError(f"--profile={text}: a step, or the first and the last, as 5-7")
-    steps = range(int(first), int(last or first) + 1)
+    begin, end = whole_number(first), whole_number(last if dash else first)
+    if begin is None or end is None:
+        raise ConfigError(f"--profile={text[:60]}: a step, or the first and the last, as 5-7")
+    steps = range(begin, end + 1)
     if not steps or not steps[0]:
         raise ConfigError(f"--profile={text}: steps count from 1, the first before the last")
     return steps

@@ -180,8 +180,8 @@ class Workdir:
 
     def has_steps(self) -> bool:
         """Whether the directory holds a run that took a step."""
-        saved = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
-        return self.last_step() > 0 or any(p.name.isdigit() and int(p.name) for p in saved)
+        saved = saved_steps(self.checkpoints) if self.checkpoints.is_dir() else []
+        return self.last_step() > 0 or any(saved)
 
     def recorded_plan(self, config: Mapping[str, Any]) -> Path | None:
         """The plan.json that `placement=auto` made for the run, which a resume keeps; None without

@@ -3,7 +3,7 @@
 import contextlib
 import socket
 
-from hjax.errors import ConfigError
+from hjax.errors import ConfigError, truncate
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -22,9 +22,11 @@ def bind(host: str, port: int) -> socket.socket:
             bound.bind(address)
             stack.pop_all()
             return bound
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        # A zero byte and a name that is none (UnicodeError) are ValueErrors.
+        said = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"--host={host} --port={port}: {error.strerror}; another port, or 0 for a free one"
+            f"--host={truncate(host, 80)} --port={port}: {said}; another port, or 0 for a free one"
         ) from None
 
 

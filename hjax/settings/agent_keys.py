@@ -1,17 +1,16 @@
 """The config keys of agents."""
 
-import math
-
-from hjax.rules import Key, Rule, above, at_least, one_of
+from hjax.rewards.reward_results import LARGEST_REWARD
+from hjax.rules import Key, Rule, at_least, between, deadline, one_of
 
 # Reward of a late session that has none.
 NO_REWARD = "unscored"
 
 
 def is_reward(text: str) -> bool:
-    """Whether it is a finite number as text, or NO_REWARD."""
+    """Whether it is a reward's number as text, or NO_REWARD."""
     try:
-        return text == NO_REWARD or math.isfinite(float(text))
+        return text == NO_REWARD or abs(float(text)) <= LARGEST_REWARD
     except ValueError:
         return False
 
@@ -54,26 +53,26 @@ AGENT_KEYS = {
         at_least(0),
     ),
     "seconds": Key(
-        1800.0, "deadline of a session, in seconds, the policy's answers included", above(0)
+        1800.0, "deadline of a session, in seconds, the policy's answers included", deadline()
     ),
     "timeout_reward": Key(
         NO_REWARD,
         f"of a session that is late: a number, or {NO_REWARD}: it is not learned from",
-        Rule(f"a number, or {NO_REWARD}", is_reward),
+        Rule(f"a number from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}, or {NO_REWARD}", is_reward),
     ),
     "concurrent": Key(0, "sessions that are open at a time; 0: all of a step", at_least(0)),
     "wait_seconds": Key(
         10.0,
         "seconds without news after which calls no longer wait for those of the other sessions, "
         "with which they are drawn where generation does not run ahead",
-        above(0),
+        deadline(),
     ),
     "processes": Key(1, "processes of agents, over which sessions are shared out", at_least(1)),
     "memory_gib": Key(
         4.0,
         "memory of each of these processes, and of a confined program with all that it starts, in "
         "GiB; 0: no limit",
-        at_least(0),
+        between(0, 2**20),
     ),
     "history": Key(
         "sampled",

@@ -18,7 +18,17 @@ from hjax.data.row_formats import COLUMNS, FORMATS
 from hjax.machine import MAX_DEVICES
 from hjax.roles import OPTIMIZERS, ROLES
 from hjax.rollout.sampling_params import OPTIONS
-from hjax.rules import Key, Rule, above, at_least, below_one, between, number_or_auto, one_of
+from hjax.rules import (
+    Key,
+    Rule,
+    above,
+    at_least,
+    below_one,
+    between,
+    deadline,
+    number_or_auto,
+    one_of,
+)
 from hjax.settings.agent_keys import AGENT_KEYS
 
 # Upper limits of dimensions and batch sizes, and of lengths in tokens. They are far above any real
@@ -231,7 +241,7 @@ KEYS: dict[str, Any] = {
         "rope_scaling": Key(
             "",
             "longer sequences than the model was trained with: a config.json's `rope_scaling` for "
-            "actor, critic and reference, as `{\"rope_type\": \"yarn\", \"factor\": 4}`, or linear "
+            'actor, critic and reference, as `{"rope_type": "yarn", "factor": 4}`, or linear '
             "or dynamic; it multiplies the positions and stands in what is exported. Empty: as the "
             "model has it",
         ),
@@ -413,7 +423,7 @@ KEYS: dict[str, Any] = {
             "the run stops if a larger share of a step's sequences is unscored",
             between(0, 1),
         ),
-        "timeout_seconds": Key(60.0, "deadline of a reward call, in seconds", above(0)),
+        "timeout_seconds": Key(60.0, "deadline of a reward call, in seconds", deadline()),
         "runs_in": Key(
             "process",
             "where the function runs: in an isolated process, which is killed at the deadline, or "
@@ -456,7 +466,7 @@ KEYS: dict[str, Any] = {
             60.0,
             "deadline of each call of an environment, in seconds; a late one ends its process and "
             "its episode, which is not learned from",
-            above(0),
+            deadline(),
         ),
         "processes": Key(
             0,
@@ -465,7 +475,7 @@ KEYS: dict[str, Any] = {
             at_least(0),
         ),
         "memory_gib": Key(
-            4.0, "memory of each of these processes, in GiB; 0: no limit", at_least(0)
+            4.0, "memory of each of these processes, in GiB; 0: no limit", between(0, 2**20)
         ),
     },
     "agent": AGENT_KEYS,
@@ -649,12 +659,12 @@ KEYS: dict[str, Any] = {
             "(ray.io/tpu-slice-name), none elsewhere; none: any hosts, on TPUs of one slice",
         ),
         "heartbeat_seconds": Key(
-            30.0, "a process without a heartbeat for so long counts as lost", above(0)
+            30.0, "a process without a heartbeat for so long counts as lost", deadline()
         ),
         "call_seconds": Key(
             7200.0,
             "deadline of a model's call: one that takes longer hangs, and its processes are lost",
-            above(0),
+            deadline(),
         ),
         "max_restarts": Key(3, "most restarts of lost processes before the run stops", at_least(0)),
     },

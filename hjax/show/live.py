@@ -18,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from hjax.rules import whole_number
 from hjax.show.format import (
     duration,
     elapsed_and_left,
@@ -314,9 +315,8 @@ class _Plain:
 
 def _line_width(stream: TextIO) -> int | None:
     """Characters per line, from COLUMNS or the terminal; None for a file or a pipe."""
-    columns = os.environ.get("COLUMNS", "")
-    if columns.isdecimal() and int(columns) > 0:
-        return int(columns)
+    if columns := whole_number(os.environ.get("COLUMNS", "")):
+        return columns
     with contextlib.suppress(OSError, ValueError):
         if stream.isatty():
             return os.get_terminal_size(stream.fileno()).columns

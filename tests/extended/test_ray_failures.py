@@ -560,7 +560,7 @@ def test_ray_itself_is_started_again(server, sent, tmp_path, alone):
 @pytest.mark.timeout(400)  # of a machine that does other things too
 @pytest.mark.parametrize("agent", ["ray::DashboardA", "ray::RuntimeEnv"])
 def test_a_killed_agent_of_ray_s_is_one_restart_and_leaves_no_folder(agent, tmp_path):
-    command = Command(tmp_path, steps=8)
+    command = Command(tmp_path, **LONGER)  # it is not over before the agent is found
     command.wait_for(lambda command: command.rows())
     [pid] = [p for p in descendants(command.process.pid) if process_name(p) == agent]
     # Its folder, and that nobody else reaches what listens there.
@@ -573,7 +573,7 @@ def test_a_killed_agent_of_ray_s_is_one_restart_and_leaves_no_folder(agent, tmp_
     os.kill(pid, signal.SIGKILL)
     status, printed = command.end()
     assert status == 0, printed
-    assert [row["step"] for row in command.rows()] == list(range(1, 9))
+    assert [row["step"] for row in command.rows()] == list(range(1, LONGER["steps"] + 1))
     assert printed.count("it is replaced (") == 1 and "(1 of at most" in printed, printed
     # The agent or its node's raylet, which ends with it: whichever is seen first.
     assert "agent (pid" in printed or "raylet (pid" in printed, printed

@@ -169,6 +169,8 @@ class _Reader:
         kind, text = self._tokens[self._at]
         self._at += 1
         if kind == "number":
+            if len(text) > self._limits.bits:  # ``int`` takes 4,300 digits
+                raise HornError(f"a number of {len(text)} characters", kind="limit")
             return checked_number(Fraction(text), self._limits)
         if kind == "variable":
             fresh = Variable(text)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from hjax.data.tasks.maze_rules import Cell, cell_at, free_cells, neighbor_cell
 from hjax.errors import DataError, short_repr
+from hjax.user_input import read_text
 
 # Direction of each action: rows down, columns to the right.
 PUSHES = {"U": (-1, 0), "D": (1, 0), "L": (0, -1), "R": (0, 1)}
@@ -135,7 +136,7 @@ def read_levels(path: str | Path) -> list[str]:
       DataError: a level that is none, with the file and its number in the file, from 0; or there is
         none.
     """
-    levels = list(_level_texts(Path(path).read_text(encoding="utf-8").splitlines()))
+    levels = list(_level_texts(read_text(Path(path)).splitlines()))
     for number, level in enumerate(levels):
         try:
             parse_level(level)

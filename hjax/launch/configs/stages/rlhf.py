@@ -19,6 +19,7 @@ from ml_collections import ConfigDict
 import hjax
 from hjax.errors import ConfigError
 from hjax.launch.configs import reward_model_config, sorting_config
+from hjax.user_input import read_text
 
 WEIGHTS, REVIEWS = "weights/stories260K-hf", "rt-polarity"
 # In characters: length of the prompt, up to the end of a word; length of the longest review used.
@@ -148,7 +149,7 @@ def _folder() -> Path:
 
 
 def _lines(path: Path) -> list[str]:
-    lines = (line.strip() for line in path.read_text(encoding="utf-8").split("\n"))
+    lines = (line.strip() for line in read_text(path).split("\n"))
     return [line for line in lines if PROMPT_LETTERS < len(line) <= MAX_LETTERS]
 
 
