@@ -38,10 +38,9 @@ def episode_batch(
 
     Returns:
       ``prompts``, ``prompt_mask``, ``responses``, ``response_mask`` (drawn by the policy, and not
-      forced by a constraint),
-      ``response_lengths`` (observations included), the turns' log-probs, ``truncated`` (an episode
-      that had to stop before its end), ``failed`` (one that its environment's fault ended),
-      ``episode`` and ``group`` int32 [rows]; ``turn`` int32
+      forced by a constraint), ``response_lengths`` (observations included), the turns' log-probs,
+      ``truncated`` (an episode that had to stop before its end), ``failed`` (one that its
+      environment's fault ended), ``episode`` and ``group`` int32 [rows]; ``turn`` int32
       [rows, length], of each such token its turn in the episode, else -1; ``anchor`` like it, of
       the state in which its turn was taken, numbered from 0 within the group, -1 none;
       ``invalid_action`` bool like it; ``token_rewards`` float32 [rows, length], each turn's at its
@@ -50,13 +49,7 @@ def episode_batch(
       in all rows of an episode; ``calls`` of agents' sessions, lists; ``prompt_text`` and
       ``response_text``, as they were seen and said.
     """
-    rows = [(episode, row) for episode in episodes for row in _rows(episode, filler)]
-    if max(len(rows), least) > len(episodes):
-        size = len(episodes)
-        while size <= len(rows) or size < least:
-            size *= 2
-        nobody = Episode(NO_EPISODE, NO_EPISODE, {}, 0)
-        rows += [(nobody, EpisodeRow([filler], ""))] * (size - len(rows))
+    rows = _padded_rows(episodes, filler, least)
     prompts, prompt_mask = pad_left([row.prompt for _, row in rows], prompt_length)
     responses, places = pad_right([row.response for _, row in rows], response_length)
     records = {id(episode): episode.turn_records() for episode, _ in rows}
@@ -80,6 +73,20 @@ def episode_batch(
         "prompt_text": [row.text for _, row in rows],
         "response_text": [_text(row) for _, row in rows],
     }
+
+
+def _padded_rows(
+    episodes: Sequence[Episode], filler: int, least: int
+) -> list[tuple[Episode, EpisodeRow]]:
+    """The episodes' rows, and behind them those of no episode."""
+    rows = [(episode, row) for episode in episodes for row in _rows(episode, filler)]
+    if max(len(rows), least) > len(episodes):
+        size = len(episodes)
+        while size <= len(rows) or size < least:
+            size *= 2
+        nobody = Episode(NO_EPISODE, NO_EPISODE, {}, 0)
+        rows += [(nobody, EpisodeRow([filler], ""))] * (size - len(rows))
+    return rows
 
 
 def _token_tables(
