@@ -281,7 +281,8 @@ def test_torn_entries_of_the_compile_cache_are_dropped(tmp_path):
     import jax
     import jax.numpy as jnp
 
-    options = {"jax_compilation_cache_dir": str(tmp_path),
+    options = {"jax_enable_compilation_cache": True,  # compiling for other hardware turns it off
+               "jax_compilation_cache_dir": str(tmp_path),
                "jax_persistent_cache_min_compile_time_secs": 0.0,
                "jax_persistent_cache_min_entry_size_bytes": -1}  # fmt: skip
     from jax.experimental.compilation_cache import compilation_cache
