@@ -305,7 +305,27 @@ def load_actor_checkpoint(
     quantized = "" if lora is None or form == FLOAT else form
     learned = restore_params(folder, "actor", "average") or restore_params(folder, "actor")
     made = scalar_network if "decoder" in learned else decoder_network
-    return made(dataclasses.replace(config, lora=lora, quantized=quantized)), learned, base
+    network = made(dataclasses.replace(config, lora=lora, quantized=quantized))
+    if lora is not None:
+        _check_adapters(folder, network, learned)
+    return network, learned, base
+
+
+def _check_adapters(folder: Path, network: Network, learned: Params) -> None:
+    """Raise DataError unless a checkpoint's adapters are those that its run's config says."""
+    declared, _ = network.partition.split(network.shapes)
+    expected, found = (
+        {jax.tree_util.keystr(key): x.shape for key, x in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (declared, learned)
+    )
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            says = [tree.get(name, "not there") for tree in (expected, found)]
+            raise DataError(
+                f"{folder}: the run's config.json says other adapters (config.actor.lora) than "
+                f"this checkpoint has: {name} is {says[0]} by the config, and {says[1]} here; give "
+                "config.json the rank and targets with which the run was started"
+            )
 
 
 def actor_path(path: StrPath) -> str:

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 import hjax
 from hjax.dryrun.description import describe
 from hjax.dryrun.programs import abstract_workers, step_programs
-from hjax.errors import ConfigError
+from hjax.errors import ConfigError, DataError
 from hjax.launch.export import main as export
 from hjax.models import parameter_counts
 from hjax.models.peft_files import WEIGHTS
@@ -51,6 +51,21 @@ def axes(role="actor", **sizes):
 
 
 BOTH = {**axes(fsdp=2, tensor=4), **axes("critic", fsdp=4, pipe=2)}
+
+
+def test_a_config_of_other_adapters_than_the_checkpoints_is_refused(base, tmp_path):
+    rows_of("GRPO", base, {"steps": 1}, tmp_path)
+    hjax.load_model(tmp_path)
+    file = tmp_path / "config.json"
+    written = json.loads(file.read_text())
+    for change, message in (
+        ({"rank": 2}, r"'\w+_a'\] is \(.*, 2\) by the config, and \(.*, 4\) here"),
+        ({"targets": ["q"]}, r"is not there by the config, and \(.*\) here; give config.json the"),
+    ):
+        lora = written["actor"]["lora"] | change
+        file.write_text(json.dumps(written | {"actor": written["actor"] | {"lora": lora}}))
+        with pytest.raises(DataError, match=message):
+            hjax.load_model(tmp_path)
 
 
 def test_the_reference_is_the_actor_without_its_adapters(base):
