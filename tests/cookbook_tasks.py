@@ -23,14 +23,17 @@ STRAWBERRY = (
     "9) r 10) y. We have r's at positions 3, 8, and 9. \\boxed{3}"
 )
 
+# What a model is warmed up on, in turn.
+TASKS = ("summed", "boxed", "summed", "guessed")
+
 
 def message(role, content):
     return {"role": role, "content": content}
 
 
-def demonstrations(tokenizer_path, count, seed=0):
-    """Rows of prompts, as the recipes render them, and answers: sums up to 100 + 100, sums of
-    digits in boxes, and guesses of a number, two to one to one."""
+def demonstrations(tokenizer_path, count, *, tasks=TASKS, seed=0):
+    """Rows of prompts, as the recipes render them, and answers, of the ``tasks`` in turn: sums up
+    to 100 + 100, sums of digits in boxes, and guesses of a number."""
     from tinker_cookbook.recipes.multiplayer_rl.guess_number.env import SYSTEM_PROMPT
     from tinker_cookbook.renderers import get_renderer
     from transformers import AutoTokenizer
@@ -61,8 +64,9 @@ def demonstrations(tokenizer_path, count, seed=0):
             turns += [message("player", f"Guess: {guess}"), message("user", said)]
         return turns, f"Guess: {(low + high) // 2}"
 
+    makers = {"summed": summed, "boxed": boxed, "guessed": guessed}
     for number in range(count):
-        turns, answer = (summed, boxed, summed, guessed)[number % 4]()
+        turns, answer = makers[tasks[number % len(tasks)]]()
         prompt = renderer.build_generation_prompt(turns).to_ints()
         yield {"prompt_tokens": prompt, "response": f" {answer}\n\nUser:"}
 
@@ -160,17 +164,18 @@ def with_positions(stories, folder, count=8192):
     return folder
 
 
-def warm_model(stories, folder, *, steps=120):
+def warm_model(stories, folder, *, steps=120, tasks=TASKS):
     """A Hugging Face directory: stories260K after supervised training by hjax (`sft.py`).
 
     Args:
       stories: the directory of stories260K.
       folder: to work in.
       steps: updates, of 16 demonstrations each.
+      tasks: of the demonstrations.
     """
     start, rows, run, output = (folder / name for name in ("start", "rows.jsonl", "run", "model"))
     with_positions(stories, start)
-    write_lines(rows, demonstrations(start, 17 * steps))
+    write_lines(rows, demonstrations(start, 17 * steps, tasks=tasks))
     launch = [sys.executable, "-m", "hjax.launch"]
     subprocess.run(
         [

@@ -309,12 +309,18 @@ def svg_file(
 
     Args:
       title: stands above.
-      series: the curves; those of one colour are named once.
+      series: the curves, named by colour; where names share a colour, as a range.
       limit: name and value of a dashed line.
     """
     chart = line_chart(series, limit)
-    legend, x = [], chart.left
-    for color, name in {s.color: s.name for s in series}.items():
-        legend.append((name, color, round(x, 1)))
-        x += _SWATCH + _LEGEND_LETTER * len(name)
-    return render("drawing.jinja", title=title, chart=chart, legend=legend)
+    names: dict[int | None, str] = {s.color: s.name for s in series}
+    if len({s.name for s in series}) > len(names):
+        names = {None: f"{series[0].name} to {series[-1].name}"}
+    legend, x, row = [], chart.left, 0
+    for color, name in names.items():
+        width = _SWATCH + _LEGEND_LETTER * len(name)
+        if x > chart.left and x + width > chart.width:
+            x, row = chart.left, row + 1
+        legend.append((name, color, round(x, 1), 16 * row))
+        x += width
+    return render("drawing.jinja", title=title, chart=chart, legend=legend, rows=row)
