@@ -240,4 +240,10 @@ class Config(ConfigDict):
         near = near or nearest_keys(str(key), list(flatten(self)))
         if not near:
             near = [str(k) for k in self._fields][:3]
-        return f"{message}; did you mean {' or '.join(f'config.{self._name_of(k)}' for k in near)}?"
+        message += f"; did you mean {' or '.join(f'config.{self._name_of(k)}' for k in near)}?"
+        if self._path == "algorithm" and self.is_locked and "name" in self._fields:
+            message += (
+                " Another algorithm's keys come with its name: hjax.get_config('base.py', "
+                f"{{'algorithm.name': '{self.name}'}})"
+            )
+        return message

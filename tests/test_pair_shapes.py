@@ -259,3 +259,13 @@ def test_published_files(test_data, tmp_path):
     where = str(test_data / "field/pairs_one_equal.jsonl:4")
     assert found.left_out == {"equal pair": [where]} and len(found.demonstrations) == 3
     assert found.remarks == (f"rows left out: 1 × equal pair ({where})",)
+
+
+def test_demonstrations_beside_pairs_are_the_conversations(test_data, tmp_path):
+    path = test_data / "field" / "ultrafeedback_binarized.jsonl"
+    found = load(tmp_path, {}, "demonstrations", **{"data.path": str(path)})
+    ids = tuple(LETTERS.encode(text, add_special=False) for text in (ASKED, "good<eos>"))
+    assert found.demonstrations == [ids] * 4
+    # What learns neither from conversations nor from pairs answers the prompts.
+    found = load(tmp_path, {}, "prompts", **{"data.path": str(path)})
+    assert len(found.dataset) == 4 and not found.demonstrations

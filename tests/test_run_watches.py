@@ -118,6 +118,7 @@ def test_before_the_first_step():
         "warning (few held-out prompts): 5, so that one answer is 20 points of accuracy; raise "
         "data.eval_fraction or data.eval_size, or give data.eval_path"
     )
+    assert held_out_warning(5, "e.jsonl").endswith("; give data.eval_path=e.jsonl more rows")
     assert idle_devices_warning(8, 8, "split", (4, 4)) is None
     assert "2 of 6 do nothing: split gives its sets powers of two" in idle_devices_warning(
         6, 4, "split", (2, 2)

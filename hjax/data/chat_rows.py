@@ -45,8 +45,8 @@ def assistant_turns(
     Args:
       rows: (location, row) pairs of a file.
       prompt_columns: names of columns that hold a prompt.
-      learns_demonstrations: the run learns from demonstrations, so `messages` win over a prompt,
-        and a response may have several turns.
+      learns_demonstrations: the run learns from demonstrations, so `messages` win over a prompt
+        and over pairs, and a response may have several turns.
       options: make chats of texts.
       coverage: checks that the chat template writes the conversations; None without a tokenizer.
       invalid: checks the rows: malformed messages, no turn to learn, or one that comes first.
@@ -69,7 +69,9 @@ def _turns(
     prompt = next((row[name] for name in prompt_columns if row.get(name) is not None), None)
     answer = next((name for name in RESPONSE_COLUMNS if row.get(name) is not None), None)
     if any(row.get(side) is not None for side in SIDES):
-        return [row]
+        if not learns_demonstrations or answer or row.get(MESSAGES_COLUMN) is None:
+            return [row]
+        row = {key: value for key, value in row.items() if key not in SIDES}
     before: Messages = []
     if answer is None:
         if row.get(MESSAGES_COLUMN) is None or (prompt is not None and not learns_demonstrations):

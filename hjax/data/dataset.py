@@ -132,7 +132,7 @@ class Dataset:
           notify: called with a message about prompts that were truncated.
           invalid: collects the rows that are left out; by default a bad row is an error.
           learns_pairs: make preference pairs of labelled texts (``hjax.data.labels``).
-          learns_demonstrations: `messages` win over a row's prompt.
+          learns_demonstrations: `messages` win over a row's prompt and its pair.
 
         Raises DataError, one line with the file and the line (jsonl) or row (parquet, from 1).
         """

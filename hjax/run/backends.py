@@ -159,6 +159,11 @@ class LocalBackend(Backend):
         """See ``Backend``."""
         return self._probe.read()
 
+    def close(self) -> None:
+        """See ``Backend``; later runs of this process are not reported here."""
+        with _lock:
+            _probes.discard(self._probe)
+
 
 class ClusterBackend(Backend):
     """A run on the processes of a Ray cluster; the controller's process computes nothing.

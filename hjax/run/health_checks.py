@@ -40,7 +40,7 @@ def setup_warnings(
     allocation, rows = plan.allocation, None if held_out is None else len(held_out)
     warnings = [idle_devices_warning(devices, sum(allocation), config.placement, allocation)]
     if config.eval.every:
-        warnings.append(held_out_warning(rows))
+        warnings.append(held_out_warning(rows, config.data.eval_path))
     warnings += [adapters_warning(role, config[role]) for role in ("actor", "critic")]
     return [remark for remark in warnings if remark]
 
@@ -75,14 +75,16 @@ def schedule_remarks(
     return remarks
 
 
-def held_out_warning(held_out: int | None) -> str | None:
+def held_out_warning(held_out: int | None, path: str = "") -> str | None:
     """The warning about too few held-out prompts; None for enough, or for no held-out data."""
     if held_out is None or held_out >= MIN_HELD_OUT_PROMPTS:
         return None
+    more = "raise data.eval_fraction or data.eval_size, or give data.eval_path"
+    if path:
+        more = f"give data.eval_path={path} more rows"
     return (
         f"warning (few held-out prompts): {held_out}, so that one answer is "
-        f"{100 / held_out:.0f} points of accuracy; raise data.eval_fraction or data.eval_size, or "
-        "give data.eval_path"
+        f"{100 / held_out:.0f} points of accuracy; {more}"
     )
 
 

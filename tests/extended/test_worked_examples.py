@@ -1,5 +1,6 @@
 """The worked examples of docs/ on models and data cut to size, and the pages' formats and names."""
 
+import gzip
 import json
 import pathlib
 import re
@@ -8,6 +9,7 @@ import string
 
 import jax
 import pytest
+from cookbook_tasks import messages_of
 from helpers import read_rows
 
 import hjax
@@ -35,6 +37,8 @@ QWEN2 = {
     "rope_theta": 1e6, "rms_norm_eps": 1e-6, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 
+FILES = {"actor.path": "tiny", "data.path": "train.jsonl", "data.eval_path": "test.jsonl"}
+
 
 @pytest.fixture
 def small(tmp_path, monkeypatch, test_data):
@@ -54,18 +58,27 @@ def small(tmp_path, monkeypatch, test_data):
     return tmp_path
 
 
+def config_of_page(name, file):
+    """Write the config on a tutorial's page to a file of its name."""
+    page = (DOCS / "tutorials" / name).read_text()
+    [block] = re.findall(rf"^```python\n(# {file}\n.*?)^```", page, re.M | re.S)
+    pathlib.Path(file).write_text(block)
+
+
+def launch(file, keys):
+    """Run a config's file in the folder `run`."""
+    keys |= {"cluster.devices_per_process": 1}
+    flags = [f"--config.{key}={value}" for key, value in keys.items()]
+    assert main([f"--config={file}", *flags, "--workdir=run"]) == 0
+
+
 def test_gsm8k_as_it_stands_in_small(small, capsys):
-    page = (DOCS / "tutorials" / "gsm8k.md").read_text()
-    [block] = re.findall(r"^```python\n(# gsm8k\.py\n.*?)^```", page, re.M | re.S)
-    pathlib.Path("gsm8k.py").write_text(block)
-    keys = {
-        "actor.path": "tiny", "data.path": "train.jsonl", "data.eval_path": "test.jsonl",
+    config_of_page("gsm8k.md", "gsm8k.py")
+    launch("gsm8k.py", {
+        **FILES,
         "rollout.prompts": 4, "rollout.samples": 2, "rollout.max_response_length": 8,
         "algorithm.minibatch": 4, "actor.micro_batch": 2, "steps": 2, "eval.prompts": 4,
-        "cluster.devices_per_process": 1,
-    }  # fmt: skip
-    flags = [f"--config.{key}={value}" for key, value in keys.items()]
-    assert main(["--config=gsm8k.py", *flags, "--workdir=run"]) == 0
+    })  # fmt: skip
     rows = read_rows(small / "run")
     assert [row["step"] for row in rows] == [1, 2] and "eval/reward" in rows[0]
     [shown, *_] = [x for x in read_rows(small / "run", "samples.jsonl") if x["kind"] == "train"]
@@ -77,6 +90,49 @@ def test_gsm8k_as_it_stands_in_small(small, capsys):
     more = ["--data=test.jsonl", "--reward=math", "--max_new_tokens=4", "--json"]
     assert evaluate(["--model=run", *more]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["questions"] == 6
+
+
+def test_an_agent_with_python_in_small(small, test_data):
+    config_of_page("agent.md", "agent.py")
+    shutil.copy(test_data / "chat_templates" / "qwen2_5.jinja", "tiny/chat_template.jinja")
+    launch("agent.py", {
+        **FILES,
+        "rollout.prompts": 2, "rollout.samples": 2, "rollout.max_response_length": 24,
+        "environment.turn_tokens": 8, "algorithm.minibatch": 4, "actor.micro_batch": 2,
+        "steps": 2, "eval.prompts": 2,
+    })  # fmt: skip
+    rows = read_rows(small / "run")
+    assert [row["step"] for row in rows] == [1, 2] and rows[0]["episode/turns"] >= 1
+    [shown, *_] = [x for x in read_rows(small / "run", "samples.jsonl") if x["kind"] == "train"]
+    assert "<tools>" in shown["prompt"] and '"name": "python"' in shown["prompt"]
+
+
+def test_from_demonstrations_to_ppo_in_small(small, test_data):
+    """Three stages on dialogues in ultrafeedback_binarized's columns."""
+    config_of_page("sft_reward_ppo.md", "chain.py")
+    rows = []
+    with gzip.open(test_data / "hh-rlhf" / "harmless-base-test.jsonl.gz", "rt") as file:
+        for pair in map(json.loads, file):
+            chosen, rejected = messages_of(pair["chosen"]), messages_of(pair["rejected"])
+            if len(chosen) == len(rejected) == 2 and chosen[0] == rejected[0]:
+                texts = {"prompt": chosen[0]["content"], "messages": chosen}
+                rows.append(texts | {"chosen": chosen, "rejected": rejected, "score_chosen": 8.5})
+    for name, part in (("train", rows[:12]), ("test", rows[12:18])):
+        pathlib.Path(f"{name}.jsonl").write_text("\n".join(map(json.dumps, part)))
+    keys = {"actor.micro_batch": 2, "warm_start.batch": 4, "rollout.max_response_length": 160}
+    files = {key: value for key, value in FILES.items() if key != "actor.path"}
+    ppo = {
+        "rollout.prompts": 4, "algorithm.minibatch": 2, "critic.micro_batch": 2, "eval.prompts": 2,
+        "rollout.max_response_length": 8,
+    }  # fmt: skip
+    ppo = {f"ppo.{key}": value for key, value in ppo.items()}
+    launch("chain.py", {**files, **keys, **ppo, "sft.actor.path": "tiny", "steps": 1})
+    found = {name: read_rows(small / "run" / name)[0] for name in ("sft", "reward_model", "ppo")}
+    for name, metric in (("sft", "eval/loss"), ("reward_model", "eval/accuracy")):
+        assert metric in found[name]
+    # The reward model is the second stage's, and its head has begun to move.
+    assert found["ppo"]["reward/mean"] != 0
+    assert (small / "run" / "report.html").exists()
 
 
 @pytest.fixture
