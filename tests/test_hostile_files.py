@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 from helpers import save_model
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from hjax.data import chat_templates, limited_process
 from hjax.data.dataset import Dataset, PromptSampler
@@ -17,7 +17,7 @@ from hjax.errors import ConfigError, exit_status
 from hjax.files import read_json, read_rows
 from hjax.launch.jax_setup import drop_corrupt_entries
 from hjax.models.families import from_hf
-from hjax.models.huggingface import read_config
+from hjax.models.huggingface import load_weights, read_config
 from hjax.models.peft_files import Adapter
 from hjax.models.safetensors_files import TensorFile
 from hjax.models.weights import model_directory
@@ -148,6 +148,8 @@ def test_what_is_no_json_object(name, tmp_path):
         ("alpha_pattern", 4, "alpha_pattern is 4; numbers of 0 to 1e6 by name"),
         ("rank_pattern", {"q_proj": "x"}, "numbers of 0 to 1e6 by name"),
         ("alpha_pattern", {"([a-z._0-9]*)*!": 4}, "; a name, or an expression"),
+        ("alpha_pattern", {".?" * 300 + "!": 4}, "would take too long"),
+        ("peft_type", "x" * 99999, "is not supported"),
         ("alpha_pattern", {"[": 4}, "; a name, or an expression"),
         ("target_parameters", {"x": 1}, "; a list of names"),
     ],
@@ -163,6 +165,54 @@ def test_values_of_an_adapters_config(key, value, says, tmp_path):
     assert adapter.scaling("model.layers.1.self_attn.q_proj", 2) == 2.0
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | kept | {key: value}))
     one_line(lambda: Adapter(tmp_path), says)
+
+
+def weights_of(folder):
+    """Saves a tiny model; returns its tensors."""
+    save_model(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def test_adapters_that_lie_are_not_merged(tmp_path):
+    model, out = tmp_path / "model", tmp_path / "out"
+    size = weights_of(model)["model.layers.0.self_attn.q_proj.weight"].shape[0]
+    name, where = "base_model.model.model.layers.0.self_attn.q_proj.", tmp_path / "adapter"
+    where.mkdir()
+    config = {"peft_type": "LORA", "init_lora_weights": True, "r": 2, "lora_alpha": 4}
+    a, b, m = name + "lora_A.weight", name + "lora_B.weight", name + "lora_magnitude_vector"
+    both = {a: np.ones((2, size), np.float32), b: np.ones((size, 2), np.float32)}
+    twice = {**both, a.removeprefix("base_model.model."): both[a] * 5}
+    cases = [
+        ({}, {}, "no tensors"),
+        ({}, twice, "with and without"),
+        ({"r": 7}, both, "of rank 2, its adapter_config.json says 7"),
+        ({"use_dora": True}, {**both, m: np.ones(1, np.float32)}, "1 magnitudes for"),
+        ({"use_dora": True}, {**both, m: np.ones(size + 1, np.float32)}, "magnitudes for"),
+    ]
+    for keys, tensors, says in cases:
+        base = {"base_model_name_or_path": str(model)}
+        (where / "adapter_config.json").write_text(json.dumps(config | base | keys))
+        save_file(tensors, where / "adapter_model.safetensors")
+        one_line(lambda: export_model(where, out), says)
+        assert not out.exists()
+
+
+def test_a_tensor_in_two_files_and_an_index_that_lies(tmp_path):
+    tensors = weights_of(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    names = sorted(tensors)
+    save_file({n: tensors[n] for n in names[1:]}, tmp_path / "a.safetensors")
+    save_file({n: tensors[n] for n in names[:2]}, tmp_path / "b.safetensors")
+    one_line(lambda: load_weights(tmp_path), "is in both a.safetensors and b")
+    save_file({n: tensors[n] for n in names[:1]}, tmp_path / "b.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    for shards, says in (
+        (dict.fromkeys(names, "a.safetensors"), "is not in shard 'a.safetensors'"),
+        ([[n, "a.safetensors"] for n in names], "weight_map is [["),
+        ({names[0]: "a" * 9999}, "the name of a file beside the index"),
+    ):
+        index.write_text(json.dumps({"weight_map": shards}))
+        one_line(lambda: load_weights(tmp_path), says)
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (0, 3), (1, 2, 3)])
