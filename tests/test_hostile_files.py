@@ -16,6 +16,7 @@ from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, exit_status
 from hjax.files import read_json, read_rows
 from hjax.launch.jax_setup import drop_corrupt_entries
+from hjax.models.export import export_model
 from hjax.models.families import from_hf
 from hjax.models.huggingface import load_weights, read_config
 from hjax.models.peft_files import Adapter

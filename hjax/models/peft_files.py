@@ -114,21 +114,23 @@ class Adapter:
         config = read_object(file)
         if config.get("peft_type") != "LORA":
             kind = config.get("peft_type")
-            raise ConfigError(f"{file}: peft_type {short_repr(kind)} is not supported; supported: LORA")
+            raise ConfigError(
+                f"{file}: peft_type {short_repr(kind)} is not supported; supported: LORA"
+            )
         left = {key: x for key, x in config.items() if x and key not in _IGNORED_KEYS}
         if left.get("bias") == "none":
             del left["bias"]
         start = config.get("init_lora_weights")
         if str(start).lower() not in _BASE_KEEPING_INITS:
             raise ConfigError(
-                f"{file}: init_lora_weights={short_repr(start)} changes the base's weights; convert to plain "
-                "LoRA (PEFT's save_pretrained with path_initial_model_for_weight_conversion)"
+                f"{file}: init_lora_weights={short_repr(start)} changes the base's weights; convert "
+                "to plain LoRA (PEFT's save_pretrained with path_initial_model_for_weight_conversion)"
             )
         saved = config.get("modules_to_save") or []
         if not isinstance(saved, list) or set(map(str, saved)) - _HEADS:
             raise ConfigError(
-                f"{file}: modules_to_save={short_repr(saved)}, whole modules beside the adapters, is not "
-                f"supported: {_MERGE}"
+                f"{file}: modules_to_save={short_repr(saved)}, whole modules beside the adapters, "
+                f"is not supported: {_MERGE}"
             )
         if left:
             shown = ", ".join(f"{key}={value!r}" for key, value in sorted(left.items()))

@@ -168,7 +168,8 @@ class ReplayBuffer(Worker):
             if type(self.stored) is not int or self.stored < bool(entries):
                 raise ValueError(f"{self.stored!r} rows stored")
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-            raise DataError(f"{folder}: the rows of {self.role} cannot be read ({error})") from error
+            what = f"the rows of {self.role} cannot be read ({error})"
+            raise DataError(f"{folder}: {what}") from error
         if sizes - {self.capacity}:
             raise DataError(
                 f"{folder}: {self.role} has {min(sizes)} places, and "
