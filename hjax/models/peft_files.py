@@ -123,8 +123,9 @@ class Adapter:
         start = config.get("init_lora_weights")
         if str(start).lower() not in _BASE_KEEPING_INITS:
             raise ConfigError(
-                f"{file}: init_lora_weights={short_repr(start)} changes the base's weights; convert "
-                "to plain LoRA (PEFT's save_pretrained with path_initial_model_for_weight_conversion)"
+                f"{file}: init_lora_weights={short_repr(start)} changes the base's weights; "
+                "convert to plain LoRA (PEFT's save_pretrained with "
+                "path_initial_model_for_weight_conversion)"
             )
         saved = config.get("modules_to_save") or []
         if not isinstance(saved, list) or set(map(str, saved)) - _HEADS:
