@@ -336,14 +336,17 @@ def keep(runs: Runs, pages: pathlib.Path) -> None:
     lines = []
     for config, seeds in runs.items():
         metrics = [measure.metric for measure in measures(config)]
+        told: list[dict[str, Any]] = []  # other settings than these have first steps of their own
         for seed, run in sorted(seeds.items()):
+            settings_here = {k: v for k, v in run.facts["settings"].items() if k != "seed"}
             rows = [
                 {m: _short(row[m]) for m in ("step", *metrics) if row.get(m) is not None}
                 for row in run.rows
             ]
             rows = [row for row in rows if len(row) > 1]
             line = {"config": config, "seed": seed, "facts": dict(run.facts), "rows": rows}
-            if seed == min(seeds):
+            if settings_here not in told:
+                told.append(settings_here)
                 line["first"] = run.first or [computed(row) for row in run.rows[:FIRST_STEPS]]
             lines.append(json.dumps(line) + "\n")
     replace_file(pages / KEPT, "".join(lines))

@@ -136,7 +136,7 @@ _SLICES = {"v2": (2, 2), "v3": (2, 2), "v4": (2, 3), "v5p": (2, 3), "v5e": (1, 2
 _SLICE_SYNONYMS = {"v5litepod": "v5e"}
 
 
-def full_name(text: str) -> str:
+def full_hardware_name(text: str) -> str:
     """A topology's full name for a usual one: ``v5e:2x4`` for ``v5e-8``, ``v5p:2x2x2`` for
     ``v5p-16``, ``h100:1x8`` for ``8xh100``; any other text as it is.
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from hjax.devices import full_name
+from hjax.devices import full_hardware_name
 from hjax.dryrun.topologies import list_devices, parse_topology
 from hjax.errors import ConfigError
 from hjax.planning.hardware import parse_cluster
@@ -24,7 +24,7 @@ from hjax.planning.hardware import parse_cluster
     ],
 )  # fmt: skip
 def test_usual_names_of_hardware(usual, full):
-    assert full_name(usual) == full
+    assert full_hardware_name(usual) == full
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_usual_names_of_hardware(usual, full):
 )
 def test_sizes_that_are_not_sold(name, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        full_name(name)
+        full_hardware_name(name)
 
 
 def test_clusters_and_topologies_take_usual_names():

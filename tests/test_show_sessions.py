@@ -37,7 +37,7 @@ def planned():
     ask(tree, [*plan, user("Do the sum."), user("With 8.")], "25")
     ask(tree, [*plan, user("Do the product."), answer("8"), user("Sure?")], "yes, 8")
     ask(tree, [user("Summary: 8 and 25. The answer?")], "25")
-    return tree.records([label == AGENT for label in tree.labels()])
+    return tree.call_records([label == AGENT for label in tree.labels()])
 
 
 def test_a_sessions_records_say_what_is_new_and_which_row_learns_from_it():

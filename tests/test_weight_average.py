@@ -103,10 +103,12 @@ def test_training_is_the_same_and_resumes_bit_for_bit(tmp_path):
 def test_a_rollout_of_its_own_answers_with_the_average_and_draws_with_the_weights():
     """As where the actor generates, step for step; without an average evaluations are others."""
     apart = {"placement": "disaggregate", "cluster.devices_per_process": 2}
-    rows = {}
+    rows, versions = {}, {}
     for name, keys in {"": {}, "apart": apart, "plain": {**apart, "actor.ema_decay": 0.0}}.items():
         with trainer_of("PPO", {**KEYS, **keys}) as trainer:
             rows[name] = [computed(row) for row in trainer.run(4)]
+            versions[name] = np.max(trainer.batch.get("versions", 0))
+    assert versions["apart"] == versions["plain"] > 0
     for here, there, plain in zip(*rows.values(), strict=True):
         assert here == pytest.approx(there, rel=1e-4, abs=1e-6)
         shared = [x for x in plain if not x.startswith("eval/")]

@@ -174,7 +174,7 @@ class AgentPlayer:
             labels = tree.labels()
             records = call_records(tree, labels)
             trained = [self._trains(record) for record in records]
-            episode.rows, episode.calls = tree.rows(trained), tree.records(trained)
+            episode.rows, episode.calls = tree.rows(trained), tree.call_records(trained)
         reward, fault = self._reward(outcome)
         if not fault and not episode.turns:
             fault, outcome = "exception", dataclasses.replace(

@@ -126,7 +126,7 @@ def _whole_path(text: str) -> str:
     return str(path.absolute())
 
 
-def listed(text: str) -> tuple[str, ...]:
+def comma_separated(text: str) -> tuple[str, ...]:
     """The parts of a text between commas."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
@@ -144,8 +144,8 @@ def settings_of(section: Mapping[str, Any], sandbox: SandboxSettings) -> AgentSe
         verifier=section["verifier"],
         sandbox=sandbox,
         confined=section["confined"],
-        readable=listed(section["readable"]),
-        hidden=listed(section["hidden"]),
+        readable=comma_separated(section["readable"]),
+        hidden=comma_separated(section["hidden"]),
         seconds=section["seconds"],
         processes=section["processes"],
         memory_bytes=int(section["memory_gib"] * 2**30),

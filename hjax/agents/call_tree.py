@@ -205,7 +205,7 @@ class CallTree:
             found.append(row)
         return found
 
-    def records(self, trained: Sequence[bool]) -> list[dict[str, Any]]:
+    def call_records(self, trained: Sequence[bool]) -> list[dict[str, Any]]:
         """The calls as JSON values, to be looked at: ``number``, ``parent``, ``label``, ``row``
         (None: not learned from), ``said`` (role and text of the messages that are new), ``answer``,
         ``tokens`` and ``forced`` of it. Long texts are cut."""

@@ -19,7 +19,7 @@ import os
 import re
 from typing import Any
 
-from hjax.devices import DEVICES, MAX_CLUSTER_DEVICES, Device, device, full_name
+from hjax.devices import DEVICES, MAX_CLUSTER_DEVICES, Device, device, full_hardware_name
 from hjax.errors import ConfigError
 from hjax.rules import DIGITS
 
@@ -195,13 +195,13 @@ class Topology:
 
 def parse_topology(name: str) -> tuple[str, tuple[int, ...], int]:
     """The kind of device, the sizes and the number of slices of ``[SLICESx]KIND:AxB...``, or of a
-    usual name (``hjax.devices.full_name``).
+    usual name (``hjax.devices.full_hardware_name``).
 
     Raises:
       ConfigError: an unknown kind or another form.
     """
     form = rf"(?:({DIGITS})x)?([a-z][a-z0-9-]*):({DIGITS}(?:x{DIGITS})*)"
-    found = re.fullmatch(form, full_name(name).lower())
+    found = re.fullmatch(form, full_hardware_name(name).lower())
     if found is None:
         raise ConfigError(
             f"--topology={name}: a kind and sizes, such as v5p:4x4x4 or v5e:2x2 (chips), "
@@ -235,7 +235,7 @@ def find_topology(name: str) -> Topology:
       ConfigError: an unknown topology, or its compiler is not installed.
     """
     kind, sizes, slices = parse_topology(name)
-    name = full_name(name)
+    name = full_hardware_name(name)
     if kind in GPU_MEMORY:
         devices = gpu_devices(name, kind, sizes)
         platform, memory, compiler = "cuda", GPU_MEMORY[kind], "jax-cuda"
@@ -332,7 +332,7 @@ def list_devices(name: str) -> list[AbstractDevice]:
     Raises:
       ConfigError: another form, an unknown device, or too many.
     """
-    found = re.fullmatch(rf"([\w.-]+):({DIGITS}(?:x{DIGITS})*)", full_name(name))
+    found = re.fullmatch(rf"([\w.-]+):({DIGITS}(?:x{DIGITS})*)", full_hardware_name(name))
     if found is None:
         raise ConfigError(
             f"--topology={name}: a kind and sizes, such as v5e:8x8 or h100:2x8, or v5e-64, 16xh100"

@@ -139,7 +139,7 @@ class Episode:
       stop_reason: ``done``, ``max_turns``, ``context`` (the next turn has no room), or a fault of
         the environment's: ``timeout``, ``exception``, ``killed``; empty while it is played.
       fault: of a fault, what happened.
-      calls: of an agent's session, ``hjax.agents.call_tree.CallTree.records``.
+      calls: of an agent's session, ``hjax.agents.call_tree.CallTree.call_records``.
     """
 
     number: int

@@ -186,7 +186,7 @@ def agent_player(
             f"--agent={args.agent}: {error.name} is not installed; the extra `serve` has what "
             "answers agents: pip install 'hjax[serve]'"
         ) from error
-    from hjax.agents.agent_settings import AgentSettings, RecordSettings, listed
+    from hjax.agents.agent_settings import AgentSettings, RecordSettings, comma_separated
     from hjax.rollout.sampling_params import SamplingParams
     from hjax.rollout.service import GenerationService
     from hjax.serving.served_model import ServedModel
@@ -196,7 +196,7 @@ def agent_player(
         command=args.agent if args.verifier else "",
         verifier=args.verifier,
         confined=args.confined,
-        readable=listed(args.readable),
+        readable=comma_separated(args.readable),
         seconds=args.agent_seconds,
         processes=args.processes or 1,
     )

@@ -4,7 +4,7 @@ import functools
 import math
 import re
 
-from hjax.devices import MAX_CLUSTER_DEVICES, Device, device, full_name
+from hjax.devices import MAX_CLUSTER_DEVICES, Device, device, full_hardware_name
 from hjax.errors import ConfigError, truncate
 from hjax.planning.plan_types import Cluster, DevicePool
 from hjax.planning.profile import CALIBRATE_COMMAND
@@ -17,7 +17,7 @@ _HOST = 8  # devices of most hosts
 def parse_cluster(text: str) -> Cluster:
     """Parse a cluster's name: ``16x8:a100-80g`` (hosts x devices), ``v5p:4x4x4`` or
     ``2xv5p:4x4x4`` (slices x sides), or a usual one such as ``8xh100`` or ``v5p-16``
-    (``hjax.devices.full_name``), joined by ``+``.
+    (``hjax.devices.full_hardware_name``), joined by ``+``.
 
     Raises:
       ConfigError: another form, an unknown device, or too many.
@@ -29,7 +29,7 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def _parse_pool(text: str) -> DevicePool:
-    sizes, slices, text = f"{DIGITS}(?:x{DIGITS})*", 1, full_name(text)
+    sizes, slices, text = f"{DIGITS}(?:x{DIGITS})*", 1, full_hardware_name(text)
     if match := re.fullmatch(rf"({sizes}):([\w.-]+)", text):
         numbers, name = match.groups()
     elif match := re.fullmatch(rf"(?:({DIGITS})x)?([a-z][\w.-]*):({sizes})", text, re.IGNORECASE):

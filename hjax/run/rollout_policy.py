@@ -199,6 +199,9 @@ class RolloutPolicy:
         (``hjax.workers.TrainableWorker``); what it then has is published again, as the same
         version, for the next generation. Not while batches are generated ahead of learning."""
         with self._lock:
+            if self._changed and self._committed is not None:
+                self.version += 1  # of the updates since the last generation
+            self._changed = False
             exchanged = self.actor.use_average(use)
             self.rollout.initialize()  # it takes a version once
             self._published, self._committed = {}, None

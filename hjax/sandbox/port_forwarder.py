@@ -17,7 +17,7 @@ _CHUNK = 1 << 16
 _GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 0x1
 
 
-def listen_within(port: int) -> socket.socket:
+def listen_in_namespace(port: int) -> socket.socket:
     """Inside the namespace: start its loopback, and listen at a port of it."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     request = struct.pack("16sH14x", b"lo", 0)
@@ -29,7 +29,7 @@ def listen_within(port: int) -> socket.socket:
     return listener
 
 
-def forward(listener: socket.socket, port: int) -> None:
+def forward_connections(listener: socket.socket, port: int) -> None:
     """Outside: pass on what connects, in threads that end with this process."""
     threading.Thread(target=_accept, args=(listener, port), daemon=True).start()
 
@@ -46,13 +46,15 @@ def _accept(listener: socket.socket, port: int) -> None:
 
 
 def _connect(inner: socket.socket, port: int, places: threading.Semaphore) -> None:
-    with contextlib.suppress(OSError), inner:
-        with socket.create_connection((_LOOPBACK, port)) as outer:
-            back = threading.Thread(target=_copy, args=(outer, inner), daemon=True)
-            back.start()
-            _copy(inner, outer)
-            back.join()
-    places.release()
+    try:
+        with contextlib.suppress(OSError), inner:
+            with socket.create_connection((_LOOPBACK, port)) as outer:
+                back = threading.Thread(target=_copy, args=(outer, inner), daemon=True)
+                back.start()
+                _copy(inner, outer)
+                back.join()
+    finally:
+        places.release()
 
 
 def _copy(source: socket.socket, target: socket.socket) -> None:

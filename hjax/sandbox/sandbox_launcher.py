@@ -91,7 +91,7 @@ class _Supervisor:
         if self._port and self._layers["namespaces"]:
             handles = socket.recv_fds(self._outside, 1, 1)[1]
             if handles:  # else it has not started, and says why
-                port_forwarder.forward(socket.socket(fileno=handles[0]), self._port)
+                port_forwarder.forward_connections(socket.socket(fileno=handles[0]), self._port)
         nothing = os.open(os.devnull, os.O_RDWR)
         for stream in streams:  # else the output would never end
             os.close(stream)
@@ -165,7 +165,7 @@ class _Supervisor:
             if self._layers["namespaces"]:
                 kernel_layers.enter_namespaces()
                 if self._port:
-                    with port_forwarder.listen_within(self._port) as listener:
+                    with port_forwarder.listen_in_namespace(self._port) as listener:
                         socket.send_fds(self._inside, [b"l"], [listener.fileno()])
                 self._inside.close()
                 if inner := os.fork():

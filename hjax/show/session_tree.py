@@ -1,7 +1,7 @@
 """A session of an agent as a tree: its calls in chains, and chains that branch off.
 
-A chain is a conversation: each call goes on from the one above it. Where several calls go on from
-one, the first of its children stays in the chain if no other does, else each begins a chain.
+A chain is a conversation: each call goes on from the one above it. It ends at a call from which
+several go on; each of these begins a chain of its own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ def session_tree(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The chains of a session that go on from nothing.
 
     Args:
-      calls: as of ``hjax.agents.call_tree.CallTree.records``, in order.
+      calls: as of ``hjax.agents.call_tree.CallTree.call_records``, in order.
 
     Returns:
       of each chain its ``calls`` (``said``: (role, text) of what is new, ``answer``, ``head``, a

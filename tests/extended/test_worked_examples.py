@@ -17,7 +17,7 @@ from hjax.data.dataset import Dataset
 from hjax.data.invalid_rows import InvalidRows
 from hjax.data.read_options import ReadOptions
 from hjax.data.tokenizer import Tokenizer
-from hjax.devices import full_name
+from hjax.devices import full_hardware_name
 from hjax.launch.__main__ import main
 from hjax.launch.evaluate import main as evaluate
 from hjax.launch.generate import main as generate
@@ -138,7 +138,7 @@ def test_names_on_the_pages_of_choices():
     assert len(rows) == 7
     for usual, full, _ in rows:
         names, means = (re.findall(r"`([\w:-]+)`", cell) for cell in (usual, full))
-        assert means == [] or [full_name(name) for name in names] == means
+        assert means == [] or [full_hardware_name(name) for name in names] == means
     keys = flatten(hjax.get_config("grpo.py"))
     for name in ("lora", "memory", "reward_does_not_rise", "which_algorithm"):
         text = (DOCS / "guides" / f"{name}.md").read_text()
