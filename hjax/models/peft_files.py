@@ -94,6 +94,11 @@ class Adapter:
         if not self.names or len(self.names) < len(self.file.shapes):
             what = f"a tensor with and without {_PREFIX!r}" if self.names else "no tensors"
             raise ConfigError(f"{self.path / WEIGHTS}: it has {what}")
+        if (saved := self._config.get("modules_to_save")) and "score.weight" not in self.names:
+            raise ConfigError(
+                f"{self.path / CONFIG}: modules_to_save={short_repr(saved)}, and {WEIGHTS} has no "
+                "score.weight; a head is read from there alone"
+            )
         for name, full in self.names.items():
             if _TABLES.search(name):
                 raise ConfigError(
@@ -205,9 +210,12 @@ class Adapter:
             both = tensor.astype(np.float32) + (addition.T if part.inputs_first else addition)
             if self.dora:
                 both *= self._norm_scale(module, both, over=0 if part.inputs_first else 1)
-        if not np.isfinite(both).all():
+        return self._finite(both.astype(np.float32), module)
+
+    def _finite(self, merged: np.ndarray, module: str) -> np.ndarray:
+        if not np.isfinite(merged).all():
             raise ConfigError(f"{self.path}: {module} is not finite with its adapter merged")
-        return both.astype(np.float32)
+        return merged
 
     def _norm_scale(self, module: str, both: np.ndarray, over: int) -> np.ndarray:
         """DoRA's factor of each output of a matrix with its adapter, whose inputs are ``over``."""
@@ -250,7 +258,8 @@ class Adapter:
         else:
             start = (half or 0) * shape[0]
             addition = b[start : start + shape[0], :, expert] @ a[expert]
-        return tensor.astype(np.float32) + scaling * addition
+        with np.errstate(over="ignore", invalid="ignore"):
+            return self._finite(tensor.astype(np.float32) + scaling * addition, module)
 
     @property
     def dora(self) -> bool:
