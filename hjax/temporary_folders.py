@@ -78,7 +78,11 @@ def _remove_left_over(parent: Path, prefix: str) -> None:
             if not own or time.time() - found.st_mtime < _NEW_SECONDS:
                 continue
             flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
-            handle = os.open(folder / _LOCK, flags)
+            try:
+                handle = os.open(folder / _LOCK, flags)
+            except FileNotFoundError:
+                folder.rmdir()  # killed before it had one; only empty ones are
+                continue
             try:
                 if _lock(handle):
                     remove_folder(folder)

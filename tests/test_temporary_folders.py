@@ -53,8 +53,8 @@ def test_folders_in_use_and_others_stay(tmp_path):
         names = ["hjax-x-no_lock_", "hjax-x-mine", "hjax-x-UPPER678", "hjax-y-abcdefgh"]
         for name in names:
             (tmp_path / name).mkdir()
-            if name != names[0]:
-                (tmp_path / name / "lock").touch()
+            (tmp_path / name / ("lock" if name != names[0] else "file")).touch()
+        (tmp_path / "hjax-x-empty678").mkdir()
         (tmp_path / "hjax-x-fifo5678").mkdir()
         os.mkfifo(tmp_path / "hjax-x-fifo5678" / "lock")
         (tmp_path / "hjax-x-locklink").mkdir()
@@ -70,9 +70,10 @@ def test_folders_in_use_and_others_stay(tmp_path):
         for path in before:
             os.utime(path, OLD, follow_symlinks=False)
         TemporaryFolder("hjax-x-", tmp_path).remove()
-        # A FIFO that nobody has can be locked as a file can: that folder's process has ended.
-        fifo = tmp_path / "hjax-x-fifo5678"
-        assert sorted(tmp_path.iterdir()) == [path for path in before if path != fifo]
+        # A FIFO that nobody has can be locked as a file can: that folder's process has ended. So
+        # has one that was killed before it made a file.
+        ended = [tmp_path / "hjax-x-fifo5678", tmp_path / "hjax-x-empty678"]
+        assert sorted(tmp_path.iterdir()) == [path for path in before if path not in ended]
         assert used.is_dir()
 
 
