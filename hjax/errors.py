@@ -147,7 +147,7 @@ def _print_error(error: Exception, status: int) -> int:
     if details := getattr(error, "details", ""):
         print(details, file=sys.stderr)
     if isinstance(error, OSError) and error.filename and error.strerror:
-        text = f"{error.filename}: {error.strerror}"
+        text = f"{truncate(str(error.filename), MAX_MESSAGE_CHARS)}: {error.strerror}"
     elif not isinstance(error, (ConfigError, RunError)):
         text = f"{type(error).__name__}: {text}"
     print(f"hjax: error: {text}", file=sys.stderr)

@@ -9,6 +9,7 @@ from hjax.errors import ConfigError, DataError, truncate
 from hjax.files import StrPath, read_bytes, special_file
 
 _LARGEST_FILE = 2**30  # bytes of a file that is read whole
+_LARGEST_OBJECT = 2**26  # bytes of a file of settings, whose values take many times as much
 _SHOWN = 80  # characters of a path in a message
 
 
@@ -81,9 +82,9 @@ def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file.
 
     Raises:
-      DataError: it cannot be read, or is no object.
+      DataError: it cannot be read, is larger than settings are, or is no object.
     """
-    content = parse_json(read_file(path), str(path))
+    content = parse_json(read_file(path, _LARGEST_OBJECT), str(path))
     if not isinstance(content, dict):
         raise DataError(f"{path}: must be a JSON object, not {type(content).__name__}")
     return content
@@ -103,12 +104,12 @@ def check_directory(path: Path) -> None:
             raise DataError(f"{file}: {found}, not a file")
 
 
-def read_file(path: Path) -> bytes:
-    """The bytes of a file; raises DataError if it cannot be read, or is larger than a file of
-    settings, a template or a tokenizer."""
+def read_file(path: Path, most: int = _LARGEST_FILE) -> bytes:
+    """The bytes of a file; raises DataError if it cannot be read, or has more than ``most``: by
+    default than a template or a tokenizer has."""
     try:
-        if (size := path.stat().st_size) > _LARGEST_FILE:
-            raise DataError(f"{path}: {size} bytes; at most {_LARGEST_FILE}")
+        if (size := path.stat().st_size) > most:
+            raise DataError(f"{path}: {size} bytes; at most {most}")
         return read_bytes(path)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error

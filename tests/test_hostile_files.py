@@ -1,32 +1,41 @@
 """What is wrong with paths and files that users hand over is one line, soon, and nothing hangs."""
 
+import contextlib
+import functools
 import json
 import os
 import struct
 import time
 
+import jax
 import numpy as np
 import pytest
-from helpers import save_model
-from safetensors.numpy import save_file
+from helpers import save_model, trainer_of
+from safetensors.numpy import load_file, save_file
 
+import hjax
 from hjax.data import chat_templates, limited_process
 from hjax.data.dataset import Dataset, PromptSampler
+from hjax.data.tasks import get_task
 from hjax.data.tokenizer import Tokenizer
 from hjax.errors import ConfigError, exit_status
 from hjax.files import read_json, read_rows
 from hjax.launch.jax_setup import drop_corrupt_entries
+from hjax.models.export import export_model
 from hjax.models.families import from_hf
-from hjax.models.huggingface import read_config
+from hjax.models.huggingface import load_weights, read_config
+from hjax.models.parameters import scalar_network
 from hjax.models.peft_files import Adapter
 from hjax.models.safetensors_files import TensorFile
-from hjax.models.weights import model_directory
+from hjax.models.weights import load_params, model_directory
 from hjax.planning.profile import read_profile
 from hjax.run.placement import make_plan
 from hjax.settings.config_loading import find_config
+from hjax.sharding.layout import make_layouts
 from hjax.user_code import load_object
 from hjax.user_input import user_path
 
+HEAD = "base_model.model.lm_head.weight"
 DEEP = b"[" * 100_000 + b"]" * 100_000
 
 
@@ -148,6 +157,8 @@ def test_what_is_no_json_object(name, tmp_path):
         ("alpha_pattern", 4, "alpha_pattern is 4; numbers of 0 to 1e6 by name"),
         ("rank_pattern", {"q_proj": "x"}, "numbers of 0 to 1e6 by name"),
         ("alpha_pattern", {"([a-z._0-9]*)*!": 4}, "; a name, or an expression"),
+        ("alpha_pattern", {".?" * 300 + "!": 4}, "would take too long"),
+        ("peft_type", "x" * 99999, "is not supported"),
         ("alpha_pattern", {"[": 4}, "; a name, or an expression"),
         ("target_parameters", {"x": 1}, "; a list of names"),
     ],
@@ -163,6 +174,85 @@ def test_values_of_an_adapters_config(key, value, says, tmp_path):
     assert adapter.scaling("model.layers.1.self_attn.q_proj", 2) == 2.0
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | kept | {key: value}))
     one_line(lambda: Adapter(tmp_path), says)
+
+
+def weights_of(folder):
+    """Saves a tiny model; returns its tensors."""
+    save_model(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def test_adapters_that_lie_are_not_merged(tmp_path):
+    model, out = tmp_path / "model", tmp_path / "out"
+    size = weights_of(model)["model.layers.0.self_attn.q_proj.weight"].shape[0]
+    name, where = "base_model.model.model.layers.0.self_attn.q_proj.", tmp_path / "adapter"
+    where.mkdir()
+    config = {"peft_type": "LORA", "init_lora_weights": True, "r": 2, "lora_alpha": 4}
+    a, b, m = name + "lora_A.weight", name + "lora_B.weight", name + "lora_magnitude_vector"
+    both = {a: np.ones((2, size), np.float32), b: np.ones((size, 2), np.float32)}
+    twice = {**both, a.removeprefix("base_model.model."): both[a] * 5}
+    cases = [
+        ({}, {}, "no tensors"),
+        ({}, twice, "with and without"),
+        ({"r": 7}, both, "of rank 2, its adapter_config.json says 7"),
+        ({"use_dora": True}, {**both, m: np.ones(1, np.float32)}, "1 magnitudes for"),
+        ({"use_dora": True}, {**both, m: np.ones(size + 1, np.float32)}, "magnitudes for"),
+        ({"modules_to_save": ["score"]}, both, "has no score.weight"),
+        ({"modules_to_save": ["lm_head"]}, both, "modules_to_save=['lm_head']"),
+        ({}, {**both, HEAD: np.ones((16, size), np.float32)}, "'lm_head.weight' adapts an"),
+    ]
+    for keys, tensors, says in cases:
+        base = {"base_model_name_or_path": str(model)}
+        (where / "adapter_config.json").write_text(json.dumps(config | base | keys))
+        save_file(tensors, where / "adapter_model.safetensors")
+        one_line(lambda: export_model(where, out), says)
+        assert not out.exists()
+
+
+def test_a_scalar_head_is_never_left_out_of_a_language_model(tmp_path):
+    """Nor of an adapter that learned one, on a plain base; where scores are wanted it is used."""
+    base, adapter, out = tmp_path / "base", tmp_path / "adapter", tmp_path / "out"
+    size = weights_of(base)["model.layers.0.self_attn.q_proj.weight"].shape[0]
+    save_model(tmp_path / "judge", head=True)
+    adapter.mkdir()
+    name, rng = "base_model.model.", np.random.default_rng(3)
+    q = f"{name}model.layers.0.self_attn.q_proj.lora_"
+    shapes = {
+        f"{q}A.weight": (2, size),
+        f"{q}B.weight": (size, 2),
+        f"{name}score.weight": (1, size),
+    }
+    tensors = {n: rng.normal(size=shape).astype(np.float32) for n, shape in shapes.items()}
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "init_lora_weights": True, "r": 2, "lora_alpha": 4}
+    config |= {"base_model_name_or_path": str(base), "modules_to_save": ["classifier", "score"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    for path in (adapter, tmp_path / "judge"):
+        one_line(functools.partial(export_model, path, out), "a sequence classifier's head")
+        one_line(functools.partial(hjax.load_model, path), "gives scores and no text")
+        assert not out.exists()
+    config = read_config(base)
+    network, layout = scalar_network(config), make_layouts(jax.devices()[:1]).train
+    head = load_params(adapter, network, layout)["head"]
+    assert np.array_equal(head, tensors[f"{name}score.weight"][0])
+
+
+def test_a_tensor_in_two_files_and_an_index_that_lies(tmp_path):
+    tensors = weights_of(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    names = sorted(tensors)
+    save_file({n: tensors[n] for n in names[1:]}, tmp_path / "a.safetensors")
+    save_file({n: tensors[n] for n in names[:2]}, tmp_path / "b.safetensors")
+    one_line(lambda: load_weights(tmp_path), "is in both a.safetensors and b")
+    save_file({n: tensors[n] for n in names[:1]}, tmp_path / "b.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    for shards, says in (
+        (dict.fromkeys(names, "a.safetensors"), "is not in shard 'a.safetensors'"),
+        ([[n, "a.safetensors"] for n in names], "weight_map is [["),
+        ({names[0]: "a" * 9999}, "the name of a file beside the index"),
+    ):
+        index.write_text(json.dumps({"weight_map": shards}))
+        one_line(lambda: load_weights(tmp_path), says)
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (0, 3), (1, 2, 3)])
@@ -223,11 +313,42 @@ def test_chat_templates_that_are_none(value, line, tmp_path):
     one_line(lambda: Tokenizer.load(tmp_path), line)
 
 
-@pytest.mark.parametrize("value", ["2", 2.5, [None], [[2]], True, -1, {}])
+NO_ENDS = ["2", 2.5, [None], [[2]], True, -1, {}, 10**30, float("nan"), list(range(257))]
+
+
+@pytest.mark.parametrize("value", NO_ENDS, ids=range(len(NO_ENDS)))
 def test_ends_that_are_no_ids(value, tmp_path):
+    """With a tokenizer and without one, and in the model's own file."""
     Tokenizer.characters("ab").save(tmp_path)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    save_model(tmp_path / "model")
+    for name in ("generation_config.json", "model/generation_config.json"):
+        (tmp_path / name).write_text(json.dumps({"eos_token_id": value}))
     one_line(lambda: Tokenizer.load(tmp_path), "eos_token_id is")
+    one_line(lambda: hjax.load_model(tmp_path / "model"), "eos_token_id is")
+    one_line(lambda: export_model(tmp_path / "model", tmp_path / "out"), "eos_token_id is")
+    (tmp_path / "model" / "generation_config.json").unlink()
+    content = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(content | {"eos_token_id": value}))
+    one_line(lambda: hjax.load_model(tmp_path / "model"), "eos_token_id is")
+
+
+def test_what_a_generation_config_may_say(tmp_path):
+    """Its ids end responses; what else it says is not asked, and an export has it."""
+    save_model(tmp_path / "model", tokenizer=get_task("sorting").tokenizer())
+    file = tmp_path / "model" / "generation_config.json"
+    said = {"eos_token_id": [3, 3, 5, 2**22], "temperature": 1e308, "top_k": -5, "do_sample": "x"}
+    file.write_text(json.dumps(said))
+    assert set(hjax.load_model(tmp_path / "model").eos_ids) == {2, 3, 5}
+    export_model(tmp_path / "model", tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == said
+    for depth in (900, 940, 960, 980, 990, 100_000):
+        file.write_bytes(b'{"a":' + b"[" * depth + b"]" * depth + b"}")
+        with contextlib.suppress(ConfigError):
+            hjax.load_model(tmp_path / "model")
+            with trainer_of("GRPO", {"actor.path": str(tmp_path / "model")}, tmp_path / "run") as t:
+                t.prepare()
+    file.write_bytes(b'{"a":' + b" " * 2**26 + b"1}")
+    one_line(lambda: hjax.load_model(tmp_path / "model"), "at most 67108864")
 
 
 WRONG = ["12", None, 0, -1, 1.5, True, [], {}, [None], {"a": 1}, "silu", 10**30, float("nan")]

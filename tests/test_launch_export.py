@@ -201,9 +201,10 @@ def test_what_a_killed_export_left_is_removed_by_the_next(tmp_path):
     for folder in (killed, runs, new, others):
         (folder / "model").mkdir(parents=True)
         (folder / "model" / "config.json").write_text("{}")
+        (folder / "lock").touch()
         if folder != new:
             os.utime(folder, (1, 1))
-    handle = os.open(runs, os.O_RDONLY)
+    handle = os.open(runs / "lock", os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         export_model(model, tmp_path / "out")

@@ -25,6 +25,7 @@ from typing import IO, Any
 from hjax.errors import ConfigError, DataError, RunError
 from hjax.sandbox.local_sandbox import ExecResult, LocalSandbox, Sandbox, SandboxLimits
 from hjax.sandbox.sandbox_settings import THIS_MACHINE, SandboxSettings
+from hjax.temporary_folders import TemporaryFolder
 from hjax.user_code import load_object
 
 # What a command's words may have in braces.
@@ -207,7 +208,7 @@ class CommandAgent:
         texts = {name: json.dumps(value, default=str) for name, value in files.items()}
         if self._own is not None:
             return await self._confined(self._own, task, {"url": url, "key": key}, texts)
-        with tempfile.TemporaryDirectory(prefix="hjax-agent-") as outer:
+        with TemporaryFolder("hjax-agent-") as outer:
             folder = Path(outer, _WORK)
             folder.mkdir()
             places = {"url": url, "key": key}

@@ -14,6 +14,7 @@ from hjax.data.token_bytes import TokenBytes
 from hjax.data.tokenizer_backend import TokenizerBackend
 from hjax.data.tokenizer_files import (
     DEFAULT,
+    HIGHEST_ID,
     MORE_TEMPLATES,
     TEMPLATE,
     content,
@@ -45,9 +46,6 @@ _CLEANED = (
     (" ' ", "'"),
     *((f" {end}", end) for end in ("n't", "'m", "'s", "'ve", "'re")),
 )
-
-# Highest id that is taken: four times the largest vocabulary that is published.
-HIGHEST_ID = 2**22
 
 
 class Tokenizer:

@@ -26,8 +26,6 @@ T = TypeVar("T")
 # Most tokens of one text, and the growth up to which a text's length does not matter: NFC and names
 # for bytes are 15.
 TOKENS, MOST_GROWTH = 4 * 2**20, 16
-# Characters from which on a text is encoded with the GIL released.
-LONG_TEXT = 4096
 # Without threads of its own, which would need address space, and backtraces.
 _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "RUST_BACKTRACE": "0"
@@ -186,7 +184,7 @@ def _encode_limited(library: tokenizers.Tokenizer, text: str) -> list[int]:
     if library.normalizer is not None:
         normalized = library.normalizer.normalize_str(text)
         _limited(normalized, CHARACTERS, "characters of normalized text")
-    ids = library.encode(_limited(text, CHARACTERS, "characters"), add_special_tokens=False).ids
+    ids = _encode(library, _limited(text, CHARACTERS, "characters"))
     return _limited(ids, TOKENS, "tokens")
 
 
@@ -197,9 +195,7 @@ def _limited(value: Any, most: int, what: str) -> Any:
 
 
 def _encode(library: tokenizers.Tokenizer, text: str) -> list[int]:
-    if len(text) < LONG_TEXT:
-        return library.encode(text, add_special_tokens=False).ids
-    # `encode` holds the GIL: megabytes of text would block other threads for many seconds.
+    # `encode` holds the GIL, and keeps offsets that nobody asks for: a sixth of its time.
     [found] = library.encode_batch_fast([text], add_special_tokens=False)
     return found.ids
 

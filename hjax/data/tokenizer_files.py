@@ -38,6 +38,9 @@ TEMPLATE, MORE_TEMPLATES, DEFAULT = "chat_template.jinja", "additional_chat_temp
 
 # Largest tokenizer.json, and most characters of the tokens that the files beside it add.
 FILE_BYTES, ADDED_CHARACTERS = 256 * 2**20, 2**20
+# Highest id that is taken: four times the largest vocabulary that is published. Most ids that end a
+# response: published models have up to ten.
+HIGHEST_ID, MOST_ENDS = 2**22, 256
 # A line of a tiktoken vocabulary: the token's bytes in base64, and its rank.
 _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 # Fields of an added token in a file.
@@ -319,18 +322,26 @@ def _kind(file: Path) -> tuple[str, tuple[str, ...]]:
 
 
 def _eos_ids(folder: Path, model: Path | None) -> list[int]:
-    found: list[int] = []
     files = [folder / "generation_config.json", folder / "config.json"]
-    for file in files + ([model / "generation_config.json"] if model else []):
-        ids = _read_json(file).get("eos_token_id")
-        several = ids if isinstance(ids, list) else [] if ids is None else [ids]
-        for one in several:
-            if not isinstance(one, int) or isinstance(one, bool) or one < 0:
-                raise DataError(
-                    f"{file}: eos_token_id is {short_repr(ids, 80)}; a token id, or a list of them"
-                )
-        found += several
-    return found
+    files += [model / "generation_config.json"] if model else []
+    return [i for file in files for i in read_eos_ids(file)]
+
+
+def read_eos_ids(file: Path) -> list[int]:
+    """The ids that end a response by a generation_config.json or config.json; none without one.
+
+    Raises:
+      DataError: something else is there.
+    """
+    ids = _read_json(file).get("eos_token_id")
+    several = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    known = all(type(i) is int and 0 <= i <= HIGHEST_ID for i in several)
+    if not known or len(several) > MOST_ENDS:
+        raise DataError(
+            f"{file}: eos_token_id is {short_repr(ids, 80)}; a token id of 0 to {HIGHEST_ID}, or a "
+            f"list of at most {MOST_ENDS} of them"
+        )
+    return several
 
 
 def _templates(folder: Path, in_config: Any) -> dict[str, str]:

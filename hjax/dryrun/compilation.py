@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from hjax.errors import DataError, RunError
 from hjax.files import replace_file
 from hjax.sharding.device_mesh import ring_table
 from hjax.sharding.interconnect import Interconnect, interconnect_of
+from hjax.temporary_folders import TemporaryFolder
 from hjax.user_input import read_object
 from hjax.xla.collectives import Collective, collectives
 from hjax.xla.compiler_flags import COMPILER_FLAGS
@@ -132,8 +132,8 @@ def _compile(
     reader: ProgramReader | None,
 ) -> dict[str, Any]:
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="hjax-compile-") as folder:
-        options = {**TPU_DUMP, "xla_dump_to": folder} if topology.platform == "tpu" else None
+    with TemporaryFolder("hjax-compile-") as folder:
+        options = {**TPU_DUMP, "xla_dump_to": str(folder)} if topology.platform == "tpu" else None
         try:
             compiled = lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
@@ -146,7 +146,7 @@ def _compile(
             refused = {"refused_bytes": needed[0], "total_bytes": needed[0]}
             return {**refused, "seconds": time.perf_counter() - start}
         seconds = time.perf_counter() - start
-        text = _text(compiled, Path(folder))
+        text = _text(compiled, folder)
     by_kind: dict[str, dict[str, int]] = {}
     trips = program.program.loop_trips
     exchanged = collectives(text, trips)

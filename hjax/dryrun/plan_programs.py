@@ -1,8 +1,6 @@
 """`plan --compile`: compile a plan's programs for its cluster and check that they fit."""
 
 import dataclasses
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -16,6 +14,7 @@ from hjax.planning.result import describe_candidate, describe_result
 from hjax.planning.search import PlanProblem, SearchResult
 from hjax.roles import STAGES
 from hjax.show.format import duration, size
+from hjax.temporary_folders import TemporaryFolder
 
 # The planner's stage of a controller's phase.
 STAGE = dict(zip(("generate", "prepare", "update"), STAGES, strict=True))
@@ -134,8 +133,8 @@ def _compile(
 ) -> dict[str, Any]:
     step = duration(candidate.total)
     console.print(f"{_sets(candidate)}: {step} a step by the formulas; compiling")
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "plan.json"
+    with TemporaryFolder("hjax-plan-") as folder:
+        file = folder / "plan.json"
         file.write_text(json_line(describe_candidate(candidate, problem)))
         placed = config.copy_and_resolve_references()
         with placed.unlocked():

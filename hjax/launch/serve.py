@@ -70,7 +70,6 @@ import os
 import re
 import socket
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +96,7 @@ from hjax.rollout.sampling_params import OPTIONS, SamplingParams
 from hjax.rules import Rule, at_least, between, deadline
 from hjax.serving.address import address_of, bind
 from hjax.serving.limits import ServerLimits, allow_connections
+from hjax.temporary_folders import TemporaryFolder
 
 if TYPE_CHECKING:
     from hjax.rollout.language_model import LanguageModel
@@ -248,7 +248,7 @@ def _tinker(args: Any, key: str, info: ModelInfo) -> int:
     allow_connections(args.max_connections)
     names = tuple(filter(None, args.name.split(","))) or (args.model,)
     with _bind(args, key) as bound, contextlib.ExitStack() as stack:
-        folder = args.store or stack.enter_context(tempfile.TemporaryDirectory(prefix="hjax-"))
+        folder = args.store or stack.enter_context(TemporaryFolder("hjax-store-")) / "states"
         store = StateStore(folder)
         prepare_devices(args.data * args.fsdp * args.tensor)
         base = SharedBase(

@@ -8,7 +8,6 @@ what the stage `sft` trained.
 import contextlib
 import dataclasses
 import re
-import tempfile
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from hjax.errors import ConfigError
 from hjax.files import METRICS, json_line
 from hjax.run.workdir import Workdir
 from hjax.settings.config_loading import apply_overrides, check_config, get_stages
+from hjax.temporary_folders import TemporaryFolder
 
 WORKDIR = "{workdir}"
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)(=?)", re.DOTALL)
@@ -161,7 +161,7 @@ def check_data(configs: Mapping[str, ConfigDict], workdir: Path) -> None:
     from hjax.run.inputs import check_inputs
     from hjax.run.run_metadata import write_model_files
 
-    with tempfile.TemporaryDirectory() as folder:
+    with TemporaryFolder("hjax-stages-") as folder:
         untrained = {stage for stage in configs if not is_workdir(workdir / stage)}
         moved = {f"{workdir}/{stage}": f"{folder}/{stage}" for stage in untrained}
         for stage, config in configs.items():
@@ -188,8 +188,8 @@ def dry_run_stages(
     stages: Stages, workdir: Path | None, run: Callable[[str, ConfigDict], None]
 ) -> int:
     """Dry run of each stage whose starting checkpoints exist."""
-    with tempfile.TemporaryDirectory() as folder:
-        base = workdir if workdir is not None and workdir.is_dir() else Path(folder)
+    with TemporaryFolder("hjax-stages-") as folder:
+        base = workdir if workdir is not None and workdir.is_dir() else folder
         stages.prepare(base)
         configs = stages.configs(base)
         check_data(configs, base)

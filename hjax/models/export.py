@@ -2,10 +2,6 @@
 
 import contextlib
 import json
-import os
-import shutil
-import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,24 +15,27 @@ from hjax.errors import ConfigError, RunError
 from hjax.files import StrPath, mount_points, read_json, special_file, sync_file
 from hjax.models.base_checkpoints import recorded_step
 from hjax.models.families.family import TOKEN_IDS
-from hjax.models.huggingface import has_score_head, read_config, save_weights, stored_dtypes
+from hjax.models.huggingface import read_config, save_weights, stored_dtypes
 from hjax.models.model_config import ModelConfig
 from hjax.models.parameters import Network, Params
 from hjax.models.peft_files import save_adapter
 from hjax.models.weights import (
     actor_path,
     adapter_base,
+    has_score_head,
     is_workdir,
     load_actor_checkpoint,
     load_trained,
     model_directory,
+    read_eos_ids,
 )
 from hjax.sharded_values import ArrayRegions
+from hjax.temporary_folders import TemporaryFolder
 from hjax.user_input import read_file, user_path
 
 GENERATION_CONFIG = "generation_config.json"
-# In the name of a folder that is being written, and seconds within which it gets its lock.
-_UNFINISHED, _LOCK_SECONDS = ".hjax-export-", 60.0
+# In the name of a folder that is being written.
+_UNFINISHED = ".hjax-export-"
 # Patterns of files beside weights and config that are copied unchanged; additional chat templates
 # are too.
 COPIED_FILES = (
@@ -141,12 +140,8 @@ def _atomic_directory(output: StrPath) -> Iterator[Path]:
     prefix = f".{path.name[:50]}{_UNFINISHED}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_unfinished(path.parent, prefix)
-        with (
-            tempfile.TemporaryDirectory(prefix=prefix, dir=path.parent) as folder,
-            _locked(Path(folder)),
-        ):
-            made = Path(folder) / "model"
+        with TemporaryFolder(prefix, path.parent) as folder:
+            made = folder / "model"
             yield made
             for file in made.rglob("*"):
                 if file.is_file():
@@ -156,38 +151,6 @@ def _atomic_directory(output: StrPath) -> Iterator[Path]:
             made.rename(path)
     except OSError as error:
         raise RunError(f"{path} could not be written: {error.strerror or error}") from error
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
-    """A lock on a folder, until the block or this process ends; false: another has it, or there are
-    no locks here."""
-    try:
-        import fcntl
-
-        handle = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
-    except (ImportError, OSError):
-        yield False
-        return
-    locked = False
-    with contextlib.suppress(OSError):
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        locked = True
-    try:
-        yield locked
-    finally:
-        os.close(handle)
-
-
-def _remove_unfinished(parent: Path, prefix: str) -> None:
-    """Remove the folders of exports that were killed; the lock of one that runs keeps its own."""
-    for folder in parent.iterdir():
-        if not folder.name.startswith(prefix):
-            continue
-        with _locked(folder) as locked, contextlib.suppress(OSError):
-            # One that was just made has no lock yet.
-            if locked and time.time() - folder.stat().st_mtime > _LOCK_SECONDS:
-                shutil.rmtree(folder)
 
 
 def _write_model(
@@ -234,13 +197,14 @@ def export_model(
     check_output(output)
     if not adapter:
         directory = model_directory(source)
-        if not is_workdir(source) and has_score_head(directory):
+        if not is_workdir(source) and has_score_head(source):
             raise ConfigError(
                 f"{source}: its weights have a sequence classifier's head (score.weight), which a "
                 "language model's export would leave out"
             )
         if holds_tokenizer(directory):
             Tokenizer.load(directory).check_fits(read_config(directory).vocab_size, directory)
+        read_eos_ids(directory)
         config, params = load_trained(source)
         dtypes = {} if is_workdir(source) else stored_dtypes(directory, config)
         export_weights(output, config, params, directory, dtypes=dtypes)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hjax.errors import ConfigError
+from hjax.errors import ConfigError, short_repr
 from hjax.files import StrPath, replace_file
 from hjax.models.architecture import decoder_parameters, scalar_parameters
 from hjax.models.families import from_hf, to_hf
@@ -218,6 +218,9 @@ def save_weights(
         written.
       shard_bytes: maximal size of a file, unless one tensor is larger.
       dtypes: by tensor name, as of ``stored_dtypes``.
+
+    Raises:
+      ConfigError: values that are not finite, or are not in the dtype of their tensor.
     """
     scalar = "decoder" in params
     write_config(path, config, tokenizer, scalar)
@@ -237,7 +240,12 @@ def save_weights(
     for parameter, values in _specs_and_values(declared, params):
         here = values.whole() if isinstance(values, ArrayRegions) else np.asarray(values)
         for part in parts(parameter):
-            part.write(tensors[part.name], here[part.at])
+            into = tensors[part.name]
+            if not _all_finite(part.write(into, here[part.at])):
+                raise ConfigError(
+                    f"{part.name} has values that are not finite as {into.dtype}, in which its "
+                    "tensor is stored"
+                )
 
 
 def _specs_and_values(declared: Mapping[str, Any], params: Params | None = None) -> Iterator[tuple]:
@@ -309,12 +317,17 @@ class _Tensors:
         check_directory(path)
         for file in self._listed():
             reader = TensorFile(file)
+            if twice := sorted(reader.shapes.keys() & self.files.keys()):
+                raise ConfigError(
+                    f"{path}: tensor {short_repr(twice[0])} is in both "
+                    f"{self.files[twice[0]].path.name} and {file.name}; keep one"
+                )
             self.files |= dict.fromkeys(reader.shapes, reader)
-        if missing_tensors := sorted(set(self._listing) - set(self.files)):
-            raise ConfigError(
-                f"{path}: tensor {missing_tensors[0]!r} of the index is not in shard "
-                f"{self._listing[missing_tensors[0]]!r}"
-            )
+        for name, shard in sorted(self._listing.items()):
+            if name not in self.files or self.files[name].path.name != shard:
+                raise ConfigError(
+                    f"{path}: tensor {short_repr(name)} of the index is not in shard {shard!r}"
+                )
         if not self.files:
             raise ConfigError(
                 f"{path}: no *.safetensors files there; this version reads only those"
@@ -330,13 +343,15 @@ class _Tensors:
             return [single]
         if not index.is_file():
             return sorted(self.path.glob("*.safetensors"))
-        try:
-            self._listing = dict(read_object(index)["weight_map"])
-        except (KeyError, AttributeError, TypeError, ValueError) as error:
-            raise ConfigError(f"{index}: not a readable index of shards ({error!r})") from error
+        listing = read_object(index).get("weight_map")
+        if not isinstance(listing, dict):
+            raise ConfigError(f"{index}: weight_map is {short_repr(listing)}; an object of names")
+        self._listing = listing
         for name in self._listing.values():
-            if not isinstance(name, str) or Path(name).name != name:
-                raise ConfigError(f"{index}: shard {name!r}; the name of a file beside the index")
+            if not isinstance(name, str) or Path(name).name != name or len(name) > 255:
+                raise ConfigError(
+                    f"{index}: shard {short_repr(name)}; the name of a file beside the index"
+                )
         names = sorted(set(self._listing.values()))
         missing = [name for name in names if not (self.path / name).is_file()]
         if missing:

@@ -223,9 +223,13 @@ class TensorPart:
         """Write zeros where ``into`` writes."""
         tensor[self._region] = 0
 
-    def write(self, tensor: np.ndarray, values: np.ndarray) -> None:
-        """Write the parameter's values ``at`` into the tensor; the inverse of ``read``."""
-        tensor[self._region] = values.transpose(np.argsort(self._order)).reshape(self._joined_shape)
+    def write(self, tensor: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """Write the parameter's values ``at`` into the tensor, the inverse of ``read``; returns
+        them as they stand there, infinite where its dtype has no such number."""
+        turned = values.transpose(np.argsort(self._order)).reshape(self._joined_shape)
+        with np.errstate(over="ignore"):
+            tensor[self._region] = turned
+        return tensor[self._region]
 
 
 def parts(parameter: ParameterSpec) -> Iterator[TensorPart]:

@@ -91,6 +91,14 @@ class Adapter:
             )
         self.file = TensorFile(self.path / WEIGHTS)
         self.names = {name.removeprefix(_PREFIX): name for name in self.file.shapes}
+        if not self.names or len(self.names) < len(self.file.shapes):
+            what = f"a tensor with and without {_PREFIX!r}" if self.names else "no tensors"
+            raise ConfigError(f"{self.path / WEIGHTS}: it has {what}")
+        if (saved := self._config.get("modules_to_save")) and "score.weight" not in self.names:
+            raise ConfigError(
+                f"{self.path / CONFIG}: modules_to_save={short_repr(saved)}, and {WEIGHTS} has no "
+                "score.weight; a head is read from there alone"
+            )
         for name, full in self.names.items():
             if _TABLES.search(name):
                 raise ConfigError(
@@ -111,21 +119,24 @@ class Adapter:
         config = read_object(file)
         if config.get("peft_type") != "LORA":
             kind = config.get("peft_type")
-            raise ConfigError(f"{file}: peft_type {kind!r} is not supported; supported: LORA")
+            raise ConfigError(
+                f"{file}: peft_type {short_repr(kind)} is not supported; supported: LORA"
+            )
         left = {key: x for key, x in config.items() if x and key not in _IGNORED_KEYS}
         if left.get("bias") == "none":
             del left["bias"]
         start = config.get("init_lora_weights")
         if str(start).lower() not in _BASE_KEEPING_INITS:
             raise ConfigError(
-                f"{file}: init_lora_weights={start!r} changes the base's weights; convert to plain "
-                "LoRA (PEFT's save_pretrained with path_initial_model_for_weight_conversion)"
+                f"{file}: init_lora_weights={short_repr(start)} changes the base's weights; "
+                "convert to plain LoRA (PEFT's save_pretrained with "
+                "path_initial_model_for_weight_conversion)"
             )
         saved = config.get("modules_to_save") or []
         if not isinstance(saved, list) or set(map(str, saved)) - _HEADS:
             raise ConfigError(
-                f"{file}: modules_to_save={saved!r}, whole modules beside the adapters, is not "
-                f"supported: {_MERGE}"
+                f"{file}: modules_to_save={short_repr(saved)}, whole modules beside the adapters, "
+                f"is not supported: {_MERGE}"
             )
         if left:
             shown = ", ".join(f"{key}={value!r}" for key, value in sorted(left.items()))
@@ -149,6 +160,10 @@ class Adapter:
         alpha = self._pattern_value("alpha_pattern", module, self._config.get("lora_alpha", 8))
         root = math.sqrt(rank) if self._config.get("use_rslora") else rank
         return float(alpha) / root
+
+    def _rank(self, module: str) -> int:
+        """The rank of a module's adapters, of each expert's in an array of them."""
+        return int(self._pattern_value("rank_pattern", module, self._config.get("r", 8)))
 
     def _pattern_value(self, key: str, module: str, default: Any) -> Any:
         for pattern, value in (self._config.get(key) or {}).items():
@@ -185,18 +200,32 @@ class Adapter:
         fits = (shape[::-1] if part.inputs_first else shape) == tensor.shape
         if not fits or a.shape[0] != b.shape[1]:
             raise self._wrong_base_error(module, a, b, tensor)
-        with np.errstate(over="ignore", invalid="ignore"):
+        if a.shape[0] != (rank := self._rank(module)):
+            raise ConfigError(
+                f"{self.path}: {module} has adapters of rank {a.shape[0]}, its {CONFIG} says {rank}"
+            )
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             addition = b.astype(np.float32) @ a.astype(np.float32)
             addition *= self.scaling(module, a.shape[0])
             both = tensor.astype(np.float32) + (addition.T if part.inputs_first else addition)
-        if not np.isfinite(both).all():
+            if self.dora:
+                both *= self._norm_scale(module, both, over=0 if part.inputs_first else 1)
+        return self._finite(both.astype(np.float32), module)
+
+    def _finite(self, merged: np.ndarray, module: str) -> np.ndarray:
+        if not np.isfinite(merged).all():
             raise ConfigError(f"{self.path}: {module} is not finite with its adapter merged")
-        if self.dora:
-            over = 0 if part.inputs_first else 1
-            both *= np.expand_dims(self.tensor(module + _M), over) / np.linalg.norm(
-                both, axis=over, keepdims=True
+        return merged
+
+    def _norm_scale(self, module: str, both: np.ndarray, over: int) -> np.ndarray:
+        """DoRA's factor of each output of a matrix with its adapter, whose inputs are ``over``."""
+        magnitudes, outputs = self.tensor(module + _M), both.shape[1 - over]
+        if len(magnitudes) != outputs:
+            raise ConfigError(
+                f"{self.path}: {module} has {len(magnitudes)} magnitudes for {outputs} outputs"
             )
-        return both.astype(np.float32)
+        norm = np.linalg.norm(both, axis=over, keepdims=True)
+        return np.asarray(np.expand_dims(magnitudes, over) / norm)
 
     def _wrong_base_error(
         self, module: str, a: np.ndarray, b: np.ndarray, tensor: np.ndarray
@@ -210,7 +239,7 @@ class Adapter:
         """``merge`` for a tensor of one expert, [outputs, inputs], or of all, [experts, inputs,
         outputs]."""
         a, b = self.tensor(module + _A), self.tensor(module + _B)
-        rank = int(self._pattern_value("rank_pattern", part.stacked, self._config.get("r", 8)))
+        rank = self._rank(part.stacked)
         experts = max(a.shape[0] // max(rank, 1), 1)
         expert, *rest = part.at[1:]
         half = next((index for index in rest if not isinstance(index, slice)), None)
@@ -229,7 +258,8 @@ class Adapter:
         else:
             start = (half or 0) * shape[0]
             addition = b[start : start + shape[0], :, expert] @ a[expert]
-        return tensor.astype(np.float32) + scaling * addition
+        with np.errstate(over="ignore", invalid="ignore"):
+            return self._finite(tensor.astype(np.float32) + scaling * addition, module)
 
     @property
     def dora(self) -> bool:
@@ -338,8 +368,17 @@ class Adapter:
                     )
 
 
-# What a pattern of modules may be: expressions that take time with a name's length alone.
+# What a pattern of modules may be: repetitions of no group, and few enough ways to match a name.
 _PATTERN = re.compile(r"[^*+{}]*((?<!\))[*+][^*+{}]*){0,4}")
+_MOST_WAYS = 2**18
+
+
+def _ways(pattern: str) -> int:
+    """A bound on the choices that matching an expression may try, 1 for a plain name: 16 for each
+    repetition, 2 for each ``?``, and the alternatives of each group."""
+    repeated = pattern.count("*") + pattern.count("+")
+    alternatives = math.prod(each.count("|") + 1 for each in pattern.split("("))
+    return int(16**repeated * 2 ** pattern.count("?") * alternatives)
 
 
 def _check_values(config: Mapping[str, Any], file: Path) -> None:
@@ -374,6 +413,11 @@ def _check_values(config: Mapping[str, Any], file: Path) -> None:
                     f"{file}: {key} has the pattern {short_repr(pattern)}; a name, or an "
                     "expression with at most four * or +, none after a group"
                 )
+        if sum(map(_ways, value)) > _MOST_WAYS:
+            raise ConfigError(
+                f"{file}: {key} has expressions that would take too long; name the modules, or "
+                "use fewer * + ? and alternatives"
+            )
 
 
 def _is_list_of_text(value: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hjax.data.tokenizer_files import CONVERTED
+from hjax.data import tokenizer_files
 from hjax.errors import ConfigError, DataError
 from hjax.files import StrPath
 from hjax.models import huggingface
@@ -81,7 +81,7 @@ def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        wanted = ["*.json", "*.safetensors", "*.jinja", "merges.txt", *CONVERTED]
+        wanted = ["*.json", "*.safetensors", "*.jinja", "merges.txt", *tokenizer_files.CONVERTED]
         return Path(snapshot_download(name, allow_patterns=wanted))
     except Exception as error:  # the hub's client raises many kinds when it cannot be reached
         reason = (str(error).strip().splitlines() or [""])[0][:160]
@@ -93,12 +93,8 @@ def _download(name: str) -> Path:
 
 def read_eos_ids(directory: Path) -> list[int]:
     """EOS token ids in generation_config.json or config.json; empty if there are none."""
-    for name in ("generation_config.json", "config.json"):
-        if (directory / name).is_file():
-            ids = read_object(directory / name).get("eos_token_id")
-            if ids is not None:
-                return list(ids) if isinstance(ids, list) else [ids]
-    return []
+    files = (directory / name for name in ("generation_config.json", "config.json"))
+    return next(filter(None, map(tokenizer_files.read_eos_ids, files)), [])
 
 
 def read_config(path: StrPath) -> ModelConfig:
@@ -167,6 +163,8 @@ def load_params(
     """
     directory, base, adapter = model_directory(path), network.without_adapters, _adapter(path)
     if not is_workdir(path):
+        if "decoder" not in base.declared:
+            _check_generates(has_score_head(path), path)
         params = huggingface.load_params(
             directory,
             base.config,
@@ -179,7 +177,7 @@ def load_params(
     else:
         params = _checkpoint_params(path, checkpoint)
         if "decoder" not in base.declared:
-            _check_generates(params, path)
+            _check_generates("decoder" in params, path)
         elif "decoder" not in params:
             params.pop("unembedding", None)
             fill = {name: np.zeros(base.declared[name].shape, np.float32) for name in _SCALAR}
@@ -239,8 +237,9 @@ def load_decoder(path: StrPath, checkpoint: int | None = None) -> tuple[ModelCon
       ConfigError: missing or unfit files, by name, or a scalar model.
       DataError: no complete checkpoint in the workdir, or a damaged one.
     """
+    scores = not is_workdir(path) and has_score_head(path)
     config, params = load_trained(path, checkpoint)
-    _check_generates(params, path)
+    _check_generates(scores or "decoder" in params, path)
     return config, params
 
 
@@ -252,12 +251,12 @@ def load_trained(path: StrPath, checkpoint: int | None = None) -> tuple[ModelCon
     return huggingface.read_config(directory), _checkpoint_params(path, checkpoint)
 
 
-def _check_generates(params: Params, path: StrPath) -> None:
-    """Raise ConfigError if a workdir's parameters are of a model with a scalar head."""
-    if "decoder" in params:
+def _check_generates(scores: bool, path: StrPath) -> None:
+    """Raise ConfigError if the model at a path has a scalar head."""
+    if scores:
         raise ConfigError(
-            f"{path}: its run trained a model with a scalar head, which gives scores and no text; "
-            "name it as reward.path, cost.path or critic.path, or give a language model"
+            f"{path}: a model with a scalar head, which gives scores and no text; name it as "
+            "reward.path, cost.path or critic.path, or give a language model"
         )
 
 
@@ -270,7 +269,7 @@ def _checkpoint_params(path: StrPath, checkpoint: int | None = None) -> Params:
         start, declared = actor_path(path), network.without_adapters.declared
         _, found = load_trained(start, recorded_step(path, start))
         if "decoder" not in learned:
-            _check_generates(found, start)
+            _check_generates("decoder" in found, start)
             base = quantize_params(found, declared)
         else:  # the base may have had another head
             found = found.get("decoder", found)

@@ -32,6 +32,7 @@ from typing import Any, Protocol
 
 from hjax.errors import ConfigError, RunError
 from hjax.sandbox import kernel_layers, scratch_folder
+from hjax.temporary_folders import TemporaryFolder
 
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 # Layers that can be switched off.
@@ -166,7 +167,7 @@ class LocalSandbox:
         self.layers = {name: 0 if name in without else found[name] for name in LAYERS}
         self._users, self._allow_network = found["users"], allow_network
         self._readable = _readable_paths(readable)
-        self._folders: dict[str, tuple[Path, int]] = {}
+        self._folders: dict[str, tuple[TemporaryFolder, int]] = {}
         self._running: dict[str, set[socket.socket]] = {}
         self._lock = threading.Lock()
         # One for all of them: a run makes a sandbox for each response.
@@ -196,7 +197,8 @@ class LocalSandbox:
 
     def create(self) -> str:
         """See ``Sandbox``."""
-        outer = Path(tempfile.mkdtemp(prefix="hjax-sandbox-")).resolve()
+        made = TemporaryFolder("hjax-sandbox-")
+        outer = made.path
         name, folder = outer.name, outer / "work"
         (outer / "root").mkdir()
         folder.mkdir(mode=0o700)
@@ -208,7 +210,7 @@ class LocalSandbox:
             os.chown(folder, user, user)
             outer.chmod(0o711)
         with self._lock:
-            self._folders[name] = folder, user
+            self._folders[name] = made, user
             self._running[name] = set()
         return name
 
@@ -280,12 +282,12 @@ class LocalSandbox:
     def kill(self, name: str) -> None:
         """End what runs there, and remove the folder; nothing if there is no such sandbox."""
         with self._lock:
-            folder = self._folders.pop(name, (None, 0))[0]
+            made = self._folders.pop(name, (None, 0))[0]
             for control in self._running.pop(name, set()):
                 with contextlib.suppress(OSError):
                     control.shutdown(socket.SHUT_WR)
-        if folder is not None:
-            scratch_folder.remove_folder(folder.parent)
+        if made is not None:
+            made.remove()
 
     def folder(self, name: str) -> Path:
         """Where its files are; programs that run there can change them meanwhile."""
@@ -293,9 +295,10 @@ class LocalSandbox:
 
     def _folder(self, name: str) -> tuple[Path, int]:
         try:
-            return self._folders[name]
+            made, user = self._folders[name]
         except KeyError:
             raise ConfigError(f"sandbox {name!r} does not exist; create() makes one") from None
+        return made.path / "work", user
 
     def _request(
         self,
@@ -336,10 +339,10 @@ class LocalSandbox:
         }
 
 
-def _remove_folders(folders: dict[str, tuple[Path, int]]) -> None:
+def _remove_folders(folders: dict[str, tuple[TemporaryFolder, int]]) -> None:
     """Remove the folders of sandboxes that nobody has ended."""
-    for folder, _ in list(folders.values()):
-        scratch_folder.remove_folder(folder.parent)
+    for made, _ in list(folders.values()):
+        made.remove()
 
 
 def _collect(control: socket.socket, pipes: dict[str, int], limits: SandboxLimits) -> ExecResult:
@@ -437,8 +440,8 @@ def probed_layers() -> dict[str, int]:
     if not sys.platform.startswith("linux"):
         return dict.fromkeys((*LAYERS, "users"), 0)
     control, theirs = socket.socketpair()
-    with control, theirs, tempfile.TemporaryDirectory(prefix="hjax-sandbox-") as root:
-        _launcher.send({"probe": True, "root": root}, [theirs.fileno()])
+    with control, theirs, TemporaryFolder("hjax-sandbox-") as root:
+        _launcher.send({"probe": True, "root": str(root)}, [theirs.fileno()])
         theirs.close()
         control.settimeout(_PROBE_SECONDS)
         found: dict[str, int] = json.loads(control.recv(1 << 16) or b"{}")

@@ -159,11 +159,17 @@ class ReplayBuffer(Worker):
         read = restore_params(Path(folder), self.role, _KIND)
         if read is None:
             raise DataError(f"{folder}: no rows of {self.role} were saved")
-        known = json.loads(bytes(read["known"]))
-        self.arrays = dict(read.get("arrays", {}))
-        self.texts, self.stored, self.kind = known["texts"], known["stored"], known["kind"]
-        entries: list[Any] = [*self.arrays.values(), *self.texts.values()]
-        sizes = {len(x) for x in entries}
+        try:
+            known = json.loads(bytes(read["known"]))
+            self.arrays = dict(read.get("arrays", {}))
+            self.texts, self.stored, self.kind = known["texts"], known["stored"], known["kind"]
+            entries: list[Any] = [*self.arrays.values(), *self.texts.values()]
+            sizes = {len(x) for x in entries}
+            if type(self.stored) is not int or self.stored < bool(entries):
+                raise ValueError(f"{self.stored!r} rows stored")
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+            what = f"the rows of {self.role} cannot be read ({error})"
+            raise DataError(f"{folder}: {what}") from error
         if sizes - {self.capacity}:
             raise DataError(
                 f"{folder}: {self.role} has {min(sizes)} places, and "

@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from hjax.data.tokenizer_files import MOST_ENDS
+from hjax.errors import short_repr
 from hjax.models.families.checked_config import CheckedConfig
 from hjax.models.model_config import LayerKind, ModelConfig
 from hjax.models.parameter_spec import StoredTensor
@@ -101,8 +103,11 @@ class Family:
         ids = {key: hf_config.get(key) for key in TOKEN_IDS}
         for key, value in ids.items():
             values = value if isinstance(value, list) else [] if value is None else [value]
-            if not all(isinstance(i, int) and not isinstance(i, bool) for i in values):
-                raise hf_config.error(f"{key} is {value!r}; a token id, or a list of them")
+            if not all(type(i) is int for i in values) or len(values) > MOST_ENDS:
+                raise hf_config.error(
+                    f"{key} is {short_repr(value, 80)}; a token id, or a list of at most "
+                    f"{MOST_ENDS} of them"
+                )
         for key, allowed in {**self.activation, **self.fixed}.items():
             hf_config.only(key, *allowed)
         for key in self.unread:
