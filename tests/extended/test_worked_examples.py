@@ -8,6 +8,7 @@ import shutil
 import string
 
 import jax
+import numpy as np
 import pytest
 from cookbook_tasks import messages_of
 from helpers import read_rows
@@ -181,6 +182,25 @@ def test_rows_of_the_formats_page_are_read(kind, tmp_path, qwen3):
             assert "12 * 7" in qwen3.decode(prompt)
             expected = answers if row.get("label", True) else ["74"]
             assert all(a in qwen3.decode(x) for a, x in zip(expected, found, strict=True))
+
+
+def test_the_figure_of_the_logging_page(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    values = {2: [0.1, 0.4, None], 10: [0.3, 0.6, 0.9]}
+    for seed, column in values.items():
+        folder = pathlib.Path(f"runs/grpo-{seed}")
+        folder.mkdir(parents=True)
+        rows = [{"step": i, "eval/reward": x} for i, x in enumerate(column, 1)]
+        (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    page = (DOCS / "logging.md").read_text()
+    [block] = re.findall(r"^```python\n(# figure\.py\n.*?)^```", page, re.M | re.S)
+    names = {}
+    exec(block, names)
+    assert names["steps"] == [1, 2]  # the last step is not finite in one of the runs
+    np.testing.assert_allclose(names["mean"], [0.2, 0.5])
+    np.testing.assert_allclose(names["spread"], [0.02**0.5] * 2)
+    assert pathlib.Path("figure.pdf").stat().st_size > 1000
 
 
 def test_names_on_the_pages_of_choices():
