@@ -268,4 +268,4 @@ def test_demonstrations_beside_pairs_are_the_conversations(test_data, tmp_path):
     assert found.demonstrations == [ids] * 4
     # What learns neither from conversations nor from pairs answers the prompts.
     found = load(tmp_path, {}, "prompts", **{"data.path": str(path)})
-    assert len(found.dataset) == 4 and not found.demonstrations
+    assert len(found.train) == 4 and not found.demonstrations

@@ -66,10 +66,10 @@ def config_of_page(name, file):
     pathlib.Path(file).write_text(block)
 
 
-def launch(file, keys):
+def launch(file, keys, *flags):
     """Run a config's file in the folder `run`."""
     keys |= {"cluster.devices_per_process": 1}
-    flags = [f"--config.{key}={value}" for key, value in keys.items()]
+    flags += (*(f"--config.{key}={value}" for key, value in keys.items()),)
     assert main([f"--config={file}", *flags, "--workdir=run"]) == 0
 
 
@@ -93,19 +93,23 @@ def test_gsm8k_as_it_stands_in_small(small, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["questions"] == 6
 
 
-def test_an_agent_with_python_in_small(small, test_data):
+def test_an_agent_with_python_in_small(small, test_data, capsys):
     config_of_page("agent.md", "agent.py")
     shutil.copy(test_data / "chat_templates" / "qwen2_5.jinja", "tiny/chat_template.jinja")
-    launch("agent.py", {
+    keys = {
         **FILES,
         "rollout.prompts": 2, "rollout.samples": 2, "rollout.max_response_length": 24,
         "environment.turn_tokens": 8, "algorithm.minibatch": 4, "actor.micro_batch": 2,
         "steps": 2, "eval.prompts": 2,
-    })  # fmt: skip
+    }  # fmt: skip
+    launch("agent.py", keys, "--dry_run")
+    # The first prompt has the tool as Qwen 2.5's template writes it.
+    shown = capsys.readouterr().out
+    assert "<tools>" in shown and '"name": "python"' in shown and "Use the tool" in shown
+    launch("agent.py", keys)
     rows = read_rows(small / "run")
-    assert [row["step"] for row in rows] == [1, 2] and rows[0]["episode/turns"] >= 1
-    [shown, *_] = [x for x in read_rows(small / "run", "samples.jsonl") if x["kind"] == "train"]
-    assert "<tools>" in shown["prompt"] and '"name": "python"' in shown["prompt"]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert rows[0]["episode/turns"] >= 1 and "episode/tool_calls" in rows[0]
 
 
 def test_from_demonstrations_to_ppo_in_small(small, test_data):
