@@ -16,12 +16,12 @@ from safetensors.numpy import save_file
 
 import hjax
 from hjax.errors import ConfigError, DataError, RunError
-from hjax.files import read_rows
+from hjax.files import read_json, read_rows
 from hjax.launch import __main__ as launch
 from hjax.launch import compare, evaluate, export, plan
 from hjax.launch.jax_setup import drop_corrupt_entries
 from hjax.models.checkpoint import Checkpoints
-from hjax.models.export import export_model
+from hjax.models.export import check_output, export_model
 from hjax.models.safetensors_files import TensorFile
 from hjax.run.workdir import RUN_FOLDERS, Workdir
 from hjax.user_input import check_directory, read_object
@@ -254,6 +254,9 @@ def test_a_run_within_folders_of_another_is_refused(within, tmp_path):
     for run in ("run", "link"):
         with pytest.raises(ConfigError, match=f"within {within.partition('/')[0]}/ of the run"):
             Workdir(tmp_path / run / within).open(tiny_config("GRPO"))
+        with pytest.raises(ConfigError, match=f"within {within.partition('/')[0]}/ of the run"):
+            check_output(tmp_path / run / within)  # of an export
+    check_output(tmp_path / "run" / "exported")
     assert tree(tmp_path) == before
 
 
@@ -340,6 +343,33 @@ def test_a_file_that_only_claims_to_be_large_is_not_read(tmp_path):
         file.truncate(2**40)
     with pytest.raises(DataError, match=f"config.json: {2**40} bytes; at most {2**26}"):
         read_object(tmp_path / "config.json")
+    with pytest.raises(DataError, match=f"config.json: {2**40} bytes; at most {2**30}"):
+        read_json(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("name", ["config.json", "samples.jsonl", "starts.jsonl"])
+def test_a_run_whose_files_only_claim_to_be_large(name, tmp_path):
+    """The end of its rows is looked at, no more."""
+    workdir, config = tmp_path / "run", tiny_config("GRPO")
+    made_up_run(workdir, config)
+    with open(workdir / name, "ab") as file:
+        file.truncate(2**40)
+    with pytest.raises(DataError, match=f"{name}: .*damaged"):
+        Workdir(workdir).open(config)
+    if name != "config.json":
+        (workdir / name).write_bytes(b'{"step": 1}\n' * 2**23 + b'{"step"')
+        opened = Workdir(workdir)
+        assert opened.open(config)
+        opened.close()
+        assert (workdir / name).stat().st_size == 12 * 2**23
+
+
+def test_a_comparison_takes_the_place_of_no_other_file(run, tmp_path, capsys):
+    shutil.copytree(run, tmp_path / "run")
+    before = tree(tmp_path)
+    status = compare.main([str(run), f"{tmp_path}/run", f"--output={tmp_path}/run/metrics.jsonl"])
+    refused(capsys, status, 2, "its name must end in .html")
+    assert tree(tmp_path) == before
 
 
 @pytest.mark.parametrize("kind", ["sparse", "dangling", "loop"])
@@ -385,12 +415,15 @@ def test_a_models_files_that_are_something_else_are_refused_by_name(kind, model,
 def test_an_output_that_is_something_else_is_refused_untouched(
     command, kind, run, tmp_path, capsys
 ):
-    output = tmp_path / ("out.jsonl" if command == "evaluate" else "out")
+    output = tmp_path / f"out{ENDINGS.get(command, '')}"
     put(kind, output, tmp_path)
     before = tree(tmp_path)
     status = written(command, run, output)
     refused(capsys, status, 2, str(output)[:40])
     assert tree(tmp_path) == before
+
+
+ENDINGS = {"evaluate": ".jsonl", "compare": ".html"}
 
 
 def written(command, run, output):
@@ -433,7 +466,7 @@ def test_outputs_go_through_links(run, tmp_path):
 @pytest.mark.parametrize("command", ["export", "adapter", "evaluate", "compare", "plan"])
 def test_a_full_disk_is_one_line_and_leaves_nothing(command, size, run, tmp_path, capsys):
     # A share of what the command writes: the disk is full within each of its files.
-    name = "out.jsonl" if command == "evaluate" else "out"
+    name = f"out{ENDINGS.get(command, '')}"
     assert written(command, run, tmp_path / name) == 0
     out = tmp_path / name
     files = [out] if out.is_file() else [p for p in out.rglob("*") if p.is_file()]
