@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import hjax
-from hjax.errors import ConfigError, DataError, RunError
+from hjax.dryrun import compilation
+from hjax.errors import ConfigError, DataError, RunError, exit_status
 from hjax.files import read_json, read_rows
 from hjax.launch import __main__ as launch
 from hjax.launch import compare, evaluate, export, plan
@@ -607,3 +609,24 @@ def test_empty_tensors_share_no_bytes(tmp_path):
 def test_names_of_folders_are_those_of_a_run(run):
     folders = {path.name for path in run.iterdir() if path.is_dir()}
     assert folders <= {*RUN_FOLDERS, "logs"} and "checkpoints" in folders
+
+
+@pytest.mark.extended
+def test_a_cache_whose_disk_is_full(tmp_path, capsys):
+    """Results that would be kept are one line; programs that JAX would keep are compiled."""
+    with disk(tmp_path / "disk", 4096) as full:
+        status = exit_status(lambda: compilation._store(full / "x.json", {"text": "x" * 9000}))
+        refused(capsys, status, 1, "x.json: No space left on device")
+        assert list(full.iterdir()) == []
+        environment = {
+            "JAX_COMPILATION_CACHE_DIR": str(full / "programs"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", "import jax.numpy as x; print(x.arange(8).sum())"],
+            env=os.environ | environment, capture_output=True, text=True,
+        )  # fmt: skip
+        assert (done.returncode, done.stdout) == (0, "28\n"), done.stderr
+        drop_corrupt_entries(full / "programs")
+        assert sum(path.stat().st_size for path in full.rglob("*-cache")) <= 4096

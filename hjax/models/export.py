@@ -142,10 +142,10 @@ def _atomic_directory(output: StrPath) -> Iterator[Path]:
       RunError: it could not be written; nothing is left behind.
     """
     path = check_output(output).resolve()
-    prefix = f".{path.name[:50]}{_UNFINISHED}"
+    new = [folder for folder in path.parents if not folder.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryFolder(prefix, path.parent) as folder:
+        with TemporaryFolder(f".{path.name[:50]}{_UNFINISHED}", path.parent) as folder:
             made = folder / "model"
             yield made
             for file in made.rglob("*"):
@@ -154,8 +154,14 @@ def _atomic_directory(output: StrPath) -> Iterator[Path]:
             if path.exists():
                 path.rmdir()
             made.rename(path)
-    except OSError as error:
-        raise RunError(f"{path} could not be written: {error.strerror or error}") from error
+    except BaseException as error:
+        for folder in new:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        if isinstance(error, OSError):
+            reason = error.strerror or error
+            raise RunError(f"{path} could not be written: {reason}") from error
+        raise
 
 
 def _write_model(
