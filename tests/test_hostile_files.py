@@ -226,6 +226,26 @@ def test_merged_weights_beyond_the_dtype_of_their_tensor(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+def test_weights_that_no_memory_holds(tmp_path):
+    """A file without content is as large as it says: 2^31 rows take no room on the disk."""
+    if os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") > 2**37:
+        pytest.skip("this machine may hold them")
+    tensors = weights_of(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text()) | {"vocab_size": 2**31 - 1}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    offset, header = 0, {}
+    for name, tensor in tensors.items():
+        shape = [2**31 - 1 if n == 16 else n for n in tensor.shape]
+        stop = offset + 4 * int(np.prod(shape, dtype=np.int64))
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [offset, stop]}
+        offset = stop
+    text = json.dumps(header).encode()
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + offset)
+    one_line(lambda: load_weights(tmp_path), "there is no memory for its weights")
+
+
 def test_a_scalar_head_is_never_left_out_of_a_language_model(tmp_path):
     """Nor of an adapter that learned one, on a plain base; where scores are wanted it is used."""
     base, adapter, out = tmp_path / "base", tmp_path / "adapter", tmp_path / "out"
