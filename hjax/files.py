@@ -19,8 +19,8 @@ from hjax.errors import DataError, RunError
 StrPath = str | os.PathLike[str]
 
 CONTROLLER = "controller.json"  # in a checkpoint, the controller's state
-# Bytes of a row: a file that only claims to be large is not read.
-_LONGEST_LINE = 2**26
+# Bytes of a file that is read whole, and of a row: one that only claims to be large is not read.
+LARGEST_FILE, _LONGEST_LINE = 2**30, 2**26
 # Files of rows in a run's workdir.
 METRICS = "metrics.jsonl"
 WARM_START = "warm_start.jsonl"
@@ -36,6 +36,11 @@ BEST = "best.json"
 PROFILE = "profile.json"
 # Which kernels and collectives a run on an accelerator takes, see hjax/kernels/verdict.py.
 KERNELS = "kernels.json"
+
+
+# Folders of a run's workdir that may be removed with it; the file that its process locks.
+MODEL, TENSORBOARD, LOCK = "model", "tensorboard", ".lock"
+RUN_FOLDERS = ("checkpoints", MODEL, TENSORBOARD, "skipped", "profile")
 
 
 def cache_folder(*parts: str) -> Path:
@@ -80,6 +85,17 @@ def mount_points(path: StrPath) -> list[str]:
     return [at for at in map(os.fsdecode, found) if f"{at}/".startswith(f"{root}/")]
 
 
+def enclosing_run(path: StrPath) -> tuple[str, Path] | None:
+    """The folder of a run's that a path is or lies in, by its name, and the run's workdir; None: it
+    is in none."""
+    own = Path(os.path.realpath(path))
+    for folder in (own, *own.parents):
+        files = (folder.parent / name for name in ("config.json", LOCK))
+        if folder.name in RUN_FOLDERS and all(file.exists() for file in files):
+            return folder.name, folder.parent
+    return None
+
+
 def open_regular(path: str, flags: int, mode: int = 0o666) -> int:
     """An opener for ``open``: a FIFO is not waited for, and a device neither read nor written.
 
@@ -96,9 +112,12 @@ def open_regular(path: str, flags: int, mode: int = 0o666) -> int:
     return descriptor
 
 
-def read_bytes(path: Path) -> bytes:
-    """The bytes of a regular file; raises OSError as ``open_regular`` does."""
+def read_bytes(path: Path, most: int = LARGEST_FILE) -> bytes:
+    """The bytes of a regular file; raises OSError as ``open_regular`` does, and for more than
+    ``most``."""
     with open(path, "rb", opener=open_regular) as file:
+        if (size := os.fstat(file.fileno()).st_size) > most:
+            raise OSError(errno.EFBIG, f"{size} bytes; at most {most}", str(path))
         return file.read()
 
 
@@ -171,6 +190,26 @@ def _lines(path: Path) -> Iterator[bytes]:
         raise DataError(f"{path}: a line of {_LONGEST_LINE} bytes or more; the file is damaged")
 
 
+def drop_partial_line(path: Path) -> None:
+    """Cut off the text after a file's last newline, which a kill has left; nothing without a file.
+
+    Raises:
+      DataError: it is far too long for a row.
+    """
+    if not path.exists():
+        return
+    with open(path, "rb+", opener=open_regular) as file:
+        size = file.seek(0, os.SEEK_END)
+        start = max(0, size - _LONGEST_LINE)
+        file.seek(start)
+        end = start + file.read().rfind(b"\n") + 1
+        if end == start > 0:
+            raise DataError(f"{path}: a line of {_LONGEST_LINE} bytes or more; it is damaged")
+        if end < size:
+            file.truncate(end)
+            os.fsync(file.fileno())
+
+
 def saved_steps(directory: Path) -> list[int]:
     """The steps with a complete checkpoint in a run's ``checkpoints/``, ascending."""
     names = [p.name for p in directory.iterdir() if p.name.isascii() and p.name.isdigit()]
@@ -183,12 +222,16 @@ def read_json(path: Path) -> Any:
     """The content of a JSON file, None if it is absent.
 
     Raises:
-      DataError: the file is not JSON.
+      DataError: the file is not JSON, or far too large.
     """
     try:
         data = read_bytes(path)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        if error.errno != errno.EFBIG:
+            raise
+        raise DataError(f"{path}: {error.strerror}; the file is damaged") from error
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from hjax.errors import ConfigError, DataError, truncate
-from hjax.files import StrPath, read_bytes, special_file
+from hjax.files import LARGEST_FILE, StrPath, read_bytes, special_file
 
-_LARGEST_FILE = 2**30  # bytes of a file that is read whole
 _LARGEST_OBJECT = 2**26  # bytes of a file of settings, whose values take many times as much
 _SHOWN = 80  # characters of a path in a message
 
@@ -104,13 +103,11 @@ def check_directory(path: Path) -> None:
             raise DataError(f"{file}: {found}, not a file")
 
 
-def read_file(path: Path, most: int = _LARGEST_FILE) -> bytes:
+def read_file(path: Path, most: int = LARGEST_FILE) -> bytes:
     """The bytes of a file; raises DataError if it cannot be read, or has more than ``most``: by
     default than a template or a tokenizer has."""
     try:
-        if (size := path.stat().st_size) > most:
-            raise DataError(f"{path}: {size} bytes; at most {most}")
-        return read_bytes(path)
+        return read_bytes(path, most)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
 

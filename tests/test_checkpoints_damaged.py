@@ -43,6 +43,13 @@ def flip(path):
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
+def named(folder, item):
+    """Another item among the checksums."""
+    content = json.loads((folder / "checksums.json").read_text())
+    content["items"][item] = {"bytes": 1, "blake2b": "0"}
+    (folder / "checksums.json").write_text(json.dumps(content))
+
+
 DAMAGE = {
     "a bit of an array": lambda c: flip(c / "actor.params" / "d" / "2"),
     "a bit of the optimizer's": lambda c: flip(c / "actor.optimizer" / "d" / "1"),
@@ -53,6 +60,9 @@ DAMAGE = {
     "the controller's part is missing": lambda c: (c / "controller.json").unlink(),
     "the checksums are cut": lambda c: os.truncate(c / "checksums.json", 30),
     "the checksums are of another kind": lambda c: (c / "checksums.json").write_text("[1]"),
+    "the checksums are without end": lambda c: os.truncate(c / "checksums.json", 2**40),
+    "the checksums are of all folders": lambda c: named(c, "../../../../../../../../../.."),
+    "the checksums are of the folders above": lambda c: named(c, ".."),
 }
 
 

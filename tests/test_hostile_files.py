@@ -209,6 +209,43 @@ def test_adapters_that_lie_are_not_merged(tmp_path):
         assert not out.exists()
 
 
+def test_merged_weights_beyond_the_dtype_of_their_tensor(tmp_path):
+    """They are finite in float32, in which they are merged; nothing of the export stays."""
+    model, where = tmp_path / "model", tmp_path / "adapter"
+    save_model(model, dtype="float16")
+    where.mkdir()
+    config = {"peft_type": "LORA", "init_lora_weights": True, "r": 2, "lora_alpha": 4}
+    config |= {"base_model_name_or_path": str(model)}
+    (where / "adapter_config.json").write_text(json.dumps(config))
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+    both = {f"{name}A.weight": np.ones((2, 32)), f"{name}B.weight": np.full((32, 2), 2e4)}
+    file = where / "adapter_model.safetensors"
+    save_file({key: value.astype(np.float32) for key, value in both.items()}, file)
+    out = tmp_path / "new" / "folders" / "out"
+    one_line(lambda: export_model(where, out), "q_proj.weight", "not finite as float16")
+    assert not (tmp_path / "new").exists()
+
+
+def test_weights_that_no_memory_holds(tmp_path):
+    """A file without content is as large as it says: 2^31 rows take no room on the disk."""
+    if os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") > 2**37:
+        pytest.skip("this machine may hold them")
+    tensors = weights_of(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text()) | {"vocab_size": 2**31 - 1}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    offset, header = 0, {}
+    for name, tensor in tensors.items():
+        shape = [2**31 - 1 if n == 16 else n for n in tensor.shape]
+        stop = offset + 4 * int(np.prod(shape, dtype=np.int64))
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [offset, stop]}
+        offset = stop
+    text = json.dumps(header).encode()
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + offset)
+    one_line(lambda: load_weights(tmp_path), "there is no memory for its weights")
+
+
 def test_a_scalar_head_is_never_left_out_of_a_language_model(tmp_path):
     """Nor of an adapter that learned one, on a plain base; where scores are wanted it is used."""
     base, adapter, out = tmp_path / "base", tmp_path / "adapter", tmp_path / "out"

@@ -71,6 +71,14 @@ def test_what_stands_in_a_string_is_not_counted(url, text):
     assert answer.status_code == 200, answer.text
 
 
+@pytest.mark.parametrize(
+    "body", ['{"prompt": "a", "prompt": "b"}', '{"prompt": "a", "logit_bias": {"97": 1, "97": 2}}']
+)
+def test_a_key_that_comes_twice_is_refused(url, body):
+    answer = HTTP.post(f"{url}/v1/completions", content=body)
+    assert answer.status_code == 400 and "a key comes twice" in answer.text
+
+
 def test_prompts_are_counted_before_one_of_them_is_encoded(monkeypatch):
     tokenizer = byte_tokenizer()
 
@@ -224,6 +232,8 @@ REFUSED = {
     "two hosts": (400, sent(b"Host: localhost", LENGTH)),
     "no host": (400, sent(LENGTH, host=b"")),
     "an empty line first": (400, b"\r\n" + sent(LENGTH)),
+    "HTTP/2.0": (505, sent(LENGTH, first=b"POST /v1/completions HTTP/2.0")),
+    "HTTP/2's first words": (505, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
     "HTTP/0.9": (400, b"GET /health\r\n\r\n"),
     "a chunk's size with a plus": (400, sent(CHUNKED, body=b"+f\r\n%s\r\n0\r\n\r\n" % BODY)),
     "a chunk's size with 0x": (400, sent(CHUNKED, body=b"0xf\r\n%s\r\n0\r\n\r\n" % BODY)),

@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -15,13 +16,14 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import hjax
-from hjax.errors import ConfigError, DataError, RunError
-from hjax.files import read_rows
+from hjax.dryrun import compilation
+from hjax.errors import ConfigError, DataError, RunError, exit_status
+from hjax.files import read_json, read_rows
 from hjax.launch import __main__ as launch
 from hjax.launch import compare, evaluate, export, plan
 from hjax.launch.jax_setup import drop_corrupt_entries
 from hjax.models.checkpoint import Checkpoints
-from hjax.models.export import export_model
+from hjax.models.export import check_output, export_model
 from hjax.models.safetensors_files import TensorFile
 from hjax.run.workdir import RUN_FOLDERS, Workdir
 from hjax.user_input import check_directory, read_object
@@ -43,7 +45,7 @@ def nothing_waits():
         raise TimeoutError("waits")
 
     before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(120)
+    signal.alarm(240)
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
@@ -254,6 +256,9 @@ def test_a_run_within_folders_of_another_is_refused(within, tmp_path):
     for run in ("run", "link"):
         with pytest.raises(ConfigError, match=f"within {within.partition('/')[0]}/ of the run"):
             Workdir(tmp_path / run / within).open(tiny_config("GRPO"))
+        with pytest.raises(ConfigError, match=f"within {within.partition('/')[0]}/ of the run"):
+            check_output(tmp_path / run / within)  # of an export
+    check_output(tmp_path / "run" / "exported")
     assert tree(tmp_path) == before
 
 
@@ -340,6 +345,33 @@ def test_a_file_that_only_claims_to_be_large_is_not_read(tmp_path):
         file.truncate(2**40)
     with pytest.raises(DataError, match=f"config.json: {2**40} bytes; at most {2**26}"):
         read_object(tmp_path / "config.json")
+    with pytest.raises(DataError, match=f"config.json: {2**40} bytes; at most {2**30}"):
+        read_json(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("name", ["config.json", "samples.jsonl", "starts.jsonl"])
+def test_a_run_whose_files_only_claim_to_be_large(name, tmp_path):
+    """The end of its rows is looked at, no more."""
+    workdir, config = tmp_path / "run", tiny_config("GRPO")
+    made_up_run(workdir, config)
+    with open(workdir / name, "ab") as file:
+        file.truncate(2**40)
+    with pytest.raises(DataError, match=f"{name}: .*damaged"):
+        Workdir(workdir).open(config)
+    if name != "config.json":
+        (workdir / name).write_bytes(b'{"step": 1}\n' * 2**23 + b'{"step"')
+        opened = Workdir(workdir)
+        assert opened.open(config)
+        opened.close()
+        assert (workdir / name).stat().st_size == 12 * 2**23
+
+
+def test_a_comparison_takes_the_place_of_no_other_file(run, tmp_path, capsys):
+    shutil.copytree(run, tmp_path / "run")
+    before = tree(tmp_path)
+    status = compare.main([str(run), f"{tmp_path}/run", f"--output={tmp_path}/run/metrics.jsonl"])
+    refused(capsys, status, 2, "its name must end in .html")
+    assert tree(tmp_path) == before
 
 
 @pytest.mark.parametrize("kind", ["sparse", "dangling", "loop"])
@@ -385,12 +417,15 @@ def test_a_models_files_that_are_something_else_are_refused_by_name(kind, model,
 def test_an_output_that_is_something_else_is_refused_untouched(
     command, kind, run, tmp_path, capsys
 ):
-    output = tmp_path / ("out.jsonl" if command == "evaluate" else "out")
+    output = tmp_path / f"out{ENDINGS.get(command, '')}"
     put(kind, output, tmp_path)
     before = tree(tmp_path)
     status = written(command, run, output)
     refused(capsys, status, 2, str(output)[:40])
     assert tree(tmp_path) == before
+
+
+ENDINGS = {"evaluate": ".jsonl", "compare": ".html"}
 
 
 def written(command, run, output):
@@ -433,7 +468,7 @@ def test_outputs_go_through_links(run, tmp_path):
 @pytest.mark.parametrize("command", ["export", "adapter", "evaluate", "compare", "plan"])
 def test_a_full_disk_is_one_line_and_leaves_nothing(command, size, run, tmp_path, capsys):
     # A share of what the command writes: the disk is full within each of its files.
-    name = "out.jsonl" if command == "evaluate" else "out"
+    name = f"out{ENDINGS.get(command, '')}"
     assert written(command, run, tmp_path / name) == 0
     out = tmp_path / name
     files = [out] if out.is_file() else [p for p in out.rglob("*") if p.is_file()]
@@ -574,3 +609,24 @@ def test_empty_tensors_share_no_bytes(tmp_path):
 def test_names_of_folders_are_those_of_a_run(run):
     folders = {path.name for path in run.iterdir() if path.is_dir()}
     assert folders <= {*RUN_FOLDERS, "logs"} and "checkpoints" in folders
+
+
+@pytest.mark.extended
+def test_a_cache_whose_disk_is_full(tmp_path, capsys):
+    """Results that would be kept are one line; programs that JAX would keep are compiled."""
+    with disk(tmp_path / "disk", 4096) as full:
+        status = exit_status(lambda: compilation._store(full / "x.json", {"text": "x" * 9000}))
+        refused(capsys, status, 1, "x.json: No space left on device")
+        assert list(full.iterdir()) == []
+        environment = {
+            "JAX_COMPILATION_CACHE_DIR": str(full / "programs"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", "import jax.numpy as x; print(x.arange(8).sum())"],
+            env=os.environ | environment, capture_output=True, text=True,
+        )  # fmt: skip
+        assert (done.returncode, done.stdout) == (0, "28\n"), done.stderr
+        drop_corrupt_entries(full / "programs")
+        assert sum(path.stat().st_size for path in full.rglob("*-cache")) <= 4096

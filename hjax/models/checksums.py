@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hjax.errors import DataError
+from hjax.errors import DataError, short_repr
 from hjax.files import read_json, replace_file, special_file
 
 CHECKSUMS = "checksums.json"
@@ -74,7 +74,9 @@ def read_checksums(folder: Path) -> dict[str, dict[str, Any]]:
     except (TypeError, KeyError, ValueError) as error:
         raise DataError(f"{CHECKSUMS} is damaged") from error
     if str(step) != folder.name:
-        raise DataError(f"it was saved as step {step}")
+        raise DataError(f"it was saved as step {short_repr(step)}")
+    if wrong := [name for name in saved if name in ("", "..") or name != Path(name).name]:
+        raise DataError(f"{CHECKSUMS} names {short_repr(wrong[0])}, which is not in its folder")
     return saved
 
 

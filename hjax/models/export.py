@@ -12,7 +12,7 @@ import numpy as np
 from hjax.data.tokenizer import Tokenizer
 from hjax.data.tokenizer_files import CONVERTED, MORE_TEMPLATES, TEMPLATE, holds_tokenizer
 from hjax.errors import ConfigError, RunError
-from hjax.files import StrPath, mount_points, read_json, special_file, sync_file
+from hjax.files import StrPath, enclosing_run, mount_points, read_json, special_file, sync_file
 from hjax.models.base_checkpoints import recorded_step
 from hjax.models.families.family import TOKEN_IDS
 from hjax.models.huggingface import read_config, save_weights, stored_dtypes
@@ -54,9 +54,14 @@ def check_output(output: StrPath) -> Path:
     """The directory to write, which must be new or empty.
 
     Raises:
-      ConfigError: it is not empty, a mount point, which cannot be replaced, or no directory.
+      ConfigError: it is not empty, a mount point, which cannot be replaced, or no directory; or
+        it is within folders of a run, which may be removed, and whose names are checkpoints.
     """
     path = user_path(output, "output ")
+    if within := enclosing_run(path):
+        raise ConfigError(
+            f"{path} is within {within[0]}/ of the run {within[1]}; give a directory elsewhere"
+        )
     mounted = path.is_dir() and mount_points(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir()) or mounted):
         kind = f"is {special_file(path) or 'a file'}"
@@ -137,10 +142,10 @@ def _atomic_directory(output: StrPath) -> Iterator[Path]:
       RunError: it could not be written; nothing is left behind.
     """
     path = check_output(output).resolve()
-    prefix = f".{path.name[:50]}{_UNFINISHED}"
+    new = [folder for folder in path.parents if not folder.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryFolder(prefix, path.parent) as folder:
+        with TemporaryFolder(f".{path.name[:50]}{_UNFINISHED}", path.parent) as folder:
             made = folder / "model"
             yield made
             for file in made.rglob("*"):
@@ -149,8 +154,14 @@ def _atomic_directory(output: StrPath) -> Iterator[Path]:
             if path.exists():
                 path.rmdir()
             made.rename(path)
-    except OSError as error:
-        raise RunError(f"{path} could not be written: {error.strerror or error}") from error
+    except BaseException as error:
+        for folder in new:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        if isinstance(error, OSError):
+            reason = error.strerror or error
+            raise RunError(f"{path} could not be written: {reason}") from error
+        raise
 
 
 def _write_model(

@@ -131,7 +131,7 @@ def load_params(
 
     Raises:
       ConfigError: missing files or tensors, tensors of another shape or dtype, tensors that this
-        model does not have, or values that are not finite, by name.
+        model does not have, or values that are not finite, by name; or there is no memory.
     """
     tensors = _checked_tensors(path, config, declared, adapter)
     total, done = sum(parameter.size for parameter, _ in _specs_and_values(declared)), 0
@@ -163,7 +163,10 @@ def load_params(
             report_progress(what, done, total)
         return params
 
-    return read_all(declared, shardings, shapes)
+    try:
+        return read_all(declared, shardings, shapes)
+    except MemoryError as error:
+        raise ConfigError(f"{path}: there is no memory for its weights ({error})") from error
 
 
 def _checked_tensors(

@@ -103,6 +103,8 @@ class ModelConfig:
         for field in ("vocab_size", "hidden_size", "mlp_size", "layers", "heads", "kv_heads"):
             if getattr(self, field) < 1:
                 raise ConfigError(f"model.{field}={getattr(self, field)}: 1 or more")
+        if not 0 <= self.norm_epsilon <= 1:
+            raise ConfigError(f"model.norm_epsilon={self.norm_epsilon}: from 0 to 1")
         if self.heads % self.kv_heads:
             divisors = [str(k) for k in range(1, min(self.heads, 1024) + 1) if self.heads % k == 0]
             raise ConfigError(

@@ -366,7 +366,7 @@ class TrainingRun:
             self._restore_controller(controller)
         except ConfigError:
             raise
-        except (LookupError, TypeError, AttributeError, ValueError) as error:
+        except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
             raise damaged_error(folder, error) from error  # JSON, but not what a run writes
         self._async_state = controller.get("ahead")
         if self.policy is not None:

@@ -25,12 +25,18 @@ from hjax.files import (
     HISTOGRAMS,
     KERNELS,
     LEFT_OUT,
+    LOCK,
     METRICS,
+    MODEL,
     PROFILE,
+    RUN_FOLDERS,
     SAMPLES,
     STARTS,
+    TENSORBOARD,
     WARM_START,
     StrPath,
+    drop_partial_line,
+    enclosing_run,
     mount_points,
     open_regular,
     read_json,
@@ -47,16 +53,12 @@ from hjax.run.loggers import Logger, Loggers
 from hjax.settings.keys import default_config
 
 # Files of a run that --overwrite removes; `.lock` and `logs`, open in its processes, stay.
-MODEL, TENSORBOARD, LOCK = "model", "tensorboard", ".lock"
-RUN_FOLDERS = ("checkpoints", MODEL, TENSORBOARD, "skipped", "profile")
 RUN_FILES = (
     "config.json", "plan.json", BASES, "timeline.json", "report.html", METRICS, WARM_START, SAMPLES,
     CALIBRATION, HISTOGRAMS, STARTS, BEST, PROFILE, LEFT_OUT, KERNELS, *RUN_FOLDERS,
 )  # fmt: skip
 # Suffix of folders that --overwrite is removing.
 _REMOVING = ".removing"
-# What every run has, beside folders.
-_OF_A_RUN = ("config.json", LOCK)
 # Config keys that may change on resume; a trailing dot means a section. Those of rewards,
 # checkpoints and the sampler's error are here because error messages advise to change them.
 CHANGEABLE = (
@@ -222,13 +224,16 @@ class Workdir:
                 self.write_json("config.json", new)
             self.earlier_steps = old["steps"] if resumed and old else None
             for name in (METRICS, WARM_START, SAMPLES, CALIBRATION, HISTOGRAMS, STARTS):
-                self._drop_partial_line(name)
+                drop_partial_line(self.path / name)
         except (OSError, RunError) as error:
             self._fresh, self._existing = not resumed, before
             self.discard()
             cause = error if isinstance(error, OSError) else error.__cause__
             assert isinstance(cause, OSError)  # as of ``writing``
             raise output_error(f"--workdir={cause.filename or self.path}", cause) from error
+        except DataError:
+            self.close()
+            raise
         self._fresh, self._existing = not resumed, before
         return resumed
 
@@ -250,14 +255,11 @@ class Workdir:
         """Raise ConfigError if a name of a run's files is taken by something else, or by what
         --overwrite would have to remove and may not: a link or a mounted file system. So is one for
         a directory within another run, which would be removed with its checkpoints."""
-        own = Path(os.path.realpath(self.path))
-        for folder in (own, *own.parents):
-            outer = folder.parent
-            if folder.name in RUN_FOLDERS and all((outer / x).exists() for x in _OF_A_RUN):
-                raise ConfigError(
-                    f"--workdir={self.path} is within {folder.name}/ of the run {outer}, which may "
-                    "be removed; give another --workdir"
-                )
+        if within := enclosing_run(self.path):
+            raise ConfigError(
+                f"--workdir={self.path} is within {within[0]}/ of the run {within[1]}, which may "
+                "be removed; give another --workdir"
+            )
         for name in (*RUN_FILES, LOCK):
             path = self.path / name
             where = f"--workdir={self.path}: its {name}"
@@ -459,16 +461,6 @@ class Workdir:
                 pass
             _LOCKED_DIRECTORIES.add(key)
             self._unlock = weakref.finalize(self, _release, handle, key)
-
-    def _drop_partial_line(self, name: str) -> None:
-        path = self.path / name
-        if not path.exists():
-            return
-        with open(path, "rb+") as file:
-            content = file.read()
-            if content and not content.endswith(b"\n"):
-                file.truncate(content.rfind(b"\n") + 1)
-                os.fsync(file.fileno())
 
 
 def check_unlocked(path: StrPath) -> None:

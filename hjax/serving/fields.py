@@ -9,6 +9,7 @@ import pydantic
 from hjax.errors import truncate
 from hjax.serving.limits import ServerLimits
 from hjax.serving.request_errors import RequestRefused
+from hjax.user_input import object_with_unique_keys
 
 
 def parse_object(body: bytes, limits: ServerLimits) -> dict[str, Any]:
@@ -28,7 +29,11 @@ def parse_object(body: bytes, limits: ServerLimits) -> dict[str, Any]:
     _check_size(body, limits)
     try:
         # Given bytes, `json` would accept UTF-16 too, and lone surrogates.
-        value = json.loads(body.decode("utf-8-sig"), parse_constant=constant)
+        value = json.loads(
+            body.decode("utf-8-sig"),
+            parse_constant=constant,
+            object_pairs_hook=object_with_unique_keys,
+        )
     except ValueError as error:
         raise RequestRefused(f"the body is not JSON: {error}") from None
     if b"\\u" in body:

@@ -14,10 +14,11 @@ _BARE_LINE_FEED, _FOLDED_HEADER = re.compile(rb"(?<!\r)\n"), re.compile(rb"\n[ \
 class HttpParser(h11.Connection):
     """A server's parser of requests.
 
-    Beyond what h11 refuses it refuses heads with folded headers, bare line feeds or both
-    Content-Length and Transfer-Encoding (RFC 9112, 2.2, 5.2 and 6.1), heads larger than the limit
-    even if they arrive in one piece, and bodies in too many chunks. ``next_event`` raises
-    h11.RemoteProtocolError for them, with the status in ``error_status_hint``.
+    Beyond what h11 refuses it refuses other versions than 1.1 and 1.0, heads with folded headers,
+    bare line feeds or both Content-Length and Transfer-Encoding (RFC 9112, 2.2, 5.2 and 6.1), heads
+    larger than the limit even if they arrive in one piece, and bodies in too many chunks.
+    ``next_event`` raises h11.RemoteProtocolError for them, with the status in
+    ``error_status_hint``.
 
     Args:
       limits: of heads and chunks.
@@ -35,6 +36,8 @@ class HttpParser(h11.Connection):
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._chunks = 0
+            if not event.http_version.startswith(b"1."):
+                raise h11.RemoteProtocolError("another version than HTTP/1.1", 505)
             names = {name for name, _ in event.headers}
             if {b"content-length", b"transfer-encoding"} <= names:
                 raise h11.RemoteProtocolError("Content-Length beside Transfer-Encoding")

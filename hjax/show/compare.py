@@ -74,10 +74,14 @@ def write_comparison(workdirs: Sequence[StrPath], output: StrPath) -> Path:
       the path of the page.
 
     Raises:
-      ConfigError: fewer than two, more than there are colours, one twice, or no run in one.
+      ConfigError: fewer than two, more than there are colours, one twice, or no run in one; the
+        page's name does not end in .html, so that it may be another file's.
       DataError: a damaged file.
       RunError: the disk is full.
     """
+    path = Path(output)
+    if path.suffix != ".html":
+        raise ConfigError(f"--output={path}: its name must end in .html")
     with from_files(", ".join(map(str, workdirs))):
         runs = read_runs(workdirs)
         page = render(
@@ -91,7 +95,6 @@ def write_comparison(workdirs: Sequence[StrPath], output: StrPath) -> Path:
             starts=[(run, start_row(run.starts[-1])) for run in runs if run.starts],
             written=time.strftime("%Y-%m-%d %H:%M"),
         )
-    path = Path(output)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, page)

@@ -102,14 +102,14 @@ class CheckedConfig:
         return value
 
     def number(self, key: str, default: float) -> float:
-        """A number.
+        """A number that is not negative.
 
         Raises:
           ConfigError: something else.
         """
         value = self.get(key, default)
-        if not is_number(value):
-            allowed = "a finite number, 0 or of magnitude 1e-30 to 1e30"
+        if not is_number(value) or value < 0:
+            allowed = "a finite number, 0 or from 1e-30 to 1e30"
             raise self.error(f"{key} is {value!r}; {allowed}")
         return float(value)
 

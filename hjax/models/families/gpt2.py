@@ -56,6 +56,8 @@ class GPT2(Family):
         """Fewer keys than Llama's."""
         fields: dict[str, Any] = {name: hf_config.size(key) for name, key in self.keys.items()}
         heads, width = fields["heads"], fields["hidden_size"]
+        if width % heads:
+            raise hf_config.error(f"n_embd is {width}; a multiple of n_head, which is {heads}")
         return fields | {
             "kv_heads": heads,
             "head_dim": width // heads,
