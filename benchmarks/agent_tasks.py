@@ -148,7 +148,7 @@ def conversations(count: int, seed: int) -> Iterator[dict[str, Any]]:
     for _ in range(count):
         a, b, c = rng.randint(10, 99), rng.randint(10, 99), rng.randint(2, 9)
         inner, outer = rng.choice("+-"), rng.choice("*+-")
-        first = a if rng.random() >= MISTAKES else rng.randint(10, 99)
+        first = a if rng.random() >= MISTAKES else b
         begun = f"{first}{inner}{b}"
         said = [system("plan"), user(f"({a}{inner}{b}){outer}{c}")]
         for step in (begun, f"{eval(begun)}{outer}{c}"):
