@@ -106,7 +106,7 @@ def get_stages(name: str = "calculator_agent") -> dict[str, ConfigDict]:
     # To copy the numbers of two steps takes longer to learn than names do.
     stages["sft"].steps = 1500 if name == "planner_agent" else 1000
     stages["grpo"].actor.learning_rate = 3e-4
-    stages["grpo"].steps = 32
+    stages["grpo"].steps = 24
     if name == "calculator_tool":
         return stages
     plain, grpo = tool_tasks.base.get_config(), stages["grpo"]
@@ -152,8 +152,8 @@ def conversations(count: int, seed: int) -> Iterator[dict[str, Any]]:
     for _ in range(count):
         a, b, c = rng.randint(10, 99), rng.randint(10, 99), rng.randint(2, 9)
         inner, outer = rng.choice("+-"), rng.choice("*+-")
-        first = a if rng.random() >= MISTAKES else b
-        begun = f"{first}{inner}{b}"
+        wrong = rng.random() < MISTAKES
+        begun = f"{a}{'+-'[(inner == '-') ^ wrong]}{b}"
         said = [system("plan"), user(f"({a}{inner}{b}){outer}{c}")]
         for step in (begun, f"{eval(begun)}{outer}{c}"):
             value = eval(step)
