@@ -104,9 +104,7 @@ def get_stages(name: str = "calculator_agent") -> dict[str, ConfigDict]:
         raise ConfigError(f"agent_tasks.py:{name}: there are {', '.join(TASKS)}")
     stages = tool_tasks.get_stages("calculator")
     # To copy the numbers of two steps takes longer to learn than names do.
-    stages["sft"].steps = 1500 if name == "planner_agent" else 1000
-    stages["grpo"].actor.learning_rate = 3e-4
-    stages["grpo"].steps = 24
+    stages["sft"].steps = 1500 if name == "planner_agent" else 700
     if name == "calculator_tool":
         return stages
     plain, grpo = tool_tasks.base.get_config(), stages["grpo"]
@@ -152,8 +150,7 @@ def conversations(count: int, seed: int) -> Iterator[dict[str, Any]]:
     for _ in range(count):
         a, b, c = rng.randint(10, 99), rng.randint(10, 99), rng.randint(2, 9)
         inner, outer = rng.choice("+-"), rng.choice("*+-")
-        wrong = rng.random() < MISTAKES
-        begun = f"{a}{'+-'[(inner == '-') ^ wrong]}{b}"
+        begun = f"{a}{'*' if rng.random() < MISTAKES else inner}{b}"
         said = [system("plan"), user(f"({a}{inner}{b}){outer}{c}")]
         for step in (begun, f"{eval(begun)}{outer}{c}"):
             value = eval(step)
