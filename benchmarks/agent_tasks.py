@@ -104,7 +104,7 @@ def get_stages(name: str = "calculator_agent") -> dict[str, ConfigDict]:
         raise ConfigError(f"agent_tasks.py:{name}: there are {', '.join(TASKS)}")
     stages = tool_tasks.get_stages("calculator")
     # To copy the numbers of two steps takes longer to learn than names do.
-    stages["sft"].steps = 1500 if name == "planner_agent" else 700
+    stages["sft"].steps = 1500 if name == "planner_agent" else 1000
     if name == "calculator_tool":
         return stages
     plain, grpo = tool_tasks.base.get_config(), stages["grpo"]
