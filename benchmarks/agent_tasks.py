@@ -105,6 +105,7 @@ def get_stages(name: str = "calculator_agent") -> dict[str, ConfigDict]:
     stages = tool_tasks.get_stages("calculator")
     # To copy the numbers of two steps takes longer to learn than names do.
     stages["sft"].steps = 1500 if name == "planner_agent" else 1000
+    stages["grpo"].steps = 2 * tool_tasks.GRPO_STEPS
     if name == "calculator_tool":
         return stages
     plain, grpo = tool_tasks.base.get_config(), stages["grpo"]
