@@ -104,7 +104,7 @@ def get_stages(name: str = "calculator_agent") -> dict[str, ConfigDict]:
         raise ConfigError(f"agent_tasks.py:{name}: there are {', '.join(TASKS)}")
     stages = tool_tasks.get_stages("calculator")
     # To copy the numbers of two steps takes longer to learn than names do.
-    stages["sft"].steps = 1500 if name == "planner_agent" else 1000
+    stages["sft"].steps = 3000 if name == "planner_agent" else 1000
     stages["grpo"].steps = 2 * tool_tasks.GRPO_STEPS
     if name == "calculator_tool":
         return stages
@@ -121,7 +121,7 @@ def get_stages(name: str = "calculator_agent") -> dict[str, ConfigDict]:
         grpo.agent.max_calls = 16
         # The planner has no tools, and the worker has.
         grpo.agent.train_call = "all"
-        grpo.rollout.prompts = 4
+        grpo.steps = tool_tasks.GRPO_STEPS
     return stages
 
 
