@@ -12,6 +12,8 @@ flood, stream and vanish, send 60,000 tokens, lie in their echoes, or do what th
 With `--against_environments` a model draws: the same questions are asked by an environment in
 processes as runs have them, by an agent of the standard library's HTTP, and by one of OpenAI's
 client. Prints tokens per second by the clock, and the processor time of all processes for a turn.
+
+The last line is JSON: the figures, and the machine.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+
+import machine
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 KINDS = ("good", "reward", "thief", "flood", "vanish", "long", "liar", "loop")
@@ -214,7 +218,9 @@ def processor_seconds() -> float:
     return total
 
 
-def against_environments(episodes: int, turns: int, tokens: int, hidden: int, rounds: int) -> None:
+def against_environments(
+    episodes: int, turns: int, tokens: int, hidden: int, rounds: int
+) -> dict[str, Any]:
     """Print what the same episodes cost by an environment and by agents."""
     import functools
     import tempfile
@@ -281,11 +287,15 @@ def against_environments(episodes: int, turns: int, tokens: int, hidden: int, ro
         pool.close()
         for runner in runners.values():
             runner.close()
-    base = statistics.median(speed for speed, _ in found["environment"])
+    told: dict[str, Any] = {}
     for name, figures in found.items():
         speed, cost = (statistics.median(each) for each in zip(*figures, strict=True))
-        print(f"{name}: {speed:.0f} tokens/s, {speed / base:.2f} of the environment's; "
-              f"{cost:.1f} ms of the processor for a turn")  # fmt: skip
+        pairs = zip(figures, found["environment"], strict=True)
+        share = statistics.median(mine / theirs for (mine, _), (theirs, _) in pairs)
+        told[name] = {"tokens_per_second": speed, "share": share, "ms_of_a_turn": cost}
+        print(f"{name}: {speed:.0f} tokens/s, {share:.2f} of the environment's (the median of "
+              f"{rounds} pairs); {cost:.1f} ms of the processor for a turn")  # fmt: skip
+    return told
 
 
 def used() -> dict[str, float]:
@@ -308,8 +318,15 @@ def main() -> None:
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args()
+    use = machine.CoreUse()
+
+    def tell(**figures: Any) -> None:
+        about = {**machine.describe(), **machine.versions("jax", "openai", "starlette", "uvicorn")}
+        print(json.dumps({"benchmark": "agents", **about, **use.read(), **figures}))
+
     if args.against_environments:
-        against_environments(args.episodes, args.turns, args.tokens, args.hidden, args.rounds)
+        sizes = args.episodes, args.turns, args.tokens, args.hidden, args.rounds
+        tell(sizes=sizes, against=against_environments(*sizes))
         return
     spawn = multiprocessing.get_context("spawn")
     work, done = spawn.Queue(), spawn.Queue()
@@ -327,6 +344,7 @@ def main() -> None:
         resets[0] = found
         return time.process_time() - begin
 
+    per_call = dict[int, float]()
     for count in (1, AT_A_TIME):
         opened = [server.open(i, 10_000) for i in range(count)]
         server.sessions = [one for one, _ in opened]
@@ -335,7 +353,8 @@ def main() -> None:
             run([("growing", url, one.key, each) for one, url in opened]) / (count * each)
             for _ in range(max(args.calls // (count * each), 5))
         ]
-        print(f"{count} sessions at a time: {1e3 * statistics.median(took):.2f} ms of the "
+        per_call[count] = 1e3 * statistics.median(took)
+        print(f"{count} sessions at a time: {per_call[count]:.2f} ms of the "
               f"processor for a call, of {len(took)} parts the median", flush=True)  # fmt: skip
         for one, _ in opened:
             server.gateway.close(one)
@@ -361,6 +380,7 @@ def main() -> None:
             flush=True,
         )
     work.put(None)
+    tell(ms_of_a_call=per_call, hostile_sessions=args.sessions, recorded=calls, **used())
 
 
 if __name__ == "__main__":

@@ -443,6 +443,44 @@ class Words(vf.Taskset[WordTask, vf.TasksetConfig]):
 __all__ = ["Words"]
 """
 
+# A server of tools is started by its module's name, so the module must run it.
+TOOLSET = """
+import verifiers.v1 as vf
+
+class Adder(vf.Toolset[vf.ToolsetConfig]):
+    @vf.tool
+    def add(self, a: int, b: int) -> int:
+        \"\"\"Adds.\"\"\"
+        return a + b
+
+if __name__ == "__main__":
+    Adder.run()
+"""
+SUMS = """
+import adder_toolset
+import verifiers.v1 as vf
+
+class SumData(vf.TaskData):
+    answer: str
+
+class SumTask(vf.Task[SumData]):
+    @classmethod
+    def toolsets(cls, config):
+        return [adder_toolset.Adder(vf.ToolsetConfig())]
+
+    @vf.reward
+    async def exact(self, trace: vf.Trace) -> float:
+        return float((trace.last_reply or "").strip() == self.data.answer)
+
+class Sums(vf.Taskset[SumTask, vf.TasksetConfig]):
+    def load(self):
+        for i in range(2):
+            data = SumData(idx=i, answer=str(40 + i), prompt=f"What is 40+{i}?")
+            yield SumTask(data, self.config.task)
+
+__all__ = ["Sums"]
+"""
+
 
 def scripted_endpoint(turns: Sequence[dict[str, Any]]) -> Any:
     """An endpoint that answers a streamed chat with these messages, one after another."""
@@ -476,13 +514,13 @@ def scripted_endpoint(turns: Sequence[dict[str, Any]]) -> Any:
 
 
 async def verifiers_rewards(
-    plays: Sequence[tuple[int, list[dict[str, Any]]]],
+    plays: Sequence[tuple[int, list[dict[str, Any]]]], name: str = "words_to_look_up"
 ) -> list[Played]:
     """Tasks by verifiers itself: its rewards for an endpoint that says the same."""
     import verifiers.v1 as vf
     from verifiers.v1.clients import EvalClientConfig, ModelContext
 
-    taskset = {"id": "words_to_look_up"}
+    taskset = {"id": name}
     agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
     environment = vf.SingleAgentEnv(vf.SingleAgentEnvConfig(taskset=taskset, agent=agent))
     found: list[Played] = []
@@ -503,8 +541,11 @@ async def verifiers_rewards(
 
 
 def verifiers_lines(model: str, folder: pathlib.Path) -> Iterator[dict[str, Any]]:
-    """Single answers; a model's answers, judged by verifiers again."""
-    (folder / "words_to_look_up.py").write_text(TASKSET)
+    """Single answers; a tool's calls; a model's answers, judged by verifiers again."""
+    for module, text in (
+        ("words_to_look_up", TASKSET), ("adder_toolset", TOOLSET), ("sums_to_work_out", SUMS)
+    ):  # fmt: skip
+        (folder / f"{module}.py").write_text(text)
     sys.path.append(str(folder))
     os.environ["PYTHONPATH"] = str(folder)
     os.environ["PATH"] = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -519,6 +560,7 @@ def verifiers_lines(model: str, folder: pathlib.Path) -> Iterator[dict[str, Any]
     mine = play(spec, plays, seconds=300)
     theirs = asyncio.run(verifiers_rewards([(i, [said(text)]) for i, text in answers]))
     yield line("4 answers, two weighted rewards", mine, theirs, began)
+    yield verifiers_tools()
     began = time.perf_counter()
     rows = [{"prompt": "-", "index": i} for i in range(2)]
     played = evaluate(spec, model, folder, rows, "--chat", "--step_seconds=300")
@@ -526,6 +568,24 @@ def verifiers_lines(model: str, folder: pathlib.Path) -> Iterator[dict[str, Any]
     again = [(each["question"], [said(each["turns"][0]["action"])]) for each in played]
     theirs = asyncio.run(verifiers_rewards(again))
     yield line("evaluate, 4 answers of a model, judged again", mine, theirs, began)
+
+
+def verifiers_tools() -> dict[str, Any]:
+    """Conversations that call a tool of a task's own server."""
+    began = time.perf_counter()
+    plays: list[Play] = []
+    theirs: list[tuple[int, list[dict[str, Any]]]] = []
+    for index, answer in ((0, "40"), (1, "41"), (1, "40")):
+        arguments = json.dumps({"a": 40, "b": index})
+        text = f'<tool_call>{{"name": "adder_add", "arguments": {arguments}}}</tool_call>'
+        plays.append(({"prompt": "-", "index": index}, 0, [text, answer]))
+        function = {"name": "adder_add", "arguments": arguments}
+        call = {"index": 0, "id": "call_1_0", "type": "function", "function": function}
+        said = {"role": "assistant", "content": None, "tool_calls": [call]}
+        theirs.append((index, [said, {"role": "assistant", "content": answer}]))
+    mine = play("verifiers:sums_to_work_out", plays, seconds=300)
+    rewards = asyncio.run(verifiers_rewards(theirs, "sums_to_work_out"))
+    return line("3 conversations with a server of tools", mine, rewards, began)
 
 
 LINES = {

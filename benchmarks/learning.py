@@ -17,8 +17,8 @@ Runs of other code stand in a table of their own, unless
     python benchmarks/learning.py --repeat [--configs=...] --pages=docs/algorithms
 
 has found that today's code takes the same first three steps (all metrics that they have but times,
-of each config's first seed; bit for bit, on another processor than the kept run's to 1e-3); then
-they count as today's, and RESULTS.md says so.
+of each config's first seed, on as many cores as the kept run had; bit for bit, on another processor
+to 1e-3); then they count as today's, and RESULTS.md says so.
 
 Prints one JSON line: for every config and seed where its measures start and end, and the seconds of
 the whole command (start and compilation included) and of the processor. Exit status 1: some run
@@ -422,6 +422,9 @@ def repeat(config: str, pages: pathlib.Path) -> str:
     if not seeds or not old[seeds[0]].first:
         return f"{label_of(config)}: no runs of other code, or without their first steps"
     kept = old[seeds[0]]
+    # On others it has other devices, whose sums differ in last bits: hundreds of demonstrations
+    # later, where stages begin, in more.
+    machine.use_cores(kept.facts["cores"])
     with tempfile.TemporaryDirectory() as folder:
         rows = first_rows(config, seeds[0], len(kept.first), pathlib.Path(folder))
     same_machine = all(kept.facts[name] == machine.describe()[name] for name in ("cpu", "cores"))

@@ -19,6 +19,12 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
+def use_cores(count: int) -> None:
+    """Have this process, and those that it starts, use no more than so many cores."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
+
+
 def describe() -> dict[str, str | int | None]:
     """The processor's name, usable cores, Python, and the commit of this checkout.
 

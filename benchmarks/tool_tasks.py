@@ -14,8 +14,8 @@ tools (`grpo`). The tasks:
 
 Nobody that is asked about in evaluation is asked about in training.
 
-Most demonstrations make a task's mistake: a wrong number, a product for a power, the age of the
-person asked about, giving up after an error. So the most likely answer of the first policy is
+Most demonstrations make a task's mistake: a product for a sum or a power, the age of the person
+asked about, giving up after an error. So the most likely answer of the first policy is
 wrong, and what is right is only among those that it draws. `TASK_alone`, without tools, is what to
 compare with: the model answers at once, from as many right demonstrations.
 
@@ -141,7 +141,7 @@ def calculator(rng: random.Random, held_out: bool) -> Row:
     text = f"({a}{inner}{b}){outer}{c}"
     said = text
     if rng.random() < MISTAKES:
-        said = text.replace(str(a), str(rng.randint(10, 99)), 1)
+        said = text.replace(inner, "*", 1)
     return text, str(eval(text)), [call("calc", e=said), result(eval(said)), answer(eval(said))]
 
 

@@ -5,14 +5,16 @@ import http.server
 import json
 import os
 import sys
+import threading
 import time
 
 NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 # Two pages of tools.
 PAGES = {
     None: (["double", "fail", "hang"], "2"),
-    "2": (["leave", "variable", "picture", "nothing", "garble", "noise"], None),
+    "2": (["leave", "variable", "picture", "nothing", "garble", "noise", "meet"], None),
 }
+MEETING = threading.Barrier(2)
 
 
 def text(said, **more):
@@ -28,6 +30,9 @@ def call(name, arguments):
         return text("no such page", isError=True)
     if name == "hang":
         time.sleep(30)
+    if name == "meet":
+        MEETING.wait(10)
+        return text("met")
     if name == "leave":
         os._exit(3)
     if name == "garble":
@@ -62,6 +67,8 @@ def answer(message):
             for name in names
         ]
         tools[0]["description"] = "Twice a number."
+        for tool in tools:
+            tool["annotations"] = {"readOnlyHint": tool["name"] == "meet"}
         result = {"tools": tools} | ({"nextCursor": following} if following else {})
     elif method == "tools/call":
         result = call(parameters["name"], parameters.get("arguments") or {})

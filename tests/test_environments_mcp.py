@@ -13,6 +13,7 @@ from hjax.data.tool_call_forms import TAGGED
 from hjax.environments.episode_pool import EpisodePool
 from hjax.environments.mcp_tools import connect_tools
 from hjax.environments.tool_environment import TOOL_ENVIRONMENT
+from hjax.environments.tools import EpisodeTools, load_tools
 from hjax.errors import ConfigError, RunError
 
 pytest.importorskip("mcp", reason="the extra mcp")
@@ -99,6 +100,23 @@ def test_a_lost_server_costs_its_episode_only(config):
     assert all("the MCP server one has ended" in found[number].text for number in (1, 3))
     said = [found[number].messages[-1]["content"] for number in (0, 2, 4)]
     assert said == ["0", "4", "8"]
+
+
+def test_calls_that_only_read_run_at_once(config):
+    """Of tools whose server says so: each of two waits for the other."""
+    command = [sys.executable, DOUBLE, "http"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            url = f"http://127.0.0.1:{int(server.stdout.readline())}/mcp"
+            about = {"url": url, "headers": {"Authorization": "Bearer key"}}
+            tools = load_tools(f"{config(web=about)}:web/meet,web/double")
+            assert [tool.at_once for tool in tools] == [True, False]
+            episode = EpisodeTools(tools, seed=0)
+            calls = [("meet", {}), ("meet", {}), ("double", {"a": 3})]
+            assert episode.call_all(calls) == [("met", True), ("met", True), ("6", True)]
+            tools[0].shared.close()
+        finally:
+            server.kill()
 
 
 @pytest.mark.extended

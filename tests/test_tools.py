@@ -75,6 +75,25 @@ class Plain:
     def __call__(self) -> str:
         return "a" * 9000
 
+class Meets:
+    """Waits for another call."""
+    name = "meet"
+    closed = []
+    def __init__(self):
+        import asyncio
+        self.barrier, self.begun = asyncio.Barrier(2), 0
+
+    async def __call__(self, who: str) -> dict:
+        self.begun += 1
+        if who == "nobody":
+            raise RunError("the door is shut")
+        assert who != "alone", "alone"
+        await self.barrier.wait()
+        return {who: self.begun}
+
+    async def close(self):
+        Meets.closed.append(self.begun)
+
 def no_type(a) -> int:
     """A."""
 
@@ -156,6 +175,25 @@ def test_calls_results_and_errors(file):
     tools.close()
     tools.close()
     assert tools._tools["count"].make(seed=0, sandbox=None).closed == [12]
+
+
+def test_calls_of_async_tools_run_at_once_and_others_in_order(file):
+    """Each of two waits for the other; what stands between them is run between them."""
+    tools = EpisodeTools(load_tools(f"{file}:Meets,Counter"), seed=7)
+    meet, count = ("meet", {"who": "a"}), ("count", {"by": 1})
+    assert tools.call_all([count, meet, ("meet", {"who": "b"}), count]) == [
+        ("8", True), ('{"a": 2}', True), ('{"b": 2}', True), ("9", True),
+    ]  # fmt: skip
+    wrong = [("meet", {"who": 1}), ("meet", {"who": "alone"}), ("met", {})]
+    (first, is_first), second, (third, is_third) = tools.call_all(wrong)
+    assert first.startswith("error: meet: who: Input should be a valid string") and not is_first
+    assert second == ("error: AssertionError: alone", True)
+    assert third.startswith("error: there is no tool met") and not is_third
+    with pytest.raises(RunError, match="the door is shut"):
+        tools.call("meet", {"who": "nobody"})
+    made = tools._made["meet"]
+    tools.close()
+    assert made.closed == [4] and "_loop" not in vars(tools)
 
 
 @pytest.mark.parametrize("names, says", [

@@ -28,11 +28,13 @@ class McpTool:
     Attributes:
       name, description: of the tool.
       parameters: the JSON schema of its arguments, an object.
+      reads_only: whether its server says that it changes nothing.
     """
 
     name: str
     description: str
     parameters: Mapping[str, Any]
+    reads_only: bool
     _server: _McpServer = dataclasses.field(repr=False)
 
     def call(self, arguments: Mapping[str, Any]) -> str:
@@ -232,7 +234,8 @@ class _McpServer:
             has = f"{did_you_mean(name, self._tools)}it has {', '.join(self._tools) or 'none'}"
             raise ConfigError(f"the MCP server {self._name} has no tool {name!r}; {has}")
         self._used.add(name)
-        return McpTool(name, tool.description or "", tool.input_schema, self)
+        reads_only = bool(tool.annotations and tool.annotations.read_only_hint)
+        return McpTool(name, tool.description or "", tool.input_schema, reads_only, self)
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         from mcp import MCPError

@@ -80,22 +80,20 @@ class ToolEnvironment(Environment):
             )  # fmt: skip
         if not calls:
             return Step(Observation(""), done=True, metrics={"tool_calls": 0, "tool_errors": 0})
-        read, results, all_valid, errors = [], [], True, 0
-        for number, call in enumerate(calls):
+        asked = [(call.name, json.loads(call.arguments)) for call in calls]
+        answers = self._episode.call_all(asked)
+        read, results = [], []
+        for number, ((name, arguments), (result, _)) in enumerate(zip(asked, answers, strict=True)):
             # Nine letters and digits, as Mistral's templates ask for; the same in a replay.
-            name = f"call{self._turn % 1000:03}{number % 100:02}"
-            arguments = json.loads(call.arguments)
-            function = {"name": call.name, "arguments": arguments}
-            read.append({"id": name, "type": "function", "function": function})
-            result, valid = self._episode.call(call.name, arguments)
-            all_valid, errors = all_valid and valid, errors + (not valid)
-            results.append(
-                {"role": "tool", "name": call.name, "tool_call_id": name, "content": result}
-            )
+            key = f"call{self._turn % 1000:03}{number % 100:02}"
+            function = {"name": name, "arguments": arguments}
+            read.append({"id": key, "type": "function", "function": function})
+            results.append({"role": "tool", "name": name, "tool_call_id": key, "content": result})
         turn = {"role": "assistant", "content": text, "tool_calls": read}
+        errors = sum(not valid for _, valid in answers)
         return Step(
             Observation(messages=[turn, *results]),
-            valid=all_valid,
+            valid=not errors,
             metrics={"tool_calls": len(calls), "tool_errors": errors},
         )
 

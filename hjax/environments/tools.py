@@ -5,14 +5,18 @@
 A function's name, its docstring and the types of its arguments make the definition that the chat
 template shows the model. A class is made anew for each episode, with ``seed`` and ``sandbox`` if it
 takes them, so its object may hold state: it is called, and closed at the episode's end if it has
-``close``. Tools of MCP servers are named ``servers.json:SERVER/TOOL``.
+``close``. Tools of MCP servers are named ``servers.json:SERVER/TOOL``. Calls of one turn that stand
+next to each other run at once if their tools are ``async def``, or an MCP server's that say
+``readOnlyHint``; others one after another, as a later one may need what an earlier one has done.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import inspect
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -49,6 +53,7 @@ class Tool:
       uses_sandbox: whether it runs programs.
       settings: further arguments of ``make``, which rows may give (``settings_of_row``).
       shared: the connection to an MCP server; None: ``make`` does.
+      at_once: whether calls may run at the same time as others of their turn.
     """
 
     name: str
@@ -58,6 +63,7 @@ class Tool:
     uses_sandbox: bool = False
     settings: frozenset[str] = frozenset()
     shared: SharedMcpTools | None = None
+    at_once: bool = False
 
     @property
     def definition(self) -> dict[str, Any]:
@@ -109,7 +115,9 @@ def _tools_of_servers(file: str, wanted: list[tuple[str, str]], setting: str) ->
     shared = SharedMcpTools(file, wanted)
     try:
         return [
-            Tool(each.name, each.description, each.parameters, shared=shared)
+            Tool(
+                each.name, each.description, each.parameters, shared=shared, at_once=each.reads_only
+            )  # fmt: skip
             for each in shared.connect().values()
         ]
     except (ConfigError, RunError) as error:
@@ -184,7 +192,8 @@ def tool_of(function: Callable[..., Any], setting: str = SETTING) -> Tool:
         return made
 
     settings = frozenset(taken - {"seed", "sandbox"})
-    return Tool(name, description, schema, make, "sandbox" in taken, settings)
+    at_once = inspect.iscoroutinefunction(called)
+    return Tool(name, description, schema, make, "sandbox" in taken, settings, at_once=at_once)
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
@@ -233,49 +242,112 @@ class EpisodeTools:
         self._made: dict[str, Callable[..., Any]] = {}
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
-        """The text of a call's result, or of its error, and whether it was a call of a tool with
-        arguments that it takes.
+        """As ``call_all``, of one call."""
+        return self.call_all([(name, arguments)])[0]
+
+    def call_all(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[str, bool]]:
+        """For each call of a turn, in order, the text of its result, or of its error, and whether
+        it was a call of a tool with arguments that it takes.
+
+        Args:
+          calls: names and arguments.
 
         Raises:
           RunError: a tool's own: it is not the policy's fault, and ends the episode.
         """
-        from pydantic import ValidationError, validate_call
+        found = list[tuple[str, bool]]()
+        for at_once, some in itertools.groupby(calls, lambda each: self._runs_at_once(each[0])):
+            if at_once:
+                found += self._loop.run(self._together(list(some)))
+            else:
+                found += [self._call(name, arguments) for name, arguments in some]
+        return found
+
+    def _runs_at_once(self, name: str) -> bool:
+        return name in self._tools and self._tools[name].at_once
+
+    @functools.cached_property
+    def _loop(self) -> asyncio.Runner:
+        """One for the whole episode: what a tool holds may belong to it."""
+        return asyncio.Runner()
+
+    async def _together(
+        self, calls: Sequence[tuple[str, Mapping[str, Any]]]
+    ) -> list[tuple[str, bool]]:
+        running = (self._await(name, arguments) for name, arguments in calls)
+        found = await asyncio.gather(*running, return_exceptions=True)
+        if failed := [each for each in found if isinstance(each, BaseException)]:
+            raise failed[0]
+        return [each for each in found if not isinstance(each, BaseException)]
+
+    async def _await(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
+        shared = self._tools[name].shared
+        if shared is not None:
+            shared.connect()
+            return _cut(await asyncio.to_thread(shared.call, name, arguments)), True
+        from pydantic import validate_call
+
+        called = self._callable(name)
+        try:
+            result = await validate_call(called)(**arguments)
+        except Exception as error:
+            return _told(error, name, called)
+        return _text(result), True
+
+    def _call(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
+        from pydantic import validate_call
 
         if name not in self._tools:
             return f"error: there is no tool {name}; there are {', '.join(self._tools)}", False
+        if (shared := self._tools[name].shared) is not None:
+            return _cut(shared.call(name, arguments)), True
+        called = self._callable(name)
+        try:
+            result = validate_call(called)(**arguments)
+        except Exception as error:
+            return _told(error, name, called)
+        return _text(result), True
+
+    def _callable(self, name: str) -> Any:
+        """What answers a tool's calls; made with the first."""
         tool = self._tools[name]
-        if tool.shared is not None:
-            return _cut(tool.shared.call(name, arguments)), True
         if name not in self._made:
             assert tool.make is not None
             sandbox = _made_sandbox(self._sandbox) if tool.uses_sandbox else None
             of_row = self._settings.get(name, {})
             self._made[name] = tool.make(seed=self._seed, sandbox=sandbox, **of_row)
         made: Any = self._made[name]
-        called = made if inspect.isroutine(made) else made.__call__
-        try:
-            result = validate_call(called)(**arguments)
-        except RunError:
-            raise
-        except ValidationError as error:
-            if error.title != getattr(called, "__name__", "") and "__call__" not in error.title:
-                return _cut(f"error: {type(error).__name__}: {error}"), True
-            wrong = "; ".join(
-                f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()
-            )
-            return _cut(f"error: {name}: {wrong}"), False
-        except Exception as error:
-            return _cut(f"error: {type(error).__name__}: {error}"), True
-        if isinstance(result, str):
-            return _cut(result), True
-        return _cut(json.dumps(result, ensure_ascii=False, default=str)), True
+        return made if inspect.isroutine(made) else made.__call__
 
     def close(self) -> None:
         """Give up what the tools hold."""
         made, self._made = self._made, {}
         for each in made.values():
             if callable(close := getattr(each, "close", None)):
-                close()
+                self._loop.run(close()) if inspect.iscoroutinefunction(close) else close()
+        if "_loop" in vars(self):
+            vars(self).pop("_loop").close()
+
+
+def _told(error: Exception, name: str, called: Any) -> tuple[str, bool]:
+    """What the policy is told of a call that raised, and whether the tool takes its arguments."""
+    from pydantic import ValidationError
+
+    if isinstance(error, RunError):
+        raise error
+    title = error.title if isinstance(error, ValidationError) else ""
+    if not isinstance(error, ValidationError) or (
+        title != getattr(called, "__name__", "") and "__call__" not in title
+    ):
+        return _cut(f"error: {type(error).__name__}: {error}"), True
+    wrong = "; ".join(f"{'.'.join(map(str, x['loc']))}: {x['msg']}" for x in error.errors())
+    return _cut(f"error: {name}: {wrong}"), False
+
+
+def _text(result: Any) -> str:
+    if isinstance(result, str):
+        return _cut(result)
+    return _cut(json.dumps(result, ensure_ascii=False, default=str))
 
 
 def _cut(text: str) -> str:
