@@ -134,7 +134,7 @@ def _run(url, folder, output, command, before):
     for number in (1, 2):
         os.dup2(file, number)
     sys.argv = command
-    exec(before)
+    exec(before, {})
     run = runpy.run_path if command[0].endswith(".py") else runpy.run_module
     run(command[0], run_name="__main__")
 

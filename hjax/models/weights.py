@@ -304,7 +304,9 @@ def load_actor_checkpoint(
     quantized = "" if lora is None or form == FLOAT else form
     learned = restore_params(folder, "actor", "average") or restore_params(folder, "actor")
     made = scalar_network if "decoder" in learned else decoder_network
-    network = made(dataclasses.replace(config, lora=lora, quantized=quantized))
+    config = dataclasses.replace(config, lora=lora, quantized=quantized)
+    # Networks are kept by their shapes: token ids and dtype may be another model's.
+    network = dataclasses.replace(made(config), config=config)
     if lora is not None:
         _check_adapters(folder, network, learned)
     return network, learned, base

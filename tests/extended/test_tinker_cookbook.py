@@ -101,7 +101,7 @@ def test_supervised_and_resumed(recipe):
 )
 def test_sums(recipe, options):
     rows = recipe(
-        "math_rl.train", **COMMON, env="arithmetic", group_size=8, groups_per_batch=8,
+        "math_rl.train", **COMMON, env="arithmetic", group_size=16, groups_per_batch=16,
         max_tokens=12, max_steps=3, learning_rate=1e-3, **options,
     )  # fmt: skip
     assert len(column(rows, "env/all/reward/total")) == 3
