@@ -1,7 +1,8 @@
 """The reward of the Tinker cookbook's `math_rl` by step, unmodified, against the training service.
 
-The model is stories260K after supervised training by hjax (`sft.py`) on demonstrations of sums and
-of two other recipes; the environment is the recipe's `arithmetic` (what is x + y, up to 100 each).
+The model is stories260K after 3,000 steps of supervised training by hjax (`sft.py`) on
+demonstrations of sums, half of which are one too large; the environment is the recipe's
+`arithmetic` (what is x + y, up to 100 each).
 Writes the curve, and prints one JSON line: rewards, shares of right and of well-formed answers and
 gradient norms by step, and the divergence of sampler and trainer. Needs what
 tests/extended/test_tinker_cookbook.py names.
@@ -46,7 +47,9 @@ def main() -> None:
     stories = pathlib.Path(os.environ["HJAX_TEST_DATA"]) / "weights" / "stories260K-hf"
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        model = args.model or warm_model(stories, folder / "warm")
+        model = args.model or warm_model(
+            stories, folder / "warm", steps=3000, tasks=("summed",), mistakes=0.5
+        )
         with served(model, folder / "store") as url:
             rows = run_recipe(
                 url, folder, "math_rl.train", model_name=model, renderer_name="role_colon",

@@ -31,9 +31,10 @@ def message(role, content):
     return {"role": role, "content": content}
 
 
-def demonstrations(tokenizer_path, count, *, tasks=TASKS, seed=0):
+def demonstrations(tokenizer_path, count, *, tasks=TASKS, mistakes=0.0, seed=0):
     """Rows of prompts, as the recipes render them, and answers, of the ``tasks`` in turn: sums up
-    to 100 + 100, sums of digits in boxes, and guesses of a number."""
+    to 100 + 100, a share of which (``mistakes``) is one too large, sums of digits in boxes, and
+    guesses of a number."""
     from tinker_cookbook.recipes.multiplayer_rl.guess_number.env import SYSTEM_PROMPT
     from tinker_cookbook.renderers import get_renderer
     from transformers import AutoTokenizer
@@ -44,7 +45,8 @@ def demonstrations(tokenizer_path, count, *, tasks=TASKS, seed=0):
     def summed():
         x, y = draw.integers(0, 101, 2)
         shot = [message("user", "What is 4 + 5?"), message("assistant", "9")]
-        return [*shot, message("user", f"What is {x} + {y}?")], str(x + y)
+        said = x + y + (draw.random() < mistakes)
+        return [*shot, message("user", f"What is {x} + {y}?")], str(said)
 
     def boxed():
         x, y = draw.integers(0, 10, 2)
@@ -164,18 +166,18 @@ def with_positions(stories, folder, count=8192):
     return folder
 
 
-def warm_model(stories, folder, *, steps=120, tasks=TASKS):
+def warm_model(stories, folder, *, steps=120, tasks=TASKS, mistakes=0.0):
     """A Hugging Face directory: stories260K after supervised training by hjax (`sft.py`).
 
     Args:
       stories: the directory of stories260K.
       folder: to work in.
       steps: updates, of 16 demonstrations each.
-      tasks: of the demonstrations.
+      tasks, mistakes: of the demonstrations.
     """
     start, rows, run, output = (folder / name for name in ("start", "rows.jsonl", "run", "model"))
     with_positions(stories, start)
-    write_lines(rows, demonstrations(start, 17 * steps, tasks=tasks))
+    write_lines(rows, demonstrations(start, 17 * steps, tasks=tasks, mistakes=mistakes))
     launch = [sys.executable, "-m", "hjax.launch"]
     subprocess.run(
         [

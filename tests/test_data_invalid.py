@@ -65,7 +65,9 @@ def test_a_bad_row_is_named_or_left_out_and_counted(bad, kind, message, tmp_path
     assert found.remarks == (f"rows left out: 2 × {kind} ({path}:2, {path}:4)",)
     assert found.train.locations == [f"{path}:1", f"{path}:3"]
     assert len(found.demonstrations) == 2
-    with pytest.raises(DataError, match=f"every row is left out: 1 × {kind}"):
+    with pytest.raises(
+        DataError, match=f"every row is left out: 1 × {kind}.*first one: .*{message}"
+    ):
         inputs(lines(tmp_path, bad), **{"data.invalid": "drop"})
 
 

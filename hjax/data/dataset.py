@@ -193,7 +193,7 @@ class Dataset:
                 f"rollout.max_prompt_length={max_prompt_length} tokens and lost their beginning"
             )
         if not kept:
-            raise DataError(f"{path}: every row is left out: {invalid}")
+            raise invalid.nothing_left(str(path))
         return cls(
             prompt_tokens=tokens,
             prompt_text=None if tokenizer is None else texts,

@@ -26,6 +26,7 @@ class InvalidRows:
     def __init__(self, policy: str = ""):
         self.locations: dict[str, list[str]] = {}
         self._policy = policy
+        self._first = ""  # error of a row that was left out
 
     @contextlib.contextmanager
     def checking(self, where: str, kind: str = "malformed row") -> Iterator[None]:
@@ -44,6 +45,7 @@ class InvalidRows:
             kind = error.kind or kind
             if self._policy == "drop" or (self._policy and kind == EQUAL_PAIR):
                 self.leave_out(where, kind)
+                self._first = self._first or str(error)
                 return
             advice = "; data.invalid=drop leaves such rows out" if self._policy else ""
             raise DataError(f"{where}: {error}{advice}", kind=kind) from None
@@ -51,6 +53,11 @@ class InvalidRows:
     def leave_out(self, where: str, kind: str) -> None:
         """Count a row that is left out."""
         self.locations.setdefault(kind, []).append(where)
+
+    def nothing_left(self, path: str) -> DataError:
+        """The error of a file at ``path`` whose rows are all left out."""
+        first = f"; the first one: {self._first}" if self._first else ""
+        return DataError(f"{path}: every row is left out: {self}{first}")
 
     def __len__(self) -> int:
         return sum(map(len, self.locations.values()))

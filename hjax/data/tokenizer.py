@@ -246,7 +246,8 @@ class Tokenizer:
             others = f" named default, only {', '.join(sorted(self.chat_templates))}"
             raise DataError(
                 f"tokenizer {self.name} has no chat template{others if self.chat_templates else ''}"
-                "; give prompts as strings, or put a chat_template.jinja beside its tokenizer.json"
+                "; give prompts as strings with data.chat=False, or put a chat_template.jinja "
+                "beside its tokenizer.json"
             )
         if variables.get("continue_final_message"):
             raise DataError(

@@ -119,7 +119,7 @@ def load_examples(
                 found.labels.extend(answers.labels)
             rows.append(i)
     if needed and not found.examples:
-        raise DataError(f"{data_path(config.data)}: every row is left out: {invalid}")
+        raise invalid.nothing_left(data_path(config.data))
     return found._replace(rows=rows if needed else None)
 
 
