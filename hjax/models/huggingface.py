@@ -3,6 +3,7 @@
 Each ``ParameterSpec`` names the tensors that hold the parameter.
 """
 
+import contextlib
 import gc
 import json
 import math
@@ -130,11 +131,11 @@ def load_params(
       nested dict of arrays.
 
     Raises:
-      ConfigError: missing files or tensors, tensors of another shape or dtype, tensors that this
-        model does not have, or values that are not finite, by name; or there is no memory.
+      ConfigError: missing files or tensors, tensors of another shape or dtype or of another model,
+        values that are not finite, by name; or there is no memory.
     """
     tensors = _checked_tensors(path, config, declared, adapter)
-    total, done = sum(parameter.size for parameter, _ in _specs_and_values(declared)), 0
+    total, done = sum(x.size for x, _ in _specs_and_values(declared)), 0
     what = f"loading {Path(path).name}"
     report_progress(what, 0, total)
 
@@ -163,8 +164,14 @@ def load_params(
             report_progress(what, done, total)
         return params
 
-    try:
+    with _in_memory(path):
         return read_all(declared, shardings, shapes)
+
+
+@contextlib.contextmanager
+def _in_memory(path: StrPath) -> Iterator[None]:
+    try:
+        yield
     except MemoryError as error:
         raise ConfigError(f"{path}: there is no memory for its weights ({error})") from error
 
