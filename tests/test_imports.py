@@ -52,6 +52,7 @@ GROUND = [
     "rules",
     "sharded_values",
     "trainable_split",
+    "temporary_folders",
     "user_code",
     "user_input",
 ]

@@ -9,7 +9,7 @@ import pytest
 
 from hjax.errors import ConfigError
 from hjax.sandbox.local_sandbox import LocalSandbox
-from hjax.sandbox.temporary_folders import TemporaryFolder
+from hjax.temporary_folders import TemporaryFolder
 
 OLD = (1, 1)  # seconds, of access and change
 
@@ -24,9 +24,7 @@ def killed(code, folder):
         process.send_signal(signal.SIGKILL)
 
 
-MADE = (
-    "from hjax.sandbox.temporary_folders import TemporaryFolder\nmade = TemporaryFolder('hjax-x-')"
-)
+MADE = "from hjax.temporary_folders import TemporaryFolder\nmade = TemporaryFolder('hjax-x-')"
 
 
 def test_the_next_one_removes_what_a_killed_process_left(tmp_path):

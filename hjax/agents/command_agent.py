@@ -25,7 +25,7 @@ from typing import IO, Any
 from hjax.errors import ConfigError, DataError, RunError
 from hjax.sandbox.local_sandbox import ExecResult, LocalSandbox, Sandbox, SandboxLimits
 from hjax.sandbox.sandbox_settings import THIS_MACHINE, SandboxSettings
-from hjax.sandbox.temporary_folders import TemporaryFolder
+from hjax.temporary_folders import TemporaryFolder
 from hjax.user_code import load_object
 
 # What a command's words may have in braces.

@@ -22,9 +22,9 @@ from hjax.dryrun.programs import AbstractWorkers, StepProgram, memory_of
 from hjax.dryrun.topologies import Topology, parse_memory_error
 from hjax.errors import DataError, RunError
 from hjax.files import replace_file
-from hjax.sandbox.temporary_folders import TemporaryFolder
 from hjax.sharding.device_mesh import ring_table
 from hjax.sharding.interconnect import Interconnect, interconnect_of
+from hjax.temporary_folders import TemporaryFolder
 from hjax.user_input import read_object
 from hjax.xla.collectives import Collective, collectives
 from hjax.xla.compiler_flags import COMPILER_FLAGS

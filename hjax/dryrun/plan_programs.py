@@ -13,8 +13,8 @@ from hjax.planning.plan_types import Candidate, Cluster, PlannedSet
 from hjax.planning.result import describe_candidate, describe_result
 from hjax.planning.search import PlanProblem, SearchResult
 from hjax.roles import STAGES
-from hjax.sandbox.temporary_folders import TemporaryFolder
 from hjax.show.format import duration, size
+from hjax.temporary_folders import TemporaryFolder
 
 # The planner's stage of a controller's phase.
 STAGE = dict(zip(("generate", "prepare", "update"), STAGES, strict=True))

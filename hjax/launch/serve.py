@@ -94,9 +94,9 @@ from hjax.launch.sampling_flags import (
 )
 from hjax.rollout.sampling_params import OPTIONS, SamplingParams
 from hjax.rules import Rule, at_least, between, deadline
-from hjax.sandbox.temporary_folders import TemporaryFolder
 from hjax.serving.address import address_of, bind
 from hjax.serving.limits import ServerLimits, allow_connections
+from hjax.temporary_folders import TemporaryFolder
 
 if TYPE_CHECKING:
     from hjax.rollout.language_model import LanguageModel

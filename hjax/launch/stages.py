@@ -19,8 +19,8 @@ from hjax.config import flatten
 from hjax.errors import ConfigError
 from hjax.files import METRICS, json_line
 from hjax.run.workdir import Workdir
-from hjax.sandbox.temporary_folders import TemporaryFolder
 from hjax.settings.config_loading import apply_overrides, check_config, get_stages
+from hjax.temporary_folders import TemporaryFolder
 
 WORKDIR = "{workdir}"
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)(=?)", re.DOTALL)

@@ -29,8 +29,8 @@ from hjax.models.weights import (
     model_directory,
     read_eos_ids,
 )
-from hjax.sandbox.temporary_folders import TemporaryFolder
 from hjax.sharded_values import ArrayRegions
+from hjax.temporary_folders import TemporaryFolder
 from hjax.user_input import read_file, user_path
 
 GENERATION_CONFIG = "generation_config.json"

@@ -32,7 +32,7 @@ from typing import Any, Protocol
 
 from hjax.errors import ConfigError, RunError
 from hjax.sandbox import kernel_layers, scratch_folder
-from hjax.sandbox.temporary_folders import TemporaryFolder
+from hjax.temporary_folders import TemporaryFolder
 
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 # Layers that can be switched off.

@@ -2,9 +2,7 @@
 
 import contextlib
 import os
-import shutil
 import stat
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,14 +68,3 @@ def _opened_parent(folder: Path, path: str, owner: int | None) -> Iterator[tuple
         raise DataError(f"sandbox: {path!r} cannot be used: {error.strerror}") from None
     finally:
         os.close(handle)
-
-
-def remove_folder(folder: Path) -> None:
-    """Remove a folder, also one that is closed to its owner or thousands of folders deep."""
-    try:
-        shutil.rmtree(folder)
-    except FileNotFoundError:
-        pass
-    except (OSError, RecursionError):
-        subprocess.run(["chmod", "-R", "u+rwX", str(folder)], capture_output=True, check=False)
-        subprocess.run(["rm", "-rf", str(folder)], capture_output=True, check=False)
