@@ -527,7 +527,8 @@ def curve(config: str, seeds: Mapping[int, Run]) -> str:
         series.append(ChartSeries(f"seed {seed}", points, seed % 8, dots=dots))
     start = statistics.mean(measure.change(run.rows)[0] for run in seeds.values())
     level = ("start", start) if measure.rise is None else ("aim", start + measure.rise)
-    return svg_file(f"{label_of(config)}: {measure.metric}", series, level)
+    title = label_of(config).rpartition("/")[2]
+    return svg_file(f"{title}: {measure.metric}", series, level)
 
 
 def page(runs: Runs, earlier: Runs, command: str) -> str:
