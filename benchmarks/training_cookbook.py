@@ -7,7 +7,7 @@ Writes the curve, and prints one JSON line: rewards, shares of right and of well
 gradient norms by step, and the divergence of sampler and trainer. Needs what
 tests/extended/test_tinker_cookbook.py names.
 
-    HJAX_TEST_DATA=DIR python benchmarks/training_cookbook.py [--steps=30] [--rate=1e-3]
+    HJAX_TEST_DATA=DIR python benchmarks/training_cookbook.py [--steps=30] [--rate=3e-4]
         [--model=DIR] [--output=docs/images/tinker_math_rl.svg]
 """
 
@@ -38,7 +38,7 @@ def main() -> None:
     """Train, draw the curve, and print the line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--rate", type=float, default=3e-4)
     parser.add_argument("--model", default="", help="as warm_model has made it")
     parser.add_argument("--output", default=str(machine.ROOT / "docs/images/tinker_math_rl.svg"))
     args = parser.parse_args()
@@ -57,6 +57,7 @@ def main() -> None:
                 groups_per_batch=16, max_tokens=12, max_steps=args.steps, eval_every=0,
                 save_every=0, learning_rate=args.rate,
             )  # fmt: skip
+    rows = [row for row in rows if COLUMNS["reward"] in row]
     # A step whose groups are all constant has no gradient.
     found = {name: [round(row.get(key, 0.0), 8) for row in rows] for name, key in COLUMNS.items()}
     points = list(enumerate(found["reward"]))
