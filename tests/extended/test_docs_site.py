@@ -129,6 +129,8 @@ def test_examples_run(page, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", types.ModuleType("mlflow"))  # imported by an example
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
     for number, block in enumerate(blocks):
+        if block.startswith("# figure.py"):  # of runs: test_worked_examples.py
+            continue
         exec(compile(block, f"{page.name} example {number}", "exec"), {"__name__": f"ex{number}"})
 
 
