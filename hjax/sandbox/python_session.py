@@ -185,11 +185,12 @@ class PythonSession:
         if reason:
             concurrent.futures.wait([program], _GRACE_SECONDS)
         lost = "its variables are lost"
-        if not program.done() or program.result().ended_by == "disk":
+        answers = program.done()  # asked before it is killed, which ends it too
+        if not answers or program.result().ended_by == "disk":
             _kill(self._sandbox, self._names)
             lost = "its variables and files are lost"
         if not reason:
-            reason = _how_it_ended(program.result()) if program.done() else "it does not answer"
+            reason = _how_it_ended(program.result()) if answers else "it does not answer"
         return f"[the interpreter was ended ({reason}); {lost}]"
 
 
