@@ -1,8 +1,10 @@
 """Which hosts a pool may stand on, by hand-worked clusters."""
 
+import socket
+
 import pytest
 
-from hjax.controller.hosts import SLICE_LABEL, ProcessPlacement, placements
+from hjax.controller.hosts import SLICE_LABEL, ProcessPlacement, placements, shortage
 from hjax.errors import ConfigError
 
 
@@ -85,3 +87,37 @@ def test_where_labels_do_not_fit_the_error_says_what_does():
     assert placements([host("TPU", 4)] * 2, "p", "tpu", 2, 4) == [
         ProcessPlacement("PACK")
     ]  # none is named
+
+
+def test_what_can_never_fit_on_the_present_machines_is_counted():
+    two = [host("CPU", 2), host("CPU", 2), host("CPU", 8, alive=False)]
+    assert shortage(two, "cpu", 4, 2, 1) == (
+        "cluster.processes=4 and cluster.reward_processes=1 need 5 CPUs; the cluster has 4 on 2 "
+        "machines: lower cluster.processes, or wait for machines with `node.sh wait`"
+    )
+    assert shortage(two, "cpu", 3, 2, 1) == ""
+    # GPUs alone are short: functions take none of them.
+    gpus = [{"Alive": True, "Resources": {"CPU": 64.0, "GPU": 8.0}}]
+    said = shortage(gpus, "gpu", 3, 4, 2)
+    assert said.startswith("cluster.processes=3 needs 12 GPUs; the cluster has 8 on 1 machine:")
+    assert shortage(gpus, "gpu", 2, 4, 2) == ""
+    # A host that lists no such resource has none of it; both are short.
+    said = shortage([{"Alive": True, "Resources": {"CPU": 1.0}}], "gpu", 1, 4, 1)
+    assert "need 2 CPUs, 4 GPUs; the cluster has 1, 0 on 1 machine:" in said
+
+
+def test_an_address_where_nothing_answers_is_refused_before_ray_tries(monkeypatch):
+    ray_calls = pytest.importorskip("hjax.controller.ray_calls", exc_type=ConfigError)
+    asked = []
+    monkeypatch.setattr(ray_calls.ray, "init", lambda address, **_: asked.append(address))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for address in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}", "auto"):
+            assert ray_calls.connect(address, 1) is False
+            assert asked.pop() == address
+    said = r"cluster\.address={}: nothing answers there \(.+\); did `node\.sh head` run on that"
+    for address in (f"127.0.0.1:{port}", "nohost.invalid:6379", "[::1]:1", "127.0.0.1:99999"):
+        place = address.replace("[", r"\[").replace("]", r"\]")
+        with pytest.raises(ConfigError, match=said.format(place)):
+            ray_calls.connect(address, 1)
+    assert not asked

@@ -90,6 +90,40 @@ def placements(
     return [room for _, value in fitting for room in placements_on(groups[value], ((key, value),))]
 
 
+def shortage(
+    nodes: Iterable[Mapping[str, Any]],
+    platform: str,
+    processes: int,
+    devices_per_process: int,
+    host_processes: int,
+) -> str:
+    """What all pools together need and the hosts that are there do not have; empty: they have it.
+
+    Args:
+      nodes, platform: as of ``placements``.
+      processes: of all pools with devices; each takes a CPU besides its GPUs or TPUs.
+      devices_per_process: of each of them.
+      host_processes: of the pool without devices; each takes a CPU.
+    """
+    alive = [node["Resources"] for node in nodes if node.get("Alive")]
+    needed = {"CPU": processes + host_processes}
+    if platform != "cpu":
+        needed[RAY_RESOURCE[platform]] = processes * devices_per_process
+    have = {kind: sum(int(host.get(kind, 0)) for host in alive) for kind in needed}
+    short = [kind for kind, count in needed.items() if count > have[kind]]
+    if not short:
+        return ""
+    functions = f" and cluster.reward_processes={host_processes}"
+    verb = "need" if "CPU" in short else "needs"
+    machines = f"{len(alive)} machine{'s' if len(alive) != 1 else ''}"
+    return (
+        f"cluster.processes={processes}{functions if 'CPU' in short else ''} {verb} "
+        f"{', '.join(f'{needed[kind]} {kind}s' for kind in short)}; the cluster has "
+        f"{', '.join(str(have[kind]) for kind in short)} on {machines}: lower cluster.processes, "
+        "or wait for machines with `node.sh wait`"
+    )
+
+
 def _strategies(platform: str, processes: int, capacity: Sequence[int]) -> tuple[str, ...]:
     """Ray's placement strategies, best first, on hosts that each take so many processes."""
     if platform == "cpu":

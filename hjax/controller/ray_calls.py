@@ -66,6 +66,8 @@ _FOLDER = "hjax-ray-"
 _LOCK, _OPEN = "lock", "r"
 # Bytes in the path of a Unix socket.
 _MAX_SOCKET_PATH = 107
+# For a connection to a cluster's address.
+_CONNECT_SECONDS = 10.0
 _QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
 
 
@@ -237,6 +239,7 @@ def connect(address: str, processes: int) -> bool:
     if address in ("", "local"):
         start_local_cluster(processes)
         return True
+    check_answers(address)
     try:
         with kept_signals():
             ray.init(address, **_QUIET)
@@ -246,6 +249,24 @@ def connect(address: str, processes: int) -> bool:
             "start one with `ray start --head`, or leave it empty to start one on this machine"
         ) from error
     return False
+
+
+def check_answers(address: str) -> None:
+    """Open a connection to a cluster's ``HOST:PORT``: Ray would try one in vain for minutes.
+
+    Raises:
+      ConfigError: nothing answers there.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():  # a word of Ray's own, such as `auto`
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise ConfigError(
+            f"cluster.address={address}: nothing answers there ({first_line(error)}); did "
+            "`node.sh head` run on that machine, and is the port open from here?"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ import jax
 
 from hjax.controller import ray_calls
 from hjax.controller.futures import DEADLINE_SECONDS
-from hjax.controller.hosts import KIND_LABEL, devices_per_host
+from hjax.controller.hosts import KIND_LABEL, devices_per_host, shortage
 from hjax.controller.process import ProcessSetup, SerializedValue, serialize_value, versions
 from hjax.controller.ray_calls import RayServers
 from hjax.controller.ray_executor import RayExecutor
@@ -110,6 +110,7 @@ class RayCluster:
         self._address, self._cores = address, processes + host_processes
         self._reported: set[str] = set()
         self.pool_labels: dict[str, Mapping[str, str]] = {}
+        self._processes = processes
         self._started = ray_calls.connect(address, self._cores)
         try:
             self._servers = RayServers()
@@ -163,6 +164,20 @@ class RayCluster:
                 f"(cluster.devices_per_process); use a multiple of {each}, or at most {each}"
             )
         return each, devices // each
+
+    def shortage(self) -> str:
+        """What the run's pools need and the present hosts do not have, in a line; or empty."""
+        if self._started:  # its CPUs were counted for this run
+            return ""
+        each, functions = self.devices_per_process, self._host_processes
+        return shortage(ray_calls.nodes(), self.platform, self._processes, each, functions)
+
+    def expect(self, pools: Mapping[str, int]) -> None:
+        """Learn how many devices each pool of the run will have, by name; says at once if the
+        present hosts cannot have room for all, since others may still join."""
+        self._processes = sum(self.split_devices(name, n)[1] for name, n in pools.items())
+        if short := self.shortage():
+            self.say(f"warning (cluster too small): {short}")
 
     def setup(self, executor: ProcessPool, rank: int) -> SerializedValue:
         """A process's settings, serialized."""

@@ -142,10 +142,11 @@ class ProcessPool:
                     self._missing = [ray_calls.request_placement([bundle], room) for _ in wanted]
                     return count
             if time.monotonic() > until:
+                has = cluster.shortage() or f"the cluster has {ray_calls.resources()}"
                 raise RunError(
                     f"pool {self.name}: no room for {min(counts)} processes with "
                     f"{', '.join(f'{n:g} {kind}' for kind, n in bundle.items())} each within "
-                    f"{START_SECONDS} seconds; the cluster has {ray_calls.resources()}"
+                    f"{START_SECONDS} seconds; {has}"
                 )
             if not places:
                 time.sleep(1)

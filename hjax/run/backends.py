@@ -200,6 +200,7 @@ class ClusterBackend(Backend):
     def place(self, plan: Plan) -> None:
         """See ``Backend``."""
         self.cluster.pool_labels = {pool_name(plan, i): w for i, w in enumerate(plan.where) if w}
+        self.cluster.expect({pool_name(plan, i): n for i, n in enumerate(plan.allocation)})
 
     def read(self) -> dict[str, Any]:
         """Compilations of this process and each pool's first; peak memory over all processes."""
