@@ -189,7 +189,7 @@ def get_stages():
     [
         ({"prompt": "ab", "chosen": "c", "rejected": 3}, "second.jsonl:2: rejected is 3"),
         ({"prompt": "ab", "chosen": "axe", "rejected": "c"}, "second.jsonl:2: .*character 'x'"),
-        (None, "needs preference pairs; this data has none"),
+        (None, "second.jsonl: DPO needs preference pairs; this file has prompt, response: give it"),
         (GOOD_PAIR, ""),
     ],
 )

@@ -168,7 +168,15 @@ BROKEN = [
     ({"prompt": "12>", "chosen": "1", "rejected": 3}, {}, "pairs.jsonl:1: rejected is 3"),
     ({"prompt": "12>", "chosen": CHAT, "rejected": "1"}, {}, "are text and chat messages"),
     ({"prompt": "12>", "chosen": "1" * 9, "rejected": "2"}, {}, "jsonl:1: an answer has 10 tokens"),
-    ({"prompt": "12>", "answer": "1"}, {}, "needs preference pairs; this data has none"),
+    ({"prompt": "12>", "answer": "1"}, {}, "DPO needs preference pairs; this file has prompt, answer"),
+    # With held-out data that nobody named, and a prompt that cannot be told from one answer.
+    (
+        {"question": "12>", "chosen": "1"},
+        {"eval.every": 1, "data.eval_fraction": 0.5},
+        "pairs.jsonl: DPO needs .*; this file has question, chosen: give it the columns `chosen` "
+        "and `rejected`$",
+    ),
+    ({"chosen": "12>1"}, {}, "pairs.jsonl: DPO needs preference pairs; this file has chosen: give"),
     (None, {"warm_start.batch": 7}, "warm_start.batch=7: sequences of pairs; use an even"),
     (None, {"actor.micro_batch": 1}, "actor.micro_batch=1: sequences of pairs; use an even"),
     (None, {"warm_start.batch": 8}, "8 data-parallel parts, 2 rows of a pair together, of actor"),
@@ -182,12 +190,12 @@ def test_wrong_pairs_get_one_line(row, changes, message, tmp_path):
         (tmp_path / "pairs.jsonl").write_text(json.dumps(row) + "\n")
         task = get_task("sorting")
         task.tokenizer().save(tmp_path / "tokenizer")
-        changes = changes | {
+        changes = {
             "data.path": str(tmp_path / "pairs.jsonl"),
             "tokenizer.path": str(tmp_path / "tokenizer"),
             "warm_start.steps": 0,
             "eval.every": 0,
-        }
+        } | changes
     with pytest.raises((ConfigError, DataError), match=message) as caught:
         with trainer_of("DPO", SMALL | changes):
             pass

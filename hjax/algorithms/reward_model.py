@@ -204,9 +204,9 @@ class RewardModel(ScoredAlgorithm):
 
     source = "pairs"
     unit = 2
-    needed_data = (
-        "preference pairs (the columns `chosen` and `rejected`), or texts with labels (`text` and "
-        "`label`)"
+    needed_data = "preference pairs"
+    data_hint = (
+        "give it the columns `chosen` and `rejected`, or texts with labels (`text` and `label`)"
     )
     sign: ClassVar[int] = 1
 
@@ -262,7 +262,8 @@ class ProcessRewardModel(ScoredAlgorithm):
     """Process reward model (PRM): each step of a response is right or wrong (arXiv 2305.20050)."""
 
     source = "steps"
-    needed_data = "steps with labels (the columns `completions` and `labels`)"
+    needed_data = "steps with labels"
+    data_hint = "give it the columns `completions` and `labels`"
 
     keys = {
         "separator": Key("", "text that stands after each step of a response, and is read with it")

@@ -108,6 +108,7 @@ class Dataset:
         invalid: InvalidRows | None = None,
         learns_pairs: bool = False,
         learns_demonstrations: bool = False,
+        check_columns: Callable[[Collection[str]], None] | None = None,
     ) -> Dataset:
         """Reads .jsonl (one JSON object per line), .json, .csv, .parquet or .txt files (a prompt
         per line), also with .gz or .zst behind it (not .parquet).
@@ -133,6 +134,7 @@ class Dataset:
           invalid: collects the rows that are left out; by default a bad row is an error.
           learns_pairs: make preference pairs of labelled texts (``hjax.data.labels``).
           learns_demonstrations: `messages` win over a row's prompt and its pair.
+          check_columns: called with the columns' names, before prompts are looked for.
 
         Raises DataError, one line with the file and the line (jsonl) or row (parquet, from 1).
         """
@@ -141,7 +143,7 @@ class Dataset:
         coverage = None if tokenizer is None else TemplateCoverage(tokenizer)
         learns = {"pairs": learns_pairs, "demonstrations": learns_demonstrations}
         reading: dict[str, Any] = {"options": options, "coverage": coverage, "invalid": invalid}
-        rows = _rows_of(path, tokenizer, learns=learns, **reading)
+        rows = _rows_of(path, tokenizer, learns=learns, check_columns=check_columns, **reading)
         return cls._encoded(
             path, rows, tokenizer, max_prompt_length, vocab_size, format_prompt, notify, **reading
         )
@@ -210,6 +212,7 @@ def _rows_of(
     invalid: InvalidRows,
     coverage: TemplateCoverage | None,
     learns: Mapping[str, bool],
+    check_columns: Callable[[Collection[str]], None] | None,
 ) -> list[tuple[str, dict[str, Any]]]:
     """(location, row) pairs, each row with a prompt; arguments as in ``from_file``."""
     read = read_sources(path, invalid)
@@ -233,6 +236,8 @@ def _rows_of(
     )
     if learns["pairs"]:
         found = pair_labelled_texts(found, invalid)
+    if found and check_columns is not None:
+        check_columns(dict.fromkeys(key for _, row in found for key in row))
     rows = []
     for where, row in found:
         with invalid.checking(where, "unusable pair"):

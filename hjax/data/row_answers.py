@@ -1,6 +1,6 @@
 """What a row teaches: a demonstration, a preference pair, an answer with its verdict, or steps."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,15 +52,18 @@ def answers_by_row(
     if task is not None:
         return _task_answers(source, task, data, seed).__getitem__
     columns = data.columns
-    response = next((name for name in RESPONSE_COLUMNS if name in columns), "")
-    needed, parse = {
-        "pairs": (SIDES, _read_pair),
-        "verdicts": ((response, LABEL_COLUMN), _read_verdict),
-        "steps": (STEP_COLUMNS, _read_steps),
-    }.get(source, ((response,), _read_demonstration))
-    if any(name not in columns for name in needed):
+    if not has_answers(source, columns):
         return None
+    readers = {"pairs": _read_pair, "verdicts": _read_verdict, "steps": _read_steps}
+    parse = readers.get(source, _read_demonstration)
     return lambda i: parse({name: values[i] for name, values in columns.items()})
+
+
+def has_answers(source: str, columns: Collection[str]) -> bool:
+    """Whether a file with these columns has what is learned from (``source`` as above)."""
+    response = next((name for name in RESPONSE_COLUMNS if name in columns), "")
+    needed = {"pairs": SIDES, "verdicts": (response, LABEL_COLUMN), "steps": STEP_COLUMNS}
+    return all(name in columns for name in needed.get(source, (response,)))
 
 
 def _read_demonstration(row: Mapping[str, Any]) -> RowAnswers:

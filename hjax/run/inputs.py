@@ -1,7 +1,8 @@
 """Inputs of a run: tokenizer, datasets, examples, model config, reward and cost functions."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hjax.data.dataset import Dataset, PromptSampler, interleave, pad_left, spli
 from hjax.data.invalid_rows import InvalidRows
 from hjax.data.mixing import MixedSampler, Mixing, make_sampler
 from hjax.data.read_options import ReadOptions, parse_mixture
+from hjax.data.row_answers import has_answers
 from hjax.data.sources import MIXTURE
 from hjax.data.tasks import TASKS, Task, get_task
 from hjax.data.tokenizer import Tokenizer
@@ -121,7 +123,7 @@ def load_inputs(config: ConfigDict, source: str = "prompts") -> Inputs:
         train = train.select(learned.rows)
     mixing = Mixing.from_config(config.data, train)
     judged = LearnedExamples()
-    if held_out is not None and source != "prompts" and config.eval.every:
+    if held_out is not None and learned.examples and source != "prompts" and config.eval.every:
         judged = load_examples(config, task, tokenizer, held_out, source, invalid)
         _check_held_out(config, task, judged)
         held_out = held_out if judged.rows is None else held_out.select(judged.rows)
@@ -242,7 +244,8 @@ def _datasets(
     options |= {"notify": notify, "invalid": invalid, "learns_pairs": source == "pairs"}
     options["learns_demonstrations"] = source == "demonstrations"
     path = parse_mixture(data.mixture)[0] if data.mixture else data.path
-    train = Dataset.from_file(path, tokenizer, limit, **options)
+    check = functools.partial(_check_columns, config, source, path)
+    train = Dataset.from_file(path, tokenizer, limit, check_columns=check, **options)
     if data.eval_path:
         held_out = Dataset.from_file(data.eval_path, tokenizer, limit, **options)
     elif data.eval_fraction and config.eval.every:
@@ -255,6 +258,20 @@ def _datasets(
     if data.eval_size and len(held_out) > data.eval_size:
         held_out = held_out.select(range(data.eval_size))
     return train, held_out
+
+
+def _check_columns(
+    config: ConfigDict, source: str, path: str | Path, columns: Collection[str]
+) -> None:
+    """Check that the file to learn from has the columns that the algorithm learns from."""
+    algorithm = get_algorithm(config.algorithm.name)
+    if source == "prompts" or not algorithm.needed_data or has_answers(source, columns):
+        return
+    hint = f": {algorithm.data_hint}" if algorithm.data_hint else ""
+    raise DataError(
+        f"{path}: {algorithm.__name__} needs {algorithm.needed_data}; this file has "
+        f"{', '.join(columns)}{hint}"
+    )
 
 
 def _read_options(config: ConfigDict, tokenizer: Tokenizer | None) -> ReadOptions:
