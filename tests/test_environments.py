@@ -26,9 +26,9 @@ from hjax.environments.episode import (
 )
 from hjax.environments.episode_pool import EpisodePool
 from hjax.environments.episode_text import ObservationEncoder
-from hjax.errors import ConfigError, DataError
+from hjax.errors import ConfigError, DataError, RunError
 from hjax.run.episode_evaluation import question_episodes
-from hjax.run.episode_rollout import log_first_faults
+from hjax.run.episode_rollout import EpisodeRollout, log_first_faults, player_of
 
 ENVIRONMENTS = '''
 import os, sys, time
@@ -486,7 +486,41 @@ def test_the_first_fault_of_each_kind_is_said(caplog):
         "the environment failed (episode/stop_exception)",
         "the environment failed (episode/stop_timeout)",
     ]
+    caplog.clear()
+    log_first_faults(episodes[:1], set(), "agent my.py:solve")
+    assert "the agent my.py:solve failed (episode/stop_exception)" in caplog.text
     assert "learned from: KeyError: 'limit'; further" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "keys, who",
+    [
+        ({"agent.function": "my agent.py:solve"}, "agent my agent.py:solve"),
+        ({"agent.command": "codex exec"}, "agent codex exec"),
+        ({"environment.function": "shop.py:Shop"}, "environment shop.py:Shop"),
+        ({"environment.function": "shop.py:Shop", "environment.tools": "calculator"}, ""),
+        ({"data.task": "maze"}, ""),
+    ],
+)
+def test_who_failed_is_named(keys, who):
+    config = hjax.get_config("base.py", keys)
+    assert " ".join(filter(None, player_of(config))) == who
+    rollout = EpisodeRollout.__new__(EpisodeRollout)
+    rollout._max_unscored, rollout._who = 0.5, who or "environment"
+    faults = ["Traceback\nValueError: no shop", "", "late"]
+    episodes = [
+        Episode(number=i, group=i, task={}, seed=0, stop_reason="exception", fault=fault)
+        for i, fault in enumerate(faults)
+    ]
+    said = (
+        f"the {who or 'environment'} failed in 2 of 3 episodes (exception 2); the share 0.667 is "
+        f"above reward.max_unscored=0.5: correct the {(who or 'environment').split()[0]}, or raise "
+        "that key. The first failure: ValueError: no shop"
+    )
+    with pytest.raises(RunError) as caught:
+        rollout._check_faults(episodes)
+    assert (str(caught.value), caught.value.details) == (said, faults[0])
+    rollout._check_faults([episodes[1], episodes[2]])  # half of them: not above
 
 
 def test_seeds_of_environments():

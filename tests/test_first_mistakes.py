@@ -15,6 +15,10 @@ from hjax.data.tasks import get_task
 REWARD = """
 def reward(prompts, responses, **columns):
     return [float(x) for x in columns["answr"]]
+
+
+def words(prompts, responses, **columns):
+    return ["good"] * len(prompts)
 """
 
 
@@ -86,6 +90,14 @@ MISTAKES = {
          "--config.display.enabled=False"),
         "KeyError: 'answr'; the data's columns are prompt, answer",
     ),
+    # The columns say nothing of a reward of a wrong type.
+    "a reward that is text": (
+        (*BASE, DATA, "--config.tokenizer.path=tokenizer", "--workdir=new",
+         "--config.reward.function=brief.py:words", "--config.model.hidden_size=16",
+         "--config.model.heads=2", "--config.model.kv_heads=2", "--config.rollout.prompts=8",
+         "--config.display.enabled=False"),
+        "function words fails on .* before training((?!columns).)*$",
+    ),
     "a reward's name": ((*PPO, "--config.reward.function=brief.py:rewrd"), "did you mean reward"),
     "no name": ((*PPO, "--config.reward.function=brief.py"), "it must look like path.py:name"),
     "no grader": (("evaluate", "--model=runs/first"), "give --data=FILE with --reward=GRADER"),
@@ -102,7 +114,7 @@ def test_a_mistake_ends_in_one_line(mistake, folder, monkeypatch, capsys):
     module = importlib.import_module(f"hjax.launch.{command or '__main__'}")
     status = module.main(arguments)
     line = capsys.readouterr().err.splitlines()[-1]
-    assert status == (1 if mistake == "a reward's column" else 2)
+    assert status == (1 if " fails on " in line else 2)
     assert line.startswith("hjax: error: ") and re.search(said, line), line
     new = [p for p in sorted(folder.rglob("*")) if p not in before and "__pycache__" not in str(p)]
     assert new == []

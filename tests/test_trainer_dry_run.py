@@ -1,10 +1,16 @@
 """What a dry run says, against arithmetic by hand."""
 
+from types import SimpleNamespace
+
 import pytest
 from helpers import save_model, trainer_of
 
+import hjax
+from hjax.algorithms import GRPO
 from hjax.data.tasks import get_task
 from hjax.dryrun import description
+from hjax.rewards.function import RewardFunction
+from hjax.run.episode_rollout import episode_return
 from hjax.sharding.layout import shard_bytes
 
 # hidden 32, MLP 64, 4 heads of 8, 16 tokens (11 characters, pad, BOS, EOS and one unknown, rounded
@@ -95,6 +101,28 @@ def test_a_dry_run_of_sft_writes_and_trains_nothing(tmp_path, monkeypatch):
     assert description["batch"]["sequences_per_update"] == 8
     assert description["parameters"] == {"actor": DECODER}
     nothing_is_done(trainer, tmp_path)
+
+
+def test_an_agent_is_named_with_what_tries_it_and_not_called():
+    def first_calls(keys):
+        config = hjax.get_config("base.py", keys)
+        roles = SimpleNamespace(reward_functions={"reward": RewardFunction(episode_return)})
+        trainer = SimpleNamespace(config=config, roles=roles, algorithm_class=GRPO)
+        trainer.inputs = None  # nothing is called
+        return description._first_calls(trainer)
+
+    agent = {"agent.function": "my agent.py:solve", "data.task": "", "data.path": "q.jsonl"}
+    assert first_calls(agent | {"actor.path": "model"}) == {
+        "episodes": {
+            "agent": "my agent.py:solve: not called; try it with python -m hjax.launch.evaluate "
+            "--model=model --data=q.jsonl '--agent=my agent.py:solve' --limit=2"
+        }
+    }
+    shop = {"environment.function": "shop.py:Shop", "data.task": "maze"}
+    assert first_calls(shop)["episodes"]["environment"].endswith(
+        "--model=WORKDIR --task=maze --environment=shop.py:Shop --limit=2"
+    )
+    assert first_calls({"data.task": "maze"}) == {}
 
 
 @pytest.mark.extended

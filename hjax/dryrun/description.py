@@ -1,8 +1,12 @@
 """``--dry_run``: batch arithmetic, placement, parameters and memory of a run before it starts."""
 
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from ml_collections import ConfigDict
+
+from hjax.config import data_path
 from hjax.dryrun.first_examples import first_examples
 from hjax.dryrun.programs import (
     abstract_workers,
@@ -15,6 +19,7 @@ from hjax.dryrun.programs import (
 from hjax.machine import device_memory
 from hjax.models import parameter_counts
 from hjax.run.backends import local_devices
+from hjax.run.episode_rollout import episode_return, player_of
 from hjax.run.reward_check import trial_calls
 from hjax.workers import NetworkWorker
 
@@ -29,7 +34,7 @@ def describe(trainer: Any) -> dict[str, Any]:
       ``algorithm``, ``remark`` (if the step's calls cannot be traced), ``forms`` (of kernels that
       are not taken, on accelerators), ``data`` (how it was processed), ``first_examples`` (decoded,
       by kind), ``batch``, ``reward`` and ``cost`` (what their functions return for a few rows),
-      ``placement``, ``parameters`` (by role), ``memory`` (of each program what
+      ``episodes`` (the agent or environment of the user's, and what tries it), ``placement``, ``parameters`` (by role), ``memory`` (of each program what
       ``programs.add_held`` says, bytes per device), ``resident_bytes`` (by role, kept between
       calls), ``device_memory_bytes``, with ``model.remat=auto`` ``remat`` (by role, of
       ``RematChoice.record``), with ``model.unroll_layers=auto`` ``unroll_layers`` (by role, whether
@@ -137,7 +142,8 @@ def _batch(trainer: Any) -> dict[str, Any]:
 
 
 def _first_calls(trainer: Any) -> dict[str, Any]:
-    """By role the results of its reward or cost function on demonstrations or empty answers.
+    """By role the results of its reward or cost function on demonstrations or empty answers; an
+    agent or environment is named and not called.
 
     Raises:
       RunError: the function fails, with its traceback.
@@ -145,7 +151,27 @@ def _first_calls(trainer: Any) -> dict[str, Any]:
     """
     if not trainer.algorithm_class.generates:
         return {}
-    calls = trial_calls(trainer.config, trainer.inputs, trainer.roles.reward_functions)
+    functions = trainer.roles.reward_functions
+    called = {role: each for role, each in functions.items() if each.function is not episode_return}
+    calls = trial_calls(trainer.config, trainer.inputs, called) if called else []
     for call in calls:
         call.check(trainer.algorithm_class, trainer.config)
-    return {call.role: call.record() for call in calls}
+    return {call.role: call.record() for call in calls} | _episodes(trainer.config)
+
+
+def _episodes(config: ConfigDict) -> dict[str, Any]:
+    """The user's agent or environment, and the command that tries it; empty: there is none."""
+    kind, name = player_of(config)
+    if not kind:
+        return {}
+    path = config.data.eval_path or data_path(config.data)
+    flags = {
+        "model": config.actor.path or "WORKDIR",
+        **({"data": path} if path else {"task": config.data.task}),
+        kind: name,
+        **({"verifier": config.agent.verifier} if config.agent.verifier else {}),
+        "limit": 2,
+    }
+    tried = " ".join(shlex.quote(f"--{flag}={value}") for flag, value in flags.items())
+    said = f"{name}: not called; try it with python -m hjax.launch.evaluate {tried}"
+    return {"episodes": {kind: said}}

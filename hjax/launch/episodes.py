@@ -105,6 +105,7 @@ def play_and_report(
                 progress=progress,
                 write=lambda some: _write(output, some, args.samples),
                 grader=grader,
+                who=f"agent {args.agent}" if args.agent else "environment",
             )
     _report(args, task, played, graded, grader, options, limits, time.monotonic() - start)
 

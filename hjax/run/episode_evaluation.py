@@ -33,6 +33,7 @@ def play_questions(
     progress: Callable[[int, int, str], None],
     write: Callable[[Sequence[Episode]], None],
     grader: Grader | None = None,
+    who: str = "environment",
 ) -> tuple[list[Episode], list[GradedResponse]]:
     """Play ``samples`` episodes of every row of a dataset; returns them, and their grades.
 
@@ -42,9 +43,10 @@ def play_questions(
       progress: called with (episodes played, all, text).
       write: called with each part of the episodes that was played.
       grader: rewards the last turn of each; None: the environment has rewarded them.
+      who: what plays, for messages: `environment`, or `agent` with its name.
 
     Raises:
-      RunError: the environment failed in every episode.
+      RunError: it failed in every episode.
     """
     played: list[Episode] = []
     graded: list[GradedResponse] = []
@@ -61,7 +63,7 @@ def play_questions(
         graded += _graded(episodes, samples, questions, grader)
         write(episodes)
     if all(episode.fault for episode in played):
-        raise RunError(f"the environment failed in all {total} episodes: {played[0].fault}")
+        raise RunError(f"the {who} failed in all {total} episodes: {played[0].fault}")
     return played, graded
 
 

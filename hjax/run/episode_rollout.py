@@ -57,6 +57,16 @@ def environment_of(config: ConfigDict, task: Task | None) -> str:
     return config.environment.function or (task.environment if task is not None else "")
 
 
+def player_of(config: ConfigDict) -> tuple[str, str]:
+    """The user's own player of a run's episodes: (`agent` or `environment`, the setting that names
+    it); two empty texts: a built-in task's environment, tools, or none."""
+    if agent := agent_of(config.agent):
+        return "agent", agent
+    if config.environment.tools or not config.environment.function:
+        return "", ""
+    return "environment", config.environment.function
+
+
 def episode_return(
     prompts: Sequence[Any], responses: Sequence[Any], **columns: Sequence[Any]
 ) -> Sequence[float | None]:
@@ -121,6 +131,7 @@ class EpisodeRollout:
         self._max_unscored = config.reward.max_unscored
         self.batch_rows = 0
         self._told: set[str] = set()  # faults of which the first was logged
+        self._who = " ".join(filter(None, player_of(config))) or "environment"
 
     def play(
         self,
@@ -160,7 +171,7 @@ class EpisodeRollout:
         finally:
             actor.end_turns().result()
         self._check_faults(episodes)
-        log_first_faults(episodes, self._told)
+        log_first_faults(episodes, self._told, self._who)
         learned = not greedy and samples is None
         batch = self._batch(episodes, prompts, count, first, learned)
         if begun["version"] is not None:
@@ -209,9 +220,10 @@ class EpisodeRollout:
         causes = ", ".join(f"{reason} {count}" for reason, count in sorted(counts.items()))
         text = failed[0].fault.strip()
         raise RunError(
-            f"the environment failed in {len(failed)} of {len(episodes)} episodes ({causes}); the "
+            f"the {self._who} failed in {len(failed)} of {len(episodes)} episodes ({causes}); the "
             f"share {share:.3g} is above reward.max_unscored={self._max_unscored:g}: correct the "
-            f"environment, or raise that key. The first failure: {text.splitlines()[-1]}",
+            f"{self._who.split()[0]}, or raise that key. The first failure: "
+            f"{text.splitlines()[-1]}",
             details=text if "\n" in text else "",
         )
 
@@ -276,18 +288,22 @@ def _limits(config: ConfigDict, task: Task | None, prompt_length: int) -> Episod
     )
 
 
-def log_first_faults(episodes: Sequence[Episode], told: set[str]) -> None:
+def log_first_faults(
+    episodes: Sequence[Episode], told: set[str], who: str = "environment"
+) -> None:
     """Say what the first fault of each kind was; metrics count them all.
 
     Args:
       told: kinds that were said before; those of the episodes are added.
+      who: what plays them: `environment`, or `agent` with its name.
     """
     for episode in episodes:
         if episode.fault and episode.stop_reason not in told:
             told.add(episode.stop_reason)
             _LOG.warning(
-                "the environment failed (episode/stop_%s), and the episode is not learned from: "
-                "%s; further ones are counted",
+                "the %s failed (episode/stop_%s), and the episode is not learned from: %s; further "
+                "ones are counted",
+                who,
                 episode.stop_reason,
                 episode.fault.strip().splitlines()[-1],
             )

@@ -21,6 +21,8 @@ from hjax.settings.config_checks import on_cluster
 TRIAL_ROWS = 4
 # Outcomes that mean a broken function, whatever the response.
 _BROKEN_OUTCOMES = ("exception", "wrong_type", "wrong_length")
+# In the message of a function that asks for a column which is not there.
+_MISSING_COLUMN = ("KeyError: ", " required positional argument", " required keyword-only argument")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +63,11 @@ class RewardTrial:
         """
         if self.failed:
             what, details = first_failure(self.result)
+            missing = any(sign in what for sign in _MISSING_COLUMN)
+            columns = f"; the data's columns are {', '.join(self.columns)}" if missing else ""
             raise RunError(
                 f"the {self.role} function {self.name} fails on {len(self.responses)} "
-                f"{self.answers}, before training{what}; the data's columns are "
-                f"{', '.join(self.columns)}",
+                f"{self.answers}, before training{what}{columns}",
                 details=details,
             )
         if self.role == "reward":
