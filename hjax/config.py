@@ -5,15 +5,17 @@ answered with the nearest one, where ConfigDict prints all there are.
 """
 
 import difflib
+import os
 import sys
 from collections.abc import Collection, Mapping
+from types import FrameType
 from typing import Any
 
 import numpy as np
 from ml_collections import ConfigDict, FieldReference, FrozenConfigDict
 
 from hjax.config_aliases import wish
-from hjax.errors import ConfigError, safe_repr
+from hjax.errors import USER_MODULE, ConfigError, safe_repr
 
 AUTO = "auto"
 # Values of a switch that hjax sets unless the user does.
@@ -121,10 +123,32 @@ def nearest_keys(key: str, known: Collection[str]) -> list[str]:
 
 
 class UnknownKey(ConfigError, AttributeError, KeyError):
-    """A key that does not exist was read or set, as an attribute or in brackets."""
+    """A key that does not exist was read or set, as an attribute or in brackets.
+
+    The message begins with the file and line if a user's file, or what it called, did so.
+    """
 
     def __str__(self) -> str:
         return str(self.args[0])  # KeyError would quote it
+
+
+def _place_in_user_code() -> str:
+    """`file:line: ` that uses a config now; empty: hjax's own code, or none that a user's file
+    called."""
+    frame: FrameType | None = sys._getframe(1)
+    own = (__name__, "ml_collections.")
+    while frame is not None and _module_of(frame).startswith(own):
+        frame = frame.f_back
+    if frame is None or _module_of(frame).startswith("hjax."):
+        return ""
+    place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}: "
+    while frame is not None and not _module_of(frame).startswith(USER_MODULE):
+        frame = frame.f_back
+    return place if frame is not None else ""
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 class WrongType(ConfigError, TypeError):
@@ -176,13 +200,13 @@ class Config(ConfigDict):
     def __getitem__(self, key: str) -> Any:
         if key in self._fields or "." in str(key):
             return super().__getitem__(key)
-        raise UnknownKey(self._unknown(key))
+        raise UnknownKey(_place_in_user_code() + self._unknown(key))
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key in self._fields:
             value = self._converted(key, value)
         elif self.is_locked:
-            raise UnknownKey(self._unknown(key))
+            raise UnknownKey(_place_in_user_code() + self._unknown(key))
         if isinstance(value, dict) and self.convert_dict:
             value = Config(value, self.is_type_safe)
         super().__setitem__(key, value)
@@ -236,6 +260,8 @@ class Config(ConfigDict):
             return f"{message}: {wished}"
         if not self._fields:
             return f"{message}; this section has no keys yet"
+        if self._path and str(key) == self._path.rpartition(".")[2]:
+            return f"{message}: this is config.{self._path} already, so leave out `.{key}`"
         near = difflib.get_close_matches(str(key), map(str, self._fields), n=1)
         near = near or nearest_keys(str(key), list(flatten(self)))
         if not near:

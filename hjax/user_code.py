@@ -219,6 +219,7 @@ def error_line(path: Path, error: BaseException) -> str:
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         line = lines[-1] if lines else None
     place = f"{path.name}:{line}" if line else path.name
+    text = text.removeprefix(f"{place}: ")  # of a config's unknown key
     # hjax's own errors are shown without their type.
     kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
     return f"{place}: {kind}{' '.join(text.split())}"

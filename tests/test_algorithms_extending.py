@@ -8,7 +8,8 @@ import pytest
 from helpers import ONE_DEVICE, tiny_config, trainer_of
 
 import hjax
-from hjax.algorithms import get_algorithm
+from hjax.algorithms import ALGORITHMS, get_algorithm
+from hjax.algorithms.losses import check_protocol
 from hjax.errors import ConfigError
 from hjax.run.dataflow import step_calls, updates_per_step
 
@@ -263,3 +264,85 @@ def test_a_role_without_a_worker_class_is_refused(tmp_path):
     )
     with pytest.raises(ConfigError, match="role 'judge' has no worker class.*Lost.workers"):
         hjax.Trainer(tiny_config(f"{tmp_path}/lost.py:Lost"))
+
+
+HIGHER = """\
+import hjax
+from hjax.algorithms.ppo import policy_loss
+from beside import upper_of
+
+class Higher(hjax.algorithms.GRPO):
+    keys = {'upper': hjax.Key(0.3, 'upper clip')}
+
+    @classmethod
+    def losses(cls, config, max_response_length):
+        return {'actor': policy_loss(config, max_response_length, clip_high=%s)}
+"""
+
+
+@pytest.mark.parametrize(
+    "read, said",
+    [
+        (
+            "config.algorithm.upper",
+            "^higher.py:10: unknown key config.algorithm.algorithm: this is config.algorithm "
+            "already, so leave out `.algorithm`$",
+        ),
+        ("config.uper", "^higher.py:10: unknown key config.algorithm.uper; did you mean .*upper"),
+        ("upper_of(config)", "^beside.py:2: unknown key config.algorithm.algorithm: this is"),
+    ],
+)
+def test_a_wrong_key_is_told_with_the_line_that_reads_it(read, said, tmp_path):
+    (tmp_path / "beside.py").write_text("def upper_of(config):\n    return config.algorithm.upper\n")
+    (tmp_path / "higher.py").write_text(HIGHER % read)
+    with pytest.raises(ConfigError, match=said):
+        tiny_config(f"{tmp_path}/higher.py:Higher")
+    # A config file's error has one place, not two.
+    (tmp_path / "mine.py").write_text(
+        "import hjax\ndef get_config():\n    return hjax.get_config('base.py').uper\n"
+    )
+    with pytest.raises(ConfigError, match=r"^--config=\S*mine.py: mine.py:3: unknown key config.uper"):
+        hjax.get_config(f"{tmp_path}/mine.py")
+
+
+WRAPPED = """\
+import dataclasses
+from typing import Any
+import hjax
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    inner: Any
+    %s = 1
+    needs = ('response_mask', 'advantages', 'old_logprobs')
+    weights = lambda self, batch: self.inner.weights(batch)
+    def __call__(self, logprobs, entropy, batch):
+        return self.inner(logprobs, entropy, batch)
+
+class Wrapping(hjax.algorithms.GRPO):
+    @classmethod
+    def losses(cls, config, max_response_length):
+        return {'actor': Scaled(super().losses(config, max_response_length)['actor'])}
+"""
+
+
+@pytest.mark.parametrize(
+    "has, lacks", [("other", "stat_weights, prepared"), ("stat_weights", "prepared")]
+)
+def test_a_loss_that_lacks_something_is_refused_before_anything_compiles(has, lacks, tmp_path):
+    (tmp_path / "wrapping.py").write_text(WRAPPED % has)
+    said = f"Wrapping.losses: actor: the loss Scaled lacks {lacks}; inherit from"
+    with pytest.raises(ConfigError, match=said):
+        hjax.Trainer(tiny_config(f"{tmp_path}/wrapping.py:Wrapping"))
+
+
+def test_the_protocol_of_a_loss():
+    class Bare:
+        needs = ()
+
+    with pytest.raises(ConfigError, match="X: the loss Bare lacks weights, stat_weights, __call__;"):
+        check_protocol(Bare(), "X")
+    for algorithm in ALGORITHMS.values():
+        if algorithm.sequences:
+            for loss in algorithm.losses(algorithm.default_config(), 8).values():
+                check_protocol(loss, algorithm.__name__)

@@ -24,13 +24,20 @@ where they would otherwise broadcast silently.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import chex
 import jax
 import jax.numpy as jnp
 
-from hjax.algorithms.aggregation import Batch, Stats, TokenLoss, WithStats, aggregation_weights
+from hjax.algorithms.aggregation import (
+    Batch,
+    Loss,
+    Stats,
+    TokenLoss,
+    WithStats,
+    aggregation_weights,
+)
 from hjax.algorithms.masks import constant_where, masked, masked_variance
 from hjax.algorithms.policy_loss import PolicyLoss
 from hjax.errors import ConfigError
@@ -137,3 +144,26 @@ def explained_variance(values: jax.Array, returns: jax.Array, mask: jax.Array) -
     residual = masked_variance(masked(returns, mask) - masked(values, mask), mask)
     vary = ~constant_where(returns, mask)
     return jnp.where(vary, 1.0 - residual / jnp.where(vary, variance, 1.0), 0.0)
+
+
+def check_protocol(loss: Any, whose: str) -> None:
+    """Check that an object has what the protocol asks of a loss, before anything is compiled.
+
+    Args:
+      loss: what an algorithm's ``losses`` has for a role with a model that hjax builds.
+      whose: the algorithm and the role, for the message.
+
+    Raises:
+      ConfigError: it lacks something, or holds a loss whose ``prepared`` it does not pass on.
+    """
+    lacks = [name for name in ("needs", "weights", "stat_weights") if not hasattr(loss, name)]
+    lacks += [] if callable(loss) else ["__call__"]
+    held = [each for each in getattr(loss, "__dict__", {}).values() if isinstance(each, Loss)]
+    if any(type(each).prepared is not Loss.prepared for each in held):
+        lacks += [] if hasattr(loss, "prepared") else ["prepared"]
+    if lacks:
+        raise ConfigError(
+            f"{whose}: the loss {type(loss).__name__} lacks {', '.join(lacks)}; inherit from "
+            "the loss that it changes, or from hjax.algorithms.aggregation.TokenLoss "
+            "(docs/losses.md has the protocol)"
+        )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from hjax.algorithms import Algorithm
-from hjax.algorithms.losses import SupervisedLoss
+from hjax.algorithms.losses import SupervisedLoss, check_protocol
 from hjax.config import AUTO, count_or_zero
 from hjax.controller import BuildWorker
 from hjax.data.tokenizer import Tokenizer
@@ -72,6 +72,9 @@ class WorkerBuilder:
         self.table, self.sizes, self.read = table, sizes, read
         self.layouts, self.platform = layouts, platform
         self.losses = algorithm.losses(config.algorithm, config.rollout.max_response_length)
+        for role, loss in self.losses.items():
+            if algorithm.sequences and role in table and table[role].model:
+                check_protocol(loss, f"{algorithm.__name__}.losses: {role}")
         dtype = {"auto": auto_dtype, "float32": jnp.float32, "bfloat16": jnp.bfloat16}
         self.compute = Compute(
             dtype=dtype[config.model.dtype],
