@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
+import os
 import sys
 import traceback
 import types
@@ -18,6 +19,8 @@ from hjax.user_input import user_path
 T = TypeVar("T")
 
 _PACKAGE = Path(__file__).resolve().parent
+# Beginnings of the files of hjax's own checks.
+_CHECKS = (f"{_PACKAGE}{os.sep}", "<string>")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +193,8 @@ def reduce_by_name(value: Any) -> Any:
 
 
 def user_traceback(error: BaseException, *others: str) -> str:
-    """A traceback as Python prints it, from the user's first frame on.
+    """A traceback as Python prints it, from the user's first frame on; of hjax's own errors only
+    the user's frames.
 
     Args:
       error: that was caught.
@@ -200,7 +204,11 @@ def user_traceback(error: BaseException, *others: str) -> str:
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(others):
         frames = frames.tb_next
     # If the call itself failed there is no frame of the user's.
-    lines = traceback.format_exception(type(error), error, frames)
+    found = traceback.TracebackException(type(error), error, frames)
+    if isinstance(error, ConfigError):  # a check, which dataclasses call from "<string>"
+        while len(found.stack) > 1 and found.stack[-1].filename.startswith(_CHECKS):
+            found.stack.pop()
+    lines = list(found.format())
     head = "" if lines[0].startswith("Traceback") else "Traceback (most recent call last):\n"
     return (head + "".join(lines)).rstrip()
 

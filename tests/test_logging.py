@@ -3,6 +3,8 @@
 import json
 import pathlib
 import re
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -91,6 +93,22 @@ def test_wandb_offline(tmp_path, monkeypatch):
     kept = json.loads((tmp_path / "wandb.json").read_text())["id"]
     assert files and all(kept in file.name or b"reward/mean" in file.read_bytes() for file in files)
     assert any(b"2+2=" in f.read_bytes() for f in tmp_path.glob("wandb/**/*.json"))
+
+
+def test_wandb_without_a_key_is_one_line(tmp_path, monkeypatch):
+    class Refused(Exception):
+        pass
+
+    def init(**keys):
+        raise Refused("No API key\nconfigured.")
+
+    double = types.SimpleNamespace(
+        init=init, Settings=dict, errors=types.SimpleNamespace(Error=Refused)
+    )
+    monkeypatch.setitem(sys.modules, "wandb", double)
+    said = r"^display.wandb=foo: No API key configured\. Log in with `wandb login`, or .*=offline$"
+    with pytest.raises(ConfigError, match=said):
+        Wandb("foo").start({}, tmp_path, 0)
 
 
 @pytest.mark.extended

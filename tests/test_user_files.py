@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from hjax.errors import ConfigError
-from hjax.user_code import file_and_name, import_file, load_object
+from hjax.user_code import file_and_name, import_file, load_object, user_traceback
 
 TEXT = """
 import dataclasses
@@ -130,3 +130,35 @@ def test_names_that_are_not_there(spec, says, file):
     with pytest.raises(ConfigError) as caught:
         load_object(spec.format(folder=file.parent), "reward.function")
     assert says in str(caught.value) and str(caught.value).startswith("reward.function=")
+
+
+SHOP = """
+import hjax
+
+def step(reward):
+    return answer(reward)
+
+def answer(reward):
+    return hjax.Step(hjax.Observation("b"), reward=reward)
+
+def fails(reward):
+    return exec("1 / 0")
+"""
+
+
+@pytest.mark.parametrize(
+    "name, functions, last",
+    [
+        ("step", ["step", "answer"], "DataError: Step.reward is 'x'; it must be a finite number"),
+        # Another error keeps all frames.
+        ("fails", ["fails", "<module>"], "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_of_hjaxs_own_errors_only_the_users_frames_are_told(name, functions, last, tmp_path):
+    (tmp_path / "shop.py").write_text(SHOP)
+    with pytest.raises(Exception) as caught:
+        load_object(f"{tmp_path}/shop.py:{name}", "environment.function")("x")
+    lines = user_traceback(caught.value, __file__).splitlines()
+    frames = [line.rpartition(" in ")[2] for line in lines if line.startswith("  File ")]
+    assert frames == functions
+    assert lines[0].startswith("Traceback") and lines[-1].endswith(last)

@@ -115,21 +115,32 @@ class Wandb(Logger):
         self._project = project
 
     def start(self, config: Mapping[str, Any], workdir: Path, step: int) -> None:
+        """See ``Logger``.
+
+        Raises:
+          ConfigError: it does not start, such as without a key.
+        """
         kept = workdir / "wandb.json"
         known = read_json(kept) if step else None
         name = known["id"] if known else uuid.uuid4().hex[:12]
         if not known:
             replace_file(kept, json.dumps({"id": name}) + "\n")
-        self._run = self._wandb.init(
-            project=self._project,
-            id=name,
-            name=workdir.resolve().name,
-            dir=str(workdir),
-            config=to_json(dict(config)),
-            resume="allow",
-            # Leaves stdout and stderr alone: the terminal belongs to the run's display.
-            settings=self._wandb.Settings(console="off", silent=True),
-        )
+        try:
+            self._run = self._wandb.init(
+                project=self._project,
+                id=name,
+                name=workdir.resolve().name,
+                dir=str(workdir),
+                config=to_json(dict(config)),
+                resume="allow",
+                # Leaves stdout and stderr alone: the terminal belongs to the run's display.
+                settings=self._wandb.Settings(console="off", silent=True),
+            )
+        except self._wandb.errors.Error as error:
+            raise ConfigError(
+                f"display.wandb={self._project}: {' '.join(str(error).split())} Log in with `wandb "
+                "login`, or keep the run on this machine with WANDB_MODE=offline"
+            ) from error
         # wandb's own step counter cannot go back to a checkpoint; this axis can.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
