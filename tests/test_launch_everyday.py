@@ -87,6 +87,10 @@ def test_what_won_over_what(tmp_path):
     assert of("data.task") == ("'addition'", "the command", "'sorting' (dapo.py)")
     assert of("rollout.max_response_length") == ("4", "the data", "0 (default)")
     assert of("steps")[1] == "dapo.py"  # what the command repeats
+    length = check_config(load_config(name, [*given, "--config.rollout.max_response_length=16"]))
+    found = {row["key"]: row for row in setting_origins(name, length)}
+    assert of("rollout.max_response_length") == ("16", "the command", "0 (default)")
+    assert length.rollout.max_response_length == 16  # as it was
     assert "seed" not in found and "data.task_options.length" not in found
     own = load_config(name, {"algorithm.epochs": 3})
     rows = setting_origins(name, check_config(own))

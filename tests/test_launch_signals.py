@@ -14,6 +14,7 @@ from helpers import ONE_DEVICE, TINY, command, computed, read_rows
 
 from hjax.launch import signals as launch_signals
 from hjax.launch.signals import Signals, is_main_module
+from hjax.run.workdir import Workdir
 
 
 class Left(Exception):
@@ -59,7 +60,35 @@ def test_signals_within_a_second_are_one_request(ended, monkeypatch):
         now[0] += 0.2
         with pytest.raises(Left) as left:
             signals.handle(signal.SIGINT)
-    assert left.value.args[0] == 130
+    line = "hjax: stopped at once; nothing saved since the start; go on with the same command\n"
+    assert left.value.args == (130, line)
+
+
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        ([], "nothing saved since the start"),
+        ([4, 10], "saved up to step 10"),
+        (None, "nothing saved since the start"),  # not even the folder of checkpoints
+        ([0], "saved up to step 0"),  # the warm start
+    ],
+)
+def test_a_second_signal_says_what_stands_and_what_goes_on(saved, said, ended, tmp_path):
+    if saved is not None:
+        (tmp_path / "sft" / "checkpoints").mkdir(parents=True)
+    for step in saved or []:
+        (tmp_path / "sft" / "checkpoints" / str(step)).mkdir()
+    signals = Signals()
+    signals.own = True
+    trainer, display = watched([])
+    trainer.workdir = Workdir(tmp_path / "sft")
+    with signals.watching(trainer, display, None, tmp_path):  # of a stage: the workdir of all
+        signals.handle(signal.SIGINT)
+        signals._since -= 1.1
+        with pytest.raises(Left) as left:
+            signals.handle(signal.SIGTERM)
+    go_on = f"go on with the same command and --workdir={tmp_path}"
+    assert left.value.args == (143, f"hjax: stopped at once; {said}; {go_on}\n")
 
 
 def test_in_a_notebook_the_first_interrupt_stops_and_a_later_one_is_its_own(monkeypatch):
@@ -79,8 +108,6 @@ def test_in_a_notebook_the_first_interrupt_stops_and_a_later_one_is_its_own(monk
 
 class Step:
     """A run whose step takes a time of which some has gone, on a clock of its own."""
-
-    workdir = types.SimpleNamespace(path="runs/x")
 
     def __init__(self, seconds: float, saving: float, updates_at: float = math.inf):
         self.now, self.step_number, self.joined = 0.0, 12, []
@@ -118,16 +145,16 @@ def test_a_step_is_left_if_it_cannot_end_in_the_time_of_grace(run, left_at, ende
     if run.updates_at == math.inf:
         run.ends = run.seconds
     if left_at is None:
-        launch_signals._leave_in_time(run, 10.0)
+        launch_signals._leave_in_time(run, 10.0, "go on with --workdir=runs/x")
         assert run.joined == []
         return
     with pytest.raises(Left) as left:
-        launch_signals._leave_in_time(run, 10.0)
+        launch_signals._leave_in_time(run, 10.0, "go on with --workdir=runs/x")
     assert run.now == pytest.approx(left_at, abs=0.11)
     assert left.value.args == (
         143,
         "hjax: stopped by SIGTERM: step 13 would not have ended in time and is left; checkpoint "
-        "10 stands, go on with the same command and --workdir=runs/x\n",
+        "10 stands, go on with --workdir=runs/x\n",
     )
     assert run.joined == [pytest.approx(9.0 - left_at, abs=0.11)]
 

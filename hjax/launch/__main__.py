@@ -3,7 +3,7 @@
                              [--grace_seconds=SECONDS] [--config.a.b=VALUE ...]
 
 Train a model as a config says. Running the same command again with the same workdir goes on
-from the last checkpoint. Ctrl-C saves and stops; once more, a second later, stops at once.
+from the last checkpoint. Ctrl-C saves and stops; another, after a second, stops at once.
 
   --config=NAME.py      a Python file with get_config(), or one of the shipped ones:
                         {configs}
@@ -230,7 +230,8 @@ def _run(command: TrainCommand, signals: Signals) -> int:
         profile=parse_step_range(command.profile) if command.profile else None,
     )
     seconds = None
-    with signals.watching(trainer, display, command.grace_seconds):
+    stages = command.stages_workdir
+    with signals.watching(trainer, display, command.grace_seconds, stages or path):
         try:
             display.start(f"{command.name}  {config.algorithm.name}  {path}")
             if remark:

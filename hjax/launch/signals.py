@@ -18,7 +18,9 @@ from typing import Any
 # Signals within this time are one request: the terminal sends a Ctrl-C to a command and to its
 # wrapper, which forwards it.
 SAME_REQUEST_SECONDS = 1.0
-STOPPING_MESSAGE = "stopping after this step, and saving; once more to stop at once"
+STOPPING_MESSAGE = (
+    "stopping after this step, and saving; press again after a second to stop at once"
+)
 
 
 def is_main_module(module: str) -> bool:
@@ -80,6 +82,7 @@ class Signals:
         self._display: Any = None
         self._ran = False
         self._grace_seconds: float | None = None
+        self._workdir: Any = None
         self._lock = threading.Lock()
 
     def install(self) -> None:
@@ -98,19 +101,24 @@ class Signals:
 
     @contextlib.contextmanager
     def watching(
-        self, trainer: Any, display: Any, grace_seconds: float | None = None
+        self,
+        trainer: Any,
+        display: Any,
+        grace_seconds: float | None = None,
+        workdir: Any = None,
     ) -> Iterator[None]:
         """Within this block signals save the trainer's run.
 
         Args:
           trainer, display: of the run.
           grace_seconds: how long the process lives after SIGTERM; None: as long as it needs.
+          workdir: of the command, that of all stages; None: there is none.
 
         In a notebook only Ctrl-C is handled, and a second one has its previous meaning there.
         """
         with self._lock:
             self._trainer, self._display, self._ran = trainer, display, True
-            self._grace_seconds = grace_seconds
+            self._grace_seconds, self._workdir = grace_seconds, workdir
         main = threading.current_thread() is threading.main_thread()
         try:
             with contextlib.nullcontext() if self.own or not main else self._in_notebook():
@@ -160,14 +168,16 @@ class Signals:
                 _exit_now(128 + number, f"hjax: stopped by {name} {when}\n")
             first = self._is_first(number)
             trainer, grace = self._trainer, self._grace_seconds
+            where = "" if self._workdir is None else f" and --workdir={self._workdir}"
+            go_on = f"go on with the same command{where}"
         if first:
             self._show(STOPPING_MESSAGE)
             if number == signal.SIGTERM and grace is not None:
                 until = time.monotonic() + grace
-                leave = threading.Thread(target=_leave_in_time, args=(trainer, until), daemon=True)
-                leave.start()
+                arguments = trainer, until, go_on
+                threading.Thread(target=_leave_in_time, args=arguments, daemon=True).start()
         elif not self._is_repeat():
-            _exit_now(128 + number)
+            _exit_now(128 + number, f"hjax: stopped at once; {_saved_so_far(trainer)}; {go_on}\n")
 
     def _is_first(self, number: int) -> bool:
         """Whether it is the first signal; if so, ask the trainer to stop."""
@@ -203,7 +213,17 @@ def _restore_default_handlers(watched: list[int]) -> None:
 _EXIT_SECONDS = 1.0
 
 
-def _leave_in_time(trainer: Any, until: float) -> None:
+def _saved_so_far(trainer: Any) -> str:
+    """The newest complete checkpoint of a run, in words."""
+    from hjax.files import saved_steps
+
+    saved = None
+    with contextlib.suppress(Exception):  # there may be no workdir yet
+        saved = max(saved_steps(trainer.workdir.checkpoints), default=None)
+    return "nothing saved since the start" if saved is None else f"saved up to step {saved}"
+
+
+def _leave_in_time(trainer: Any, until: float, go_on: str) -> None:
     """End the process before a moment, unless the step in progress can end and be saved by then.
 
     A step that updates weights is not abandoned: it ends soon, and all of its work would be lost.
@@ -211,6 +231,7 @@ def _leave_in_time(trainer: Any, until: float) -> None:
     Args:
       trainer: of the run that is to stop after its step.
       until: of ``time.monotonic``.
+      go_on: what resumes it, for the last line.
     """
     while (left := trainer.seconds_left()) is not None:
         saving = 0.0 if trainer.checkpoints is None else trainer.checkpoints.save_seconds
@@ -224,11 +245,10 @@ def _leave_in_time(trainer: Any, until: float) -> None:
     if trainer.checkpoints is not None:
         saved = trainer.checkpoints.join(max(until - _EXIT_SECONDS - time.monotonic(), 0.0))
     stands = "nothing is saved yet" if saved is None else f"checkpoint {saved} stands"
-    where = "" if trainer.workdir is None else f" and --workdir={trainer.workdir.path}"
     _exit_now(
         128 + signal.SIGTERM,
         f"hjax: stopped by SIGTERM: step {step} would not have ended in time and is left; "
-        f"{stands}, go on with the same command{where}\n",
+        f"{stands}, {go_on}\n",
     )
 
 

@@ -4,6 +4,7 @@ config = load_config("ppo.py", {"rollout.prompts": 32})
 config = load_config("ppo.py", ["--config.rollout.prompts=32"])
 """
 
+import copy
 import difflib
 import inspect
 import os
@@ -32,6 +33,7 @@ from hjax.settings.config_checks import (
     check_config,
     complete_config,
     owned_defaults,
+    resolve_sizes,
     set_key,
     unknown_key,
     validate,
@@ -368,7 +370,7 @@ def setting_origins(name_or_path: str, config: ConfigDict) -> list[dict[str, Any
         if value == default and value == in_file:
             continue
         by = file if value == in_file else "the command"
-        if key == "rollout.max_response_length" and not in_file and by == "the command":
+        if key == _LENGTH_KEY and not in_file and value == _length_of_data(config):
             by = "the data"
         whose = _default_owner(key, config)
         instead = f"{default!r} ({whose})" if value != default else ""
@@ -377,6 +379,13 @@ def setting_origins(name_or_path: str, config: ConfigDict) -> list[dict[str, Any
         instead = unused.get(key.partition(".")[0], instead)
         rows.append({"key": key, "value": repr(value), "set by": by, "instead of": instead})
     return rows
+
+
+def _length_of_data(config: ConfigDict) -> int:
+    """What `rollout.max_response_length=0` is resolved to."""
+    open_length = copy.deepcopy(config)
+    open_length.rollout.max_response_length = 0
+    return int(resolve_sizes(open_length).rollout.max_response_length)
 
 
 def settings_without_effect(name_or_path: str, config: ConfigDict) -> list[str]:
