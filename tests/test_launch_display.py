@@ -267,6 +267,17 @@ def test_live_head_and_phases_fit(width, monkeypatch):
     assert phases[:-1] == over[{120: 0, 80: 1, 60: 2}[width] :]
 
 
+def test_a_run_on_pairs_shows_its_accuracy_and_margin():
+    step = {"step": 2, "actor/loss": 0.6, "actor/margin": 0.25, "time/step": 1.0}
+    columns = used_columns([], step)
+    assert columns == ["step", "margin", "loss", "time", "left"]
+    evaluated = step | {"eval/pair_accuracy": 0.875, "eval/pair_loss": 0.5}
+    columns = used_columns(columns, evaluated)
+    assert columns == ["step", "pair_acc", "margin", "loss", "time", "left"]
+    assert row_cells(evaluated, columns, 9)[:3] == ["2/9", "87.5%", "0.250"]
+    assert row_cells(step, columns, 9)[:3] == ["2/9", "", "0.250"]
+
+
 def test_columns_go_in_the_order_of_importance():
     assert sorted(IMPORTANCE) == sorted(COLUMNS)
     widths = dict.fromkeys(COLUMNS, 8)

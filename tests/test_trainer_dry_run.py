@@ -1,5 +1,6 @@
 """What a dry run says, against arithmetic by hand."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import hjax
 from hjax.algorithms import GRPO
 from hjax.data.tasks import get_task
 from hjax.dryrun import description
+from hjax.launch.__main__ import TrainCommand, _dry_run
 from hjax.rewards.function import RewardFunction
 from hjax.run.episode_rollout import episode_return
 from hjax.sharding.layout import shard_bytes
@@ -97,7 +99,10 @@ def test_placement(ppo):
 
 def test_a_dry_run_of_sft_writes_and_trains_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    description, trainer = describe("SFT", {"steps": 9})
+    description, trainer = describe("SFT", {"steps": 9, "eval.every": 1, "data.eval_size": 8})
+    assert [line.partition(":")[0] for line in description["warnings"]] == [
+        "warning (few held-out prompts)"
+    ]
     assert description["batch"]["sequences_per_update"] == 8
     assert description["parameters"] == {"actor": DECODER}
     nothing_is_done(trainer, tmp_path)
@@ -123,6 +128,17 @@ def test_an_agent_is_named_with_what_tries_it_and_not_called():
         "--model=WORKDIR --task=maze --environment=shop.py:Shop --limit=2"
     )
     assert first_calls({"data.task": "maze"}) == {}
+
+
+def test_warnings_are_lines_of_their_own(monkeypatch, capsys):
+    said = [f"warning (slow adapters): {'a rate, ' * 40}", "warning (fast weights): another"]
+    made = {"algorithm": "SFT", "memory": [], "warnings": said}
+    monkeypatch.setattr(description, "describe", lambda trainer: dict(made))
+    trainer = SimpleNamespace(config=hjax.get_config("sft.py"), close=lambda: None)
+    assert _dry_run(trainer, TrainCommand("sft.py", trainer.config, None)) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == said
+    assert _dry_run(trainer, TrainCommand("sft.py", trainer.config, None, json=True)) == 0
+    assert json.loads(capsys.readouterr().out)["warnings"] == said
 
 
 @pytest.mark.extended

@@ -20,6 +20,7 @@ from hjax.machine import device_memory
 from hjax.models import parameter_counts
 from hjax.run.backends import local_devices
 from hjax.run.episode_rollout import episode_return, player_of
+from hjax.run.health_checks import setup_warnings
 from hjax.run.reward_check import trial_calls
 from hjax.workers import NetworkWorker
 
@@ -33,7 +34,7 @@ def describe(trainer: Any) -> dict[str, Any]:
     Returns:
       ``algorithm``, ``remark`` (if the step's calls cannot be traced), ``forms`` (of kernels that
       are not taken, on accelerators), ``data`` (how it was processed), ``first_examples`` (decoded,
-      by kind), ``batch``, ``reward`` and ``cost`` (what their functions return for a few rows),
+      by kind), ``warnings`` (about the set-up, a line each), ``batch``, ``reward`` and ``cost`` (what their functions return for a few rows),
       ``episodes`` (the agent or environment of the user's, and what tries it), ``placement``, ``parameters`` (by role), ``memory`` (of each program what
       ``programs.add_held`` says, bytes per device), ``resident_bytes`` (by role, kept between
       calls), ``device_memory_bytes``, with ``model.remat=auto`` ``remat`` (by role, of
@@ -60,6 +61,7 @@ def describe(trainer: Any) -> dict[str, Any]:
         **({"forms": trainer.forms.remark} if trainer.forms.remark else {}),
         **({"data": list(trainer.inputs.remarks)} if trainer.inputs.remarks else {}),
         **_first_examples(trainer),
+        **({"warnings": warnings} if (warnings := _warnings(trainer)) else {}),
         "batch": _batch(trainer),
         **judged,
         "placement": [_members(roles, members) for members in roles.plan.placement],
@@ -71,6 +73,13 @@ def describe(trainer: Any) -> dict[str, Any]:
         **settings_records(roles, rehearsal, records),
         "memory": records,
     }
+
+
+def _warnings(trainer: Any) -> list[str]:
+    """What the run would warn of before its first step."""
+    roles, devices = trainer.roles, len(trainer.backend.devices)
+    held_out = trainer.inputs.held_out
+    return setup_warnings(trainer.config, devices, roles.plan, held_out, models=roles.models)
 
 
 def _parameters(worker: Any) -> int:

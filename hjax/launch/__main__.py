@@ -359,10 +359,12 @@ def _dry_run(trainer: Any, command: TrainCommand) -> int:
         from hjax.show.memory_table import print_memory
         from hjax.show.tables import print_description
 
-        memory = description.pop("memory")
+        memory, warnings = description.pop("memory"), description.pop("warnings", [])
         print_description(description, title=f"dry run of {command.name}")
         if memory:
             print_memory(memory, description["device_memory_bytes"])
+        for line in warnings:
+            print(line)
     else:
         print(json_line(description))
     return 0

@@ -25,6 +25,8 @@ COLUMNS = {
         Column("step", "step", count, 9),
         Column("reward", "reward/mean", number, 13),
         Column("accuracy", "eval/accuracy", lambda x: f"{100 * x:.1f}%", 8),
+        Column("pair_acc", "eval/pair_accuracy", lambda x: f"{100 * x:.1f}%", 8),
+        Column("margin", "actor/margin", number, 7),
         Column("eval", "eval/reward", number, 6),
         Column("cost", "cost/mean", number, 6),
         Column("multiplier", "cost/multiplier", number, 10),
@@ -45,8 +47,8 @@ COLUMNS = {
 }
 # Columns by importance: where a row is too wide, the last ones are dropped first.
 IMPORTANCE = (
-    "step", "reward", "accuracy", "cost", "KL", "loss", "eval", "eval_loss", "multiplier", "turns",
-    "time", "left", "calls/s", "agents", "wait", "env", "length", "tok/s", "entropy",
+    "step", "reward", "accuracy", "cost", "KL", "loss", "pair_acc", "margin", "eval", "eval_loss",
+    "multiplier", "turns", "time", "left", "calls/s", "agents", "wait", "env", "length", "tok/s", "entropy",
 )  # fmt: skip
 
 
