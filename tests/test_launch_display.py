@@ -206,6 +206,7 @@ def test_plain_lines_without_a_terminal_have_all_columns(monkeypatch):
     stream = io.StringIO()
     more = {"eval/accuracy": 0.5, "eval/loss": 1.5, "episode/turns": 3.0, "time/environment": 0.1}
     more |= {"throughput/calls_per_second": 4.0, "time/agents": 0.2, "time/calls_wait": 0.3}
+    more |= {"eval/pair_accuracy": 0.5, "actor/margin": 0.1}
     steps_shown(Display(default_config(), 300, stream), {**SAFE_ROW, **more})
     assert stream.getvalue().splitlines()[0].split() == [t for t in COLUMNS if t != "eval"]
 
