@@ -310,7 +310,9 @@ class Higher(hjax.algorithms.GRPO):
     ],
 )
 def test_a_wrong_key_is_told_with_the_line_that_reads_it(read, said, tmp_path):
-    (tmp_path / "beside.py").write_text("def upper_of(config):\n    return config.algorithm.upper\n")
+    (tmp_path / "beside.py").write_text(
+        "def upper_of(config):\n    return config.algorithm.upper\n"
+    )
     (tmp_path / "higher.py").write_text(HIGHER % read)
     with pytest.raises(ConfigError, match=said):
         tiny_config(f"{tmp_path}/higher.py:Higher")
@@ -318,7 +320,9 @@ def test_a_wrong_key_is_told_with_the_line_that_reads_it(read, said, tmp_path):
     (tmp_path / "mine.py").write_text(
         "import hjax\ndef get_config():\n    return hjax.get_config('base.py').uper\n"
     )
-    with pytest.raises(ConfigError, match=r"^--config=\S*mine.py: mine.py:3: unknown key config.uper"):
+    with pytest.raises(
+        ConfigError, match=r"^--config=\S*mine.py: mine.py:3: unknown key config.uper"
+    ):
         hjax.get_config(f"{tmp_path}/mine.py")
 
 
@@ -357,7 +361,9 @@ def test_the_protocol_of_a_loss():
     class Bare:
         needs = ()
 
-    with pytest.raises(ConfigError, match="X: the loss Bare lacks weights, stat_weights, __call__;"):
+    with pytest.raises(
+        ConfigError, match="X: the loss Bare lacks weights, stat_weights, __call__;"
+    ):
         check_protocol(Bare(), "X")
     for algorithm in ALGORITHMS.values():
         if algorithm.sequences:

@@ -94,9 +94,7 @@ def test_what_won_over_what(tmp_path):
     assert "seed" not in found and "data.task_options.length" not in found
     own = load_config(name, {"algorithm.epochs": 3})
     rows = setting_origins(name, check_config(own))
-    row = next(
-        r for r in rows if r["key"] == "algorithm.epochs"
-    )
+    row = next(r for r in rows if r["key"] == "algorithm.epochs")
     assert row["instead of"] == "1 (DAPO's default), 2 (dapo.py)"
     idle = ["--config.critic.lora.rank=4", "--config.teacher.path=models/large"]
     rows = setting_origins(name, check_config(load_config(name, idle)))

@@ -321,7 +321,12 @@ def test_demonstrations_and_answers_stand_in_turn():
 LABELLED = {"prompt": "12>", "response": "1", "label": True}
 TEACHER = {"algorithm.teacher_updates": 1}
 WRONG = [
-    ("KTO", {"prompt": "12>", "response": "1"}, {}, "rows.jsonl: KTO needs verdicts; this file has prompt, response: give"),
+    (
+        "KTO",
+        {"prompt": "12>", "response": "1"},
+        {},
+        "rows.jsonl: KTO needs verdicts; this file has prompt, response: give",
+    ),
     ("KTO", LABELLED | {"label": "good"}, {}, "rows.jsonl:1: the label is 'good'"),
     ("KTO", LABELLED | {"response": 3}, {}, "rows.jsonl:1: response is 3"),
     ("KTO", LABELLED | {"label": 0}, {"warm_start.steps": 2}, "warm_start.steps=2 needs demonst"),

@@ -168,7 +168,11 @@ BROKEN = [
     ({"prompt": "12>", "chosen": "1", "rejected": 3}, {}, "pairs.jsonl:1: rejected is 3"),
     ({"prompt": "12>", "chosen": CHAT, "rejected": "1"}, {}, "are text and chat messages"),
     ({"prompt": "12>", "chosen": "1" * 9, "rejected": "2"}, {}, "jsonl:1: an answer has 10 tokens"),
-    ({"prompt": "12>", "answer": "1"}, {}, "DPO needs preference pairs; this file has prompt, answer"),
+    (
+        {"prompt": "12>", "answer": "1"},
+        {},
+        "DPO needs preference pairs; this file has prompt, answer",
+    ),
     # With held-out data that nobody named, and a prompt that cannot be told from one answer.
     (
         {"question": "12>", "chosen": "1"},

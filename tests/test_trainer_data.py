@@ -74,7 +74,10 @@ def test_prompts_as_token_ids_need_no_tokenizer(folder):
         ({"model.vocab_size": 8}, r"ids.jsonl:1: token id 15 is outside .*from 0 to 7\)"),
         ({"reward.function": ""}, "nothing gives a reward: set reward.function=path.py:name"),
         ({"warm_start.steps": 1}, "warm_start.steps=1 needs demonstrations; this data has none"),
-        ({"algorithm.name": "SFT"}, "ids.jsonl: SFT needs demonstrations; this file has prompt_tokens, difficulty: give"),
+        (
+            {"algorithm.name": "SFT"},
+            "ids.jsonl: SFT needs demonstrations; this file has prompt_tokens, difficulty: give",
+        ),
     ],
 )
 def test_what_token_ids_alone_cannot_do(changes, message, folder):

@@ -34,10 +34,11 @@ def describe(trainer: Any) -> dict[str, Any]:
     Returns:
       ``algorithm``, ``remark`` (if the step's calls cannot be traced), ``forms`` (of kernels that
       are not taken, on accelerators), ``data`` (how it was processed), ``first_examples`` (decoded,
-      by kind), ``warnings`` (about the set-up, a line each), ``batch``, ``reward`` and ``cost`` (what their functions return for a few rows),
-      ``episodes`` (the agent or environment of the user's, and what tries it), ``placement``, ``parameters`` (by role), ``memory`` (of each program what
-      ``programs.add_held`` says, bytes per device), ``resident_bytes`` (by role, kept between
-      calls), ``device_memory_bytes``, with ``model.remat=auto`` ``remat`` (by role, of
+      by kind), ``warnings`` (about the set-up, a line each), ``batch``, ``reward`` and ``cost``
+      (what their functions return for a few rows), ``episodes`` (the agent or environment of the
+      user's, and what tries it), ``placement``, ``parameters`` (by role), ``memory`` (of each
+      program what ``programs.add_held`` says, bytes per device), ``resident_bytes`` (by role, kept
+      between calls), ``device_memory_bytes``, with ``model.remat=auto`` ``remat`` (by role, of
       ``RematChoice.record``), with ``model.unroll_layers=auto`` ``unroll_layers`` (by role, whether
       they are), ``cache`` (by role that generates, ``dtype`` and ``bytes_per_token`` of its keys
       and values, over all devices that share the heads), with ``rollout.slots=-1`` ``slots`` (of

@@ -288,9 +288,7 @@ def _limits(config: ConfigDict, task: Task | None, prompt_length: int) -> Episod
     )
 
 
-def log_first_faults(
-    episodes: Sequence[Episode], told: set[str], who: str = "environment"
-) -> None:
+def log_first_faults(episodes: Sequence[Episode], told: set[str], who: str = "environment") -> None:
     """Say what the first fault of each kind was; metrics count them all.
 
     Args:

@@ -48,7 +48,8 @@ COLUMNS = {
 # Columns by importance: where a row is too wide, the last ones are dropped first.
 IMPORTANCE = (
     "step", "reward", "accuracy", "cost", "KL", "loss", "pair_acc", "margin", "eval", "eval_loss",
-    "multiplier", "turns", "time", "left", "calls/s", "agents", "wait", "env", "length", "tok/s", "entropy",
+    "multiplier", "turns", "time", "left", "calls/s", "agents", "wait", "env", "length", "tok/s",
+    "entropy",
 )  # fmt: skip
 
 
