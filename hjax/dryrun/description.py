@@ -78,9 +78,8 @@ def describe(trainer: Any) -> dict[str, Any]:
 
 def _warnings(trainer: Any) -> list[str]:
     """What the run would warn of before its first step."""
-    roles, devices = trainer.roles, len(trainer.backend.devices)
-    held_out = trainer.inputs.held_out
-    return setup_warnings(trainer.config, devices, roles.plan, held_out, models=roles.models)
+    devices = len(trainer.backend.devices)
+    return setup_warnings(trainer.config, devices, trainer.roles, trainer.inputs.held_out)
 
 
 def _parameters(worker: Any) -> int:

@@ -7,12 +7,14 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import types
 
 import pytest
 from helpers import TINY, computed, read_rows, tiny_config, write_config
@@ -20,7 +22,7 @@ from helpers import TINY, computed, read_rows, tiny_config, write_config
 import hjax
 from hjax.controller.hosts import SLICE_LABEL
 from hjax.devices import Device
-from hjax.errors import ConfigError
+from hjax.errors import ConfigError, RunError
 from hjax.machine import descendants
 from hjax.planning.constants import Constants
 from hjax.planning.profile import Profile
@@ -86,6 +88,21 @@ def test_auto_plans_for_the_racks_that_there_are_and_its_sets_stand_there(racks,
         assert len(trainer.run()) == 1
         assert list(racks_of(trainer).values()) == [[labels["rack"]] for labels in plan.where]
         assert trainer.plan_record()["where"] == list(plan.where)
+
+
+def test_processes_that_can_never_fit_are_said_at_once_and_at_the_end(racks, monkeypatch):
+    monkeypatch.setattr("hjax.controller.ray_pool.START_SECONDS", 2)
+    lines = []
+    display = types.SimpleNamespace(message=lines.append)
+    changes = {"cluster.processes": 8, "cluster.colocation_label": "none"}
+    config = tiny_config("GRPO", keys(racks, **changes, **{"cluster.devices_per_process": 1}))
+    said = (
+        "cluster.processes=8 and cluster.reward_processes=1 need 9 CPUs; the cluster has 4 on 2 "
+        "machines: lower cluster.processes, or wait for machines with `node.sh wait`"
+    )
+    with pytest.raises(RunError, match=f"no room for 8 processes .*; {re.escape(said)}$"):
+        hjax.Trainer(config, display=display)
+    assert lines[0] == f"warning (cluster too small): {said}"
 
 
 @pytest.mark.slow
