@@ -21,7 +21,8 @@ _TEXT = r"(?:(?!</?code>).)*"
 _TURN = re.compile(rf"(?P<plan>{_TEXT})<code>(?P<code>{_TEXT})</code>\s*", re.DOTALL)
 _TAG = re.compile(r"</?(?:code|out)>")
 # The last line of what a block says that raised, or that lost its interpreter.
-_FAILED = re.compile(r"^(?:\w*(?:Error|Exception|Interrupt|Exit)\b|\[the interpreter)[^\n]*\Z", re.M)
+_RAISED = r"^(?:\w*(?:Error|Exception|Interrupt|Exit)\b|\[the interpreter)[^\n]*\Z"
+_FAILED = re.compile(_RAISED, re.MULTILINE)
 INJECTED = "RuntimeError: the interpreter is busy, try again"
 
 
@@ -30,8 +31,8 @@ class CodeBlocks(Environment):
 
     A turn that ends with `<code>CODE</code>`, whatever stands before it, is run by a Python
     interpreter in the sandbox, which keeps an episode's variables. The observation is
-    `<out>OUTPUT</out>`. A turn without a block that has an answer, after `####` or in `\\boxed{}`, is
-    paid 1.0 if it is the row's (`hjax.rewards.math_answers`), else 0, and ends the episode. What is
+    `<out>OUTPUT</out>`. A turn without a block that has an answer, after `####` or in `\\boxed{}`,
+    is paid 1.0 if it is the row's (`hjax.rewards.math_answers`), else 0, and ends the episode. What is
     neither is not valid: blocks that are not closed, more than one, text after a block, a block
     beside an answer. It runs nothing, and the output says why. Tags in outputs are escaped
     (`&lt;code>`). Anchor: the prompt and the blocks so far.

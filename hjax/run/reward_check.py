@@ -99,8 +99,9 @@ def sandbox_remark(
         tools = load_tools(config.environment.tools)
         if any(tool.uses_sandbox for tool in tools):
             return settings.describe()
-    elif environment and not agent_of(config.agent) and takes_sandbox(load_environment(environment)):
-        return settings.describe()
+    elif environment and not agent_of(config.agent):
+        if takes_sandbox(load_environment(environment)):
+            return settings.describe()
     return uses[0].describe() if uses and not on_cluster(config) else ""
 
 

@@ -11,8 +11,8 @@ import numpy as np
 from hjax.data.tasks.calculator_task import CalculatorTask, calculation_steps
 from hjax.data.tasks.task import option, register
 
-_SHOWN_CHARACTERS = 64
-_WORDS = {"*": "product", "+": "sum", "-": "difference"}
+_SHOWN_CHARACTERS = 24
+_WORDS = {"*": "times", "+": "plus", "-": "minus"}
 _CALCULATION = re.compile(r"(-?[0-9]+)([-+*])(-?[0-9]+)=")
 
 
@@ -20,11 +20,11 @@ _CALCULATION = re.compile(r"(-?[0-9]+)([-+*])(-?[0-9]+)=")
 @dataclasses.dataclass(frozen=True)
 class CodeSumsTask(CalculatorTask):
     """Sums such as "47*38-129?" by plan, code and answer, see
-    `hjax.environments.code_blocks.CodeBlocks`: "product, difference<code>a=47*38\\na</code>" is
+    `hjax.environments.code_blocks.CodeBlocks`: "times, minus<code>a=47*38\\na</code>" is
     answered by "<out>1786</out>", "<code>a-129</code>" by "<out>1657</out>", and "####1657" is the
     answer.
 
-    Column: `answer`. Turns: one per number, and two for blocks that fail.
+    Column: `answer`. Turns: one per number, and one more for a block that fails.
 
     Options:
       terms: numbers of a sum (2 to 4).
@@ -50,12 +50,25 @@ class CodeSumsTask(CalculatorTask):
 
     @property
     def max_turns(self) -> int:
-        return self.terms + 2
+        return self.terms + 1
 
     @property
     def turn_length(self) -> int:
-        plan = (self.terms - 1) * len(", difference")
-        return plan + len("<code>a=+\na</code>") + 2 * self.digits + 1
+        return self._plan_length + self._block_length
+
+    @property
+    def _plan_length(self) -> int:
+        return (self.terms - 1) * len(", minus")
+
+    @property
+    def _block_length(self) -> int:
+        return len("<code>a=+\na</code>") + 2 * self.digits + 1
+
+    @property
+    def response_length(self) -> int:
+        """As of `EnvironmentTask`, with one plan."""
+        turn = self._block_length + self.observation_length
+        return self._plan_length + self.max_turns * turn
 
     @property
     def observation_length(self) -> int:

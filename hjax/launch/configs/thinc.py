@@ -23,6 +23,7 @@ def get_config() -> ConfigDict:
     # As the paper's demonstrations, about half of which are right.
     config.data.task_options.noise = 0.3
     config.warm_start.steps = 300
+    config.warm_start.batch = 32
     # Every episode has an interpreter of its own.
     config.rollout.prompts = 8
     config.eval.prompts = 64
