@@ -20,7 +20,7 @@ from hjax.data.dataset import Dataset
 from hjax.errors import RunError
 from hjax.models.model_config import ModelConfig
 from hjax.models.parameter_counts import parameter_count
-from hjax.run.placement import Plan
+from hjax.run.role_groups import RoleGroups
 
 # Held-out prompts below which an accuracy says little.
 MIN_HELD_OUT_PROMPTS = 16
@@ -38,21 +38,17 @@ Metrics = Mapping[str, float]
 
 
 def setup_warnings(
-    config: ConfigDict,
-    devices: int,
-    plan: Plan,
-    held_out: Dataset | None,
-    models: Mapping[str, ModelConfig],
+    config: ConfigDict, devices: int, roles: RoleGroups, held_out: Dataset | None
 ) -> list[str]:
-    """Warnings about the set-up, before the first step; ``models``: by role."""
-    allocation, rows = plan.allocation, None if held_out is None else len(held_out)
+    """Warnings about the set-up, before the first step."""
+    allocation, rows = roles.plan.allocation, None if held_out is None else len(held_out)
     warnings = [idle_devices_warning(devices, sum(allocation), config.placement, allocation)]
     if config.eval.every:
         warnings.append(held_out_warning(rows, config.data.eval_path))
     for role in ("actor", "critic"):
         warnings.append(adapters_warning(role, config[role]))
-        if role in models:
-            warnings.append(pretrained_rate_warning(role, config[role], models[role]))
+        if role in roles.models:
+            warnings.append(pretrained_rate_warning(role, config[role], roles.models[role]))
     return [remark for remark in warnings if remark]
 
 
