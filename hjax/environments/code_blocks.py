@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hjax.environments.environment import Environment, Observation, Step
 from hjax.environments.row_columns import number_column, one_of_column
 from hjax.errors import DataError, short_repr
-from hjax.rewards.math_answers import extract_answer, is_equivalent, targets
+from hjax.rewards.math_answers import answers, extract_answer, is_equivalent, targets
 from hjax.sandbox.python_session import PythonSession
 from hjax.sandbox.sandbox_settings import THIS_MACHINE, SandboxSettings
 
@@ -23,7 +23,7 @@ _TAG = re.compile(r"</?(?:code|out)>")
 # The last line of what a block says that raised, or that lost its interpreter.
 _RAISED = r"^(?:\w*(?:Error|Exception|Interrupt|Exit)\b|\[the interpreter)[^\n]*\Z"
 _FAILED = re.compile(_RAISED, re.MULTILINE)
-INJECTED = "RuntimeError: the interpreter is busy, try again"
+INJECTED = "RuntimeError: busy"
 
 
 class CodeBlocks(Environment):
@@ -32,8 +32,8 @@ class CodeBlocks(Environment):
     A turn that ends with `<code>CODE</code>`, whatever stands before it, is run by a Python
     interpreter in the sandbox, which keeps an episode's variables. The observation is
     `<out>OUTPUT</out>`. A turn without a block that has an answer, after `####` or in `\\boxed{}`,
-    is paid 1.0 if it is the row's (`hjax.rewards.math_answers`), else 0, and ends the episode. What is
-    neither is not valid: blocks that are not closed, more than one, text after a block, a block
+    is paid 1.0 if it is the row's (`hjax.rewards.math_answers`), else 0, and ends the episode. What
+    is neither is not valid: blocks that are not closed, more than one, text after a block, a block
     beside an answer. It runs nothing, and the output says why. Tags in outputs are escaped
     (`&lt;code>`). Anchor: the prompt and the blocks so far.
 
@@ -51,11 +51,12 @@ class CodeBlocks(Environment):
     """
 
     def __init__(self, sandbox: SandboxSettings = THIS_MACHINE):
-        self._sandbox = sandbox
-        # Runs the blocks: what has ``run(code)`` and ``close()``; made for the first block.
-        self.session: Any = None
+        # Makes what runs the blocks, of an episode's seed, for the first block.
+        self.open_session: Callable[[int], Any] = lambda seed: PythonSession(sandbox.make(), seed)
+        self._session: Any = None
 
     def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
+        self.close()
         prompt = task.get("prompt")
         if not isinstance(prompt, str):
             raise DataError(f"prompt is {short_repr(prompt)}; it must be text")
@@ -73,33 +74,33 @@ class CodeBlocks(Environment):
             return self._run_block(action)
         answer = extract_answer(action)
         if answer is None:
-            return self._invalid("give a code block, or #### and the answer")
-        right = is_equivalent(self._target, answer)
+            return self._invalid("no code block, no ####")
+        right, [spelled] = is_equivalent(self._target, answer), answers([action])
         told = {
-            "grounded": any(_appears(answer, output) for output in self.outputs),
+            "grounded": any(_appears(spelled, output) for output in self.outputs),
             "after_error": self._errors > 0,
             "recovered": self._errors > 0 and right,
         }
         return Step(self._observe(""), reward=float(right), done=True, metrics=told)
 
     def close(self) -> None:
-        if self.session is not None:
-            self.session.close()
-            self.session = None
+        if self._session is not None:
+            self._session.close()
+            self._session = None
 
     def _run_block(self, action: str) -> Step:
         found = _TURN.fullmatch(action)
         if found is None or extract_answer(found["plan"]) is not None:
-            return self._invalid("end a turn with one code block, and nothing after it")
+            return self._invalid("one block ends a turn")
         if not self._runs:
-            return self._invalid("there is no interpreter; give #### and the answer")
+            return self._invalid("no interpreter, use ####")
         self.blocks.append(found["code"])
         if self._chance.random() < self._failures:
             output = INJECTED
         else:
-            if self.session is None:
-                self.session = PythonSession(self._sandbox.make(), self._seed)
-            output = self.session.run(found["code"]).rstrip("\n")
+            if self._session is None:
+                self._session = self.open_session(self._seed)
+            output = self._session.run(found["code"]).rstrip("\n")
         failed = _FAILED.search(output) is not None
         self._errors += failed
         self.outputs.append(output)
@@ -123,6 +124,6 @@ class CodeBlocks(Environment):
         return Observation(text, anchor=[self.prompt, *self.blocks])
 
 
-def _appears(answer: str, output: str) -> bool:
+def _appears(answer: str | None, output: str) -> bool:
     """Whether an answer stands in an output, not as a part of a longer word or number."""
-    return re.search(rf"(?<![\w.]){re.escape(answer)}(?![\w]|\.\d)", output) is not None
+    return re.search(rf"(?<![\w.]){re.escape(str(answer))}(?![\w]|\.\d)", output) is not None

@@ -54,21 +54,8 @@ class CodeSumsTask(CalculatorTask):
 
     @property
     def turn_length(self) -> int:
-        return self._plan_length + self._block_length
-
-    @property
-    def _plan_length(self) -> int:
-        return (self.terms - 1) * len(", minus")
-
-    @property
-    def _block_length(self) -> int:
-        return len("<code>a=+\na</code>") + 2 * self.digits + 1
-
-    @property
-    def response_length(self) -> int:
-        """As of `EnvironmentTask`, with one plan."""
-        turn = self._block_length + self.observation_length
-        return self._plan_length + self.max_turns * turn
+        plan = (self.terms - 1) * len(", minus")
+        return plan + len("<code>a=+\na</code>") + 2 * self.digits + 1
 
     @property
     def observation_length(self) -> int:
@@ -80,7 +67,7 @@ class CodeSumsTask(CalculatorTask):
 
     def make_environment(self) -> Any:
         environment = super().make_environment()
-        environment.session = _Rehearsal()
+        environment.open_session = lambda seed: _Rehearsal()
         return environment
 
     def expert_actions(self, environment: Any, rng: np.random.Generator) -> list[str]:
@@ -88,7 +75,10 @@ class CodeSumsTask(CalculatorTask):
         if not self.tool:
             return [answer]
         ran = [out for out in environment.outputs if not out.startswith("RuntimeError")]
-        return [blocks[len(ran)] if len(ran) < len(blocks) else f"####{ran[-1]}"]
+        if len(ran) == len(blocks):
+            return [f"####{ran[-1]}"]
+        action = blocks[len(ran)]
+        return [action[action.index("<code>") :] if environment.blocks else action]  # one plan
 
     def random_action(self, environment: Any, rng: np.random.Generator) -> str:
         [action] = self.expert_actions(environment, rng)
@@ -96,7 +86,8 @@ class CodeSumsTask(CalculatorTask):
         if not places or (self.tool and action.startswith("####")):
             return action
         place = places[int(rng.integers(len(places)))]
-        digit = (int(action[place]) + int(rng.integers(1, 10))) % 10
+        # Another one, and no 0, with which Python begins no number.
+        digit = 1 + (int(action[place]) + int(rng.integers(8))) % 9
         return f"{action[:place]}{digit}{action[place + 1 :]}"
 
 
