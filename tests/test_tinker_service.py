@@ -1,15 +1,12 @@
 """The training service over HTTP: order, failures, sessions, saved states, two clients at once."""
 
 import concurrent.futures
-import contextlib
 import json
 import os
 import pathlib
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import urllib.parse
@@ -19,7 +16,7 @@ import numpy as np
 import pytest
 from helpers import save_model
 from serving_double import HTTP, byte_tokenizer
-from training_server import Client, datum, training_server
+from training_server import Client, command, datum, training_server
 
 from hjax.serving.limits import ServerLimits
 from hjax.training_service import tinker_app, tinker_samplers
@@ -409,27 +406,6 @@ def test_names_that_are_none(path):
         StateName.parse(path)
 
 
-@contextlib.contextmanager
-def command(folder, store, flags=()):
-    """`python -m hjax.launch.serve --protocol=tinker`, and its URL."""
-    process = subprocess.Popen(
-        [
-            sys.executable, "-m", "hjax.launch.serve", "--protocol=tinker", f"--model={folder}",
-            f"--store={store}", "--name=tiny", "--port=0", *flags,
-        ],
-        stdout=subprocess.PIPE, text=True, env=os.environ,
-    )  # fmt: skip
-    try:
-        line = process.stdout.readline()
-        start, _, url = line.rstrip("\n").rpartition(" on ")
-        assert start == f"serving {folder}"
-        yield url, process
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
 @pytest.mark.extended
 @pytest.mark.parametrize(
     "flags", [(), ("--data=2", "--fsdp=2", "--tensor=2", "--generate_tensor=1")], ids=len
@@ -455,6 +431,11 @@ def test_killed_and_started_again(flags, folder, tmp_path):
         os.kill(process.pid, signal.SIGKILL)
     with command(folder, tmp_path, flags) as (url, process):
         again = Client(url)
+        again.model = client.model  # lost, which every call and poll says at once
+        said = again.result(f"{client.model}:1")["error"]
+        assert "is not here" in said and said.endswith(f"last saved state is {state}")
+        for said in (again.loss([sft()]), again.ask("optim_step", adam_params={})["error"]):
+            assert "is not loaded" in said and said.endswith(f"last saved state is {state}")
         found = again.post(
             "load_weights", session_id=again.session, model_seq_id=0, path=state, optimizer=True
         )
