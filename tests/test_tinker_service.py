@@ -335,6 +335,36 @@ def test_silent_sessions_end(base, tmp_path):
         assert "its session was finished; it has no saved state" in other.loss([sft()])
 
 
+def test_samples_of_a_session_that_has_ended_are_not_begun(server, base, monkeypatch):
+    client, others = Client(server[0]), Client(server[0])
+    samplers = [
+        each.post(
+            "create_sampling_session", session_id=each.session, sampling_session_seq_id=0,
+            base_model="tiny",
+        )["sampling_session_id"]
+        for each in (client, others)
+    ]  # fmt: skip
+    drawing, held, began = base.programs(None).sampler(), threading.Event(), []
+
+    def submit(request, *given, to=drawing._service.submit):
+        began.append(request.prompt)
+        assert held.wait(30)
+        return to(request, *given)
+
+    monkeypatch.setattr(drawing._service, "submit", submit)
+    for seq in range(20):
+        client.post(
+            "asample", sampling_session_id=samplers[0], seq_id=seq, num_samples=2,
+            prompt={"chunks": [{"type": "encoded_text", "tokens": TEXT}]}, sampling_params={},
+        )  # fmt: skip
+    client.post(f"sessions/{client.session}/finish", reason={"type": "success"})
+    held.set()
+    [[tokens], _] = sampled(others, samplers[1], prompt=TEXT[:2], sampling_params={"stop": []})
+    assert len(tokens) == 4
+    # The first was being begun.
+    assert began == [tuple(TEXT)] * 2 + [tuple(TEXT[:2])]
+
+
 def test_polls_are_long_and_say_when_to_ask_again(client, server, monkeypatch):
     monkeypatch.setattr(tinker_app, "POLL_SECONDS", 0.2)
     server[2].call_soon_threadsafe(server[1].futures.add, "waits", client.session)
