@@ -97,7 +97,7 @@ class LoadedModel:
     train_mlp: bool
     train_attn: bool
     metadata: Mapping[str, Any]
-    seen: float
+    seen: float = dataclasses.field(default_factory=time.time)
 
 
 class TinkerService:
@@ -239,7 +239,6 @@ class TinkerService:
                     train_mlp=lora is None or lora.train_mlp,
                     train_attn=lora is None or lora.train_attn,
                     metadata=fields.user_metadata,
-                    seen=time.time(),
                 ),
             )
             return FutureResult.of_json({"type": "create_model", "model_id": model_id})
@@ -266,7 +265,6 @@ class TinkerService:
                     train_mlp=about["train_mlp"],
                     train_attn=about["train_attn"],
                     metadata=fields.user_metadata,
-                    seen=time.time(),
                 ),
             )
             return FutureResult.of_json(

@@ -143,6 +143,7 @@ def test_it_ends_at_its_limit_with_all_it_started(sandbox, name, code, ended_by)
     assert marked(name) == []
 
 
+@pytest.mark.slow  # tests beside it would wait
 def test_fork_bombs_cost_programs_beside_them_nothing_but_time(sandbox):
     """Eight bombs in sandboxes of their own, and four programs that end by themselves."""
     right = dataclasses.replace(LIMITS, cpu_seconds=10, wall_seconds=60)
