@@ -1,9 +1,14 @@
 """The training service as the real SDK of the Tinker API sees it (the extra `tinker`)."""
 
 import asyncio
+import concurrent.futures
+import contextlib
+import itertools
 import math
 import os
 import pickle
+import socket
+import threading
 import time
 import urllib.parse
 
@@ -397,12 +402,89 @@ def test_what_is_not_served_fails_at_once(training, service):
         lambda: rest.get_external_weights_urls(path.replace("/weights/", "/external_weights/")),
         lambda: rest.assign_session_project(session, "project"),
         lambda: rest.export_session_trace(session),
-        lambda: rest.search_sessions(),
+        lambda: rest.search_sessions(
+            tinker.types.SessionSearchRequest(owner=tinker.types.AccessibleSearchOwner())
+        ),
     ):
-        with pytest.raises(tinker.NotFoundError, match="/api/v1/.*: "):
+        with pytest.raises(tinker.APIStatusError, match="/api/v1/.*: "):
             ask().result()
     assert losses_of(training)  # the model goes on
     assert time.monotonic() - began < 30
+
+
+def test_a_part_that_is_refused_leaves_the_others(training, service, base):
+    """The SDK sends 1024 data at a time; a step that has been sent takes the parts that count."""
+    wrong = sft([*TEXT[:-1], 900])
+    call = training.forward_backward([sft()] * 1500 + [wrong] + [sft()] * 10, "cross_entropy")
+    step = training.optim_step(adam())
+    with pytest.raises(tinker.RequestFailedError, match="id 900 is outside"):
+        call.result()
+    other = service.create_lora_training_client(base_model=base.path, rank=4, seed=1).result()
+    other.forward_backward([sft()] * 1024, "cross_entropy").result()
+    expected = other.optim_step(adam()).result().metrics["grad_norm"]
+    assert expected > 0
+    assert step.result().metrics["grad_norm"] == pytest.approx(expected, rel=1e-5)
+
+
+def trained(url, base, seed):
+    """Losses, and tokens that are drawn between, of a client of its own."""
+    service = tinker.ServiceClient(base_url=url)
+    training = service.create_lora_training_client(base.path, rank=4, seed=seed).result()
+    prompt, found = tinker.types.ModelInput.from_ints(TEXT[:3]), []
+    for step in range(3):
+        sampler = training.save_weights_and_get_sampling_client().result()
+        params = tinker.types.SamplingParams(max_tokens=6, seed=step, stop=[])
+        drawn = sampler.sample(prompt, 2, params).result().sequences
+        found += [each.tokens for each in drawn] + losses_of(training)
+    service.close("success").result()
+    return found
+
+
+def test_two_clients_at_once_are_as_each_alone(service, base):
+    alone = [trained(service.url, base, seed) for seed in (1, 2)]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        assert list(pool.map(lambda seed: trained(service.url, base, seed), (1, 2))) == alone
+    assert alone[0] != alone[1]
+
+
+@contextlib.contextmanager
+def cut_connections(url, every):
+    """URL that leads to a server; every so often an answer is lost with its connection."""
+    to = urllib.parse.urlsplit(url)
+    listener, answers, cut = socket.create_server(("127.0.0.1", 0)), itertools.count(1), []
+
+    def forward(source, sink, loses):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if loses and next(answers) % every == 0:
+                    cut.append(data)
+                    break
+                sink.sendall(data)
+        for each in (source, sink):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def accept():
+        with contextlib.suppress(OSError):
+            while True:
+                near = listener.accept()[0]
+                far = socket.create_connection((to.hostname, to.port))
+                for given in ((near, far, False), (far, near, True)):
+                    threading.Thread(target=forward, args=given, daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", cut
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+
+
+def test_answers_that_are_lost_change_nothing(service, base):
+    """Every fourth answer is lost after the server has done the work: the SDK asks again."""
+    with cut_connections(service.url, 4) as (url, cut):
+        assert trained(url, base, 1) == trained(service.url, base, 1)
+    assert len(cut) > 3
 
 
 def test_a_killed_server_costs_its_clients_one_clear_error(base, tmp_path):
