@@ -37,6 +37,7 @@ def started(*outputs, **row):
 def test_plan_code_and_answer_by_hand():
     environment, session = started("1786", "1657\n")
     step = environment.step("product first<code>a=47*38\na</code>")
+    assert step.observation.stop == ("</code>",)
     assert (step.observation.text, step.reward, step.done, step.valid) == (
         "<out>1786</out>", 0.0, False, True,
     )  # fmt: skip

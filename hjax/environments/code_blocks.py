@@ -40,7 +40,8 @@ class CodeBlocks(Environment):
     The row's columns are ``prompt``, and ``answer`` or another of
     ``hjax.rewards.math_answers.TARGETS``. It may lack ``interpreter`` (True), whether blocks are
     run; ``failures`` (0), the share of blocks that an injected error ends without being run;
-    ``output_characters`` (1000), of an output, of which the middle is left out.
+    ``output_characters`` (1000), of an output, of which the middle is left out; ``stop_at_block``
+    (True), whether `</code>` ends a turn, else the model has to.
 
     Metrics of an episode: ``code_blocks``; ``code_errors``, those that raised; ``after_error``,
     whether there was one, and ``recovered``, whether the answer is right nevertheless; and
@@ -62,12 +63,13 @@ class CodeBlocks(Environment):
             raise DataError(f"prompt is {short_repr(prompt)}; it must be text")
         [self._target] = targets({name: [value] for name, value in task.items()})
         self._runs = one_of_column(task, "interpreter", (True, False))
+        self._stop = (CLOSE,) if one_of_column(task, "stop_at_block", (True, False)) else ()
         self._failures = number_column(task, "failures")
         self._shown = int(number_column(task, "output_characters", SHOWN_CHARACTERS))
         self._seed, self._chance = seed, random.Random(seed)
         self.prompt, self.blocks, self.outputs = prompt, list[str](), list[str]()
         self._errors = 0
-        return Observation(prompt, anchor=[prompt])
+        return self._observe(prompt)
 
     def step(self, action: str) -> Step:
         if OPEN in action or CLOSE in action:
@@ -121,7 +123,7 @@ class CodeBlocks(Environment):
         return Step(self._observe(f"<out>{why}</out>"), valid=False)
 
     def _observe(self, text: str) -> Observation:
-        return Observation(text, anchor=[self.prompt, *self.blocks])
+        return Observation(text, anchor=[self.prompt, *self.blocks], stop=self._stop)
 
 
 def _appears(answer: str | None, output: str) -> bool:

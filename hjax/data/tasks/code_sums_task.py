@@ -45,8 +45,12 @@ class CodeSumsTask(CalculatorTask):
 
     @property
     def settings(self) -> dict[str, Any]:
-        shown = {"output_characters": _SHOWN_CHARACTERS}
-        return {"interpreter": self.tool, "failures": self.failures} | shown
+        return {
+            "interpreter": self.tool,
+            "failures": self.failures,
+            "output_characters": _SHOWN_CHARACTERS,
+            "stop_at_block": False,
+        }
 
     @property
     def max_turns(self) -> int:
