@@ -50,6 +50,13 @@ def sample_rows(batch: Mapping[str, Any]) -> np.ndarray:
     return np.sort(first[np.asarray(numbers)[first] != NO_EPISODE])
 
 
+def real_rows(batch: Mapping[str, Any]) -> np.ndarray:
+    """int [rows]: the rows without those that only fill up a batch of episodes."""
+    if "episode" not in batch:
+        return np.arange(len(batch["response_mask"]))
+    return np.flatnonzero(np.asarray(batch["episode"]) != NO_EPISODE)
+
+
 def repeat_columns(prompts: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
     """``columns`` (there always) and ``choice`` (where prompts have it) of these rows."""
     return {

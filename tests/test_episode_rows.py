@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from helpers import tiny_config
 from ml_collections import ConfigDict
 
 from hjax.algorithms import GRPO, PPO
@@ -10,9 +11,15 @@ from hjax.algorithms.episode_rows import EpisodeRows, episode_minibatches
 from hjax.batches import concatenate_batches, sample_rows
 from hjax.environments.episode import Episode, EpisodeRow, Turn
 from hjax.environments.episode_batch import episode_batch, episode_summary
+from hjax.errors import RunError
+from hjax.rewards.function import RewardFunction
 from hjax.run.dataflow import absent_roles
+from hjax.run.episode_rollout import RETURN_COLUMN, episode_return
+from hjax.run.health_checks import HealthChecks
 from hjax.run.metrics import batch_metrics
-from hjax.run.reporter import sample_row
+from hjax.run.reporter import histogram_row, sample_row
+from hjax.workers import WorkerContext
+from hjax.workers.reward import FunctionReward
 
 
 def turn(tokens, observation=(), reward=0.0, anchor=None, **more):
@@ -84,6 +91,47 @@ def test_a_sample_is_an_episode_with_all_its_turns():
     assert third["turns"] == [] and third["stop_reason"] == "timeout" and "advantage" not in third
     assert [last["index"], last["stop_reason"], last["truncated"]] == [3, "max_turns", True]
     assert batch_metrics(batch, 0.0)["response/length_mean"] == (4 + 2 + 1 + 1 + 0 + 2 + 1) / 7
+
+
+def test_what_is_counted_of_a_batch_are_episodes_and_their_rows():
+    """Neither rows that fill it up, nor an episode's return once per row."""
+    batch = episode_batch(played(), 3, 4)
+    batch["rewards"] = np.array([0.7] * 3 + [0.1, np.nan, 0.1, 0.1, 0.0], np.float32)
+    found = histogram_row(batch, 3)
+    assert sum(found["reward"]["counts"]) == 3 and sum(found["length"]["counts"]) == 7
+    assert found["reward"]["sum"] == pytest.approx(0.9) and found["length"]["sum"] == 4 + 7
+    # Of a step whose groups are all left out of the loss too.
+    batch["row_mask"] = np.zeros(8, bool)
+    assert batch_metrics(batch, 0.0)["response/length_mean"] == 11 / 7
+    checks = HealthChecks(tiny_config("GRPO", {"rollout.samples": 2}), 0.0)
+    equal = batch | {"rewards": np.array([0.1] * 4 + [0.7] * 3 + [0.0], np.float32)}
+    lines = [checks.messages({"step": step}, equal) for step in range(1, 5)]
+    assert [len(each) for each in lines] == [0, 0, 1, 0] and "in 100% of the groups" in lines[2][0]
+
+
+def scored(batch, max_unscored):
+    """What a run's reward worker says of the batch."""
+    returns = {4: 0.7, 5: None, 6: None, 7: 0.1, -1: 0.0}
+    columns = {RETURN_COLUMN: [returns[number] for number in batch["episode"].tolist()]}
+    function = RewardFunction(episode_return, runs_in="thread")
+    worker = FunctionReward(WorkerContext("reward"), function, max_unscored)
+    return worker.compute_reward(batch | {"columns": columns})
+
+
+@pytest.mark.parametrize("failed", [0, 1])
+def test_the_share_of_unscored_is_of_episodes(failed):
+    """Whatever the rows that they had: three of eight are of the first, one of the second."""
+    episodes = played()
+    episodes[failed].stop_reason, episodes[failed].fault = "timeout", "late"
+    batch = episode_batch(episodes, 3, 4)
+    found = scored(batch, 0.5 + 0.25 * (failed == 0))
+    outcomes = {name: count for name, count in found["reward_outcomes"].items() if count}
+    assert outcomes == ({"ok": 2, "none": 2} if failed else {"ok": 1, "none": 3})
+    assert np.isnan(found["rewards"]).tolist() == (
+        [False] * 3 + [True, True] + [False] * 3 if failed else [True] * 5 + [False] * 3
+    )
+    with pytest.raises(RunError, match=f"^{3 - failed} of 4 sequences have no reward"):
+        scored(batch, 0.4)
 
 
 def test_episodes_of_one_row_are_not_filled_up():
