@@ -5,7 +5,7 @@ import pytest
 from helpers import tiny_config
 from ml_collections import ConfigDict
 
-from hjax.algorithms import GRPO, PPO
+from hjax.algorithms import GRPO, PPO, ReMax
 from hjax.algorithms.aggregation import aggregation_weights
 from hjax.algorithms.episode_rows import EpisodeRows, episode_minibatches
 from hjax.batches import concatenate_batches, sample_rows
@@ -290,3 +290,27 @@ def test_turns_of_a_run_are_credited_as_its_keys_say():
     ppo = algorithm(PPO, kl_coef=0.0, whiten=False, credit="turn", turn_gamma=0.5, turn_lam=1.0)
     made = ppo.with_advantages(batch)["advantages"]
     assert np.allclose(made[:3, 0], [returns[0], returns[2], returns[3]], atol=1e-6)
+
+
+@pytest.mark.parametrize("buffer", [0.0, 0.5])
+def test_greedy_episodes_of_several_rows_are_baselines(buffer):
+    """Of each prompt's samples, whatever rows they and it have; a long one is worse as they are."""
+    batch = episode_batch(played(), 3, 4)
+    batch["rewards"] = returns_of(batch) * np.float32(0.7)
+    greedy = played()[::3]
+    for number, each in enumerate(greedy):
+        each.number = each.group = number
+    greedy = episode_batch(greedy, 3, 4)
+    assert greedy["episode"].tolist() == [0, 0, 0, 1, 1, -1, -1, -1]
+    verdicts = {"rewards": np.array([0.1] * 3 + [0.3] * 2 + [0.0] * 3, np.float32)}
+    remax = algorithm(ReMax, kl_coef=0.0, overlong_buffer=buffer)
+    made = remax.with_advantages(batch | {"baseline": (greedy, verdicts)})
+    # Episodes have 7, 1, 0 and 3 tokens, and the greedy ones 7 and 3: of 4 tokens 2 are free.
+    over = {length: min(max(length - 2, 0) / 2, 1.0) * (buffer > 0) for length in (7, 1, 3)}
+    baseline = [0.1 - over[7]] * 4 + [0.3 - over[3]] * 3
+    scores = [0.7 - over[7]] * 3 + [0.0 - over[1], np.nan] + [1.4 - over[3]] * 2
+    assert np.allclose(made["baseline"][:7], baseline, atol=1e-6)
+    wanted = np.nan_to_num(np.array(scores) - baseline)
+    drawn = batch["response_mask"][:7]
+    assert np.allclose(made["advantages"][:7], wanted[:, None] * drawn, atol=1e-6)
+    assert made["row_mask"].tolist() == [True] * 4 + [False] + [True] * 2 + [False]
