@@ -1,5 +1,7 @@
 """Batches of episodes: their arrays, episodes of several rows, baselines and mini-batches."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import tiny_config
@@ -210,6 +212,45 @@ def test_an_episode_is_one_sample_of_the_baseline():
     assert made["advantages"][:, 0].tolist() == [0.5, 0.5, 0.5, 0.5, -0.5, -0.5, 0.0, 0.0]
     assert (made["advantages"][:, 1:] == 0).all()
     assert made["row_mask"].tolist() == [True] * 6 + [False] * 2
+
+
+def two_turns():
+    """A group of two: an episode of two turns with .1 and .7, and one of a turn with .1."""
+    first = EpisodeRow(
+        [9], "p", [turn([1, 2], [7, 8], 0.1), turn([3], reward=0.7)]
+    )  # fmt: skip
+    episodes = [Episode(i, 0, {}, 0, [row], "done") for i, row in enumerate(
+        [first, EpisodeRow([9], "p", [turn([4], reward=0.1)])]
+    )]  # fmt: skip
+    return episode_batch(episodes, 1, 6)
+
+
+def test_an_episode_of_two_turns_by_hand():
+    """From its tokens to the gradient by log-probs."""
+    batch = two_turns()
+    assert batch["responses"].tolist() == [[1, 2, 7, 8, 3, 0], [4, 0, 0, 0, 0, 0]]
+    drawn = np.array([[1, 1, 0, 0, 1, 0], [1, 0, 0, 0, 0, 0]], bool)
+    assert (batch["response_mask"] == drawn).all()
+    assert batch["response_lengths"].tolist() == [5, 1]
+    batch["rewards"] = np.array([0.8, 0.1], np.float32)
+    grpo = algorithm(GRPO, kl_coef=0.0, normalise="none", clip_low=0.2, clip_high=0.2)
+    made = grpo.with_advantages(batch)
+    assert np.allclose(made["advantages"], drawn * np.array([[0.35], [-0.35]]), atol=1e-7)
+    loss = grpo.losses(grpo.config, 6)["actor"]
+    weights = loss.weights(made)
+    # The mean over two episodes, of each the mean over the tokens that it drew.
+    assert np.allclose(weights, drawn * np.array([[1 / 6], [1 / 2]]), atol=1e-7)
+    ratios = np.array([[1.1, 0.9, 5.0, 5.0, 1.5, 5.0], [0.7, 5.0, 5.0, 5.0, 5.0, 5.0]])
+    logprobs = np.where(drawn, made["old_logprobs"] + np.log(ratios), 3.0).astype(np.float32)
+
+    def total(x):
+        return jnp.sum(weights * loss(x, None, made)[0])
+
+    value, gradient = jax.value_and_grad(total)(logprobs)
+    # 1.5 is clipped to 1.2 where the advantage is above 0, .7 to .8 where it is below.
+    assert value == pytest.approx(-0.35 * (1.1 + 0.9 + 1.2) / 6 + 0.35 * 0.8 / 2, abs=1e-6)
+    wanted = [[-0.35 * 1.1 / 6, -0.35 * 0.9 / 6, 0, 0, 0, 0], [0] * 6]
+    assert np.allclose(gradient, wanted, atol=1e-6)
 
 
 def test_returns_run_on_from_row_to_row():

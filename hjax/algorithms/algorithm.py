@@ -308,7 +308,8 @@ class Algorithm(PromptChoice):
     def minibatches(self, batch: Any) -> Iterator[Any]:
         """Mini-batches of whole groups of samples, reshuffled in every epoch.
 
-        Scalar arrays apply to all rows and are in every mini-batch.
+        Scalar arrays apply to all rows and are in every mini-batch; other arrays that are not per
+        row are in none, as updates split all that they get by rows.
 
         Args:
           batch: from ``compute_advantages``; or the future of a batch that a worker group holds
@@ -325,9 +326,11 @@ class Algorithm(PromptChoice):
                 yield batch if chosen is None else group.apply(take_rows, batch, chosen)
             return
         arrays = {k: v for k, v in join(batch).items() if isinstance(v, np.ndarray)}
+        rows = row_count(arrays)
+        arrays = {k: v for k, v in arrays.items() if not v.ndim or len(v) == rows}
         held: dict[Any, Any] = {}
         if EpisodeRows.of(arrays) is None:
-            parts = list(self._minibatch_rows(row_count(arrays)))
+            parts = list(self._minibatch_rows(rows))
         else:
             parts = list(self._episode_minibatch_rows(arrays))
         for part in parts:
@@ -397,8 +400,9 @@ def row_count(batch: Mapping[str, Any]) -> int:
 
 
 def take_rows(batch: Mapping[str, Any], chosen: Any) -> Batch:
-    """Select rows of a batch of arrays by number; scalars are kept."""
-    return {key: x[chosen] if x.ndim else x for key, x in batch.items()}
+    """Select rows of a batch of arrays by number; what is not per row is kept."""
+    rows = row_count(batch)
+    return {key: x[chosen] if x.ndim and len(x) == rows else x for key, x in batch.items()}
 
 
 def old_logprobs(batch: Batch) -> Any:

@@ -70,7 +70,7 @@ class ReMax(Algorithm):
         return super().with_advantages(batch | {"baseline": baseline})
 
     def compute_advantages(self, batch: Batch) -> Batch:
-        """Adds ``advantages``, ``old_logprobs`` and ``row_mask``; reads ``baseline`` of each row."""
+        """Adds ``advantages``, ``old_logprobs`` and ``row_mask``; ``baseline`` is there."""
         config = self.config
         old, scores, kl = old_logprobs(batch), self.scores(batch), reference_kl(batch)
         advantages = _advantages(

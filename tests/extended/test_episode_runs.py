@@ -52,6 +52,7 @@ def content(workdir):
     "algorithm, changes",
     [
         ("GRPO", {"eval.every": 2}),
+        ("GiGPO", {}),
         (
             "PPO",
             {"environment.function": f"{DIGITS}:Fresh", "algorithm.minibatch": 8, "eval.every": 3},
