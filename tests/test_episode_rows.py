@@ -355,3 +355,23 @@ def test_greedy_episodes_of_several_rows_are_baselines(buffer):
     drawn = batch["response_mask"][:7]
     assert np.allclose(made["advantages"][:7], wanted[:, None] * drawn, atol=1e-6)
     assert made["row_mask"].tolist() == [True] * 4 + [False] + [True] * 2 + [False]
+
+
+@pytest.mark.parametrize("credit", ["turn", "bilevel"])
+def test_an_episode_of_one_turn_is_credited_alike_beside_others_of_several_rows(credit):
+    """What a joined row has behind its last token is of no turn."""
+    batch = episode_batch(played(), 3, 4)
+    batch["rewards"] = np.array([1.875] * 3 + [0.7, np.nan, 2.0, 2.0, 0.0], np.float32)
+    batch["values"] = np.full(batch["responses"].shape, 0.1, np.float32)
+    rates = {"gamma": 0.9, "lam": 0.5} if credit == "bilevel" else {}
+    ppo = algorithm(PPO, kl_coef=0.0, whiten=False, credit=credit, **rates)
+    made = ppo.with_advantages(batch)
+    # The second episode has one turn of one token, the others four and two of up to two tokens.
+    assert np.allclose(made["advantages"][3], [0.7 - 0.1, 0, 0, 0], atol=1e-6)
+    assert not made["advantages"][~batch["response_mask"]].any()
+    joined = EpisodeRows.of(batch).join(batch)
+    assert ((joined["turn"] >= 0) == joined["response_mask"]).all()
+    assert (joined["anchor"][~joined["response_mask"]] == -1).all()
+    both = concatenate_batches([episode_batch(played(), 3, width) for width in (4, 6)])
+    assert ((both["turn"] >= 0) == both["response_mask"]).all()
+    assert (both["anchor"][~both["response_mask"]] == -1).all()

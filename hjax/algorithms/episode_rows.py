@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hjax.batches import LENGTHS, NO_EPISODE, response_lengths, select_rows
+from hjax.batches import LENGTHS, NO_EPISODE, NO_TOKEN, response_lengths, select_rows
 
 Batch = dict[str, Any]
 
@@ -62,7 +62,7 @@ class EpisodeRows(NamedTuple):
             if self._has_tokens(batch, key):
                 tokens = np.asarray(value)[np.maximum(self.rows, 0)]
                 empty = (self.rows < 0).reshape(*self.rows.shape, *[1] * (tokens.ndim - 2))
-                tokens = np.where(empty, np.zeros_like(tokens), tokens)
+                tokens = np.where(empty, tokens.dtype.type(NO_TOKEN.get(key, 0)), tokens)
                 joined[key] = tokens.reshape(len(first), -1, *tokens.shape[3:])
         lengths = np.asarray(response_lengths(batch))[np.maximum(self.rows, 0)]
         joined[LENGTHS] = np.where(self.rows < 0, 0, lengths).sum(axis=1, dtype=np.int32)
