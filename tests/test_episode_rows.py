@@ -335,7 +335,7 @@ def test_turns_of_a_run_are_credited_as_its_keys_say():
 
 @pytest.mark.parametrize("buffer", [0.0, 0.5])
 def test_greedy_episodes_of_several_rows_are_baselines(buffer):
-    """Of each prompt's samples, whatever rows they and it have; a long one is worse as they are."""
+    """Of each prompt's samples, whatever rows they and it have; a long row is worse as theirs."""
     batch = episode_batch(played(), 3, 4)
     batch["rewards"] = returns_of(batch) * np.float32(0.7)
     greedy = played()[::3]
@@ -346,10 +346,10 @@ def test_greedy_episodes_of_several_rows_are_baselines(buffer):
     verdicts = {"rewards": np.array([0.1] * 3 + [0.3] * 2 + [0.0] * 3, np.float32)}
     remax = algorithm(ReMax, kl_coef=0.0, overlong_buffer=buffer)
     made = remax.with_advantages(batch | {"baseline": (greedy, verdicts)})
-    # Episodes have 7, 1, 0 and 3 tokens, and the greedy ones 7 and 3: of 4 tokens 2 are free.
-    over = {length: min(max(length - 2, 0) / 2, 1.0) * (buffer > 0) for length in (7, 1, 3)}
-    baseline = [0.1 - over[7]] * 4 + [0.3 - over[3]] * 3
-    scores = [0.7 - over[7]] * 3 + [0.0 - over[1], np.nan] + [1.4 - over[3]] * 2
+    # Of 4 tokens 2 are free. Longest rows have 4, 1 and 2, of the greedy ones 4 and 2.
+    over = 1.0 if buffer else 0.0
+    baseline = [0.1 - over] * 4 + [0.3] * 3
+    scores = [0.7 - over] * 3 + [0.0, np.nan] + [1.4] * 2
     assert np.allclose(made["baseline"][:7], baseline, atol=1e-6)
     wanted = np.nan_to_num(np.array(scores) - baseline)
     drawn = batch["response_mask"][:7]

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms.advantages import overlong_penalty
 from hjax.algorithms.difficulty import make_difficulty_filter
-from hjax.algorithms.episode_rows import EpisodeRows, episode_minibatches
+from hjax.algorithms.episode_rows import ROW_LENGTHS, EpisodeRows, episode_minibatches
 from hjax.algorithms.kl import make_entropy_controller, make_kl_controller
 from hjax.algorithms.prediction_calibration import Predictions
 from hjax.algorithms.prompt_choice import PromptChoice, choice_metrics
@@ -273,7 +273,9 @@ class Algorithm(PromptChoice):
             scores = np.clip(scores, -config.reward_clip, config.reward_clip)
         if config.overlong_buffer:
             limit = self.max_response_length
-            lengths: Any = response_lengths(batch)
+            # Of an episode of several rows the longest: each may be as long as a response.
+            rows = batch.get(ROW_LENGTHS)
+            lengths: Any = response_lengths(batch) if rows is None else rows.max(axis=1)
             penalty = overlong_penalty(lengths, limit, config.overlong_buffer * limit)
             scores = scores + np.float32(config.overlong_penalty) * np.asarray(penalty)
         return scores

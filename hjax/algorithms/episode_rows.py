@@ -13,6 +13,7 @@ import numpy as np
 from hjax.batches import LENGTHS, NO_EPISODE, NO_TOKEN, response_lengths, select_rows
 
 Batch = dict[str, Any]
+ROW_LENGTHS = "row_lengths"
 
 
 class EpisodeRows(NamedTuple):
@@ -55,7 +56,8 @@ class EpisodeRows(NamedTuple):
 
     def join(self, batch: Mapping[str, Any]) -> Batch:
         """The batch with a row per episode: its rows' tokens one after another, each row as wide as
-        before; of what rows have once the first row's."""
+        before; of what rows have once the first row's. With ``row_lengths``, int [episodes, most]:
+        ``response_lengths`` of each row."""
         first = self.rows[:, 0]
         joined = select_rows(batch, first)
         for key, value in batch.items():
@@ -65,7 +67,8 @@ class EpisodeRows(NamedTuple):
                 tokens = np.where(empty, tokens.dtype.type(NO_TOKEN.get(key, 0)), tokens)
                 joined[key] = tokens.reshape(len(first), -1, *tokens.shape[3:])
         lengths = np.asarray(response_lengths(batch))[np.maximum(self.rows, 0)]
-        joined[LENGTHS] = np.where(self.rows < 0, 0, lengths).sum(axis=1, dtype=np.int32)
+        joined[ROW_LENGTHS] = np.where(self.rows < 0, 0, lengths)
+        joined[LENGTHS] = joined[ROW_LENGTHS].sum(axis=1, dtype=np.int32)
         return joined
 
     def split(self, found: Mapping[str, Any], joined: Mapping[str, Any], batch: Batch) -> Batch:
@@ -76,7 +79,7 @@ class EpisodeRows(NamedTuple):
         width = batch["response_mask"].shape[1]
         there = self.places[:, 0] >= 0
         for key, value in found.items():
-            if key in joined and value is joined[key]:
+            if key == ROW_LENGTHS or (key in joined and value is joined[key]):
                 continue
             array: Any = np.asarray(value)
             if array.ndim == 0:
