@@ -16,7 +16,7 @@ import hjax
 from hjax.data.dataset import Dataset
 from hjax.data.read_options import ReadOptions
 from hjax.data.tokenizer import Tokenizer
-from hjax.environments import anchor_digest
+from hjax.environments import anchor_digest, episode_pool
 from hjax.environments.episode import (
     DrawnTurn,
     Episode,
@@ -66,6 +66,7 @@ class Counter(hjax.Environment):
                          valid=action != "no", metrics={"pushes": 2})
 
     def close(self):
+        time.sleep(float(os.environ.get("HJAX_TEST_CLOSES", 0)))
         if os.environ.get("HJAX_TEST_CLOSED"): open(os.environ["HJAX_TEST_CLOSED"], "a").write("c")
 
 class Clock(Counter):
@@ -231,6 +232,24 @@ def test_environments_are_closed_and_processes_end(file, tmp_path, monkeypatch):
             time.sleep(0.02)
     assert len(pids) == 2 and not any(pathlib.Path(f"/proc/{pid}/cmdline").exists() and
         b"hjax" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids)  # fmt: skip
+
+
+@pytest.mark.parametrize("seconds, closed", [("0.1", "ccc"), ("60", "")])
+def test_the_end_of_a_pool_waits_for_episodes_to_close_but_not_for_long(
+    seconds, closed, file, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setenv("HJAX_TEST_CLOSED", str(tmp_path / "closed"))
+    monkeypatch.setenv("HJAX_TEST_CLOSES", seconds)
+    monkeypatch.setattr(episode_pool, "CLOSING_SECONDS", 60.0 if closed else 0.3)
+    with EpisodePool(f"{file}:Counter", step_seconds=100.0) as pool:
+        for number in range(3):
+            answer(pool.reset(number, {"prompt": ""}, 0))
+        for number in range(3):
+            pool.end(number)
+        start = time.monotonic()
+    assert time.monotonic() - start < 50
+    found = tmp_path / "closed"
+    assert (found.read_text() if found.exists() else "") == closed and not caplog.records
 
 
 def test_a_pool_ends_without_waiting_for_a_call_that_hangs(file):
