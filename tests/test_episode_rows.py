@@ -286,11 +286,15 @@ def test_mini_batches_hold_whole_groups():
     assert sorted(whole.tolist()) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9]
 
 
-def test_what_compares_whole_responses_refuses_several_rows():
+@pytest.mark.parametrize("key, value, instead", [
+    ("ratio", "sequence", "token"), ("ratio", "sequence_sum", "token"),
+    ("correction", "sequence_mask", "truncated"),
+])  # fmt: skip
+def test_what_compares_whole_responses_refuses_several_rows(key, value, instead):
     batch = episode_batch(played(), 3, 4)
     batch["rewards"] = returns_of(batch)
-    with pytest.raises(Exception, match="cut episodes into several rows; use ratio=token"):
-        algorithm(GRPO, ratio="sequence", kl_coef=0.0).with_advantages(batch)
+    with pytest.raises(RunError, match=f"{value} .* into several rows; use {key}={instead}$"):
+        algorithm(GRPO, kl_coef=0.0, **{key: value}).with_advantages(batch)
 
 
 @pytest.mark.parametrize("kind", ["token", "sequence", "constant", "sum"])

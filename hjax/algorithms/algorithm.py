@@ -182,11 +182,13 @@ class Algorithm(PromptChoice):
         episodes = EpisodeRows.of(batch)
         if episodes is None:
             return self.compute_advantages(batch)
-        if str(self.config.get("ratio", "")).startswith("sequence"):
-            raise RunError(
-                f"algorithm.ratio={self.config.ratio} is of whole responses, and the environment's "
-                "fresh observations cut episodes into several rows; use ratio=token"
-            )
+        for key, instead in (("ratio", "token"), ("correction", "truncated")):
+            if str(self.config.get(key, "")).startswith("sequence"):
+                raise RunError(
+                    f"algorithm.{key}={self.config[key]} is of whole responses, and the "
+                    "environment's fresh observations cut episodes into several rows; use "
+                    f"{key}={instead}"
+                )
         joined = episodes.join(batch)
         return episodes.split(self.compute_advantages(joined), joined, batch)
 
