@@ -430,6 +430,23 @@ def test_a_fresh_observation_begins_a_row(pool):
     assert first.turns[-1].observation == [] and episode.total_reward == 2.5
 
 
+@pytest.mark.parametrize("empty, turns", [("p0", 0), ("2new", 2)])
+def test_a_row_needs_a_prompt(empty, turns, pool, monkeypatch):
+    """Which an empty text is not, where the tokenizer has no BOS."""
+    begin = ObservationEncoder.begin
+
+    def without_bos(self, first):
+        text = first.messages[-1]["content"]
+        return [] if text == empty else begin(self, first)
+
+    monkeypatch.setattr(ObservationEncoder, "begin", without_bos)
+    bad, good = play(pool, Script(["a$", "new$"], ["b$", "end$"]), cohorts=1)
+    if turns:
+        assert good.total_reward == 0.75
+    assert (bad.stop_reason, len(bad.turns)) == ("exception", turns)
+    assert "begins a row has no tokens" in bad.fault and math.isnan(bad.total_reward)
+
+
 @pytest.mark.parametrize("limits, turns, stop", [
     (dict(turns=2), 2, "max_turns"),
     (dict(turns=3), 3, "done"),
