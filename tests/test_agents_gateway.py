@@ -49,7 +49,7 @@ class Policy:
                 logs = [-0.5] * len(tokens)
                 named = {"logprobs": logs, "policy_logprobs": logs}
                 forced = [i % 2 == 0 for i in range(len(tokens))] if request.constraint else []
-                failed = text if text.startswith("constraint: ") else ""
+                failed = text if text.startswith(("constraint: ", "cancelled")) else ""
                 turn.deliver(DrawnTurn(tokens, named, tokens[-1] == EOS, forced, failed))
 
     @contextlib.contextmanager
@@ -183,6 +183,20 @@ def test_r10_a_retry_joins_or_replays_and_the_same_body_alone_is_a_new_sample(po
         ask(0)
         assert len(session.tree.calls) == 2
         assert found[3]["choices"] != found[0]["choices"]
+
+
+@pytest.mark.parametrize("count", ["1", "0", "a"])
+def test_r10_a_retry_of_a_call_that_failed_with_503_is_drawn_anew_and_is_one_call(policy, count):
+    with policy.session(most_calls=1) as (session, url):
+        policy.texts = ["cancelled", "second"]
+        said = {"messages": [user("a")]}
+        status, error = refused(url, session.key, **said)
+        assert status == 503 and error["code"] is None and not session.tree.calls
+        found = asked(url, session.key, {"x-stainless-retry-count": count}, **said)
+        assert found["choices"][0]["message"]["content"] == "second"
+        [call] = session.tree.calls  # within the limit of one call: the failed one is not counted
+        assert call.text == "second" and call.place.parent is None
+        assert session.counts == {"retries": 0, "abandoned": 0} and not session.running
 
 
 def test_r10_an_answer_that_nobody_got_is_no_call(policy, monkeypatch):

@@ -9,6 +9,7 @@ from helpers import ONE_DEVICE, tiny_config, trainer_of
 
 import hjax
 from hjax.algorithms import get_algorithm
+from hjax.algorithms.ppo import policy_loss
 from hjax.errors import ConfigError
 from hjax.run.dataflow import step_calls, updates_per_step
 
@@ -48,6 +49,22 @@ def test_another_advantage_with_a_key_of_its_own(examples):
         tiny_config(f"{examples}/mine.py:Mine", {"algorithm.treshold": 1.0})
     with pytest.raises(ConfigError, match="config.algorithm.threshold='high': expected a number"):
         tiny_config(f"{examples}/mine.py:Mine", {"algorithm.threshold": "high"})
+
+
+@pytest.mark.extended
+def test_a_loss_with_a_term_more(examples):
+    _, _, trainer = run(examples, "penalised.py:Penalised", **ONE_DEVICE)
+    loss = trainer.roles.groups["actor"].worker.context.loss
+    plain = policy_loss(trainer.config.algorithm, 8)
+    logprobs = np.float32([[-0.1, -2.3, -0.7]])
+    batch = {
+        "response_mask": np.array([[True, True, False]]),
+        "old_logprobs": np.float32([[-0.2, -2.0, 0.0]]),
+        "advantages": np.float32([[0.7, -0.3, 0.0]]),
+        "ref_logprobs": np.float32([[-0.1, -2.0, 0.0]]),
+    }
+    with_it, without = (each(logprobs, None, batch)[0] for each in (loss, plain))
+    np.testing.assert_allclose(with_it - without, [[0.0001, 0.0529, 0.0049]], atol=1e-6)
 
 
 @pytest.mark.extended
@@ -180,7 +197,7 @@ def test_every_example_is_one_of_those_above(examples):
     files = [file.name for file in sorted(examples.glob("*.py"))]
     assert files == [
         "again.py", "duel.py", "dynamic.py", "leave_one_out.py", "longest.py", "mine.py",
-        "near.py", "nesterov.py", "varied.py", "wide.py",
+        "near.py", "nesterov.py", "penalised.py", "varied.py", "wide.py",
     ]  # fmt: skip
 
 

@@ -108,7 +108,7 @@ def test_programs_for_absent_devices_say_what_they_assume():
     found = known_or_assumed("tpu", TPU)
     assert "decode=tpu kernel" not in found.forms
     assert found.remark == (
-        "forms by the verdict on TPU v5 lite: attention=splash, grouped=megablox, sparsecore "
+        "forms by the verdict on TPU v5 lite: attention=splash; grouped=megablox; sparsecore "
         "collectives"
     )
 

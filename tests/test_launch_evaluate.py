@@ -328,6 +328,12 @@ def test_a_table_for_a_person(folder, monkeypatch, capsys):
     assert list(table) == ["reward", "accuracy", "pass@1", "pass@2", "maj@1", "maj@2"]
     assert all(0 <= float(mean) <= 1 and float(error) >= 0 for mean, error in table.values())
     assert "tokens in" in " ".join(lines[-1]) and "cut at 2 tokens" in " ".join(lines[-1])
+    (folder / "part.py").write_text(
+        "def part(prompts, responses, **_): return [0.1, 1.0] * (len(responses) // 2)"
+    )
+    assert evaluate.main([*flags[:2], "--reward=part.py:part", "--max_new_tokens=2"]) == 0
+    told = capsys.readouterr().out
+    assert "\nno accuracy and pass@k: a reward is 0.1, neither 0 nor 1\n" in told
 
 
 def test_help(capsys):

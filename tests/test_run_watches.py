@@ -1,16 +1,20 @@
 """Warnings that save a day: what sets each off, once, and what does not."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from helpers import tiny_config
 
 import hjax
+from hjax.models.model_config import ModelConfig
 from hjax.run.health_checks import (
     HealthChecks,
     adapters_warning,
     equal_groups,
     held_out_warning,
     idle_devices_warning,
+    pretrained_rate_warning,
 )
 
 
@@ -110,6 +114,24 @@ def test_adapters_at_a_rate_for_all_weights():
         "(lora.rank=16) hardly move at it: 1e-5 to 1e-4 is usual"
     )
     assert [warned(0, 1e-6), warned(16, 1e-5), warned(16, 0.0)] == [None] * 3
+
+
+def test_a_pretrained_model_at_a_rate_for_models_from_scratch():
+    large = ModelConfig(50_000, 768, 3072, 12, 12, 12, 64, 1024)
+    small = dataclasses.replace(large, layers=2, vocab_size=1000)
+
+    def warned(rate, model=large, path="gpt", rank=0):
+        keys = {"actor.path": path, "actor.learning_rate": rate, "actor.lora.rank": rank}
+        return pretrained_rate_warning("actor", hjax.get_config("base.py", keys).actor, model)
+
+    count = 50_000 * 768 + 12 * (4 * 768**2 + 3 * 768 * 3072 + 2 * 768) + 768
+    assert warned(3e-4) == (
+        f"warning (fast weights): actor.learning_rate=0.0003 is a rate for training from scratch; "
+        f"all {count / 1e6:.0f} million weights of gpt learn at it: about 1e-6 is usual in "
+        "reinforcement learning, 1e-5 in supervised learning"
+    )
+    assert warned(1e-4) and not warned(9e-5)
+    assert [warned(3e-4, small), warned(3e-4, path=""), warned(3e-4, rank=8)] == [None] * 3
 
 
 def test_before_the_first_step():

@@ -39,6 +39,12 @@ def fed(tokenizer, prompt, tokens):
     return [*map(text.feed, tokens), text.close()]
 
 
+def fed_at_once(tokenizer, prompt, tokens):
+    """The text of tokens that come together."""
+    text = ResponseText(tokenizer, prompt)
+    return text.feed(*tokens) + text.close()
+
+
 @pytest.mark.parametrize("cut", [0, 1, 7, 25])
 def test_bytes_become_text_when_their_character_is_whole(cut):
     tokens = list(TEXT.encode())
@@ -57,7 +63,7 @@ def test_a_first_word_keeps_its_space_and_bytes_fall_back():
     tokens = [two, 256, spaces, *"😀日".encode(), spaces, *"é".encode(), two]
     said = " two  spaces😀日 spacesé two"
     assert tokenizer.decode_response([259], tokens) == said
-    assert "".join(fed(tokenizer, [259], tokens)) == said
+    assert "".join(fed(tokenizer, [259], tokens)) == said == fed_at_once(tokenizer, [259], tokens)
     assert fed(tokenizer, [259], [two])[0] == " two"
 
 
@@ -72,6 +78,7 @@ def test_bytes_of_no_character_come_out_late_and_bounded():
     pieces = [text.feed(0xFF) for _ in range(100)]
     assert not any(pieces[:MAX_HELD_TOKENS]) and sum(map(len, pieces)) >= 100 - MAX_HELD_TOKENS
     assert "".join(pieces) + text.close() == "\ufffd" * 100
+    assert fed_at_once(byte_tokenizer(), [65], [0xFF] * 100) == "\ufffd" * 100
     assert "".join(fed(byte_tokenizer(), [65], [0xFF, *b"ok", 0xC3])) == "\ufffdok\ufffd"
 
 
@@ -99,6 +106,7 @@ def test_real_tokenizers(name, test_data):
         ):  # cut in a character
             said = tokenizer.decode_response(prompt, tokens)
             assert "".join(fed(tokenizer, prompt, tokens)) == said
+            assert fed_at_once(tokenizer, prompt, tokens) == said
             compared += 1
     assert compared > 10
 

@@ -49,6 +49,8 @@ _LOG = logging.getLogger(__name__)
 _START_SECONDS = 60.0
 # At a time, as far as this process may have files open: a flood must not keep others from calling.
 CONNECTIONS = 4096
+# Bytes of a body that is parsed in less time than a thread takes to begin.
+_SMALL_BODY = 1 << 14
 # How often a session that a limit has ended is told so before its requests are refused.
 _TOLD = 3
 _CONTEXT = "context_length_exceeded"
@@ -210,7 +212,10 @@ class Gateway:
         """The answer to a request, as a chat completion; ``chat`` makes its body one's."""
         session = self._session(request)
         async with self._bodies.read(request) as content:
-            body = chat(await asyncio.to_thread(parse_object, content, self._limits))
+            if len(content) > _SMALL_BODY:
+                body = chat(await asyncio.to_thread(parse_object, content, self._limits))
+            else:
+                body = chat(parse_object(content, self._limits))
             answer = self._retried(request, session, body)
             if answer is None:
                 answer = await self._begin(session, body)

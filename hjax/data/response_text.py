@@ -13,7 +13,7 @@ _BROKEN = "\ufffd"
 
 
 class ResponseText:
-    """Decodes a response token by token (streaming detokenizer).
+    """Decodes a response as its tokens come (streaming detokenizer).
 
     The returned pieces, joined, equal ``Tokenizer.decode_response`` of all tokens if these form
     whole characters. Invalid bytes are returned as U+FFFD, after a delay.
@@ -29,9 +29,9 @@ class ResponseText:
         self._context = list(prompt[-CONTEXT_TOKENS:])
         self._held: list[int] = []
 
-    def feed(self, token: int) -> str:
-        """Add a token; returns the text that is now final, usually this token's."""
-        self._held.append(token)
+    def feed(self, *tokens: int) -> str:
+        """Add tokens; returns the text that is now final, usually theirs."""
+        self._held += tokens
         text = self._text(self._held)
         if text and not text.endswith(_BROKEN):
             return self._release(len(self._held), text)

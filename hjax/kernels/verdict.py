@@ -239,7 +239,7 @@ def known_or_assumed(platform: str, kind: str) -> FormChoice:
         return FormChoice(PROVEN_FORMS)
     verdict = read_verdict(kind)
     if verdict is None:
-        said = f"assumed right on {kind}: {', '.join(possible)}; {COMMAND} tries them there"
+        said = f"assumed right on {kind} ({COMMAND} tries them there): {'; '.join(possible)}"
         return FormChoice(ALL_FORMS, said)
-    taken = ", ".join(name for name in possible if name in verdict.taken) or "none"
+    taken = "; ".join(name for name in possible if name in verdict.taken) or "none"
     return FormChoice(verdict.taken, f"forms by the verdict on {kind}: {taken}", verdict)

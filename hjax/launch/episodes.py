@@ -330,6 +330,6 @@ def _report(
         return
     each = "one episode each" if args.samples == 1 else f"{args.samples} episodes each"
     print(f"{args.data or args.task}: {questions} tasks, {each}, at most {limits.turns} turns")
-    print_measures(wide_console(), found)
+    print_measures(wide_console(), found, (row.reward for row in graded))
     print(", ".join(f"{name} {value:.3g}" for name, value in means.items()))
     print(f"{tokens:,} tokens drawn in {duration(seconds)}")

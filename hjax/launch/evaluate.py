@@ -276,7 +276,7 @@ def _report(
     method = "greedy" if options["temperature"] == 0 else f"temperature {options['temperature']:g}"
     each = "one answer each" if args.samples == 1 else f"{args.samples} answers each"
     print(f"{args.data or args.task}: {questions} questions, {each}, {method}")
-    print_measures(console, found)
+    print_measures(console, found, (row.reward for row in graded))
     left_out = f"; {unscored:.1%} unscored, left out" if unscored else ""
     print(
         f"{tokens:,} tokens in {duration(seconds)}; {truncated:.1%} of the answers cut at "

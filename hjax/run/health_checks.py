@@ -18,13 +18,17 @@ from hjax.batches import response_lengths, sample_rows
 from hjax.controller import BuildWorker
 from hjax.data.dataset import Dataset
 from hjax.errors import RunError
-from hjax.run.placement import Plan
+from hjax.models.model_config import ModelConfig
+from hjax.models.parameter_counts import parameter_count
+from hjax.run.role_groups import RoleGroups
 
 # Held-out prompts below which an accuracy says little.
 MIN_HELD_OUT_PROMPTS = 16
 EQUAL_STEPS = 3  # consecutive steps with mostly equal groups before a warning
 # Of all weights of a pretrained model; adapters need some twenty times as much.
 FULL_RATE = 2e-6
+# Rates from here on are those of training from scratch, and of models of less than this size.
+SCRATCH_RATE, SMALL_MODEL = 1e-4, 50_000_000
 # A metric's mean over the recent steps is compared with that over at most so many earlier ones.
 RECENT_STEPS, EARLIER_STEPS = 5, 20
 # Generation may take so many times the lower bound of reading the weights once per token.
@@ -34,14 +38,17 @@ Metrics = Mapping[str, float]
 
 
 def setup_warnings(
-    config: ConfigDict, devices: int, plan: Plan, held_out: Dataset | None
+    config: ConfigDict, devices: int, roles: RoleGroups, held_out: Dataset | None
 ) -> list[str]:
     """Warnings about the set-up, before the first step."""
-    allocation, rows = plan.allocation, None if held_out is None else len(held_out)
+    allocation, rows = roles.plan.allocation, None if held_out is None else len(held_out)
     warnings = [idle_devices_warning(devices, sum(allocation), config.placement, allocation)]
     if config.eval.every:
         warnings.append(held_out_warning(rows, config.data.eval_path))
-    warnings += [adapters_warning(role, config[role]) for role in ("actor", "critic")]
+    for role in ("actor", "critic"):
+        warnings.append(adapters_warning(role, config[role]))
+        if role in roles.models:
+            warnings.append(pretrained_rate_warning(role, config[role], roles.models[role]))
     return [remark for remark in warnings if remark]
 
 
@@ -96,6 +103,20 @@ def adapters_warning(role: str, section: ConfigDict) -> str | None:
         f"warning (slow adapters): {role}.learning_rate={section.learning_rate:g} is a rate for "
         f"all weights; adapters (lora.rank={section.lora.rank}) hardly move at it: 1e-5 to 1e-4 "
         "is usual"
+    )
+
+
+def pretrained_rate_warning(role: str, section: ConfigDict, model: ModelConfig) -> str | None:
+    """The warning about a pretrained model, all of whose weights learn at a rate for models from
+    scratch; None for others, and for small ones."""
+    if not section.path or section.lora.rank or section.learning_rate < SCRATCH_RATE:
+        return None
+    if (count := parameter_count(model)) < SMALL_MODEL:
+        return None
+    return (
+        f"warning (fast weights): {role}.learning_rate={section.learning_rate:g} is a rate for "
+        f"training from scratch; all {count / 1e6:,.0f} million weights of {section.path} learn at "
+        "it: about 1e-6 is usual in reinforcement learning, 1e-5 in supervised learning"
     )
 
 

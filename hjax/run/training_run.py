@@ -271,7 +271,7 @@ class TrainingRun:
             for remark in record_bases(self.workdir, self.roles.base_checkpoints):
                 self.reporter.message(remark)
         devices = len(self.backend.devices)
-        remarks = setup_warnings(self.config, devices, self.roles.plan, self.inputs.held_out)
+        remarks = setup_warnings(self.config, devices, self.roles, self.inputs.held_out)
         remarks = [self._sandbox_remark, self.forms.remark, *self.inputs.remarks, *remarks]
         for remark in filter(None, remarks):
             self.reporter.message(remark)

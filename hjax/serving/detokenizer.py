@@ -91,6 +91,7 @@ class Choice:
         self._skip_special = parsed.skip_special
         self._text = self._response_text(prompt.tokens)
         self._stops = StopStrings(parsed.stop)
+        self._decodes_at_once = not (self._wants_tokens or parsed.stop)
         self._calls = None if parsed.calls is None else parsed.calls.reader()
         self._finish = "" if parsed.calls is None else parsed.calls.finish
         self._called = False
@@ -124,17 +125,9 @@ class Choice:
             self._prompt = None
             rest = self.add(dataclasses.replace(piece, prompt=None))
             return Delta.merged([begun, rest])
-        text, drawn = "", []
-        tops = piece.top or ((),) * len(piece.tokens)
-        for token, logprob, top in zip(piece.tokens, piece.logprobs, tops, strict=True):
-            self.count += 1
-            if self._wants_tokens:
-                drawn.append(self._drawn_token(token, logprob, self._before, self._length, top))
-                self._before = (token,)
-            if token not in self._ends and self._text is not None:
-                text += self._unstopped(self._text.feed(token))
-            if self._stops.found is not None:
-                return self._finish_delta(text, drawn, "stop")
+        text, drawn = self._add_tokens(piece)
+        if self._stops.found is not None:
+            return self._finish_delta(text, drawn, "stop")
         if not piece.finish:
             text, calls = self._split_calls(text)
             return Delta(text, tuple(drawn), calls=calls)
@@ -144,6 +137,25 @@ class Choice:
             text += self._unstopped(self._text.close())
         finish = "stop" if self._stops.found is not None else piece.finish
         return self._finish_delta(text + self._stops.close(), drawn, finish)
+
+    def _add_tokens(self, piece: ResponseChunk) -> tuple[str, list[DrawnToken]]:
+        """The text of a chunk's tokens up to a stop string, and these tokens if they are wanted."""
+        if self._decodes_at_once and piece.finish and not self.count:  # a whole response
+            self.count = len(piece.tokens)
+            shown = [token for token in piece.tokens if token not in self._ends]
+            return "" if self._text is None else self._unstopped(self._text.feed(*shown)), []
+        text, drawn = "", list[DrawnToken]()
+        tops = piece.top or ((),) * len(piece.tokens)
+        for token, logprob, top in zip(piece.tokens, piece.logprobs, tops, strict=True):
+            self.count += 1
+            if self._wants_tokens:
+                drawn.append(self._drawn_token(token, logprob, self._before, self._length, top))
+                self._before = (token,)
+            if token not in self._ends and self._text is not None:
+                text += self._unstopped(self._text.feed(token))
+            if self._stops.found is not None:
+                break
+        return text, drawn
 
     def _unstopped(self, text: str) -> str:
         """The part of new text that cannot be the beginning of a stop string."""

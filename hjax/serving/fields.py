@@ -86,7 +86,7 @@ def _check_characters(value: Any) -> None:
 class RequestFields(pydantic.BaseModel):
     """An object of a request; subclasses declare its fields. A null field counts as absent."""
 
-    model_config = pydantic.ConfigDict(strict=True, extra="forbid")
+    model_config = pydantic.ConfigDict(strict=True, extra="forbid", frozen=True)
 
     @pydantic.model_validator(mode="before")
     @classmethod

@@ -593,7 +593,12 @@ KEYS: dict[str, Any] = {
             "actor.path: none",
             at_least(0),
         ),
-        "batch": Key(64, "demonstrations per update (sequences), also in SFT", at_least(1)),
+        "batch": Key(
+            64,
+            "sequences per update, also in SFT, in DPO and its kin, and of reward models (two of "
+            "each pair)",
+            at_least(1),
+        ),
         "learning_rate": Key(1e-3, "AdamW learning rate of the warm start", at_least(0)),
     },
     "eval": {

@@ -47,10 +47,16 @@ def print_response(console: Any, pieces: Iterable[Completion]) -> str:
     return text
 
 
-def print_measures(console: Any, measures: Mapping[str, Estimate]) -> None:
-    """A table: a measure, its mean, its standard error."""
+def print_measures(
+    console: Any, measures: Mapping[str, Estimate], rewards: Iterable[float | None]
+) -> None:
+    """A table: a measure, its mean, its standard error. Without accuracy a line says which of the
+    rewards (None: unscored) is neither right nor wrong, if one is."""
     rows = [(name, _figure(found.mean), _figure(found.stderr)) for name, found in measures.items()]
     console.print(rows_table(("", "mean", "stderr"), rows, right=("mean", "stderr")))
+    partial = next((each for each in rewards if each not in (None, 0.0, 1.0)), None)
+    if "accuracy" not in measures and partial is not None:
+        console.print(f"no accuracy and pass@k: a reward is {partial:g}, neither 0 nor 1")
 
 
 def _figure(value: float) -> str:
