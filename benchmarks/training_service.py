@@ -16,10 +16,10 @@ counts little; `wall` has ratios of elapsed time. Medians over rounds, contestan
 
     python benchmarks/training_service.py [--rounds=7] [--soak]
 
-`--soak` instead: a server of its own, and in every round 20 sessions with 25 requests each (passes,
+`--soak` instead: a server of its own, and in every round 20 sessions with 30 requests each (passes,
 steps, samples), all of which are polled at once; ten sessions vanish then, their connections cut,
 and ten fetch everything and finish. `in_flight` has the requests without a result when the last of
-the 500 was submitted; `resident` (MiB), `descriptors` and `threads` are the server's once the
+the 600 was submitted; `resident` (MiB), `descriptors` and `threads` are the server's once the
 silent sessions have ended, after each round.
 """
 
@@ -51,7 +51,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "tests"))
 RANK, RESPONSE, SLOTS = 8, 64, 16
 # Of the soak: sessions at a time, steps of each, passes of a step, and seconds without a heartbeat
 # after which a session ends.
-SESSIONS, STEPS, PASSES, SILENT = 20, 5, 3, 30
+SESSIONS, STEPS, PASSES, SILENT = 20, 6, 3, 30
 
 
 def trainer_update(batch: dict[str, np.ndarray], folder: str) -> Callable[[], None]:
@@ -258,7 +258,7 @@ class Visitor:
         for step in range(STEPS):
             for _ in range(PASSES):
                 self._number += 1
-                body = forward_backward_body(self._model, self._number, self._data)
+                body = forward_backward_body(self._model, self._number, self._data, "ppo")
                 answer = await self._http.post("forward_backward", content=body)
                 self._poll(answer.json()["request_id"])
             self._poll(await self._ask("optim_step", adam_params={"learning_rate": 1e-5}))

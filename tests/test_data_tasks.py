@@ -22,6 +22,7 @@ def test_the_tasks_there_are():
     assert ALL == [
         "addition",
         "calculator",
+        "code_sums",
         "countdown",
         "fee_schedule",
         "harvest",

@@ -200,6 +200,8 @@ def test_adamw_is_torchs_over_steps_whose_settings_change(base, tmp_path):
         [datum] = data_of("cross_entropy", lengths=(6 + step,))
         learner.forward_backward([datum], "cross_entropy")
         found = learner.optim_step(**settings, grad_clip_norm=clip)
+        if step == 0:  # programs of one function count together, other tests' too
+            compiled = learner._programs._step._cache_size()
         optimizer.zero_grad()
         torch_loss("cross_entropy", torch_logprobs(model, datum), datum.inputs).backward()
         norm = torch.nn.utils.clip_grad_norm_(trained, clip or 1e30)
@@ -213,7 +215,7 @@ def test_adamw_is_torchs_over_steps_whose_settings_change(base, tmp_path):
         if parameter.requires_grad:
             name = name.replace(".default", "")
             np.testing.assert_allclose(ours[name], parameter.detach().numpy(), atol=1e-5)
-    assert learner._programs._step._cache_size() == 1  # other settings compile nothing
+    assert learner._programs._step._cache_size() == compiled  # other settings compile nothing
 
 
 def largest_difference(first, second):

@@ -1,9 +1,16 @@
 """The training service as the real SDK of the Tinker API sees it (the extra `tinker`)."""
 
 import asyncio
+import concurrent.futures
+import contextlib
+import itertools
 import math
 import os
 import pickle
+import socket
+import threading
+import time
+import urllib.parse
 
 import jax
 import numpy as np
@@ -11,7 +18,7 @@ import pytest
 from helpers import save_model
 from references import torch
 from serving_double import byte_tokenizer
-from training_server import training_server
+from training_server import command, training_server
 
 from hjax.algorithms.pair_loss import PairLoss
 from hjax.models.forward import response_log_probs
@@ -319,3 +326,191 @@ def test_keys_that_are_wrong(service, base):
     with pytest.raises(tinker.AuthenticationError, match="X-API-Key"):
         client = tinker.ServiceClient(base_url=service.url, api_key="tml-other")
         client.create_lora_training_client(base_model=base.path, rank=4).result()
+
+
+def losses_of(training, steps=1):
+    found = []
+    for _ in range(steps):
+        call = training.forward_backward([sft()], "cross_entropy")
+        training.optim_step(adam(learning_rate=0.01)).result()
+        found.append(call.result().metrics["loss:sum"])
+    return found
+
+
+def test_states_are_loaded_into_a_model_that_there_is(training):
+    losses_of(training)
+    path = training.save_state("here").result().path
+    with pytest.raises(tinker.RequestFailedError, match="exists; overwrite=True replaces it"):
+        training.save_state("here").result()
+    after = losses_of(training, 3)
+    with pytest.warns(FutureWarning):
+        training.load_state_with_optimizer(path).result()
+    assert losses_of(training, 3) == after
+    with pytest.warns(FutureWarning):
+        training.load_state(path).result()
+    without = losses_of(training, 3)  # the first step without its moments is another
+    assert without[0] == after[0] and without[1:] != after[1:]
+    assert training.save_state("here", overwrite=True).result().path == path
+
+
+def test_what_is_listed(service, base):
+    about = {"run": "seven"}
+    with tinker.ServiceClient(
+        base_url=service.url, user_metadata={"who": "me"}, display_name="mine"
+    ) as other:
+        training = other.create_lora_training_client(
+            base.path, rank=4, user_metadata=about
+        ).result()
+        path = training.save_state("listed", user_metadata={"step": "0"}).result().path
+        sampler = training.create_sampling_client(path).result()
+        assert sampler.get_base_model() == base.path
+        assert sampler.get_tokenizer().encode("a") == training.get_tokenizer().encode("a")
+        rest = tinker.RestClient(base_url=service.url)
+        found = rest.get_server_capabilities().result().supported_models
+        assert [each.model_name for each in found] == ["any", base.path]
+        model_id = training.model_id
+        session_id = model_id.partition(":")[0]
+        session = rest.get_session(session_id).result()
+        assert session.training_run_ids == [model_id] and session.display_name == "mine"
+        assert session.user_metadata == {"who": "me"} and len(session.sampler_ids) == 1
+        assert session_id in rest.list_sessions().result().sessions
+        assert rest.list_sessions(limit=1).result().sessions != [session_id]  # the oldest is first
+        assert rest.get_sampler(session.sampler_ids[0]).result().model_path == path
+        assert model_id in [
+            r.training_run_id for r in rest.list_training_runs().result().training_runs
+        ]
+        assert rest.get_training_run(model_id).result().user_metadata == about
+    with pytest.raises(tinker.NotFoundError, match="is not open"):
+        rest.get_session(session_id).result()
+    run = rest.get_training_run_by_tinker_path(path).result()  # it has ended; its state is there
+    assert run.user_metadata == about and run.last_checkpoint.user_metadata == {"step": "0"}
+    rest.delete_checkpoint(model_id, "weights/listed").result()
+    with pytest.raises(tinker.NotFoundError, match="no training run"):
+        rest.get_training_run(model_id).result()
+
+
+def test_what_is_not_served_fails_at_once(training, service):
+    rest = tinker.RestClient(base_url=service.url)
+    path = training.save_state("plain").result().path
+    session = training.model_id.partition(":")[0]
+    began = time.monotonic()
+    for ask in (
+        lambda: training.save_weights_external("elsewhere"),
+        lambda: rest.copy_weights(path, "project"),
+        lambda: rest.publish_checkpoint_from_tinker_path(path),
+        lambda: rest.unpublish_checkpoint_from_tinker_path(path),
+        lambda: rest.get_external_weights_urls(path.replace("/weights/", "/external_weights/")),
+        lambda: rest.assign_session_project(session, "project"),
+        lambda: rest.export_session_trace(session),
+        lambda: rest.search_sessions(
+            tinker.types.SessionSearchRequest(owner=tinker.types.AccessibleSearchOwner())
+        ),
+    ):
+        with pytest.raises(tinker.APIStatusError, match="/api/v1/.*: "):
+            ask().result()
+    assert losses_of(training)  # the model goes on
+    assert time.monotonic() - began < 30
+
+
+def test_a_part_that_is_refused_leaves_the_others(training, service, base):
+    """The SDK sends 1024 data at a time; a step that has been sent takes the parts that count."""
+    wrong = sft([*TEXT[:-1], 900])
+    call = training.forward_backward([sft()] * 1500 + [wrong] + [sft()] * 10, "cross_entropy")
+    step = training.optim_step(adam())
+    with pytest.raises(tinker.RequestFailedError, match="id 900 is outside"):
+        call.result()
+    other = service.create_lora_training_client(base_model=base.path, rank=4, seed=1).result()
+    other.forward_backward([sft()] * 1024, "cross_entropy").result()
+    expected = other.optim_step(adam()).result().metrics["grad_norm"]
+    assert expected > 0
+    assert step.result().metrics["grad_norm"] == pytest.approx(expected, rel=1e-5)
+
+
+def trained(url, base, seed):
+    """Losses, and tokens that are drawn between, of a client of its own."""
+    service = tinker.ServiceClient(base_url=url)
+    training = service.create_lora_training_client(base.path, rank=4, seed=seed).result()
+    prompt, found = tinker.types.ModelInput.from_ints(TEXT[:3]), []
+    for step in range(3):
+        sampler = training.save_weights_and_get_sampling_client().result()
+        params = tinker.types.SamplingParams(max_tokens=6, seed=step, stop=[])
+        drawn = sampler.sample(prompt, 2, params).result().sequences
+        found += [each.tokens for each in drawn] + losses_of(training)
+    service.close("success").result()
+    return found
+
+
+def test_two_clients_at_once_are_as_each_alone(service, base):
+    alone = [trained(service.url, base, seed) for seed in (1, 2)]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        assert list(pool.map(lambda seed: trained(service.url, base, seed), (1, 2))) == alone
+    assert alone[0] != alone[1]
+
+
+@contextlib.contextmanager
+def cut_connections(url, every):
+    """URL that leads to a server; every so often an answer is lost with its connection."""
+    to = urllib.parse.urlsplit(url)
+    listener, answers, cut = socket.create_server(("127.0.0.1", 0)), itertools.count(1), []
+
+    def forward(source, sink, loses):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if loses and next(answers) % every == 0:
+                    cut.append(data)
+                    break
+                sink.sendall(data)
+        for each in (source, sink):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def accept():
+        with contextlib.suppress(OSError):
+            while True:
+                near = listener.accept()[0]
+                far = socket.create_connection((to.hostname, to.port))
+                for given in ((near, far, False), (far, near, True)):
+                    threading.Thread(target=forward, args=given, daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", cut
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+
+
+def test_answers_that_are_lost_change_nothing(service, base):
+    """Every fourth answer is lost after the server has done the work: the SDK asks again."""
+    with cut_connections(service.url, 4) as (url, cut):
+        assert trained(url, base, 1) == trained(service.url, base, 1)
+    assert len(cut) > 3
+
+
+def test_a_killed_server_costs_its_clients_one_clear_error(base, tmp_path):
+    """Killed while a pass runs: it and the step after it fail, and nothing is taken twice."""
+    long = [sft(list(range(100)))] * 1000
+    with command(base.path, tmp_path) as (url, process):
+        service = tinker.ServiceClient(base_url=url, api_key=KEY)
+        training = service.create_lora_training_client("tiny", rank=4, seed=1).result()
+        losses_of(training)
+        path = training.save_state("kept").result().path
+        named = training.save_weights_for_sampler("drawn").result().path
+        sampler = service.create_sampling_client(model_path=named).result()
+        text = tinker.types.ModelInput.from_ints(TEXT)
+        scores, losses = sampler.compute_logprobs(text).result(), losses_of(training, 2)
+        calls = [training.forward_backward(long, "cross_entropy"), training.optim_step(adam())]
+        time.sleep(0.2)
+        process.kill()
+    port = urllib.parse.urlsplit(url).port
+    with command(base.path, tmp_path, [f"--port={port}"]):
+        for call in calls:
+            with pytest.raises(tinker.RequestFailedError, match=f"saved state is {path}"):
+                call.result(timeout=120)
+        with pytest.raises(tinker.RequestFailedError, match="make one of a saved state"):
+            sampler.compute_logprobs(text).result(timeout=120)
+        again = tinker.ServiceClient(base_url=url, api_key=KEY)
+        sampler = again.create_sampling_client(model_path=named).result()
+        assert sampler.compute_logprobs(text).result() == scores
+        training = again.create_training_client_from_state_with_optimizer(path).result()
+        assert losses_of(training, 2) == losses

@@ -1,15 +1,12 @@
 """The training service over HTTP: order, failures, sessions, saved states, two clients at once."""
 
 import concurrent.futures
-import contextlib
 import json
 import os
 import pathlib
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import urllib.parse
@@ -19,7 +16,7 @@ import numpy as np
 import pytest
 from helpers import save_model
 from serving_double import HTTP, byte_tokenizer
-from training_server import Client, datum, training_server
+from training_server import Client, command, datum, training_server
 
 from hjax.serving.limits import ServerLimits
 from hjax.training_service import tinker_app, tinker_samplers
@@ -338,6 +335,36 @@ def test_silent_sessions_end(base, tmp_path):
         assert "its session was finished; it has no saved state" in other.loss([sft()])
 
 
+def test_samples_of_a_session_that_has_ended_are_not_begun(server, base, monkeypatch):
+    client, others = Client(server[0]), Client(server[0])
+    samplers = [
+        each.post(
+            "create_sampling_session", session_id=each.session, sampling_session_seq_id=0,
+            base_model="tiny",
+        )["sampling_session_id"]
+        for each in (client, others)
+    ]  # fmt: skip
+    drawing, held, began = base.programs(None).sampler(), threading.Event(), []
+
+    def submit(request, *given, to=drawing._service.submit):
+        began.append(request.prompt)
+        assert held.wait(30)
+        return to(request, *given)
+
+    monkeypatch.setattr(drawing._service, "submit", submit)
+    for seq in range(20):
+        client.post(
+            "asample", sampling_session_id=samplers[0], seq_id=seq, num_samples=2,
+            prompt={"chunks": [{"type": "encoded_text", "tokens": TEXT}]}, sampling_params={},
+        )  # fmt: skip
+    client.post(f"sessions/{client.session}/finish", reason={"type": "success"})
+    held.set()
+    [[tokens], _] = sampled(others, samplers[1], prompt=TEXT[:2], sampling_params={"stop": []})
+    assert len(tokens) == 4
+    # The first was being begun.
+    assert began == [tuple(TEXT)] * 2 + [tuple(TEXT[:2])]
+
+
 def test_polls_are_long_and_say_when_to_ask_again(client, server, monkeypatch):
     monkeypatch.setattr(tinker_app, "POLL_SECONDS", 0.2)
     server[2].call_soon_threadsafe(server[1].futures.add, "waits", client.session)
@@ -409,27 +436,6 @@ def test_names_that_are_none(path):
         StateName.parse(path)
 
 
-@contextlib.contextmanager
-def command(folder, store, flags=()):
-    """`python -m hjax.launch.serve --protocol=tinker`, and its URL."""
-    process = subprocess.Popen(
-        [
-            sys.executable, "-m", "hjax.launch.serve", "--protocol=tinker", f"--model={folder}",
-            f"--store={store}", "--name=tiny", "--port=0", *flags,
-        ],
-        stdout=subprocess.PIPE, text=True, env=os.environ,
-    )  # fmt: skip
-    try:
-        line = process.stdout.readline()
-        start, _, url = line.rstrip("\n").rpartition(" on ")
-        assert start == f"serving {folder}"
-        yield url, process
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
 @pytest.mark.extended
 @pytest.mark.parametrize(
     "flags", [(), ("--data=2", "--fsdp=2", "--tensor=2", "--generate_tensor=1")], ids=len
@@ -455,6 +461,11 @@ def test_killed_and_started_again(flags, folder, tmp_path):
         os.kill(process.pid, signal.SIGKILL)
     with command(folder, tmp_path, flags) as (url, process):
         again = Client(url)
+        again.model = client.model  # lost, which every call and poll says at once
+        said = again.result(f"{client.model}:1")["error"]
+        assert "is not here" in said and said.endswith(f"last saved state is {state}")
+        for said in (again.loss([sft()]), again.ask("optim_step", adam_params={})["error"]):
+            assert "is not loaded" in said and said.endswith(f"last saved state is {state}")
         found = again.post(
             "load_weights", session_id=again.session, model_seq_id=0, path=state, optimizer=True
         )

@@ -2,6 +2,9 @@
 
 import asyncio
 import contextlib
+import os
+import subprocess
+import sys
 import threading
 
 import httpx
@@ -44,6 +47,27 @@ def training_server(
         made[2].call_soon_threadsafe(made[1].stop)
         thread.join(30)
         assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def command(folder, store, flags=()):
+    """`python -m hjax.launch.serve --protocol=tinker`, and its URL."""
+    process = subprocess.Popen(
+        [
+            sys.executable, "-m", "hjax.launch.serve", "--protocol=tinker", f"--model={folder}",
+            f"--store={store}", "--name=tiny", "--port=0", *flags,
+        ],
+        stdout=subprocess.PIPE, text=True, env=os.environ,
+    )  # fmt: skip
+    try:
+        line = process.stdout.readline()
+        start, _, url = line.rstrip("\n").rpartition(" on ")
+        assert start == f"serving {folder}"
+        yield url, process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
 
 
 def tensor(values):

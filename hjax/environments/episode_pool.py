@@ -19,9 +19,10 @@ from typing import Any
 
 from hjax.environments.adapted_environment import ADAPTERS
 from hjax.environments.environment import Environment
-from hjax.environments.episode_server import load_environment
+from hjax.environments.episode_server import load_environment, takes_sandbox
 from hjax.errors import ConfigError, one_line
 from hjax.isolated_process import DeadlineExceeded, IsolatedProcess, ProcessDied, TaskFailed
+from hjax.sandbox.sandbox_settings import THIS_MACHINE, SandboxSettings
 from hjax.user_code import file_and_name, imported
 
 _LOG = logging.getLogger(__name__)
@@ -95,9 +96,11 @@ class EpisodePool:
       step_seconds: deadline of each call.
       memory_bytes: limit of each process's data; 0: none.
       setting: what names the environment, for messages.
+      sandbox: of environments that run programs (``takes_sandbox``).
 
     Raises:
-      ConfigError: a class that another process cannot import, or a number out of its range.
+      ConfigError: a class that another process cannot import, a number out of its range, or a
+        sandbox that this machine cannot make.
     """
 
     def __init__(
@@ -109,16 +112,21 @@ class EpisodePool:
         step_seconds: float = 60.0,
         memory_bytes: int = 0,
         setting: str = "environment.function",
+        sandbox: SandboxSettings = THIS_MACHINE,
     ):
         if processes < 1 or step_seconds <= 0:
             raise ConfigError(
                 f"environment.processes={processes}, environment.step_seconds={step_seconds:g}: "
                 "1 or more, and above 0"
             )
+        spec, options = _importable(environment, setting), dict(options or {})
+        if "sandbox" not in options and takes_sandbox(load_environment(spec, setting)):
+            sandbox.make()
+            options["sandbox"] = sandbox
         setup = pickle.dumps(
             {
-                "spec": _importable(environment, setting),
-                "options": dict(options or {}),
+                "spec": spec,
+                "options": options,
                 "files": imported(),
                 "step_seconds": step_seconds,
                 "memory_bytes": memory_bytes,

@@ -61,6 +61,12 @@ def load_environment(spec: str, setting: str = "environment.function") -> type[E
     return cast(type[Environment], found)
 
 
+def takes_sandbox(environment: type[Environment]) -> bool:
+    """Whether an environment runs programs: its constructor's argument ``sandbox`` is the run's
+    ``hjax.sandbox.sandbox_settings.SandboxSettings``, whose ``make()`` is the sandbox."""
+    return "sandbox" in inspect.signature(environment).parameters
+
+
 def serve(setup: bytes) -> Callable[[bytes], bytes]:
     """The function that answers calls, see ``hjax.isolated_process.IsolatedProcess``.
 

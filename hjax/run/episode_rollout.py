@@ -236,6 +236,7 @@ class EpisodeRollout:
             processes=section.processes or min(os.cpu_count() or 1, 8),
             step_seconds=section.step_seconds,
             memory_bytes=int(section.memory_gib * 2**30),
+            sandbox=settings,
         )
         player = functools.partial(EpisodePlayer, pool, self._encoder, self.limits)
         return _Players(player, pool.close)

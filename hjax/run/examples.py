@@ -21,7 +21,6 @@ from hjax.data.row_answers import RowAnswers, answers_by_row, task_records
 from hjax.data.tasks import Task
 from hjax.data.tokenizer import Tokenizer
 from hjax.environments.episode import demonstrated_row, episode_seed
-from hjax.environments.episode_server import load_environment
 from hjax.errors import ConfigError, DataError
 
 Examples = list[tuple[list[int], ...]]
@@ -139,7 +138,7 @@ def _episode_examples(
         seed = episode_seed(config.seed, 0, number)
         actions = task.demonstration_actions(record, rng, seed)
         row = demonstrated_row(
-            load_environment(task.environment)(), record, seed, actions, tokenizer
+            task.make_environment(), record, seed, actions, tokenizer
         )
         found.append((row.prompt, row.response))
         drawn.append(

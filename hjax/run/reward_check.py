@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
+from hjax.agents.agent_settings import agent_of
 from hjax.algorithms import Algorithm
 from hjax.data.row_answers import demonstration_texts
+from hjax.environments.episode_server import load_environment, takes_sandbox
 from hjax.environments.tools import load_tools
 from hjax.errors import RunError
 from hjax.rewards.function import RewardFunction, first_failure
@@ -82,18 +84,23 @@ class RewardTrial:
         return {"function": self.name, **shown, "returned": rewards, **named, "outcomes": outcomes}
 
 
-def sandbox_remark(config: ConfigDict, functions: Mapping[str, RewardFunction]) -> str:
-    """The sandbox of a reward function or a tool that runs programs, in one line; empty: none
-    does, or it is on a cluster's other machines.
+def sandbox_remark(
+    config: ConfigDict, functions: Mapping[str, RewardFunction], environment: str
+) -> str:
+    """The sandbox of a reward function, a tool or an environment that runs programs, in one line;
+    empty: none does, or it is on a cluster's other machines.
 
     Raises:
       ConfigError: programs cannot be run there.
     """
     uses = [each.sandbox for each in functions.values() if hasattr(each.function, "use_sandbox")]
+    settings = SandboxSettings.of_config(config.sandbox)
     if config.environment.tools:  # which are called in processes beside this one
         tools = load_tools(config.environment.tools)
-        settings = SandboxSettings.of_config(config.sandbox)
         if any(tool.uses_sandbox for tool in tools):
+            return settings.describe()
+    elif environment and not agent_of(config.agent):
+        if takes_sandbox(load_environment(environment)):
             return settings.describe()
     return uses[0].describe() if uses and not on_cluster(config) else ""
 

@@ -109,7 +109,8 @@ class TrainingRun:
                 bases=bases,
                 forms=self.forms.forms,
             )
-            self._sandbox_remark = sandbox_remark(config, self.roles.reward_functions)
+            played = environment_of(config, self.inputs.task)
+            self._sandbox_remark = sandbox_remark(config, self.roles.reward_functions, played)
             if workdir is not None:  # without one it may be only a dry run
                 self._check_memory()
             self.backend.place(plan)

@@ -123,9 +123,10 @@ class _Job:
         requests: list[Request],
         stops: StopConditions,
         on_done: Callable[[SampleResult | Exception], None],
+        wanted: Callable[[], bool],
     ):
         self.number, self.snapshot, self.request = number, snapshot, request
-        self.requests, self.stops, self.on_done = requests, stops, on_done
+        self.requests, self.stops, self.on_done, self.wanted = requests, stops, on_done, wanted
         self.left, self.submitted = len(requests), 0
         self.sequences: list[SampledSequence | None] = [None] * len(requests)
         self.prompt: PromptLogProbs | None = None
@@ -247,6 +248,7 @@ class SnapshotSampler:
         snapshot: SampledWeights,
         request: SampleRequest,
         on_done: Callable[[SampleResult | Exception], None],
+        wanted: Callable[[], bool] = lambda: True,
     ) -> None:
         """Submit a request; returns at once.
 
@@ -255,6 +257,7 @@ class SnapshotSampler:
           request: the request.
           on_done: called once, from another thread, with the result or what went wrong; it must
             not wait.
+          wanted: whether somebody still waits for it; asked before it starts.
 
         Raises:
           ConfigError: a request that can never be answered.
@@ -265,7 +268,7 @@ class SnapshotSampler:
             if self._closed:
                 raise RunError("the sampler is closed")
             self._numbers += 1
-            job = _Job(self._numbers, snapshot, request, requests, stops, on_done)
+            job = _Job(self._numbers, snapshot, request, requests, stops, on_done, wanted)
             self._waiting.append(job)
             self._changed.notify_all()
 
@@ -309,6 +312,8 @@ class SnapshotSampler:
     def _run(self) -> None:
         while (job := self._next()) is not None:
             try:
+                if not job.wanted():
+                    raise RunError("nobody waits for this sample any more")
                 if job.snapshot.learned is not self._current:
                     self._service.replace(job.snapshot.whole())
                     self._current = job.snapshot.learned

@@ -113,6 +113,7 @@ def _routes(paths: "_TinkerPaths", lists: "_TinkerLists") -> list[Route]:
         "healthz": lists.health,
         "get_server_capabilities": lists.capabilities,
         "samplers/{sampler_id:path}": lists.sampler,
+        "sessions": lists.sessions,
         "sessions/{session_id}": lists.session,
         "training_runs": lists.training_runs,
         "training_runs/{model_id}": lists.training_run,
@@ -236,6 +237,8 @@ class _TinkerPaths:
         warnings = ["adapters are on layers alone: train_unembed is not supported"]
         if not self._service.kept:
             warnings.append("saved states last as long as this server (it has no --store)")
+        if fields.project_id:
+            warnings.append("there are no projects here: project_id is not used")
         return JSONResponse(
             {
                 "type": "create_session",
@@ -326,11 +329,7 @@ class _TinkerPaths:
         """A long poll: the result, or status 408, at which the SDK asks again."""
         request_id = (await self.fields(request, RetrieveFields)).request_id
         if request_id not in self._service.futures:
-            error = RuntimeError(
-                f"the result of {request_id[:200]} is not here: the server has started anew, the "
-                "session has ended, or the result was dropped"
-            )
-            return _result(FutureResult.of_error(error))
+            return _result(FutureResult.of_error(self._service.lost_result(request_id)))
         waiting = self._service.futures.wait(request_id, POLL_SECONDS)
         task = asyncio.ensure_future(waiting)
         poll = _Poll(task)
@@ -377,6 +376,9 @@ class _TinkerLists:
 
     async def sampler(self, request: Request) -> Response:
         return JSONResponse(self._service.samplers.about(request.path_params["sampler_id"]))
+
+    async def sessions(self, request: Request) -> Response:
+        return JSONResponse({"sessions": _page(request, self._service.sessions())[0]})
 
     async def session(self, request: Request) -> Response:
         return JSONResponse(self._service.about_session(request.path_params["session_id"]))

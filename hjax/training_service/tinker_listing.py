@@ -29,9 +29,11 @@ def training_run(service: TinkerService, model_id: str) -> dict[str, Any]:
         raise RequestRefused(f"there is no training run {model_id[:200]}", 404)
     if model is not None:
         base, lora, seen = model.base_model, model.learner.lora, model.seen
+        metadata = model.metadata
     else:
         about = saved[-1][1]
         base, lora, seen = about["base_model"], saved_lora(about), about["saved_at"]
+        metadata = about.get("model_metadata", {})
     found: dict[str, Any] = {
         "training_run_id": model_id,
         "base_model": base,
@@ -39,6 +41,7 @@ def training_run(service: TinkerService, model_id: str) -> dict[str, Any]:
         "is_lora": lora is not None,
         "lora_rank": None if lora is None else lora.rank,
         "last_request_time": _time(seen),
+        "user_metadata": metadata or None,
     }
     for kind, key in ((WEIGHTS, "last_checkpoint"), (SAMPLER_WEIGHTS, "last_sampler_checkpoint")):
         of_kind = [_checkpoint(name, about) for name, about in saved if name.kind == kind]

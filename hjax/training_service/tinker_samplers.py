@@ -144,7 +144,8 @@ class TinkerSamplers:
         drawing = snapshot.programs.sampler()
         if drawing.waiting + request.num_samples > self._most:
             raise RunError(f"more than {self._most} responses would wait; ask for fewer at a time")
-        drawing.submit(snapshot.weights, request, finish)
+        # Of a session that has ended nothing more is begun.
+        drawing.submit(snapshot.weights, request, finish, lambda: request_id in self._futures)
 
     def _read(self, name: StateName) -> Snapshot:
         """A saved snapshot; samplers of one state share it."""

@@ -97,7 +97,7 @@ class LoadedModel:
     train_mlp: bool
     train_attn: bool
     metadata: Mapping[str, Any]
-    seen: float
+    seen: float = dataclasses.field(default_factory=time.time)
 
 
 class TinkerService:
@@ -163,6 +163,10 @@ class TinkerService:
         session.seen = time.monotonic()
         return session
 
+    def sessions(self) -> list[str]:
+        """Ids of the sessions that are open, the oldest first."""
+        return list(self._sessions)
+
     def about_session(self, session_id: str) -> dict[str, Any]:
         """What is known of a session; RequestRefused (404) if it is not open."""
         session = self._sessions.get(session_id)
@@ -172,6 +176,7 @@ class TinkerService:
             "training_run_ids": sorted(session.models),
             "sampler_ids": self.samplers.ids(session_id),
             "display_name": session.name or None,
+            "user_metadata": session.metadata or None,
         }
 
     def end_session(self, session_id: str, why: str) -> None:
@@ -234,7 +239,6 @@ class TinkerService:
                     train_mlp=lora is None or lora.train_mlp,
                     train_attn=lora is None or lora.train_attn,
                     metadata=fields.user_metadata,
-                    seen=time.time(),
                 ),
             )
             return FutureResult.of_json({"type": "create_model", "model_id": model_id})
@@ -261,7 +265,6 @@ class TinkerService:
                     train_mlp=about["train_mlp"],
                     train_attn=about["train_attn"],
                     metadata=fields.user_metadata,
-                    seen=time.time(),
                 ),
             )
             return FutureResult.of_json(
@@ -361,6 +364,7 @@ class TinkerService:
             "saved_at": time.time(),
             "expires_at": expiry(fields.ttl_seconds),
             "user_metadata": fields.user_metadata,
+            "model_metadata": model.metadata,
         }
         model.learner.save(self.store.folder(name), optimizer=optimizer, about=about)
 
@@ -468,6 +472,15 @@ class TinkerService:
         """Raise RequestRefused (429) while too many requests wait."""
         if self.futures.full:
             raise RequestRefused("too many requests wait; try again later", 429, retry_after=2)
+
+    def lost_result(self, request_id: str) -> RunError:
+        """Why a result is not here, and the last saved state of the model that was to give it."""
+        last = self.store.last_saved(request_id.rpartition(":")[0])
+        return RunError(
+            f"the result of {request_id[:200]} is not here: the server has started anew, the "
+            "session has ended, or the result was dropped"
+            + (f"; the model's last saved state is {last}" if last else "")
+        )
 
     def _why_gone(self, model_id: str) -> str:
         why = self._gone.get(model_id, "this server has no such model; it may have started anew")

@@ -37,6 +37,25 @@ WITHOUT = {
     "without_namespaces": ("namespaces",),
     "namespaces_alone": ("landlock", "seccomp"),
 }
+# They end by themselves in time, in case a layer fails: else others on the machine would wait.
+FORK_BOMB = """
+import os, time
+end = time.monotonic() + 15
+while time.monotonic() < end:
+    try: os.fork() or os.setsid()
+    except OSError: pass
+os._exit(0)
+"""
+THREAD_BOMB = """
+import os, threading, time
+end = time.monotonic() + 15
+def begin():
+    while time.monotonic() < end:
+        try: threading.Thread(target=begin).start()
+        except RuntimeError: pass
+begin()
+os._exit(0)
+"""
 
 
 @pytest.fixture(scope="module", params=WITHOUT)
@@ -83,11 +102,8 @@ def marked(name: str) -> list[int]:
             {"cpu", "wall"},  # on a busy machine the clock may be first
         ),
         ("import time; time.sleep(60)", {"wall"}),
-        # Slow, as others on the machine wait for it where a layer fails.
-        pytest.param(
-            "import os\nwhile True:\n try: os.fork()\n except OSError: pass", {"wall", "cpu"},
-            marks=pytest.mark.slow,
-        ),
+        (FORK_BOMB, {"wall", "cpu", "processes"}),
+        (THREAD_BOMB, {"wall", "cpu", "processes"}),
         (
             "import os, time\nif not os.fork():\n os.setsid()\n if not os.fork(): time.sleep(60)\n"
             " os._exit(0)\ntime.sleep(60)",
@@ -114,8 +130,8 @@ def marked(name: str) -> list[int]:
         ),
     ],
     ids=[
-        "loop_ignoring_signals", "sleep", "fork_bomb", "double_fork", "output", "memory_in_many",
-        "disk", "unlinked_files", "inodes",
+        "loop_ignoring_signals", "sleep", "fork_bomb", "thread_bomb", "double_fork", "output",
+        "memory_in_many", "disk", "unlinked_files", "inodes",
     ],
 )  # fmt: skip
 def test_it_ends_at_its_limit_with_all_it_started(sandbox, name, code, ended_by):
@@ -125,6 +141,28 @@ def test_it_ends_at_its_limit_with_all_it_started(sandbox, name, code, ended_by)
     assert done.ended_by in ended_by and done.status != 0
     assert done.seconds < 12
     assert marked(name) == []
+
+
+@pytest.mark.slow  # tests beside it would wait
+def test_fork_bombs_cost_programs_beside_them_nothing_but_time(sandbox):
+    """Eight bombs in sandboxes of their own, and four programs that end by themselves."""
+    right = dataclasses.replace(LIMITS, cpu_seconds=10, wall_seconds=60)
+    programs = [(FORK_BOMB, LIMITS)] * 8 + [("print(6 * 7)", right)] * 4
+
+    def verdict(program):
+        made = sandbox.create()
+        try:
+            code, limits = program
+            done = sandbox.exec(made, [*PYTHON, "-c", f"'{made}'\n{code}"], limits=limits)
+            return done.ended_by or done.stdout, marked(made)
+        finally:
+            sandbox.kill(made)
+
+    with ThreadPoolExecutor(12) as pool:
+        found = list(pool.map(verdict, programs))
+    assert all(ended_by in ("wall", "cpu", "processes") for ended_by, _ in found[:8])
+    assert [said for said, _ in found[8:]] == [b"42\n"] * 4
+    assert not any(left for _, left in found)
 
 
 def test_a_process_that_left_its_session_ends_with_the_program(sandbox, name):

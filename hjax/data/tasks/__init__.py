@@ -6,6 +6,7 @@ are `reasoning_gym:NAME` and `gymnasium:NAME`.
 
 from hjax.data.tasks.arithmetic import Addition, Multiplication
 from hjax.data.tasks.calculator_task import CalculatorTask
+from hjax.data.tasks.code_sums_task import CodeSumsTask
 from hjax.data.tasks.countdown import Countdown
 from hjax.data.tasks.environment_task import EnvironmentTask
 from hjax.data.tasks.fee_schedule import FeeSchedule
@@ -20,6 +21,7 @@ __all__ = [
     "TASKS",
     "Addition",
     "CalculatorTask",
+    "CodeSumsTask",
     "Countdown",
     "EnvironmentTask",
     "FeeSchedule",
