@@ -10,6 +10,8 @@ import numpy as np
 LENGTHS = "response_lengths"
 # Of rows that only fill up a batch of episodes.
 NO_EPISODE = -1
+# What entries with a value per token have where there is no token; others have 0.
+NO_TOKEN = {"turn": -1, "anchor": -1}
 # Entries of prompts that their answers have too, dicts of lists: the data's columns, and what
 # ``Algorithm.choose`` has said of each prompt.
 REPEATED = COLUMNS, CHOICE = "columns", "choice"
@@ -48,6 +50,13 @@ def sample_rows(batch: Mapping[str, Any]) -> np.ndarray:
         return np.arange(len(batch["response_mask"]))
     _, first = np.unique(np.asarray(numbers), return_index=True)
     return np.sort(first[np.asarray(numbers)[first] != NO_EPISODE])
+
+
+def real_rows(batch: Mapping[str, Any]) -> np.ndarray:
+    """int [rows]: the rows without those that only fill up a batch of episodes."""
+    if "episode" not in batch:
+        return np.arange(len(batch["response_mask"]))
+    return np.flatnonzero(np.asarray(batch["episode"]) != NO_EPISODE)
 
 
 def repeat_columns(prompts: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
@@ -100,6 +109,10 @@ def concatenate_batches(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             arrays = [np.asarray(value) for value in values]
             if arrays[0].ndim == 2:
                 longest = max(x.shape[1] for x in arrays)
-                arrays = [np.pad(x, ((0, 0), (0, longest - x.shape[1]))) for x in arrays]
+                empty = NO_TOKEN.get(key, 0)
+                arrays = [
+                    np.pad(x, ((0, 0), (0, longest - x.shape[1])), constant_values=empty)
+                    for x in arrays
+                ]
             made[key] = np.concatenate(arrays)
     return made

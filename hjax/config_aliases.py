@@ -31,9 +31,10 @@ WISHES: Mapping[str, str] = _by_name({
     "batch_size train_batch_size global_batch_size": f"{_PROMPTS}; {_MINIBATCH}",
     "data.train_batch_size rollout_batch_size gen_batch_size generation_batch_size "
     "num_prompts_per_step": _PROMPTS,
-    "val_kwargs.n eval_n_samples_per_prompt n_samples_per_eval_prompt num_eval_samples":
+    "val_kwargs.n eval.rollouts_per_example eval_n_samples_per_prompt n_samples_per_eval_prompt "
+    "num_eval_samples":
         "config.eval.samples, sampled answers per held-out prompt",
-    "val_batch_size per_device_eval_batch_size":
+    "val_batch_size per_device_eval_batch_size num_examples":
         "config.eval.prompts, held-out prompts per evaluation",
     "mini_batch_size minibatch_size ppo_mini_batch_size num_mini_batches steps_per_generation":
         _MINIBATCH,
@@ -56,37 +57,44 @@ WISHES: Mapping[str, str] = _by_name({
     "max_epochs ppo_epochs num_ppo_epochs num_iterations":
         "config.algorithm.epochs, passes over a step's batch",
     # Responses.
-    "n num_generations num_return_sequences n_samples_per_prompt num_samples group_size":
+    "n num_generations num_return_sequences n_samples_per_prompt num_samples group_size "
+    "rollouts_per_example":
         "config.rollout.samples, responses per prompt",
-    "max_tokens max_new_tokens max_completion_length max_tokens_to_generate response_length "
+    "max_tokens max_new_tokens max_completion_length max_completion_tokens max_tokens_to_generate "
+    "response_length "
     "generate_max_len": _LENGTH,
     "prompt_max_len prompt_length max_prompt_tokens": _PROMPT_LENGTH,
     "max_model_len max_len":
         "config.model.max_length of a model from scratch; else the model's own",
-    "max_length max_seq_length": f"{_LENGTH}, and {_PROMPT_LENGTH}",
+    "max_generate_length": f"{_LENGTH}; of one turn config.environment.turn_tokens",
+    "max_length max_seq_length seq_len": f"{_LENGTH}, and {_PROMPT_LENGTH}",
     "kv_cache_size": "the cache is as large as prompts and responses need",
     "min_p": "config.rollout.min_p",
     "repetition_penalty": "config.rollout.repetition_penalty",
     "presence_penalty": "config.rollout.presence_penalty",
     "stop_strings stop_token": "config.rollout.stop, a tuple of strings",
     "do_sample": "config.rollout.temperature; evaluation is greedy",
-    "async_train async_training": "config.rollout.max_staleness with config.placement=disaggregate",
+    "oversampling_factor over_sample_rate": "config.rollout.extra_samples, of single responses",
+    "async_train async_training max_async_level max_off_policy_steps max_staleness_steps":
+        "config.rollout.max_staleness with config.placement=disaggregate",
     # Episodes of many turns.
     "environment_factory env_class env_name env multi_turn multi_turn.enable "
-    "orchestrator.train.env orchestrator.train.source":
+    "orchestrator.env orchestrator.eval.env orchestrator.train.env orchestrator.train.source":
         f"{_ENVIRONMENT}, played once for each sample of a row of config.data.path",
     "tools tool_config_path":
         "config.environment.tools=FILE.py:NAME,..., what the policy may call (docs/agents.md)",
-    "interaction_config_path":
+    "env.seed": "config.seed, from which each episode's seed follows",
+    "interaction_config_path completion_callback":
         f"what the user says is an environment's observation: {_ENVIRONMENT}",
     "agent_loop_config_path default_agent_loop agent_func_path rollout_func agent_framework "
     "workflow custom_generate_function_path":
         "config.agent.function=FILE.py:NAME, a program that calls the policy by OpenAI's API; or "
         f"an environment that answers its turns: {_ENVIRONMENT}",
     "session_timeout agent_timeout rollout_timeout": "config.agent.seconds, deadline of a session",
-    "max_concurrent_rollouts max_concurrent_sessions": "config.agent.concurrent",
+    "max_concurrent max_concurrent_rollouts max_concurrent_sessions max_inflight_rollouts":
+        "config.agent.concurrent; all episodes of an environment are open at once",
     "max_turns max_user_turns max_assistant_turns max_tool_calling_iterations max_rollout_turns "
-    "agent_max_steps env.max_steps":
+    "agent_max_steps agent.max_steps env.max_steps":
         "config.environment.max_turns, turns of the policy in an episode",
     "max_input_length":
         f"{_LENGTH}: in an episode all that follows the first observation, turns and observations",
@@ -100,14 +108,33 @@ WISHES: Mapping[str, str] = _by_name({
         "it is",
     "use_inference_chat_template tokenization_sanity_check_mode":
         "nothing to set: tokens that were drawn are never decoded and encoded again",
+    "trajectory_strategy step_wise_trajectories env.history_length":
+        "nothing to set: an episode is one row as long as observations follow its turns, and "
+        "several where one replaces the history, Step(fresh=True) (docs/agents.md)",
+    "append_eos_token_after_stop_str_in_multi_turn":
+        "nothing to set: an end of turn that was not drawn is written behind it and not learned",
+    "zero_reward_on_non_stop apply_overlong_filtering mask_truncated_samples":
+        "config.algorithm.mask_truncated leaves out what max_turns or a full row has ended",
+    "tool_call_parser enable_auto_tool_choice":
+        "nothing to set: calls are read in the form that the chat template writes, with "
+        "config.environment.tools",
     "sandbox_fusion.url sandbox_fusion_url sandbox_url code_executor":
         "config.sandbox.function, a class that runs programs elsewhere (docs/security.md)",
     "max_env_workers agent.num_workers": "config.environment.processes",
-    "episode_timeout": "config.environment.step_seconds, deadline of each call of an environment",
+    "episode_timeout trajectory_timeout":
+        "config.environment.step_seconds, deadline of each call of an environment",
     "gae_timestep_unit": "config.algorithm.credit of PPO: token, turn or bilevel",
     "high_level_gamma":
         "config.algorithm.turn_gamma of PPO, with config.algorithm.credit=bilevel",
-    "turn_discount": "config.algorithm.turn_discount of GRPO",
+    "turn_discount rllm.stepwise_advantage":
+        "config.algorithm.turn_discount of GRPO: turns compared with turns; without it all turns "
+        "have the advantage of the episode's return",
+    "step_advantage_w": "config.algorithm.step_weight of GiGPO",
+    "gigpo.mode": "config.algorithm.normalise of GiGPO: std or none",
+    "similarity_thresh enable_similarity":
+        "nothing to set: states are equal where Observation.anchor is, by value",
+    "use_invalid_action_penalty invalid_action_penalty_coef":
+        "config.algorithm.invalid_penalty of GiGPO",
     # Optimizer.
     "lr learning_rate actor_lr actor_learning_rate":
         "config.actor.learning_rate; roles that learn have one each",
@@ -161,6 +188,9 @@ WISHES: Mapping[str, str] = _by_name({
         "config.algorithm.normalise of GRPO: std, mean or none",
     "whiten_rewards normalize_reward": "config.algorithm.whiten",
     "mask_truncated_completions": "config.algorithm.mask_truncated",
+    "zero_variance_filter": "config.algorithm.filter of GRPO",
+    "online_difficulty_filtering easy_threshold hard_threshold":
+        "config.algorithm.difficulty, two bounds of a prompt's average reward",
     "filter_groups": "config.algorithm.resample of GRPO draws such groups anew; filter leaves them",
     "dynamic_filtering dynamic_sampling":
         "config.algorithm.resample of GRPO draws such groups anew",
@@ -208,8 +238,8 @@ WISHES: Mapping[str, str] = _by_name({
     "torch_compile use_torch_compile": "nothing to set: every program is compiled by XLA",
     "disable_dropout": "models have no dropout but config.actor.lora.dropout",
     # Where it runs.
-    "vllm use_vllm vllm_mode vllm_num_engines sglang rollout_engine rollout.name "
-    "enforce_eager":
+    "vllm use_vllm vllm_mode rollout.mode async_engine vllm_num_engines sglang "
+    "rollout_engine rollout.name enforce_eager":
         "there is no second engine: the model's own forward generates, on the actor's devices or "
         "by config.placement=disaggregate on others",
     "gpu_memory_utilization": "config.rollout.slots=-1: as many sequences as memory has room for",
@@ -239,13 +269,15 @@ WISHES: Mapping[str, str] = _by_name({
     "val_files eval_dataset val_data":
         "config.data.eval_path, or a share of the data by config.data.eval_fraction",
     "dataset_split": "a data set of Hugging Face's is named with its split: owner/name:split",
-    "prompt_data_probs dataset_mixer dataset_mixture interleave_probs mix_strategy":
+    "prompt_data_probs dataset_mixer dataset_mixture interleave_probs mix_strategy "
+    "env_ratios":
         "config.data.mixture=NAME=FILE*WEIGHT,..., or config.data.weights by the column "
         "`data_source`",
     "prompt_key input_key dataset_text_field": "config.data.columns, such as question=prompt",
     "label_key reward_fn_key":
         "a reward function gets every column by its name; config.data.columns renames",
-    "apply_chat_template chat_template_kwargs apply_chat_template_kwargs input_template":
+    "return_raw_chat apply_chat_template chat_template_kwargs apply_chat_template_kwargs "
+    "input_template":
         "chats in the column `prompt` are rendered by the tokenizer's template with "
         "config.data.template_arguments; config.data.chat=True makes chats of texts",
     "chat_template": "a chat_template.jinja beside the tokenizer's tokenizer.json",
@@ -260,7 +292,8 @@ WISHES: Mapping[str, str] = _by_name({
     "experiment_name project_name resume_from_checkpoint resume_mode load_checkpoint "
     "logging_dir": "--workdir=DIR, where the run is kept; the same command goes on from there",
     "overwrite_output_dir": "--overwrite starts a run anew where one is",
-    "save_steps save_freq save_interval_steps save_strategy": "config.checkpoint.every, in steps",
+    "save_steps save_freq save_interval_steps save_strategy ckpt_interval":
+        "config.checkpoint.every, in steps",
     "save_total_limit max_to_keep max_ckpt_num": "config.checkpoint.keep",
     "load_best_model_at_end metric_for_best_model best_metric_key":
         "config.checkpoint.best=METRIC keeps the best checkpoint too, WORKDIR/checkpoints/best",
@@ -274,7 +307,8 @@ WISHES: Mapping[str, str] = _by_name({
         "config.model.rope_scaling, a JSON object with the keys of transformers' rope_scaling",
     "greater_is_better": "config.checkpoint.best_mode, max or min",
     "push_to_hub": "python -m hjax.launch.export writes a Hugging Face directory to push",
-    "eval_steps eval_strategy eval_every_n_steps evaluation_strategy test_freq":
+    "eval_steps eval_strategy eval_every_n_steps evaluation_strategy test_freq eval_interval "
+    "eval.interval":
         "config.eval.every, in steps",
     "logging_steps": "every step is a row of metrics.jsonl",
     "logger report_to":

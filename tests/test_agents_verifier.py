@@ -13,7 +13,7 @@ from test_agents_play import play
 from hjax.agents.agent_settings import AgentSettings
 from hjax.agents.command_agent import command_words, load_verifier
 from hjax.errors import ConfigError
-from hjax.run.config_validation import check_agent
+from hjax.run.episode_validation import check_agent
 from hjax.sandbox import local_sandbox
 from hjax.sandbox.sandbox_settings import SandboxSettings
 from hjax.settings.keys import default_config

@@ -387,6 +387,8 @@ def test_corrections_by_hand(case):
         ("GRPO", {"baseline": "none"}, "normalise='std' normalises by statistics of the group"),
         ("GRPO", {"whiten": True, "rescale": "groups"}, "rescale has no effect with"),
         ("PPO", {"whiten": False, "whiten_biased": True}, "whiten_biased has no effect without"),
+        ("PPO", {"turn_gamma": 0.9}, "turn_gamma=0.9 has no effect with credit='token'"),
+        ("PPO", {"credit": "turn", "lam": 0.5}, "lam=0.5 has no effect with credit='turn'"),
         ("GRPO", {"resample": 1}, "set config.algorithm.filter=True"),
         ("GRPO", {"correction": "icepop", "correction_low": 6.0}, "low=6.0 must be below"),
         ("GRPO", {"correction_cap": 3.0}, "cap=3.0 has no effect with correction='none'"),

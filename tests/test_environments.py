@@ -16,7 +16,7 @@ import hjax
 from hjax.data.dataset import Dataset
 from hjax.data.read_options import ReadOptions
 from hjax.data.tokenizer import Tokenizer
-from hjax.environments import anchor_digest
+from hjax.environments import anchor_digest, episode_pool
 from hjax.environments.episode import (
     DrawnTurn,
     Episode,
@@ -66,6 +66,7 @@ class Counter(hjax.Environment):
                          valid=action != "no", metrics={"pushes": 2})
 
     def close(self):
+        time.sleep(float(os.environ.get("HJAX_TEST_CLOSES", 0)))
         if os.environ.get("HJAX_TEST_CLOSED"): open(os.environ["HJAX_TEST_CLOSED"], "a").write("c")
 
 class Clock(Counter):
@@ -231,6 +232,24 @@ def test_environments_are_closed_and_processes_end(file, tmp_path, monkeypatch):
             time.sleep(0.02)
     assert len(pids) == 2 and not any(pathlib.Path(f"/proc/{pid}/cmdline").exists() and
         b"hjax" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids)  # fmt: skip
+
+
+@pytest.mark.parametrize("seconds, closed", [("0.1", "ccc"), ("60", "")])
+def test_the_end_of_a_pool_waits_for_episodes_to_close_but_not_for_long(
+    seconds, closed, file, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setenv("HJAX_TEST_CLOSED", str(tmp_path / "closed"))
+    monkeypatch.setenv("HJAX_TEST_CLOSES", seconds)
+    monkeypatch.setattr(episode_pool, "CLOSING_SECONDS", 60.0 if closed else 0.3)
+    with EpisodePool(f"{file}:Counter", step_seconds=100.0) as pool:
+        for number in range(3):
+            answer(pool.reset(number, {"prompt": ""}, 0))
+        for number in range(3):
+            pool.end(number)
+        start = time.monotonic()
+    assert time.monotonic() - start < 50
+    found = tmp_path / "closed"
+    assert (found.read_text() if found.exists() else "") == closed and not caplog.records
 
 
 def test_a_pool_ends_without_waiting_for_a_call_that_hangs(file):
@@ -409,6 +428,23 @@ def test_a_fresh_observation_begins_a_row(pool):
     assert first.text == "p0" and second.text == "2new"
     assert second.prompt == LETTERS.encode("2new") and len(first.turns) == len(second.turns) == 2
     assert first.turns[-1].observation == [] and episode.total_reward == 2.5
+
+
+@pytest.mark.parametrize("empty, turns", [("p0", 0), ("2new", 2)])
+def test_a_row_needs_a_prompt(empty, turns, pool, monkeypatch):
+    """Which an empty text is not, where the tokenizer has no BOS."""
+    begin = ObservationEncoder.begin
+
+    def without_bos(self, first):
+        text = first.messages[-1]["content"]
+        return [] if text == empty else begin(self, first)
+
+    monkeypatch.setattr(ObservationEncoder, "begin", without_bos)
+    bad, good = play(pool, Script(["a$", "new$"], ["b$", "end$"]), cohorts=1)
+    if turns:
+        assert good.total_reward == 0.75
+    assert (bad.stop_reason, len(bad.turns)) == ("exception", turns)
+    assert "begins a row has no tokens" in bad.fault and math.isnan(bad.total_reward)
 
 
 @pytest.mark.parametrize("limits, turns, stop", [

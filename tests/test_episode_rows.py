@@ -1,18 +1,27 @@
 """Batches of episodes: their arrays, episodes of several rows, baselines and mini-batches."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import tiny_config
 from ml_collections import ConfigDict
 
-from hjax.algorithms import GRPO, PPO
+from hjax.algorithms import GRPO, PPO, ReMax
 from hjax.algorithms.aggregation import aggregation_weights
 from hjax.algorithms.episode_rows import EpisodeRows, episode_minibatches
 from hjax.batches import concatenate_batches, sample_rows
 from hjax.environments.episode import Episode, EpisodeRow, Turn
 from hjax.environments.episode_batch import episode_batch, episode_summary
+from hjax.errors import RunError
+from hjax.rewards.function import RewardFunction
 from hjax.run.dataflow import absent_roles
+from hjax.run.episode_rollout import RETURN_COLUMN, episode_return
+from hjax.run.health_checks import HealthChecks
 from hjax.run.metrics import batch_metrics
-from hjax.run.reporter import sample_row
+from hjax.run.reporter import histogram_row, sample_row
+from hjax.workers import WorkerContext
+from hjax.workers.reward import FunctionReward
 
 
 def turn(tokens, observation=(), reward=0.0, anchor=None, **more):
@@ -84,6 +93,47 @@ def test_a_sample_is_an_episode_with_all_its_turns():
     assert third["turns"] == [] and third["stop_reason"] == "timeout" and "advantage" not in third
     assert [last["index"], last["stop_reason"], last["truncated"]] == [3, "max_turns", True]
     assert batch_metrics(batch, 0.0)["response/length_mean"] == (4 + 2 + 1 + 1 + 0 + 2 + 1) / 7
+
+
+def test_what_is_counted_of_a_batch_are_episodes_and_their_rows():
+    """Neither rows that fill it up, nor an episode's return once per row."""
+    batch = episode_batch(played(), 3, 4)
+    batch["rewards"] = np.array([0.7] * 3 + [0.1, np.nan, 0.1, 0.1, 0.0], np.float32)
+    found = histogram_row(batch, 3)
+    assert sum(found["reward"]["counts"]) == 3 and sum(found["length"]["counts"]) == 7
+    assert found["reward"]["sum"] == pytest.approx(0.9) and found["length"]["sum"] == 4 + 7
+    # Of a step whose groups are all left out of the loss too.
+    batch["row_mask"] = np.zeros(8, bool)
+    assert batch_metrics(batch, 0.0)["response/length_mean"] == 11 / 7
+    checks = HealthChecks(tiny_config("GRPO", {"rollout.samples": 2}), 0.0)
+    equal = batch | {"rewards": np.array([0.1] * 4 + [0.7] * 3 + [0.0], np.float32)}
+    lines = [checks.messages({"step": step}, equal) for step in range(1, 5)]
+    assert [len(each) for each in lines] == [0, 0, 1, 0] and "in 100% of the groups" in lines[2][0]
+
+
+def scored(batch, max_unscored):
+    """What a run's reward worker says of the batch."""
+    returns = {4: 0.7, 5: None, 6: None, 7: 0.1, -1: 0.0}
+    columns = {RETURN_COLUMN: [returns[number] for number in batch["episode"].tolist()]}
+    function = RewardFunction(episode_return, runs_in="thread")
+    worker = FunctionReward(WorkerContext("reward"), function, max_unscored)
+    return worker.compute_reward(batch | {"columns": columns})
+
+
+@pytest.mark.parametrize("failed", [0, 1])
+def test_the_share_of_unscored_is_of_episodes(failed):
+    """Whatever the rows that they had: three of eight are of the first, one of the second."""
+    episodes = played()
+    episodes[failed].stop_reason, episodes[failed].fault = "timeout", "late"
+    batch = episode_batch(episodes, 3, 4)
+    found = scored(batch, 0.5 + 0.25 * (failed == 0))
+    outcomes = {name: count for name, count in found["reward_outcomes"].items() if count}
+    assert outcomes == ({"ok": 2, "none": 2} if failed else {"ok": 1, "none": 3})
+    assert np.isnan(found["rewards"]).tolist() == (
+        [False] * 3 + [True, True] + [False] * 3 if failed else [True] * 5 + [False] * 3
+    )
+    with pytest.raises(RunError, match=f"^{3 - failed} of 4 sequences have no reward"):
+        scored(batch, 0.4)
 
 
 def test_episodes_of_one_row_are_not_filled_up():
@@ -164,6 +214,45 @@ def test_an_episode_is_one_sample_of_the_baseline():
     assert made["row_mask"].tolist() == [True] * 6 + [False] * 2
 
 
+def two_turns():
+    """A group of two: an episode of two turns with .1 and .7, and one of a turn with .1."""
+    first = EpisodeRow(
+        [9], "p", [turn([1, 2], [7, 8], 0.1), turn([3], reward=0.7)]
+    )  # fmt: skip
+    episodes = [Episode(i, 0, {}, 0, [row], "done") for i, row in enumerate(
+        [first, EpisodeRow([9], "p", [turn([4], reward=0.1)])]
+    )]  # fmt: skip
+    return episode_batch(episodes, 1, 6)
+
+
+def test_an_episode_of_two_turns_by_hand():
+    """From its tokens to the gradient by log-probs."""
+    batch = two_turns()
+    assert batch["responses"].tolist() == [[1, 2, 7, 8, 3, 0], [4, 0, 0, 0, 0, 0]]
+    drawn = np.array([[1, 1, 0, 0, 1, 0], [1, 0, 0, 0, 0, 0]], bool)
+    assert (batch["response_mask"] == drawn).all()
+    assert batch["response_lengths"].tolist() == [5, 1]
+    batch["rewards"] = np.array([0.8, 0.1], np.float32)
+    grpo = algorithm(GRPO, kl_coef=0.0, normalise="none", clip_low=0.2, clip_high=0.2)
+    made = grpo.with_advantages(batch)
+    assert np.allclose(made["advantages"], drawn * np.array([[0.35], [-0.35]]), atol=1e-7)
+    loss = grpo.losses(grpo.config, 6)["actor"]
+    weights = loss.weights(made)
+    # The mean over two episodes, of each the mean over the tokens that it drew.
+    assert np.allclose(weights, drawn * np.array([[1 / 6], [1 / 2]]), atol=1e-7)
+    ratios = np.array([[1.1, 0.9, 5.0, 5.0, 1.5, 5.0], [0.7, 5.0, 5.0, 5.0, 5.0, 5.0]])
+    logprobs = np.where(drawn, made["old_logprobs"] + np.log(ratios), 3.0).astype(np.float32)
+
+    def total(x):
+        return jnp.sum(weights * loss(x, None, made)[0])
+
+    value, gradient = jax.value_and_grad(total)(logprobs)
+    # 1.5 is clipped to 1.2 where the advantage is above 0, .7 to .8 where it is below.
+    assert value == pytest.approx(-0.35 * (1.1 + 0.9 + 1.2) / 6 + 0.35 * 0.8 / 2, abs=1e-6)
+    wanted = [[-0.35 * 1.1 / 6, -0.35 * 0.9 / 6, 0, 0, 0, 0], [0] * 6]
+    assert np.allclose(gradient, wanted, atol=1e-6)
+
+
 def test_returns_run_on_from_row_to_row():
     """GAE over the rows of an episode is that of its turns in one row."""
     batch = episode_batch(played(), 3, 4) | {"rewards": None}
@@ -197,11 +286,15 @@ def test_mini_batches_hold_whole_groups():
     assert sorted(whole.tolist()) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9]
 
 
-def test_what_compares_whole_responses_refuses_several_rows():
+@pytest.mark.parametrize("key, value, instead", [
+    ("ratio", "sequence", "token"), ("ratio", "sequence_sum", "token"),
+    ("correction", "sequence_mask", "truncated"),
+])  # fmt: skip
+def test_what_compares_whole_responses_refuses_several_rows(key, value, instead):
     batch = episode_batch(played(), 3, 4)
     batch["rewards"] = returns_of(batch)
-    with pytest.raises(Exception, match="cut episodes into several rows; use ratio=token"):
-        algorithm(GRPO, ratio="sequence", kl_coef=0.0).with_advantages(batch)
+    with pytest.raises(RunError, match=f"{value} .* into several rows; use {key}={instead}$"):
+        algorithm(GRPO, kl_coef=0.0, **{key: value}).with_advantages(batch)
 
 
 @pytest.mark.parametrize("kind", ["token", "sequence", "constant", "sum"])
@@ -242,3 +335,47 @@ def test_turns_of_a_run_are_credited_as_its_keys_say():
     ppo = algorithm(PPO, kl_coef=0.0, whiten=False, credit="turn", turn_gamma=0.5, turn_lam=1.0)
     made = ppo.with_advantages(batch)["advantages"]
     assert np.allclose(made[:3, 0], [returns[0], returns[2], returns[3]], atol=1e-6)
+
+
+@pytest.mark.parametrize("buffer", [0.0, 0.5])
+def test_greedy_episodes_of_several_rows_are_baselines(buffer):
+    """Of each prompt's samples, whatever rows they and it have; a long row is worse as theirs."""
+    batch = episode_batch(played(), 3, 4)
+    batch["rewards"] = returns_of(batch) * np.float32(0.7)
+    greedy = played()[::3]
+    for number, each in enumerate(greedy):
+        each.number = each.group = number
+    greedy = episode_batch(greedy, 3, 4)
+    assert greedy["episode"].tolist() == [0, 0, 0, 1, 1, -1, -1, -1]
+    verdicts = {"rewards": np.array([0.1] * 3 + [0.3] * 2 + [0.0] * 3, np.float32)}
+    remax = algorithm(ReMax, kl_coef=0.0, overlong_buffer=buffer)
+    made = remax.with_advantages(batch | {"baseline": (greedy, verdicts)})
+    # Of 4 tokens 2 are free. Longest rows have 4, 1 and 2, of the greedy ones 4 and 2.
+    over = 1.0 if buffer else 0.0
+    baseline = [0.1 - over] * 4 + [0.3] * 3
+    scores = [0.7 - over] * 3 + [0.0, np.nan] + [1.4] * 2
+    assert np.allclose(made["baseline"][:7], baseline, atol=1e-6)
+    wanted = np.nan_to_num(np.array(scores) - baseline)
+    drawn = batch["response_mask"][:7]
+    assert np.allclose(made["advantages"][:7], wanted[:, None] * drawn, atol=1e-6)
+    assert made["row_mask"].tolist() == [True] * 4 + [False] + [True] * 2 + [False]
+
+
+@pytest.mark.parametrize("credit", ["turn", "bilevel"])
+def test_an_episode_of_one_turn_is_credited_alike_beside_others_of_several_rows(credit):
+    """What a joined row has behind its last token is of no turn."""
+    batch = episode_batch(played(), 3, 4)
+    batch["rewards"] = np.array([1.875] * 3 + [0.7, np.nan, 2.0, 2.0, 0.0], np.float32)
+    batch["values"] = np.full(batch["responses"].shape, 0.1, np.float32)
+    rates = {"gamma": 0.9, "lam": 0.5} if credit == "bilevel" else {}
+    ppo = algorithm(PPO, kl_coef=0.0, whiten=False, credit=credit, **rates)
+    made = ppo.with_advantages(batch)
+    # The second episode has one turn of one token, the others four and two of up to two tokens.
+    assert np.allclose(made["advantages"][3], [0.7 - 0.1, 0, 0, 0], atol=1e-6)
+    assert not made["advantages"][~batch["response_mask"]].any()
+    joined = EpisodeRows.of(batch).join(batch)
+    assert ((joined["turn"] >= 0) == joined["response_mask"]).all()
+    assert (joined["anchor"][~joined["response_mask"]] == -1).all()
+    both = concatenate_batches([episode_batch(played(), 3, width) for width in (4, 6)])
+    assert ((both["turn"] >= 0) == both["response_mask"]).all()
+    assert (both["anchor"][~both["response_mask"]] == -1).all()

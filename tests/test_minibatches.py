@@ -3,10 +3,13 @@
 import numpy as np
 import pytest
 from helpers import computed, trainer_of
+from ml_collections import ConfigDict
 
 from hjax.algorithms import GRPO, PPO
+from hjax.algorithms.algorithm import take_rows
 from hjax.algorithms.policy_loss import PolicyLoss
 from hjax.controller.messages import MiniBatch
+from hjax.run.dataflow import absent_roles
 from hjax.sharding import protocols
 
 TWO = {"steps": 1, "algorithm.minibatch": 8, "algorithm.epochs": 2, "algorithm.kl_in": "loss"}
@@ -132,6 +135,24 @@ def test_a_minibatch_is_a_mapping_of_its_rows():
     np.testing.assert_array_equal(parts[0].to_message("actor", reads, hold)["x"], [[7, 8], [3, 4]])
     del parts[1]["coefficient"]
     assert parts[1].to_message("actor", None, hold).keys() == {"x"}
+
+
+def test_what_is_not_per_row_is_neither_cut_nor_sent():
+    batch = {
+        "response_mask": np.ones((8, 2), bool),
+        "rewards": np.arange(8.0),
+        "coefficient": np.asarray(3.0),
+        "by_prompt": np.arange(4.0),
+    }
+    taken = take_rows(batch, np.array([6, 1, 0]))
+    assert taken["rewards"].tolist() == [6, 1, 0] and taken["response_mask"].shape == (3, 2)
+    assert taken["coefficient"] == 3 and taken["by_prompt"].tolist() == [0, 1, 2, 3]
+    config = GRPO.default_config()
+    config.minibatch = 4
+    algorithm = GRPO(ConfigDict(config), absent_roles(GRPO, ()), samples=2)
+    parts = list(algorithm.minibatches(batch))
+    assert sorted(np.concatenate([part["rewards"] for part in parts])) == list(range(8))
+    assert all(set(part) == set(batch) - {"by_prompt"} for part in parts)
 
 
 @pytest.mark.parametrize("changes", [{"data.packing": 16}, {"actor.micro_batch": 8}])

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from hjax.algorithms.advantages import overlong_penalty
 from hjax.algorithms.difficulty import make_difficulty_filter
-from hjax.algorithms.episode_rows import EpisodeRows, episode_minibatches
+from hjax.algorithms.episode_rows import ROW_LENGTHS, EpisodeRows, episode_minibatches
 from hjax.algorithms.kl import make_entropy_controller, make_kl_controller
 from hjax.algorithms.prediction_calibration import Predictions
 from hjax.algorithms.prompt_choice import PromptChoice, choice_metrics
@@ -182,11 +182,13 @@ class Algorithm(PromptChoice):
         episodes = EpisodeRows.of(batch)
         if episodes is None:
             return self.compute_advantages(batch)
-        if str(self.config.get("ratio", "")).startswith("sequence"):
-            raise RunError(
-                f"algorithm.ratio={self.config.ratio} is of whole responses, and the environment's "
-                "fresh observations cut episodes into several rows; use ratio=token"
-            )
+        for key, instead in (("ratio", "token"), ("correction", "truncated")):
+            if str(self.config.get(key, "")).startswith("sequence"):
+                raise RunError(
+                    f"algorithm.{key}={self.config[key]} is of whole responses, and the "
+                    "environment's fresh observations cut episodes into several rows; use "
+                    f"{key}={instead}"
+                )
         joined = episodes.join(batch)
         return episodes.split(self.compute_advantages(joined), joined, batch)
 
@@ -273,7 +275,9 @@ class Algorithm(PromptChoice):
             scores = np.clip(scores, -config.reward_clip, config.reward_clip)
         if config.overlong_buffer:
             limit = self.max_response_length
-            lengths: Any = response_lengths(batch)
+            # Of an episode of several rows the longest: each may be as long as a response.
+            rows = batch.get(ROW_LENGTHS)
+            lengths: Any = response_lengths(batch) if rows is None else rows.max(axis=1)
             penalty = overlong_penalty(lengths, limit, config.overlong_buffer * limit)
             scores = scores + np.float32(config.overlong_penalty) * np.asarray(penalty)
         return scores
@@ -308,7 +312,8 @@ class Algorithm(PromptChoice):
     def minibatches(self, batch: Any) -> Iterator[Any]:
         """Mini-batches of whole groups of samples, reshuffled in every epoch.
 
-        Scalar arrays apply to all rows and are in every mini-batch.
+        Scalar arrays apply to all rows and are in every mini-batch; other arrays that are not per
+        row are in none, as updates split all that they get by rows.
 
         Args:
           batch: from ``compute_advantages``; or the future of a batch that a worker group holds
@@ -325,9 +330,11 @@ class Algorithm(PromptChoice):
                 yield batch if chosen is None else group.apply(take_rows, batch, chosen)
             return
         arrays = {k: v for k, v in join(batch).items() if isinstance(v, np.ndarray)}
+        rows = row_count(arrays)
+        arrays = {k: v for k, v in arrays.items() if not v.ndim or len(v) == rows}
         held: dict[Any, Any] = {}
         if EpisodeRows.of(arrays) is None:
-            parts = list(self._minibatch_rows(row_count(arrays)))
+            parts = list(self._minibatch_rows(rows))
         else:
             parts = list(self._episode_minibatch_rows(arrays))
         for part in parts:
@@ -397,8 +404,9 @@ def row_count(batch: Mapping[str, Any]) -> int:
 
 
 def take_rows(batch: Mapping[str, Any], chosen: Any) -> Batch:
-    """Select rows of a batch of arrays by number; scalars are kept."""
-    return {key: x[chosen] if x.ndim else x for key, x in batch.items()}
+    """Select rows of a batch of arrays by number; what is not per row is kept."""
+    rows = row_count(batch)
+    return {key: x[chosen] if x.ndim and len(x) == rows else x for key, x in batch.items()}
 
 
 def old_logprobs(batch: Batch) -> Any:

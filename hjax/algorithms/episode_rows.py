@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hjax.batches import LENGTHS, NO_EPISODE, response_lengths, select_rows
+from hjax.batches import LENGTHS, NO_EPISODE, NO_TOKEN, response_lengths, select_rows
 
 Batch = dict[str, Any]
+ROW_LENGTHS = "row_lengths"
 
 
 class EpisodeRows(NamedTuple):
@@ -55,17 +56,19 @@ class EpisodeRows(NamedTuple):
 
     def join(self, batch: Mapping[str, Any]) -> Batch:
         """The batch with a row per episode: its rows' tokens one after another, each row as wide as
-        before; of what rows have once the first row's."""
+        before; of what rows have once the first row's. With ``row_lengths``, int [episodes, most]:
+        ``response_lengths`` of each row."""
         first = self.rows[:, 0]
         joined = select_rows(batch, first)
         for key, value in batch.items():
             if self._has_tokens(batch, key):
                 tokens = np.asarray(value)[np.maximum(self.rows, 0)]
                 empty = (self.rows < 0).reshape(*self.rows.shape, *[1] * (tokens.ndim - 2))
-                tokens = np.where(empty, np.zeros_like(tokens), tokens)
+                tokens = np.where(empty, tokens.dtype.type(NO_TOKEN.get(key, 0)), tokens)
                 joined[key] = tokens.reshape(len(first), -1, *tokens.shape[3:])
         lengths = np.asarray(response_lengths(batch))[np.maximum(self.rows, 0)]
-        joined[LENGTHS] = np.where(self.rows < 0, 0, lengths).sum(axis=1, dtype=np.int32)
+        joined[ROW_LENGTHS] = np.where(self.rows < 0, 0, lengths)
+        joined[LENGTHS] = joined[ROW_LENGTHS].sum(axis=1, dtype=np.int32)
         return joined
 
     def split(self, found: Mapping[str, Any], joined: Mapping[str, Any], batch: Batch) -> Batch:
@@ -76,7 +79,7 @@ class EpisodeRows(NamedTuple):
         width = batch["response_mask"].shape[1]
         there = self.places[:, 0] >= 0
         for key, value in found.items():
-            if key in joined and value is joined[key]:
+            if key == ROW_LENGTHS or (key in joined and value is joined[key]):
                 continue
             array: Any = np.asarray(value)
             if array.ndim == 0:

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 from ml_collections import ConfigDict
 
@@ -25,6 +26,8 @@ _LOG = logging.getLogger(__name__)
 # many steps in a row before it is said.
 FEW_SHARED, SAID_AFTER = 0.2, 5
 STATISTICS = ("trajectories", "turns")
+# One program: by themselves its loops would be compiled anew in every step.
+_turn_returns = jax.jit(turn_returns, static_argnames="gamma")
 
 
 class GiGPO(GRPO):
@@ -74,7 +77,7 @@ class GiGPO(GRPO):
         by_token: Any = turns.by_token
         own_scores: Any = scores
         rewards = token_rewards(own_scores, batch["response_mask"], dense=dense)
-        returns = np.asarray(turn_returns(rewards, by_token, config.turn_discount))
+        returns = np.asarray(_turn_returns(rewards, by_token, gamma=config.turn_discount))
         options: dict[str, Any] = {
             "deviation": config.normalise == "std",
             "epsilon": config.epsilon,

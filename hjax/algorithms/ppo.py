@@ -117,6 +117,14 @@ class PPO(Algorithm):
                 f"config.algorithm.credit={config.credit!r} has lambdas of its own: leave "
                 "lam_alpha and value_lam out, or use credit='token'"
             )
+        unread = {"token": ("turn_gamma", "turn_lam"), "turn": ("gamma", "lam"), "bilevel": ()}
+        for key in unread[config.credit]:
+            if config.get(key) != cls.default_config().get(key):
+                raise ConfigError(
+                    f"config.algorithm.{key}={config[key]} has no effect with credit="
+                    f"{config.credit!r}: leave it out, or use credit='bilevel', which reads both "
+                    "gamma and lam of tokens and those of turns"
+                )
         if config.whiten_biased and not config.whiten:
             raise ConfigError(
                 "config.algorithm.whiten_biased has no effect without config.algorithm.whiten: "

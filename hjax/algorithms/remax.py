@@ -8,7 +8,8 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms.advantages import remax_advantages, whiten
-from hjax.algorithms.algorithm import Algorithm, Batch, old_logprobs, reference_kl
+from hjax.algorithms.algorithm import Algorithm, Batch, old_logprobs, reference_kl, row_count
+from hjax.algorithms.episode_rows import EpisodeRows
 from hjax.algorithms.masks import jit_static_keywords
 from hjax.algorithms.ppo import PPO, policy_loss
 from hjax.controller import join
@@ -49,23 +50,32 @@ class ReMax(Algorithm):
     def learn(self, batch: Any) -> Batch:
         """Score against the greedy response, then update."""
         batch, greedy = batch
-        baseline = self.reward.compute_reward(greedy)
+        greedy = greedy, self.reward.compute_reward(greedy)
         reference = self.reference.compute_ref_log_prob(batch)
         rewards = self.reward.compute_reward(batch)
         old = self.proximal(batch)
-        batch = self.with_advantages(join(batch, reference, rewards, old, baseline=baseline))
+        batch = self.with_advantages(join(batch, reference, rewards, old, baseline=greedy))
         for minibatch in self.minibatches(batch):
             self.log(self.actor.update_actor(minibatch, self.pretraining_batch()))
         return batch
 
+    def with_advantages(self, batch: Batch) -> Batch:
+        """``compute_advantages`` with ``baseline``, float32 [rows]: of each row the score of its
+        prompt's greedy answer. An answer may be an episode of several rows."""
+        greedy = join(*batch["baseline"])
+        answers, episodes = EpisodeRows.of(greedy), EpisodeRows.of(batch)
+        scores = self.scores(greedy if answers is None else answers.join(greedy))
+        sample = np.arange(row_count(batch)) if episodes is None else episodes.places[:, 0]
+        baseline = scores[np.maximum(sample, 0) // self.samples]
+        return super().with_advantages(batch | {"baseline": baseline})
+
     def compute_advantages(self, batch: Batch) -> Batch:
-        """Adds ``advantages``, ``old_logprobs``, ``baseline`` per row and ``row_mask``."""
+        """Adds ``advantages``, ``old_logprobs`` and ``row_mask``; ``baseline`` is there."""
         config = self.config
         old, scores, kl = old_logprobs(batch), self.scores(batch), reference_kl(batch)
-        baseline = np.repeat(self.scores(batch["baseline"]), self.samples)
         advantages = _advantages(
             scores,
-            baseline,
+            batch["baseline"],
             batch["response_mask"],
             kl if config.kl_in == "reward" else None,
             jnp.float32(self.kl.coef),
@@ -75,9 +85,8 @@ class ReMax(Algorithm):
         )
         return batch | {
             "advantages": np.asarray(advantages),
-            "baseline": baseline,
             "old_logprobs": old,
-            "row_mask": self.rows_in_loss(batch, scores - baseline),
+            "row_mask": self.rows_in_loss(batch, scores - batch["baseline"]),
             **self.update_kl_coef(batch | {"ref_kl": kl}, old),
         }
 

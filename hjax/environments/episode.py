@@ -26,6 +26,7 @@ from hjax.errors import DataError
 COHORTS = 2
 # How an episode may end beside the environment's faults.
 DONE, MAX_TURNS, CONTEXT = FAULTLESS = ("done", "max_turns", "context")
+_NO_PROMPT = "an observation that begins a row has no tokens; let it say something"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,11 +312,14 @@ class EpisodePlayer:
 
     def _observe(self, episode: Episode, answer: EpisodeAnswer, turn: Turn | None) -> bool:
         """Add an observation to the episode's row, or begin a row with it; False: it has no room
-        for another turn."""
+        for another turn. One that cannot begin a row is the environment's fault."""
         limits, encoder = self.limits, self._encoder
         if turn is None or answer.fresh:
             chat = encoder.conversation(answer)
             new = EpisodeRow(encoder.begin(chat), answer.observation, conversation=chat)
+            if not new.prompt:  # of a tokenizer without BOS
+                episode.stop_reason, episode.fault = "exception", _NO_PROMPT
+                return True
             fits = len(new.prompt) <= limits.prompt_tokens and limits.room(new) > 0
             if turn is None and not fits:
                 raise DataError(

@@ -28,6 +28,8 @@ from hjax.user_code import file_and_name, imported
 _LOG = logging.getLogger(__name__)
 # Why an episode may leave baseline and loss: the environment's faults.
 FAULTS = ("timeout", "exception", "killed")
+# How long the end of a pool waits for the closing of episodes that have ended.
+CLOSING_SECONDS = 5.0
 # The run occupies the accelerators, so JAX in an environment's process uses the CPU.
 _ENVIRONMENT = {"JAX_PLATFORMS": "cpu"}
 
@@ -132,6 +134,7 @@ class EpisodePool:
         )
         self._hosts = [_EpisodeHost(setup, step_seconds) for _ in range(processes)]
         self._episodes: dict[int, _Episode] = {}
+        self._closing: list[concurrent.futures.Future[None]] = []
         self._lock = threading.Lock()
 
     def reset(self, episode: int, task: Mapping[str, Any], seed: int) -> AnswerFuture:
@@ -158,10 +161,15 @@ class EpisodePool:
             if found is None:
                 return
             found.host.open_episodes -= 1
-        found.host.submit(found.host.close_episode, episode, found)
+            closing = found.host.submit(found.host.close_episode, episode, found)
+            self._closing = [each for each in self._closing if not each.done()] + [closing]
 
     def close(self) -> None:
-        """End all processes. Calls in progress are not waited for."""
+        """End all processes. Of calls in progress only the closing of episodes is waited for, at
+        most ``CLOSING_SECONDS``."""
+        with self._lock:
+            closing = list(self._closing)
+        concurrent.futures.wait(closing, timeout=CLOSING_SECONDS)
         for host in self._hosts:
             host.shut_down()
 
@@ -238,7 +246,7 @@ class _EpisodeHost:
         if episode.process_number != self._process_number:
             return
         answer = self._request("close", number)
-        if answer.fault and not self._told_close_fault:
+        if answer.fault and not (self._told_close_fault or self._closed):
             self._told_close_fault = True
             _LOG.warning("an environment's close failed (%s): %s", answer.fault, answer.text)
 

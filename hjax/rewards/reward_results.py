@@ -46,7 +46,7 @@ class RewardResult:
 
     Attributes:
       rewards: float32 [N], NaN where unscored; the sum where there are several named rewards.
-      row_outcomes: the outcome of each sequence, one of OUTCOMES.
+      row_outcomes: the outcome of each sequence, one of OUTCOMES; empty: it does not count.
       first_traceback: the first failure (a traceback, or a sentence); None without a failure.
         Returning None or NaN is not a failure.
       named: named rewards, float32 [N] each, NaN where unscored.
@@ -76,6 +76,12 @@ class RewardResult:
             ),
             named={name: unscored(values) for name, values in self.named.items()},
         )
+
+    def counted_at(self, rows: np.ndarray) -> RewardResult:
+        """The result with the outcomes of these sequences alone; ``rows``: int, their numbers."""
+        counted = set(rows.tolist())
+        outcomes = (x if i in counted else "" for i, x in enumerate(self.row_outcomes))
+        return dataclasses.replace(self, row_outcomes=tuple(outcomes))
 
     @classmethod
     def concatenated(cls, parts: Sequence[RewardResult]) -> RewardResult:

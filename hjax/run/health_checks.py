@@ -14,7 +14,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from hjax.algorithms.masks import constant
-from hjax.batches import response_lengths
+from hjax.batches import response_lengths, sample_rows
 from hjax.controller import BuildWorker
 from hjax.data.dataset import Dataset
 from hjax.errors import RunError
@@ -163,7 +163,10 @@ class EqualGroupsCheck:
         """The warning after a step, or None."""
         if not self._active or "rewards" not in batch:
             return None
-        share = equal_groups(batch["rewards"], self._samples)
+        rewards = np.asarray(batch["rewards"])
+        if "episode" in batch:
+            rewards = rewards[sample_rows(batch)]
+        share = equal_groups(rewards, self._samples)
         self._steps = self._steps + 1 if share > 0.5 else 0
         if self._steps < EQUAL_STEPS:
             return None

@@ -10,7 +10,7 @@ import numpy as np
 from hjax.algorithms import Algorithm, Batch
 from hjax.algorithms.algorithm import reference_kl
 from hjax.algorithms.losses import explained_variance
-from hjax.batches import response_lengths, sample_rows
+from hjax.batches import real_rows, response_lengths, sample_rows
 from hjax.controller import join
 from hjax.data.sources import MIXTURE
 from hjax.environments.episode_batch import episode_summary
@@ -178,8 +178,7 @@ def batch_metrics(batch: Batch, kl_coefficient: float) -> dict[str, float]:
     """
     mask = np.asarray(batch["response_mask"], bool)
     metrics, samples = {}, sample_rows(batch)
-    # An episode may have several rows, and others only fill up the batch.
-    rows = slice(None) if "episode" not in batch else np.asarray(batch["row_mask"], bool)
+    rows = real_rows(batch)
     if "rewards" in batch:
         rewards = np.asarray(batch["rewards"], np.float64)
         metrics = reward_metrics(rewards[samples])

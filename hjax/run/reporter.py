@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from hjax.batches import response_lengths, sample_rows
+from hjax.batches import real_rows, response_lengths, sample_rows
 from hjax.controller import join
 from hjax.files import HISTOGRAMS, METRICS, SAMPLES, WARM_START
 from hjax.run.health_checks import HealthChecks, SamplerCheck, TruncationWarning
@@ -194,11 +194,12 @@ def histogram_row(batch: Mapping[str, Any], step: int) -> dict[str, Any]:
     """A row of histograms.jsonl: ``histogram`` of the step's ``reward``, ``cost`` and ``length``,
     as far as the batch has them."""
     found: dict[str, Any] = {}
+    samples = sample_rows(batch) if "episode" in batch else slice(None)
     for name, key in (("reward", "rewards"), ("cost", "costs")):
         if key in batch:
-            found[name] = histogram(batch[key])
+            found[name] = histogram(np.asarray(batch[key])[samples])
     if "response_mask" in batch:
-        found["length"] = histogram(np.asarray(response_lengths(batch)))
+        found["length"] = histogram(np.asarray(response_lengths(batch))[real_rows(batch)])
     return {"step": step} | {name: said for name, said in found.items() if said is not None}
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hjax.batches import LENGTHS, response_lengths, response_places
+from hjax.batches import LENGTHS, response_lengths, response_places, sample_rows
 from hjax.data.response_text import ResponseText
 from hjax.errors import ConfigError, RunError
 from hjax.models.forward import map_response_states, sequence_states
@@ -30,7 +30,7 @@ from hjax.xla.abstract_program import AbstractProgram
 TEXT_KEYS = (*TOKEN_KEYS, LENGTHS, "prompt_text", "response_text")
 # A ``step_separator``: every token is a step.
 EACH_TOKEN = "token"
-REWARD_KEYS = (*TEXT_KEYS, "columns", "failed", PENDING_REWARDS)
+REWARD_KEYS = (*TEXT_KEYS, "columns", "failed", "episode", PENDING_REWARDS)
 
 
 class FunctionReward(Worker):
@@ -74,7 +74,7 @@ class FunctionReward(Worker):
             responses,
         )
         if "failed" in batch:  # episodes that the environment's fault ended
-            result = result.without(np.asarray(batch["failed"]))
+            result = result.without(np.asarray(batch["failed"])).counted_at(sample_rows(batch))
         check_unscored(result, self.max_unscored)
         return result
 

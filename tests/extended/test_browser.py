@@ -5,6 +5,7 @@ Skipped where Chromium or Playwright is missing (``pip install hjax[browser]``, 
 """
 
 import itertools
+import json
 import os
 import re
 import shutil
@@ -152,6 +153,37 @@ def test_steps_can_be_browsed(browser, pages):
         "bars => bars.map(b => b.height.baseVal.value)"
     )
     assert heights[0] == 25.0 and heights[-1] == 100.0 and not complaints
+
+
+def test_episodes_are_chosen_by_kind_return_end_and_turns(browser, tmp_path):
+    path = written_run(tmp_path)
+    turn = {"action": "a", "observation": "o", "reward": 0.1, "valid": True}
+    found = [  # kind, return, end, turns
+        ("train", 0.7, "done", 1), ("train", -0.1, "max_turns", 7), ("train", None, "timeout", 2),
+        ("eval", 0.0, "done", 3), ("eval", 0.1, "done", 4),
+    ]  # fmt: skip
+    rows = [
+        {"step": 4, "index": i, "kind": kind, "prompt": "p", "response": "ao" * turns,
+         "reward": reward, "truncated": False, "stop_reason": end, "turns": [turn] * turns}
+        for i, (kind, reward, end, turns) in enumerate(found)
+    ]  # fmt: skip
+    (path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page, complaints = opened(browser, write_report(path))
+
+    def shown(**chosen):
+        for name in ("kind", "return", "stop", "turns"):
+            value = chosen.get(name, "0" if name == "turns" else "")
+            page.locator(f"[data-episodes={name}]").select_option(value)
+        counted = page.locator("#episodes-count").text_content()
+        notes = page.locator("#episodes tr").all_text_contents()
+        assert counted.startswith(f"{len(notes)} of 5 ")
+        return len(notes)
+
+    assert shown() == 5 and shown(kind="eval") == 2
+    assert [shown(**{"return": of}) for of in ("above", "zero", "below", "none")] == [2, 1, 1, 1]
+    assert shown(stop="done") == 3 and shown(stop="timeout") == 1
+    assert [shown(turns=least) for least in ("1", "2", "4")] == [5, 4, 2]
+    assert shown(kind="train", stop="done", turns="2") == 0 and not complaints
 
 
 @pytest.mark.parametrize("name", ["report", "compare"])

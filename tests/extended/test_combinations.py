@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from families import logits, model
-from helpers import computed, tiny_config, trainer_of
+from helpers import DIGITS, computed, tiny_config, trainer_of
 from references import AutoModelForCausalLM, peft
 from test_agent_runs import agent_keys
 from test_lora_runs import AHEAD, BOTH, CRITIC, LORA, axes, close
@@ -390,6 +390,8 @@ def test_what_a_run_with_experts_learned_goes_out(experts, tmp_path, changes):
         ),
         ("GRPO", {"rollout.slots": -1, **axes(tensor=8)}, "heads of size 4 does not divide over"),
         ("PRIME", MAZE, "PRIME learns from single responses, .* environment .* use one of PPO"),
+        ("SFT", {"environment.function": f"{DIGITS}:Digits"},
+         "Digits: SFT learns from examples and plays no episodes; leave it out, or use one of PPO"),
         ("GRPO", {**MAZE, "rollout.speculative_tokens": 2},
          "config.rollout.speculative_tokens=2 is of single responses, .*; use 0"),
         ("GRPO", {**MAZE, "rollout.extra_samples": 1}, "rollout.extra_samples=1 is of single"),

@@ -1,6 +1,7 @@
 """Whole runs on episodes: what is compiled, the first update, resumes, and lost processes."""
 
 import functools
+import math
 import os
 import signal
 import subprocess
@@ -52,6 +53,7 @@ def content(workdir):
     "algorithm, changes",
     [
         ("GRPO", {"eval.every": 2}),
+        ("GiGPO", {}),
         (
             "PPO",
             {"environment.function": f"{DIGITS}:Fresh", "algorithm.minibatch": 8, "eval.every": 3},
@@ -81,6 +83,15 @@ def test_nothing_is_compiled_after_the_second_step(algorithm, changes, keys, tmp
             assert len(batch["episode"]) % 16 == 0
     assert len(sizes) > (4 if "Fresh" in changes["environment.function"] else 0)
     assert 0 < counts[1] == counts[-1], counts
+
+
+def test_schedules_count_prompts_and_not_rows(keys):
+    """A cosine over six steps of two updates, by its formula, however many rows a step has."""
+    cosine = {"actor.schedule": "cosine", "actor.learning_rate": 0.01, "algorithm.minibatch": 8}
+    rows = run("GRPO", fresh(keys, **ONE, **cosine, steps=6))
+    rates = [0.005 * (1 + math.cos(math.pi * update / 12)) for update in range(12)]
+    wanted = [(rates[2 * i] + rates[2 * i + 1]) / 2 for i in range(6)]
+    assert [row["actor/learning_rate"] for row in rows] == pytest.approx(wanted, rel=1e-5)
 
 
 LAYOUTS = {
