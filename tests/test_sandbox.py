@@ -374,6 +374,9 @@ def test_a_run_says_its_sandbox_and_refuses_too_little(monkeypatch):
     )
     monkeypatch.setattr(local_sandbox, "probed_layers", lambda: found(namespaces=1, users=1))
     assert sandbox_remark(config, {"reward": judge}) == "sandbox: namespaces, limits"
+    code = "hjax.environments.code_blocks:CodeBlocks"
+    assert sandbox_remark(config, {}, code) == "sandbox: namespaces, limits"
+    assert sandbox_remark(config, {}, "hjax.environments.maze:Maze") == ""
 
 
 def test_the_launcher_ends_with_its_process():

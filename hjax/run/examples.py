@@ -18,7 +18,7 @@ from hjax.data.invalid_rows import InvalidRows
 from hjax.data.labels import PAIR_LABELS
 from hjax.data.mixing import Mixing, make_sampler
 from hjax.data.row_answers import RowAnswers, answers_by_row, task_records
-from hjax.data.tasks import Task
+from hjax.data.tasks import EnvironmentTask, Task
 from hjax.data.tokenizer import Tokenizer
 from hjax.environments.episode import demonstrated_row, episode_seed
 from hjax.errors import ConfigError, DataError
@@ -128,6 +128,7 @@ def _episode_examples(
     """Episodes that demonstrate a task's environment, as many as the warm start shows."""
     if not learns_from_examples(config, "prompts"):
         return LearnedExamples()
+    assert isinstance(task, EnvironmentTask)
     count = min(len(data), config.warm_start.steps * config.warm_start.batch)
     if config.algorithm.get("pretraining_coef"):
         count = len(data)

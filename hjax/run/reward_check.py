@@ -88,7 +88,7 @@ class RewardTrial:
 
 
 def sandbox_remark(
-    config: ConfigDict, functions: Mapping[str, RewardFunction], environment: str
+    config: ConfigDict, functions: Mapping[str, RewardFunction], environment: str = ""
 ) -> str:
     """The sandbox of a reward function, a tool or an environment that runs programs, in one line;
     empty: none does, or it is on a cluster's other machines.

@@ -24,7 +24,7 @@ class CodeSumsTask(CalculatorTask):
     answered by "<out>1786</out>", "<code>a-129</code>" by "<out>1657</out>", and "####1657" is the
     answer.
 
-    Column: `answer`. Turns: one per number, and one more for a block that fails.
+    Column: `solution`. Turns: one per number, and one more for a block that fails.
 
     Options:
       terms: numbers of a sum (2 to 4).
@@ -67,7 +67,7 @@ class CodeSumsTask(CalculatorTask):
 
     def record(self, index: int) -> dict[str, Any]:
         row = super().record(index)
-        return {"prompt": row["prompt"], "answer": str(row["result"])} | self.settings
+        return {"prompt": row["prompt"], "solution": str(row["result"])} | self.settings
 
     def make_environment(self) -> Any:
         environment = super().make_environment()

@@ -56,7 +56,7 @@ class EnvironmentTask(Task):
         return self.max_turns * (self.turn_length + self.observation_length)
 
     def make_environment(self) -> Any:
-        """As of `Task`."""
+        """A new environment, a `hjax.Environment`."""
         module, _, name = self.environment.partition(":")
         return getattr(importlib.import_module(module), name)()
 

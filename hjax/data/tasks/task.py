@@ -114,19 +114,8 @@ class Task:
         Raises:
           ConfigError: the task has no environment.
         """
-        raise self._without_environment()
-
-    def make_environment(self) -> Any:
-        """A new environment that plays the task's demonstrations, a `hjax.Environment`.
-
-        Raises:
-          ConfigError: the task has no environment.
-        """
-        raise self._without_environment()
-
-    def _without_environment(self) -> ConfigError:
         those = ", ".join(name for name, cls in TASKS.items() if cls.environment)
-        return ConfigError(
+        raise ConfigError(
             f"task {self.name} has no environment: one response answers a prompt; {those} have one"
         )
 
